@@ -1,0 +1,176 @@
+"""The harness's command line: ``pyao bench`` and ``recipes/bench_offload.py``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+
+from hf_pyao.bench.harness import run_bench, smoke
+from hf_pyao.bench.methods import CUSTOM_PREFIX, find_method, known_methods
+from hf_pyao.bench.setup import (
+    DTYPES,
+    GRADIENT_MODES,
+    MAX_MICRO_BATCH,
+    BenchSetup,
+    SizeTable,
+    Trial,
+    parse_model,
+)
+from hf_pyao.errors import ConfigError
+from hf_pyao.report.tables import bench_markdown
+
+SMOKE_MODEL = (
+    "llama:hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,"
+    "num_key_value_heads=1,vocab_size=64,max_position_embeddings=64"
+)
+SMOKE_METHODS = ("none", "checkpoint", "pyao-window", "trl-streams")
+
+DESCRIPTION = """\
+Compare ways to save activation memory: same model, data, seed and machine, each method in a process
+of its own. One step is a forward and its backward; each is timed on a drained device. Losses and
+gradients are compared bit for bit with those of 'none'. Results go to one JSON file, which
+`pyao report` turns into tables and plots. A method that cannot run says why in its row.
+"""
+
+
+def add_bench_arguments(
+    parser: argparse.ArgumentParser, sizes: SizeTable | None = None, program: str = "pyao bench"
+) -> None:
+    """Add the harness's options and help to *parser*. *sizes*: models known by name."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.epilog = _epilog(program, sizes)
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--model", metavar="MODEL", help="see below")
+    what.add_argument("--micro-batch", type=int, default=4, help="sequences (default: 4)")
+    what.add_argument(
+        "--find-largest",
+        action="store_true",
+        help="find each method's largest micro-batch instead, and measure there; see "
+        "--memory-cap-gib",
+    )
+    what.add_argument("--sequence-length", type=int, default=512, help="tokens (default: 512)")
+    what.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)"
+    )
+    what.add_argument("--autocast", choices=DTYPES, help="run the forward under autocast")
+    what.add_argument("--attention", help="sdpa, eager, ... (default: transformers chooses)")
+    what.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help="see below (default: all in the list)"
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    how.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
+    how.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
+    how.add_argument("--seed", type=int, default=0, help="of weights, data, dropout (default: 0)")
+    how.add_argument(
+        "--gradients",
+        choices=GRADIENT_MODES,
+        default="keep",
+        help="keep them until the step ends, or release each as it is complete (default: keep)",
+    )
+    how.add_argument(
+        "--memory-cap-gib", type=float, help="most device memory, in GiB of 2**30 bytes"
+    )
+    how.add_argument(
+        "--ballast-gib",
+        type=float,
+        default=0.0,
+        help="device memory set aside, as for a gradient bucket (default: 0)",
+    )
+    how.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for a row (default: 600)"
+    )
+    how.add_argument("--output", type=Path, metavar="FILE.json", help="default: named by model")
+    how.add_argument(
+        "--smoke", action="store_true", help="tiny model and few methods: a trial of the program"
+    )
+    parser.set_defaults(sizes=sizes)
+
+
+def run_from_arguments(args: argparse.Namespace) -> int:
+    """Run the harness as *args* say; print tables; return the exit status.
+
+    Raises:
+        PyAOError: an option is bad, or the model or device cannot be had.
+    """
+    setup, trials = _work(args)
+    output = args.output or _default_output(setup)
+    report = run_bench(
+        setup,
+        trials,
+        output=output,
+        timeout_s=args.timeout,
+        progress=lambda line: print(line, flush=True),  # noqa: T201
+    )
+    print("\n" + bench_markdown(report))  # noqa: T201
+    print(f"written: {output}\nplot it: pyao report {output} -o report.html")  # noqa: T201
+    return 0 if all(row.status != "failed" for row in report.rows) else 1
+
+
+def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
+    model = args.model or (SMOKE_MODEL if args.smoke else None)
+    if model is None:
+        raise ConfigError(
+            "no --model is given. Try --model llama:hidden_size=1024,num_hidden_layers=8, or "
+            "--smoke; --help has more."
+        )
+    names = args.methods or (SMOKE_METHODS if args.smoke else tuple(known_methods()))
+    for name in names:
+        find_method(name)
+    setup = BenchSetup(
+        model=parse_model(model, args.sizes),
+        sequence_length=args.sequence_length,
+        dtype=args.dtype,
+        autocast=args.autocast,
+        attention=args.attention,
+        device=args.device,
+        seed=args.seed,
+        num_warmup=args.warmup,
+        num_steps=args.steps,
+        gradients=args.gradients,
+        memory_cap_gib=args.memory_cap_gib,
+        ballast_gib=args.ballast_gib,
+    )
+    micro_batch = MAX_MICRO_BATCH if args.find_largest else args.micro_batch
+    if args.smoke:
+        setup, micro_batch = smoke(setup), 2
+    trials = [
+        Trial(method=name, micro_batch=micro_batch, is_search=args.find_largest) for name in names
+    ]
+    return setup, trials
+
+
+def _default_output(setup: BenchSetup) -> Path:
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", setup.model.name).strip("-")[:40]
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return Path("outputs") / "bench" / f"{name}-{setup.dtype}-{stamp}.json"
+
+
+def _epilog(program: str, sizes: SizeTable | None) -> str:
+    methods = "\n".join(f"  {name:<22} {m.label}" for name, m in known_methods().items())
+    by_name = ""
+    if sizes is not None:
+        by_name = "\n".join(
+            f"  {architecture}:SIZE{'':<{8 - len(architecture)}} {', '.join(table)}"
+            for architecture, table in sizes.items()
+        )
+    first = "opt:1.3b" if sizes is not None else "llama:hidden_size=1024,num_hidden_layers=8"
+    return f"""\
+models (weights are random: only shapes matter here)
+{by_name + chr(10) if by_name else ""}\
+  ARCH:key=value,...  any causal LM of transformers, sized by its config's arguments
+  FOLDER or HUB/NAME  its config.json is read, and nothing else
+
+methods
+{methods}
+  {CUSTOM_PREFIX}key=value,...     hf_pyao with these fields of PyAOConfig; join modules with '+'
+
+examples
+  {program} --model {first} --micro-batch 8
+  {program} --model {first} --find-largest --memory-cap-gib 12 --gradients release
+  {program} --model {first} --methods none checkpoint pyao:window=67108864
+  {program} --smoke
+"""

@@ -1,0 +1,164 @@
+"""The methods that are compared: ours, and what a user of transformers could take instead.
+
+A method is one row of :func:`known_methods`. ``install`` puts it on a model and takes it off again;
+where it cannot run, it raises :class:`MethodUnavailable` with the reason, which becomes its row.
+Nothing here imports torch before a method is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_pyao.bench import peers
+from hf_pyao.bench.peers import Installed, MethodUnavailable
+from hf_pyao.bench.setup import parse_value
+from hf_pyao.config import POLICY_NAMES
+from hf_pyao.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import nn
+
+__all__ = ["Installed", "Method", "MethodUnavailable", "find_method", "known_methods"]
+
+WINDOW_BYTES = 256 * 2**20
+"""The window of the rows that have one: 10 ms of a link of 25 GiB/s."""
+
+SELECTED_ROLES = ("core_attn", "mlp_act")
+"""What the ``modules`` row offloads: large, and produced by little compute."""
+
+CUSTOM_PREFIX = "pyao:"
+"""Before a configuration of one's own: ``pyao:window=67108864,keep_last_layers=2``."""
+
+Install = Callable[["nn.Module", "torch.device"], AbstractContextManager[Installed]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to save activation memory."""
+
+    name: str
+    label: str
+    """As tables show it."""
+    install: Install
+
+
+class _PyAO:
+    """Installs hf_pyao with one configuration, if asked on top of checkpointing."""
+
+    def __init__(self, *, with_checkpointing: bool = False, **settings: Any) -> None:
+        self.settings = settings
+        self.with_checkpointing = with_checkpointing
+
+    @contextmanager
+    def __call__(self, model: nn.Module, device: torch.device) -> Iterator[Installed]:
+        """Attach; detach at the end."""
+        from hf_pyao import PyAOConfig, attach
+
+        try:
+            config = PyAOConfig(**self.settings)
+        except ConfigError as error:
+            raise MethodUnavailable(str(error)) from error
+        if device.type == "cpu" and config.copy_streams != 2:
+            raise MethodUnavailable("a CPU has no streams to choose a number of")
+        with ExitStack() as stack:
+            if self.with_checkpointing:
+                stack.enter_context(peers.checkpointing(model))
+            offloader = stack.enter_context(attach(model, config))
+            yield Installed(step=nullcontext, metrics=offloader.metrics)
+
+
+def _table() -> list[Method]:
+    window: dict[str, Any] = {"window": WINDOW_BYTES}
+    ours = [
+        Method("pyao-window", "hf_pyao, all, byte window", _PyAO(policy="all", **window)),
+        Method("pyao-layer", "hf_pyao, all, window=layer", _PyAO(policy="all", window="layer")),
+        Method(
+            "pyao-single-stream",
+            "hf_pyao, all, on the compute stream",
+            _PyAO(policy="all", copy_streams=0),
+        ),
+        Method(
+            "pyao-one-copy-stream",
+            "hf_pyao, all, one copy stream",
+            _PyAO(policy="all", copy_streams=1, **window),
+        ),
+        Method(
+            "pyao-modules",
+            f"hf_pyao, {' + '.join(SELECTED_ROLES)}",
+            _PyAO(policy="modules", modules=SELECTED_ROLES, **window),
+        ),
+        Method(
+            "pyao-recompute",
+            "hf_pyao, all, pointwise results rebuilt",
+            _PyAO(policy="all", recompute_modules=("pointwise",), **window),
+        ),
+        Method(
+            "pyao-checkpoint",
+            "hf_pyao over checkpointing",
+            _PyAO(policy="all", with_checkpointing=True, **window),
+        ),
+    ]
+    # Policies that came later than this table get a row with the defaults of their knobs.
+    ours += [
+        Method(f"pyao-{policy}", f"hf_pyao, {policy}", _PyAO(policy=policy, **window))
+        for policy in POLICY_NAMES
+        if policy not in ("all", "modules")
+    ]
+    return [
+        Method("none", "nothing", peers.nothing),
+        *ours[:1],
+        Method("checkpoint", "transformers checkpointing", peers.checkpoint),
+        Method(
+            "checkpoint-offload",
+            "transformers checkpointing, offload=True",
+            peers.checkpoint_offload,
+        ),
+        *ours[1:],
+        Method("trl-streams", "TRL OffloadActivations, streams", peers.trl_streams),
+        Method("trl-no-streams", "TRL OffloadActivations, no streams", peers.trl_no_streams),
+        Method("deepspeed", "DeepSpeed CheckpointHiddenStatesOffload", peers.deepspeed),
+        Method("transformer-engine", "Transformer Engine, default", peers.transformer_engine),
+        Method("save-on-cpu", "torch save_on_cpu", peers.save_on_cpu),
+    ]
+
+
+def known_methods() -> Mapping[str, Method]:
+    """Return all methods by name, in the order in which they are worth measuring."""
+    return {method.name: method for method in _table()}
+
+
+def find_method(name: str) -> Method:
+    """Return the method called *name*, or the configuration behind ``pyao:key=value,...``.
+
+    Raises:
+        ConfigError: there is none; the nearest name and all names are given.
+    """
+    if name.startswith(CUSTOM_PREFIX):
+        return _custom(name)
+    methods = known_methods()
+    if name not in methods:
+        raise unknown_name("method", name, [*methods, CUSTOM_PREFIX + "key=value,..."])
+    return methods[name]
+
+
+def _custom(name: str) -> Method:
+    import dataclasses
+
+    from hf_pyao.config import PyAOConfig
+
+    settings: dict[str, Any] = {}
+    known = {field.name: field.default for field in dataclasses.fields(PyAOConfig)}
+    for pair in name.removeprefix(CUSTOM_PREFIX).split(","):
+        key, equals, text = pair.partition("=")
+        if not equals or key not in known:
+            raise unknown_name(f"setting in {name!r}:", key, known)
+        # A comma separates settings, so several names are joined with '+'.
+        has_names = isinstance(known[key], tuple)
+        settings[key] = tuple(text.split("+")) if has_names else parse_value(text)
+    return Method(name, f"hf_pyao, {name.removeprefix(CUSTOM_PREFIX)}", _PyAO(**settings))

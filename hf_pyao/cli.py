@@ -1,0 +1,128 @@
+"""``pyao``: the command line of hf_pyao. ``pyao --help`` imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hf_pyao.errors import PyAOError
+
+DESCRIPTION = """\
+Activation offloading for HuggingFace training: tools beside the library.
+
+  pyao doctor                       can this machine offload well, and what to change
+  pyao bench --model ...            compare it with checkpointing and other offloaders
+  pyao report FILE.json -o out.html turn results and run reports into tables and plots
+"""
+
+REPORT_DESCRIPTION = """\
+Turn JSON files that hf_pyao wrote into tables and plots: results of `pyao bench`, and the reports
+of training runs (--activation_offload_report FILE.json). Files of another version are refused.
+"""
+
+REPORT_EPILOG = """\
+examples
+  pyao report results/*.json                 tables to the terminal, as Markdown
+  pyao report bench.json -o bench.md         and a PNG of memory versus time beside it
+  pyao report run.json bench.json -o all.html  one page that needs nothing beside it
+"""
+
+DOCTOR_DESCRIPTION = """\
+Look at the device, its link to the host (measured with copies), pinned memory, NUMA and versions,
+and say what to change. Changes nothing.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status (2: something asked for cannot be)."""
+    args = make_parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except PyAOError as error:
+        print(f"pyao: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser with its subcommands."""
+    import hf_pyao
+    from hf_pyao.bench.arguments import add_bench_arguments, run_from_arguments
+
+    parser = argparse.ArgumentParser(
+        prog="pyao",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hf_pyao {hf_pyao.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    bench = commands.add_parser("bench", help="compare ways to save activation memory")
+    add_bench_arguments(bench)
+    bench.set_defaults(run=run_from_arguments)
+
+    report = commands.add_parser(
+        "report",
+        help="tables and plots of results",
+        description=REPORT_DESCRIPTION,
+        epilog=REPORT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    report.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    report.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="a .md or .html file to write"
+    )
+    report.add_argument(
+        "--no-plots", action="store_true", help="tables alone; matplotlib is then not needed"
+    )
+    report.set_defaults(run=_report)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at this machine",
+        description=DOCTOR_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    doctor.add_argument("--json", action="store_true", help="as JSON, for a bug report")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _report(args: argparse.Namespace) -> int:
+    from hf_pyao.report.documents import read_document
+
+    documents = [read_document(path) for path in args.files]
+    if args.output is None:
+        from hf_pyao.report.tables import markdown_of
+
+        print("\n".join(markdown_of(document) for document in documents))
+        return 0
+    from hf_pyao.report.pages import write_page
+
+    for path in write_page(documents, args.output, with_plots=not args.no_plots):
+        print(f"written: {path}")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    import json
+
+    from hf_pyao.bench import doctor
+
+    machine = doctor.look(args.device)
+    findings = doctor.examine(machine)
+    if args.json:
+        print(json.dumps(doctor.report_of(machine, findings).to_dict(), indent=2))
+    else:
+        print(doctor.render(findings))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Where the engine meets transformers, accelerate and TRL: layers, and the user's surface."""

@@ -1,0 +1,307 @@
+"""``attach()``: the only place where the parts are wired together."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_pyao.codecs import get_codec
+from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.integrations.conflicts import check_model
+from hf_pyao.integrations.module_map import (
+    FoundLayers,
+    check_roles,
+    find_layers,
+    named_submodules,
+    resolve_selections,
+)
+from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.layout import reason_not_movable
+from hf_pyao.runtime.lifecycle import Lifecycle, StackHook
+from hf_pyao.runtime.policy import POINTWISE, Policy, RecomputeSelected, make_policy
+from hf_pyao.runtime.transport import Transport, transport_for
+from hf_pyao.stores import HostPool, available_host_bytes
+from hf_pyao.stores.numa import node_of_pci_device
+
+if TYPE_CHECKING:
+    from hf_pyao.integrations.head_loss import HeadLoss
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HOST_SHARE = 0.5
+"""Share of the host memory available at attach time that saved tensors may take by default."""
+
+
+def attach(
+    model: nn.Module,
+    config: PyAOConfig | None = None,
+    *,
+    transport: Transport | None = None,
+    host_pool: HostPool | None = None,
+) -> Offloader:
+    """Offload what *model*'s decoder layers save for backward, from its next forward on.
+
+    The model may be wrapped (DDP, FSDP, DeepSpeed, PEFT, ``torch.compile``). Attaching again with
+    an equal configuration returns the same offloader.
+
+    Args:
+        model: a causal LM, a sequence-to-sequence model, or one registered with
+            :func:`~hf_pyao.register_module_map`.
+        config: what to offload and how; the defaults if None.
+        transport: how bytes move; None picks by device. Tests pass a SimulatedTransport.
+        host_pool: host memory to share with another model's offloader (its ``host_pool``).
+
+    Returns:
+        The offloader, usable as a context manager that detaches at its end.
+
+    Raises:
+        ConfigError: a role or module name in *config* is unknown to this model.
+        ConflictError: something else moves or recomputes the same tensors, or the model is attached
+            with another configuration.
+        NoLayersFoundError: no layers were found.
+    """
+    config = config or PyAOConfig()
+    if not isinstance(config, PyAOConfig):
+        raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
+    check_model(model)
+    found = find_layers(model)
+    attached = offloader_of(found.stack)
+    if attached is not None:
+        if attached.config == config:
+            return attached
+        raise ConflictError(
+            "the model is attached with another configuration already. Detach it first "
+            "(offloader.detach()), or pass the same configuration."
+        )
+    offloader = Offloader(model, found, config, transport, host_pool)
+    logger.info("%s", offloader.describe())
+    return offloader
+
+
+def offloader_of(stack: nn.Module) -> Offloader | None:
+    """Return the offloader attached to a model whose layers run in *stack*, if there is one."""
+    for hook in stack._forward_pre_hooks.values():
+        if isinstance(hook, StackHook):
+            owner: Offloader | None = hook.owner
+            return owner
+    return None
+
+
+class Offloader:
+    """An engine attached to a model. Made by :func:`attach`.
+
+    It holds the model weakly: deleting the model takes engine and buffers with it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: FoundLayers,
+        config: PyAOConfig,
+        transport: Transport | None,
+        host_pool: HostPool | None,
+    ) -> None:
+        self.config = config
+        self.device = _device_of(model)
+        self.transport = transport or transport_for(self.device, config.copy_streams)
+        self.host_pool = host_pool or _make_pool(config, self.transport, self.device)
+        self.layer_names = tuple(fqn for fqn, _ in found.layers)
+        self._how_found = found.how
+        self._model = weakref.ref(model)
+        self._num_packs_seen = 0
+        if found.roles:
+            check_roles(found)
+        selected = resolve_selections(config.modules, found)
+        self.engine = OffloadEngine(
+            policy=_with_recompute(make_policy(config, selected), config, found),
+            codec=get_codec(config.codec),
+            transport=self.transport,
+            pool=self.host_pool,
+            window_bytes=None if isinstance(config.window, str) else config.window,
+            buffer_keys=_BufferKeys(model),
+        )
+        _forget_compiled_code()
+        # After everything that may refuse: a failed attach leaves the model as it was.
+        self.head_loss = _install_head_loss(model, config)
+        self._lifecycle: Lifecycle | None = Lifecycle(
+            self.engine,
+            found.stack,
+            found.layers,
+            named_submodules=named_submodules,
+            keep_last_layers=config.keep_last_layers,
+            owner=self,
+        )
+
+    @property
+    def is_attached(self) -> bool:
+        """False once detached."""
+        return self._lifecycle is not None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the last finished micro-batch; empty before the first.
+
+        Keys are those of :meth:`hf_pyao.metrics.MicroBatchStats.as_dict`.
+        """
+        stats = self.engine.last_stats
+        if stats is None:
+            return {}
+        self.transport.collect(stats)
+        return stats.as_dict()
+
+    def totals(self) -> dict[str, float]:
+        """Return sums (sizes held at once: peaks) over all micro-batches since attaching."""
+        return self.engine.totals.as_dict()
+
+    def describe(self) -> str:
+        """Say in one line what is offloaded, how, and within which limits."""
+        config = self.config
+        what = f"policy {self.engine.policy.name!r}"
+        if config.modules:
+            what += f" ({', '.join(config.modules)})"
+        if config.recompute_modules:
+            what += f", recomputing {', '.join(config.recompute_modules)}"
+        window = (
+            "meeting copies at each layer's end"
+            if isinstance(config.window, str)
+            else f"{config.window / 2**20:.0f} MiB in flight"
+        )
+        place = (
+            "counting only: on a CPU the host stands in for the device"
+            if self.device.type == "cpu"
+            else f"from {self.device} to {'pinned ' if self.host_pool.pin else ''}host memory"
+        )
+        head = "" if self.head_loss is None else f" {self.head_loss.describe()}."
+        if self.engine.policy.name == "off":
+            return f"hf_pyao offloads nothing (policy 'off').{head}"
+        return (
+            f"hf_pyao offloads saved tensors of {len(self.layer_names)} layers "
+            f"({self.layer_names[0]} .. {self.layer_names[-1]}, {self._how_found}): {what}, "
+            f"codec {self.engine.codec.name!r}, the last {config.keep_last_layers} kept, "
+            f"{window}, {place}, at most {self.host_pool.capacity_bytes / GIB:.1f} GiB.{head}"
+        )
+
+    def warn_if_idle(self) -> None:
+        """Warn once if nothing was packed since the last call: call it after each step.
+
+        Without it, only a forward that follows an idle one notices.
+        """
+        num_packs = self.engine.num_packs
+        if num_packs == self._num_packs_seen:
+            self.engine.warn_idle()
+        self._num_packs_seen = num_packs
+
+    def detach(self) -> None:
+        """Remove everything that was installed; the model is as before. Twice is fine.
+
+        Graphs that were built before keep their saved tensors and may still be run backward.
+        """
+        if self._lifecycle is not None:
+            self._lifecycle.remove()
+            self._lifecycle = None
+            self.engine.end_micro_batch()
+            if self.head_loss is not None:
+                self.head_loss.uninstall()
+
+    def __enter__(self) -> Offloader:
+        """Return the offloader, attached already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Detach, also after an error."""
+        self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of what holds an offloader has none."""
+        return None
+
+
+def _install_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
+    if config.head_loss == "off":
+        return None
+    from hf_pyao.integrations.head_loss import install_head_loss  # imports transformers
+
+    return install_head_loss(model, config.head_loss)
+
+
+class _BufferKeys:
+    """Finds the storages of a model's buffers; asked anew for each micro-batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self) -> frozenset[int]:
+        """Return the storage keys of all plain buffers."""
+        model = self._model()
+        if model is None:
+            return frozenset()
+        return frozenset(
+            buffer.untyped_storage()._cdata
+            for buffer in model.buffers()
+            if reason_not_movable(buffer) is None
+        )
+
+
+def _with_recompute(policy: Policy, config: PyAOConfig, found: FoundLayers) -> Policy:
+    """Return *policy*, with what is to be recomputed taken out of its hands."""
+    if not config.recompute_modules:
+        return policy
+    names = [name for name in config.recompute_modules if name != POINTWISE]
+    return RecomputeSelected(
+        policy,
+        resolve_selections(names, found),
+        is_pointwise=POINTWISE in config.recompute_modules,
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in model.parameters():
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _make_pool(config: PyAOConfig, transport: Transport, device: torch.device) -> HostPool:
+    if config.host_memory_gib is None:
+        capacity = int(available_host_bytes() * DEFAULT_HOST_SHARE)
+    else:
+        capacity = int(config.host_memory_gib * GIB)
+    return HostPool(
+        capacity,
+        pin=transport.needs_pinned_memory,
+        numa_node=_numa_node_of(device),
+        on_release=transport.host_released,
+    )
+
+
+def _numa_node_of(device: torch.device) -> int | None:
+    """Return the host's NUMA node that *device* hangs on, where torch and the system tell."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in parts:
+        return None
+    domain, bus, slot = parts
+    return node_of_pci_device(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+
+
+def _forget_compiled_code() -> None:
+    """Drop code that torch.compile made before hooks were there: it would go on without them.
+
+    Compiled modules do not check for new hooks by default, not even on another instance of the
+    same class.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

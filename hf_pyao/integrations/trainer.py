@@ -1,0 +1,106 @@
+"""``PyAOTrainer``, and the mixin that gives offloading to any Trainer subclass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer, TrainingArguments
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.errors import ConfigError
+from hf_pyao.integrations.arguments import PyAOArguments
+from hf_pyao.integrations.callback import PyAOCallback
+from hf_pyao.integrations.conflicts import check_training_arguments
+
+if TYPE_CHECKING:
+    from hf_pyao.integrations.attach import Offloader
+
+    _TrainerBase = Trainer
+else:
+    _TrainerBase = object
+
+
+class PyAOTrainerMixin(_TrainerBase):
+    """Offloading for any ``Trainer`` subclass.
+
+    ```python
+    class MySFTTrainer(PyAOTrainerMixin, SFTTrainer):
+        pass
+    ```
+
+    Name it before the trainer class. With ``args`` that have the ``--activation_offload...`` flags
+    (``PyAOTrainingArguments``, or a class with ``PyAOArguments`` mixed in) the flags decide; with
+    any other ``args`` offloading is on, with the defaults or as *pyao_config* says.
+
+    Args:
+        pyao_config: what to offload and how. Beside flags it must not contradict them.
+
+    Raises:
+        ConfigError: *pyao_config* contradicts the flags, or a flag is bad.
+        ConflictError: see ``conflicts.py``.
+    """
+
+    def __init__(self, *args: Any, pyao_config: PyAOConfig | None = None, **kwargs: Any) -> None:
+        self._pyao_callback: PyAOCallback | None = None
+        # Before the base class: preparing data can take long, and TRL sets its offloader up there.
+        given = (value for value in (*args, kwargs.get("args")))
+        training_args = next((v for v in given if isinstance(v, TrainingArguments)), None)
+        config = _resolve_config(training_args, pyao_config)
+        if config is not None and training_args is not None:
+            check_training_arguments(training_args)
+        super().__init__(*args, **kwargs)
+        if config is not None:
+            self._pyao_callback = PyAOCallback(config)
+            self.add_callback(self._pyao_callback)
+
+    @property
+    def offloader(self) -> Offloader | None:
+        """The attached offloader; None outside :meth:`train`, and when offloading is off."""
+        return self._pyao_callback.offloader if self._pyao_callback is not None else None
+
+    @property
+    def offload_metrics(self) -> dict[str, float]:
+        """Sums and peaks over the running training, or over the last one after it has ended."""
+        return self._pyao_callback.totals if self._pyao_callback is not None else {}
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the base class does; whatever happens, the model is detached afterwards."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            # Trainer skips on_train_end when training fails or is interrupted.
+            if self._pyao_callback is not None:
+                self._pyao_callback.detach()
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log as the base class does, with the offloading metrics added to training logs."""
+        # Here and not in the callback: reporters get the logs before callbacks added by users.
+        if self._pyao_callback is not None and "loss" in logs:
+            logs.update(self._pyao_callback.log_metrics())
+        super().log(logs, *args, **kwargs)
+
+
+class PyAOTrainer(PyAOTrainerMixin, Trainer):
+    """``transformers.Trainer`` with offloading; see :class:`PyAOTrainerMixin`."""
+
+
+def _resolve_config(args: object, pyao_config: PyAOConfig | None) -> PyAOConfig | None:
+    """Return the configuration to train with, None for no offloading."""
+    if not isinstance(args, PyAOArguments):
+        return PyAOConfig() if pyao_config is None else pyao_config
+    from_flags = args.pyao_config()
+    if pyao_config is None:
+        return from_flags
+    if from_flags is None:
+        raise ConfigError(
+            "pyao_config was given, but the training arguments say activation_offload=False. "
+            "Pass activation_offload=True (--activation_offload), or drop pyao_config."
+        )
+    for name in args.given_pyao_settings():
+        flag, argument = getattr(from_flags, name), getattr(pyao_config, name)
+        if flag != argument:
+            raise ConfigError(
+                f"the training arguments say {name}={flag!r} (activation_offload_{name}, or the "
+                f"configuration file), and pyao_config says {name}={argument!r}. Drop one of them."
+            )
+    return pyao_config

@@ -1,0 +1,83 @@
+"""Look through what training libraries wrap around a model or a layer, without importing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from hf_pyao.errors import ConflictError
+
+_INNER_MODULE_ATTRIBUTES = {
+    "deepspeed.DeepSpeedEngine": "module",
+    "peft.AdaptionPromptModel": "model",
+    "peft.BaseTuner": "model",  # LoraModel and its like
+    "peft.PeftMixedModel": "base_model",
+    "peft.PeftModel": "base_model",
+    "torch.ActivationWrapper": "_checkpoint_wrapped_module",  # base of CheckpointWrapper
+    "torch.DistributedDataParallel": "module",
+    "torch.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.OptimizedModule": "_orig_mod",
+}
+"""``package.Class`` of a wrapper (or of a base class of it) -> attribute with what it wraps."""
+
+_WRAPPER_PATH_PARTS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+"""Path components that wrappers add below the root; no model has modules of these names."""
+
+
+def wrapped_module(module: nn.Module) -> nn.Module | None:
+    """Return what *module* wraps, one level down; None if it is no wrapper.
+
+    Raises:
+        ConflictError: *module* is an ``nn.DataParallel``.
+    """
+    for cls in type(module).__mro__:
+        name = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
+        if name == "torch.DataParallel":
+            raise ConflictError(
+                "the model is wrapped in nn.DataParallel, whose replicas share one set of hooks "
+                "across threads and hold copies of the weights: offloading cannot be right there. "
+                "Make one device visible (CUDA_VISIBLE_DEVICES=0), or start one process per "
+                "device with `accelerate launch`."
+            )
+        if attribute := _INNER_MODULE_ATTRIBUTES.get(name):
+            inner = getattr(module, attribute)
+            return inner if isinstance(inner, nn.Module) else None
+    return None
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the model inside all wrappers, nested in any order.
+
+    Seen through: DistributedDataParallel, FullyShardedDataParallel, DeepSpeedEngine, the module of
+    ``torch.compile``, activation-checkpoint wrappers, and PEFT's models. FSDP2 (``fully_shard``)
+    and ``module.compile()`` change the module in place and leave nothing to unwrap.
+
+    Raises:
+        ConflictError: an ``nn.DataParallel`` is among the wrappers.
+    """
+    while (inner := wrapped_module(model)) is not None:
+        model = inner
+    return model
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the class name of what *module* wraps, without the prefix that FSDP2 adds to it."""
+    bases = [cls.__name__ for cls in type(unwrap_model(module)).__mro__]
+    return bases[0].removeprefix("FSDP") if "FSDPModule" in bases else bases[0]
+
+
+def plain_path(path: str) -> str:
+    """Return a module path without the components that per-layer wrappers add to it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPER_PATH_PARTS)
+
+
+def named_submodules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield ``(path, module)`` for a layer and everything below it, by plain path.
+
+    The paths are the same whether or not the layer, or a part of it, is compiled, checkpointed or
+    sharded; a wrapper and what it wraps have the same path, the wrapper coming first. The layer
+    itself is ``""``.
+    """
+    for path, module in layer.named_modules():
+        yield plain_path(path), module

@@ -1,0 +1,116 @@
+"""Counters of one micro-batch, and their sums over a run.
+
+All quantities carry their unit in the name; GiB are 2**30 bytes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+
+@dataclass
+class MicroBatchStats:
+    """What happened to the saved tensors of one micro-batch (one forward and its backward)."""
+
+    would_hold_bytes: int = 0
+    """Bytes that autograd would hold on the device without hf_pyao: distinct storages saved inside
+    the layers, parameters and buffers apart."""
+    offloaded_bytes: int = 0
+    """Bytes of saved storages that left the device, before any codec."""
+    reloaded_bytes: int = 0
+    """Bytes of saved storages that came back, before any codec."""
+    recomputed_bytes: int = 0
+    """Bytes of saved storages that were dropped and rebuilt in backward."""
+    not_recomputed_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Bytes that were to be recomputed and are kept or offloaded instead, by reason."""
+    link_bytes: int = 0
+    """Bytes that crossed the link in either direction, after the codec."""
+    kept_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Bytes that stayed on the device, by reason."""
+    transfer_ms: float = 0.0
+    """Time in which copies ran, both directions added."""
+    stall_forward_ms: float = 0.0
+    """Time in which forward compute waited for copies."""
+    stall_backward_ms: float = 0.0
+    """Time in which backward compute waited for copies."""
+    device_peak_bytes: int = 0
+    """Most device memory allocated so far, where the device counts it; 0 on a CPU."""
+    host_peak_bytes: int = 0
+    """Most host memory that saved tensors took at once."""
+    pool_bytes: int = 0
+    """Size of the host pool: reserved memory, in use or not."""
+    num_slots: int = 0
+    """Distinct saved storages seen, kept ones included."""
+    num_packs: int = 0
+    """Calls of the pack hook."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that stayed on the device after forward."""
+        return sum(self.kept_bytes.values())
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """Share of the transfer time that compute did not wait for, in 0..1; 1 if none ran."""
+        if self.transfer_ms <= 0.0:
+            return 1.0
+        stall_ms = self.stall_forward_ms + self.stall_backward_ms
+        return min(1.0, max(0.0, 1.0 - stall_ms / self.transfer_ms))
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the public keys; those by reason are spread as ``kept_bytes/<reason>``."""
+        values: dict[str, float] = {
+            "would_hold_bytes": self.would_hold_bytes,
+            "held_bytes": self.held_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "reloaded_bytes": self.reloaded_bytes,
+            "recomputed_bytes": self.recomputed_bytes,
+            "link_bytes": self.link_bytes,
+            "stall_forward_ms": self.stall_forward_ms,
+            "stall_backward_ms": self.stall_backward_ms,
+            "transfer_ms": self.transfer_ms,
+            "overlap_efficiency": self.overlap_efficiency,
+            "device_peak_bytes": self.device_peak_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+            "pool_bytes": self.pool_bytes,
+            "num_slots": self.num_slots,
+        }
+        for reason, num_bytes in sorted(self.kept_bytes.items()):
+            values[f"kept_bytes/{reason}"] = num_bytes
+        for reason, num_bytes in sorted(self.not_recomputed_bytes.items()):
+            values[f"not_recomputed_bytes/{reason}"] = num_bytes
+        return values
+
+
+_PEAKS = ("device_peak_bytes", "host_peak_bytes", "pool_bytes", "num_slots")
+
+
+@dataclass
+class RunTotals:
+    """Sums over the micro-batches of a run; sizes held at once are peaks, not sums."""
+
+    num_micro_batches: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+
+    def add(self, stats: MicroBatchStats) -> None:
+        """Add one finished micro-batch."""
+        self.num_micro_batches += 1
+        for key, value in stats.as_dict().items():
+            if key in _PEAKS:
+                self.values[key] = max(self.values.get(key, 0), value)
+            elif key != "overlap_efficiency":
+                self.values[key] = self.values.get(key, 0) + value
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the totals under the same keys as one micro-batch, and ``num_micro_batches``."""
+        if not self.num_micro_batches:
+            return {}
+        transfer_ms = self.values["transfer_ms"]
+        stall_ms = self.values["stall_forward_ms"] + self.values["stall_backward_ms"]
+        efficiency = 1.0 if transfer_ms <= 0 else min(1.0, max(0.0, 1 - stall_ms / transfer_ms))
+        return {
+            **self.values,
+            "overlap_efficiency": efficiency,
+            "num_micro_batches": self.num_micro_batches,
+        }

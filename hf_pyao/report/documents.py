@@ -1,0 +1,38 @@
+"""Which kinds of JSON documents there are, and how each is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_pyao.errors import nearest
+from hf_pyao.report.bench_report import BenchReport, FactsReport
+from hf_pyao.report.run_report import RunReport
+from hf_pyao.report.schema import ReportError, read_json
+
+Document = RunReport | BenchReport | FactsReport
+
+KINDS: Mapping[str, Callable[[Mapping[str, Any], str], Document]] = {
+    "run": RunReport.from_dict,
+    "bench": BenchReport.from_dict,
+    "facts": FactsReport.from_dict,
+}
+"""Value of ``kind`` -> reader."""
+
+
+def read_document(path: str | Path) -> Document:
+    """Read a JSON document of any kind.
+
+    Raises:
+        ReportError: the file cannot be read, is of an unknown kind or of another version.
+    """
+    values = read_json(path)
+    kind = values.get("kind")
+    if kind not in KINDS:
+        hint = nearest(str(kind), KINDS) or ";"
+        raise ReportError(
+            f"{str(path)!r} has kind {kind!r}{hint} known: {', '.join(KINDS)}. Give files that "
+            "hf_pyao wrote (`pyao bench`, or a training run with --activation_offload_report)."
+        )
+    return KINDS[str(kind)](values, repr(str(path)))

@@ -1,0 +1,164 @@
+"""``RunReport``: what offloading did in one training run, as JSON."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from hf_pyao.report.provenance import Provenance, collect_provenance, now
+from hf_pyao.report.schema import (
+    ReportError,
+    check_keys,
+    check_version,
+    read_json,
+    to_plain,
+    write_json,
+)
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+"""Version of the JSON of a :class:`RunReport`."""
+
+KIND = "run"
+
+
+class ReportedOffloader(Protocol):
+    """What a report asks of an :class:`~hf_pyao.Offloader`."""
+
+    config: Any
+    device: Any
+    engine: Any
+    layer_names: tuple[str, ...]
+    transport: Any
+
+    def describe(self) -> str:
+        """Say in one line what is offloaded."""
+        ...
+
+    def totals(self) -> dict[str, float]:
+        """Return sums and peaks over the run."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the last micro-batch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """One training run with offloading. Keys of the figures: ``hf_pyao.metrics``."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = KIND
+    written_at: str
+    """When it was written: ISO 8601, UTC."""
+    description: str
+    """In one line: what was offloaded, how, within which limits."""
+    policy: str
+    """Name of the policy that decided."""
+    config: dict[str, Any]
+    """``PyAOConfig.to_dict()``."""
+    device: str
+    """The device, such as ``cuda:0``."""
+    layer_names: list[str]
+    """The layers, in forward order."""
+    totals: dict[str, float]
+    """Sums over all micro-batches; sizes held at once are peaks."""
+    last_micro_batch: dict[str, float]
+    """Figures of the last finished micro-batch."""
+    link: dict[str, float | None]
+    """Speed of the copies themselves: ``d2h_gib_per_s``, ``h2d_gib_per_s``."""
+    versions: dict[str, str | None]
+    """As in ``provenance``, at the top for readers in a hurry."""
+    provenance: Provenance
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the caller added: losses, steps, a run's name."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> RunReport:
+        """Read plain values, as :meth:`to_dict` writes them.
+
+        Raises:
+            ReportError: another schema version, or an unknown or missing key, each by name.
+        """
+        check_version(values, cls, SCHEMA_VERSION, where)
+        plain = check_keys(cls, values, where)
+        plain["provenance"] = Provenance.from_dict(plain["provenance"], f"{where}, provenance")
+        return cls(**plain)
+
+    @classmethod
+    def from_json_file(cls, path: str | Path) -> RunReport:
+        """Read a report from a file.
+
+        Raises:
+            ReportError: the file cannot be read, or is no RunReport of this version.
+        """
+        return cls.from_dict(read_json(path), repr(str(path)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON holds them."""
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+    def to_json_file(self, path: str | Path) -> None:
+        """Write the report to a file that :meth:`from_json_file` reads.
+
+        Raises:
+            ReportError: the file cannot be written.
+        """
+        try:
+            write_json(path, self)
+        except OSError as error:
+            raise ReportError(f"cannot write {str(path)!r}: {error.strerror or error}.") from error
+
+
+def make_run_report(
+    offloader: ReportedOffloader, extra: Mapping[str, Any] | None = None
+) -> RunReport:
+    """Take *offloader*'s figures, as they are now, into a report."""
+    provenance = collect_provenance()
+    speed = offloader.transport.bandwidth()
+    return RunReport(
+        written_at=now(),
+        description=offloader.describe(),
+        policy=str(offloader.engine.policy.name),
+        config=offloader.config.to_dict(),
+        device=str(offloader.device),
+        layer_names=list(offloader.layer_names),
+        totals=dict(offloader.totals()),
+        last_micro_batch=dict(offloader.metrics()),
+        link={"d2h_gib_per_s": speed.d2h_gib_per_s, "h2d_gib_per_s": speed.h2d_gib_per_s},
+        versions=provenance.versions,
+        provenance=provenance,
+        extra=dict(extra or {}),
+    )
+
+
+def write_run_report(
+    offloader: ReportedOffloader,
+    path: str | Path | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> RunReport | None:
+    """Write what *offloader* moved, kept and waited for as JSON, and return it.
+
+    A file that cannot be written is logged and no error: the training was done all the same.
+
+    Args:
+        offloader: attached or detached; its configuration, totals and last micro-batch are
+            written.
+        path: where to; None for the configuration's ``report``, and if that is None, nowhere.
+        extra: plain values to put beside: losses, steps, a run's name.
+    """
+    path = offloader.config.report if path is None else path
+    if path is None:
+        return None
+    report = make_run_report(offloader, extra)
+    try:
+        report.to_json_file(path)
+    except ReportError as error:
+        logger.error("the run report is lost: %s", error)
+    return report

@@ -1,0 +1,152 @@
+"""Bytes of storages: which range of a storage a saved tensor needs, and how payloads are laid out.
+
+Whole storages are copied and views rebuilt over them with their own strides: a copy with other
+strides changes the results of matrix products (seen on Phi-3), and several views of one storage
+(GPT-2's q, k and v) are then one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+
+RANGE_ALIGNMENT_BYTES = 64
+"""Byte ranges start at multiples of this, so that rebuilt views keep their alignment."""
+
+WHOLE_STORAGE_FACTOR = 4
+"""A view is moved with its whole storage unless the storage is more than this many times larger."""
+
+ROW_PADDING = 64
+"""Rows that an attention kernel may add to its logsumexp."""
+
+SUBCLASS = "tensor subclass"
+UNSUPPORTED = "unsupported layout"
+
+PartPlace = tuple[int, torch.dtype, tuple[int, ...]]
+"""Byte offset in the host buffer, dtype and shape of one payload part."""
+
+
+def reason_not_movable(tensor: torch.Tensor) -> str | None:
+    """Say why *tensor*'s bytes cannot be copied and viewed again, or None if they can.
+
+    Subclasses (FakeTensor apart) may carry meaning that a copy of their bytes loses; conjugate and
+    negative bits live outside the storage.
+    """
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not Parameter and kind is not FakeTensor:
+        return SUBCLASS
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return UNSUPPORTED
+    if tensor.is_conj() or tensor.is_neg():
+        return UNSUPPORTED
+    return None
+
+
+def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that *tensor* reads, and the byte behind the last."""
+    itemsize = tensor.dtype.itemsize
+    first = int(tensor.storage_offset())
+    if not tensor.numel():
+        return first * itemsize, first * itemsize
+    reach: int = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return first * itemsize, (first + reach + 1) * itemsize
+
+
+def range_to_move(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
+    """Return the bytes of the storage to move for *tensor*: all, or a small view's span."""
+    if tensor.numel() * tensor.element_size() == storage_nbytes:
+        return 0, storage_nbytes
+    start, end = byte_span(tensor)
+    if storage_nbytes <= WHOLE_STORAGE_FACTOR * (end - start):
+        return 0, storage_nbytes
+    return start // RANGE_ALIGNMENT_BYTES * RANGE_ALIGNMENT_BYTES, end
+
+
+def bytes_view(
+    storage: torch.UntypedStorage, device: torch.device, start: int, end: int
+) -> torch.Tensor:
+    """View bytes *start* to *end* of *storage* as a flat uint8 tensor; nothing is copied."""
+    flat = torch.empty(0, dtype=torch.uint8, device=device)
+    return flat.set_(storage, start, (end - start,), (1,))
+
+
+def rows_view(
+    tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, end: int
+) -> torch.Tensor | None:
+    """View bytes *start* to *end* as (rows, length), rows being *tensor*'s contiguous dimension.
+
+    That is the shape in which codecs choose their scales. None if the range is no whole number of
+    elements.
+    """
+    itemsize = tensor.dtype.itemsize
+    count = (end - start) // itemsize
+    if not count or count * itemsize != end - start or start % itemsize:
+        return None
+    length = count
+    for size, step in zip(tensor.size(), tensor.stride(), strict=True):
+        if step == 1 and size > 1 and count % size == 0:
+            length = size
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(storage, start // itemsize, (count // length, length), (length, 1))
+
+
+def byte_offset(tensor: torch.Tensor) -> int:
+    """Return where in its storage *tensor* begins, in bytes."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def is_row_statistic(tensor: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Say whether *tensor* holds one number for each row of another saved tensor.
+
+    Means, reciprocal deviations and logsumexp: a small error in one of them is an error in a whole
+    row of gradients, so that no lossy codec may touch them. They are known by shape: that of
+    another tensor of the layer call without its last dimension, or with 1 in its place. Attention
+    kernels may pad the rows, hence the last comparison.
+    """
+    shape = tuple(tensor.shape)
+    if not shape or shape[-1] == 1 or tensor.dtype != torch.float32:
+        return bool(shape) and shape[-1] == 1
+    return any(
+        len(other) == len(shape) + 1
+        and other[: len(shape) - 1] == shape[:-1]
+        and other[-2] <= shape[-1] < other[-2] + ROW_PADDING
+        for other in shapes
+    )
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of *tensor*'s elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def place_parts(payload: tuple[torch.Tensor, ...]) -> tuple[tuple[PartPlace, ...], int]:
+    """Lay payload parts behind each other, each aligned; return their places and all bytes."""
+    offset = 0
+    places: list[PartPlace] = []
+    for part in payload:
+        offset = -(-offset // RANGE_ALIGNMENT_BYTES) * RANGE_ALIGNMENT_BYTES
+        places.append((offset, part.dtype, tuple(part.shape)))
+        offset += nbytes_of(part)
+    return tuple(places), offset
+
+
+def part_targets(buffer: torch.Tensor, places: tuple[PartPlace, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the bytes of *buffer* that each payload part is written to."""
+    targets = []
+    for offset, dtype, shape in places:
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        targets.append(buffer[offset : offset + count])
+    return tuple(targets)
+
+
+def parts_view(buffer: torch.Tensor, places: tuple[PartPlace, ...]) -> tuple[torch.Tensor, ...]:
+    """View the payload parts inside *buffer* (uint8, flat) again; nothing is copied."""
+    return tuple(
+        flat.view(dtype).view(shape)
+        for flat, (_, dtype, shape) in zip(part_targets(buffer, places), places, strict=True)
+    )

@@ -1,0 +1,135 @@
+"""Recognising parameters among saved tensors. They are never moved.
+
+Parameters reach the pack hook in four guises: as themselves, as views (``weight.t()``), as casts
+that autocast made (``weight.to(bf16).t()``, whose storage is no parameter's), and as casts of
+frozen weights, which have no link to their parameter left. Each guise has its own test; all four
+are needed (a stored set of data pointers misses every one of them once FSDP2 has sharded).
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+VIEW_OR_CAST_NODES = frozenset(
+    {
+        "AliasBackward0",
+        "AsStridedBackward0",
+        "CloneBackward0",
+        "DetachBackward0",
+        "ExpandBackward0",
+        "NarrowBackward0",
+        "PermuteBackward0",
+        "ReshapeAliasBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "SplitWithSizesBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "TBackward0",
+        "ToCopyBackward0",
+        "TransposeBackward0",
+        "UnbindBackward0",
+        "UnsafeSplitBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+    }
+)
+"""Autograd nodes that change a tensor's view, place or dtype, but not what it stands for."""
+
+MAX_CHAIN = 16
+
+
+class FrozenShapes:
+    """Shapes of a layer's frozen weights, by which the casts that autocast makes of them are known.
+
+    Such a cast has no link to its weight. What tells it from an activation that happens to have a
+    weight's shape: ``nn.Linear`` saves the transposed *view* of the cast, so that the view's base
+    has the weight's shape; a flattened activation is a view of something else, or of nothing.
+
+    They are read when first asked for, inside the layer's forward: FSDP may gather the weights only
+    after the layer was entered. An empty one (no layer, or no autocast) knows no casts.
+    """
+
+    __slots__ = ("_layer", "_weights")
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        self._layer = None if layer is None else weakref.ref(layer)
+        self._weights: dict[torch.Size, set[tuple[torch.dtype, bool]]] | None = None
+
+    def has_cast(self, tensor: torch.Tensor) -> bool:
+        """Say whether *tensor*, which has no autograd node, looks like the cast of a weight."""
+        if self._layer is None or tensor.requires_grad or not tensor.is_floating_point():
+            return False
+        if self._weights is None:
+            self._weights = _frozen_weights(self._layer())
+        base = tensor._base
+        known = self._weights.get((tensor if base is None else base).shape, ())
+        return any(
+            dtype != tensor.dtype and (base is not None or not is_linear)
+            for dtype, is_linear in known
+        )
+
+
+def is_parameter(tensor: torch.Tensor, frozen_shapes: FrozenShapes) -> bool:
+    """Say whether *tensor* is a parameter, a view of one, or a cast of one.
+
+    Args:
+        tensor: a plain strided tensor, as the pack hook gets it.
+        frozen_shapes: of the layer that runs, while autocast is on; else empty.
+    """
+    if _is_parameter_or_view(tensor):
+        return True
+    node = tensor.grad_fn
+    if node is not None:
+        return _leads_to_parameter(node)
+    return frozen_shapes.has_cast(tensor)
+
+
+def _is_parameter_or_view(tensor: torch.Tensor) -> bool:
+    # The exact type first: isinstance(_, Parameter) runs Python code, and most tensors are plain.
+    kind = type(tensor)
+    if kind is Parameter or (kind is not torch.Tensor and isinstance(tensor, Parameter)):
+        return True
+    base = tensor._base
+    return base is not None and isinstance(base, Parameter)
+
+
+def _leads_to_parameter(node: torch.autograd.graph.Node) -> bool:
+    for _ in range(MAX_CHAIN):
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            return isinstance(node.variable, Parameter)  # type: ignore[attr-defined]
+        if name not in VIEW_OR_CAST_NODES:
+            return False
+        parents = node.next_functions
+        if not parents or parents[0][0] is None:
+            return False
+        node = parents[0][0]
+    return False
+
+
+def _frozen_weights(layer: nn.Module | None) -> dict[torch.Size, set[tuple[torch.dtype, bool]]]:
+    """Return the shapes of *layer*'s frozen weights -> dtype, and whether ``nn.Linear`` owns it.
+
+    Weights have two or more dimensions. While FSDP1 has them gathered they are no parameters but
+    views of one, kept among the plain attributes of their module.
+    """
+    found: dict[torch.Size, set[tuple[torch.dtype, bool]]] = {}
+    pending = [] if layer is None else [layer]
+    while pending:
+        module = pending.pop()
+        pending.extend(child for child in module._modules.values() if child is not None)
+        values: list[torch.Tensor] = [v for v in module._parameters.values() if v is not None]
+        if not values:
+            values = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
+        for value in values:
+            if not value.requires_grad and value.dim() >= 2 and _is_parameter_or_view(value):
+                is_linear = isinstance(module, nn.Linear)
+                found.setdefault(value.shape, set()).add((value.dtype, is_linear))
+    return found

@@ -1,0 +1,159 @@
+"""The tape: layer calls of one micro-batch in forward order."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.runtime.parameters import FrozenShapes
+
+if TYPE_CHECKING:
+    from hf_pyao.runtime.replay import Replay
+    from hf_pyao.runtime.saved_tensor import SavedStorage
+    from hf_pyao.runtime.tracing import Trace
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module whose saved tensors are offloaded."""
+
+    index: int
+    fqn: str
+    is_last: bool
+    """True if its saved tensors stay: backward starts with it."""
+
+
+@dataclass(eq=False)
+class LayerCall:
+    """One execution of a layer. Everything is keyed by it, never by the layer's name."""
+
+    layer: Layer
+    tape: Tape
+    previous: LayerCall | None
+    """The call before it in forward order; its tensors are the next that backward needs."""
+    is_kept: bool
+    """True if what it saves stays, since backward starts with it."""
+    shared_keys: frozenset[int] = frozenset()
+    """Storages among the layer's inputs that other layers get too (masks, rotary tables)."""
+    frozen_shapes: FrozenShapes = field(default_factory=FrozenShapes)
+    paths: list[str] = field(default_factory=lambda: [""])
+    """Stack of the sub-modules that are running."""
+    ordinals: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    records: list[weakref.ref[SavedStorage]] = field(default_factory=list)
+    saved_shapes: set[tuple[int, ...]] = field(default_factory=set)
+    """Shapes of what was saved so far, kept where a lossy codec must know statistics by shape."""
+    trace: Trace | None = None
+    """What it computed so far, while it runs and if something of it is to be recomputed."""
+    reason_not_traced: str | None = None
+    anchor_keys: set[int] = field(default_factory=set)
+    """Storages that autograd has not saved yet, stored to rebuild others from them."""
+    replay: Replay | None = None
+    """What of it was dropped, to be rebuilt in backward."""
+    backward_task: int = -1
+    """Id of the graph task in which its backward started last."""
+    is_open: bool = True
+    is_compiled: bool = False
+    """True if compiled code runs around it, which must not trace what autograd calls back."""
+
+    @property
+    def fqn(self) -> str:
+        """Qualified name of the layer."""
+        return self.layer.fqn
+
+    def live_records(self) -> list[SavedStorage]:
+        """Return the storages that some graph node may still ask for, in pack order."""
+        return [record for ref in self.records if (record := ref()) is not None]
+
+
+class StorageTable:
+    """What became of each storage seen on a tape, keyed by storage identity.
+
+    A weak reference is held for every key, which keeps the address of the storage object (not its
+    memory) from being used for another one: a bare data pointer would be recycled.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, list[object]] = {}
+
+    def entries(self, storage: torch.UntypedStorage) -> list[object] | None:
+        """Return what was noted for *storage*, or None if it is new."""
+        return self._entries.get(storage._cdata)
+
+    def add(self, storage: torch.UntypedStorage) -> list[object]:
+        """Start notes for a new storage and return them."""
+        entries: list[object] = []
+        self._entries[cast(int, storage._weak_ref())] = entries
+        return entries
+
+    def clear(self) -> None:
+        """Forget everything."""
+        entries, self._entries = self._entries, {}
+        for key in entries:
+            torch.UntypedStorage._free_weak_ref(key)  # type: ignore[no-untyped-call]
+
+    def __del__(self) -> None:
+        """Let go of the weak references."""
+        self.clear()
+
+
+class Tape:
+    """The layer calls of one micro-batch: one or several forwards, and their backward.
+
+    It opens at the first layer call after the previous tape closed, and closes when its backward
+    has finished and no saved storage of it is left. Records hold their call, calls hold the tape,
+    and the tape holds neither, so that an abandoned one disappears with its graph.
+    """
+
+    def __init__(self) -> None:
+        self.stats = MicroBatchStats()
+        self.table = StorageTable()
+        self.calls: list[weakref.ref[LayerCall]] = []
+        self.last_call: LayerCall | None = None
+        self.has_run_backward = False
+        self.is_failed = False
+        self.is_published = False
+
+    @property
+    def accepts_forward(self) -> bool:
+        """False once another forward would belong to the next micro-batch."""
+        return not (self.has_run_backward or self.is_failed)
+
+    def starts_over(self, layer: Layer) -> bool:
+        """Say whether a call of *layer* begins a new forward, where no one else tells."""
+        return self.last_call is not None and layer.index < self.last_call.layer.index
+
+    def live_records(self) -> Iterator[SavedStorage]:
+        """Yield the storages that some graph node may still ask for."""
+        for ref in self.calls:
+            if (call := ref()) is not None:
+                yield from call.live_records()
+
+    def live_replays(self) -> Iterator[Replay]:
+        """Yield what was dropped in the layer calls that some graph node still belongs to."""
+        for ref in self.calls:
+            if (call := ref()) is not None and call.replay is not None:
+                yield call.replay
+
+    def has_live_records(self) -> bool:
+        """Say whether some graph node may still ask for a storage of this tape."""
+        if next(self.live_records(), None) is not None:
+            return True
+        return any(replay.live_slots() for replay in self.live_replays())
+
+    def close(self) -> None:
+        """Take no more calls. Storages that live on are released as their graph goes."""
+        self.last_call = None
+        self.table.clear()
+
+    def open_call(self, layer: Layer, is_kept: bool) -> LayerCall:
+        """Append a call of *layer*."""
+        call = LayerCall(layer=layer, tape=self, previous=self.last_call, is_kept=is_kept)
+        self.calls.append(weakref.ref(call))
+        self.last_call = call
+        return call

@@ -1,0 +1,295 @@
+"""Records how the tensors of a layer call come about, so that they can be dropped and rebuilt.
+
+PyAO traces the operations before a recomputed layer back to activations that are cached (PyAO
+paper, sections 4.4 and 5.4). Here a dispatch mode, on for the layer call alone, sees every
+operation.
+
+[Note: What is not seen]
+Kernels that do not go through torch's dispatcher are invisible: they fill what an ``empty``
+allocated, or change a tensor behind our back. They live inside of custom autograd functions, where
+gradient mode is off. So whatever an operation touches with gradient mode off, be it only to
+allocate beside it, is from then on of unknown origin; so is memory that was allocated without being
+written. Such a value can be stored, never rebuilt.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode,
+    _push_mode,
+)
+
+from hf_pyao.runtime.operations import Kind, Rule, Rules, generator_for
+from hf_pyao.runtime.values import Operation, Ref, TensorSource, Value, source_of, tensors_of
+
+MAX_CONSTANT_BYTES = 1024
+"""Tensors up to this size that need no gradient are held as they are."""
+
+SCHEMA_VERSION = 1
+"""Version of what :meth:`Trace.to_dict` returns."""
+
+_PLAIN = (torch.Tensor, Parameter, FakeTensor)
+
+
+class Trace(TorchDispatchMode):
+    """What one layer call computed, as far as it can be replayed.
+
+    Args:
+        paths: stack of the sub-modules that run, innermost last; kept up to date by the caller.
+        product_paths: sub-modules whose matrix products may be replayed.
+        is_constant: says of a tensor that no operation made whether it stays on the device in any
+            case (a buffer, a parameter's cast); its second argument is the storage's key.
+        rules: of operators; may be shared by all traces.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        product_paths: frozenset[str],
+        is_constant: Callable[[torch.Tensor, int], bool],
+        rules: Rules,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values: dict[int, Value] = {}
+        self.operations: list[Operation] = []
+        self.is_paused = False
+        self.is_running = False
+        self._paths = paths
+        self._product_paths = product_paths
+        self._is_constant = is_constant
+        self._rules = rules
+
+    def start(self) -> None:
+        """See operations from here on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self.is_running = True
+
+    def stop(self) -> None:
+        """See no more."""
+        if not self.is_running:
+            return
+        self.is_running = False
+        above = []  # modes that were entered inside the layer and not left, after an interrupt
+        while _get_current_dispatch_mode() not in (self, None):
+            above.append(_pop_mode())
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def close(self) -> None:
+        """Forget everything but what recipes hold."""
+        values, self.values = self.values, {}
+        for key in values:
+            torch.UntypedStorage._free_weak_ref(key)  # type: ignore[no-untyped-call]
+        self.operations = []
+
+    def __del__(self) -> None:
+        """Let go of the weak references on storages."""
+        self.close()
+
+    # ---- recording -----------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run *func* and note what it reads and makes."""
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        rule = self._rules[func]
+        kind = rule.kind
+        if not torch.is_grad_enabled() or (types and not _are_plain(types)):
+            return self._run_unseen(func, rule, args, kwargs)
+        if kind is Kind.VIEW:
+            return func(*args, **kwargs)
+        if kind is Kind.OPAQUE or kind is Kind.EMPTY:
+            return self._run_opaque(func, rule, args, kwargs)
+        operation = Operation(
+            func,
+            rule,
+            [self._frozen(arg) for arg in args],
+            {key: self._frozen(arg) for key, arg in kwargs.items()} if kwargs else kwargs,
+            self._paths[-1],
+        )
+        if rule.is_random:
+            self._note_state(operation, args, kwargs)
+        out = func(*args, **kwargs)
+        self.operations.append(operation)
+        if rule.is_mutable:
+            self._bind(operation, 0, out, is_changed=True)
+        elif type(out) is torch.Tensor:
+            self._bind(operation, 0, out)
+        else:
+            self._bind_several(operation, out)
+        return out
+
+    def _bind_several(self, operation: Operation, out: Any) -> None:
+        for index, item in enumerate(out if isinstance(out, tuple | list) else (out,)):
+            if not isinstance(item, torch.Tensor):
+                continue
+            if index == 1 and operation.rule.has_mask:
+                operation = self._mask_of(operation)
+            self._bind(operation, index, item)
+
+    def _mask_of(self, dropout: Operation) -> Operation:
+        """Note an operation that stands for a dropout's mask, which does not need its input."""
+        mask = Operation(dropout.func, dropout.rule, dropout.args, dropout.kwargs, dropout.path)
+        mask.generator, mask.state = dropout.generator, dropout.state
+        mask.is_mask = True
+        self.operations.append(mask)
+        return mask
+
+    def _bind(
+        self, operation: Operation, index: int, tensor: torch.Tensor, is_changed: bool = False
+    ) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.values:
+            if not is_changed:
+                return  # an alias of an argument
+            key = storage._cdata
+        else:
+            key = cast(int, storage._weak_ref())
+        value = Value(operation, index, storage.nbytes(), tensor.device, weakref.ref(tensor))
+        if tensor.dtype.is_complex:
+            value.producer = None
+            value.is_blocked = True  # a view may be conjugated, which its bytes do not show
+        else:
+            operation.outputs.append((index, weakref.ref(value)))
+        self.values[key] = value
+
+    def _frozen(self, arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            storage = arg.untyped_storage()
+            value = self.values.get(storage._cdata)
+            return Ref(self._meet(arg, storage) if value is None else value, arg)
+        if type(arg) is list or type(arg) is tuple:
+            return [self._frozen(item) for item in arg]
+        return arg
+
+    def _meet(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Value:
+        """Make the value of a tensor that no operation was seen to make."""
+        base = tensor._base
+        # The tensor may be a view made for this operation alone; its base lives longer.
+        owner = tensor if base is None else base
+        value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
+        self.values[cast(int, storage._weak_ref())] = value
+        if isinstance(tensor, Parameter):
+            value.source = source_of(tensor, is_parameter=True)
+        elif isinstance(base, Parameter):
+            value.source = source_of(base, is_parameter=True)
+        elif value.nbytes <= MAX_CONSTANT_BYTES and not tensor.requires_grad:
+            value.source = source_of(tensor.detach())
+        elif self._is_constant(tensor, storage._cdata):
+            value.source = source_of(tensor.detach())
+        return value
+
+    def _note_state(self, operation: Operation, args: Any, kwargs: dict[str, Any]) -> None:
+        tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        if isinstance(tensor, FakeTensor) or not self.may_replay(operation):
+            return
+        position = operation.rule.dropout_at
+        if position is not None:
+            probability = args[position] if len(args) > position else kwargs.get("dropout_p")
+            if not probability:
+                return
+        device = torch.device(kwargs.get("device") or "cpu") if tensor is None else tensor.device
+        given = next((arg for arg in args if isinstance(arg, torch.Generator)), None)
+        operation.generator = generator_for(device, kwargs.get("generator") or given)
+        if operation.generator is None:
+            operation.is_repeatable = False
+        else:
+            operation.state = operation.generator.get_state()
+
+    def _run_opaque(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run what cannot be replayed."""
+        out = func(*args, **kwargs)
+        if rule.is_mutable:
+            for tensor in tensors_of((args, kwargs)):
+                self._forget(tensor)
+        for tensor in tensors_of(out):
+            value = self._forget(tensor, only_new=True)
+            if value is not None:
+                value.is_readable &= rule.kind is not Kind.EMPTY
+                value.is_blocked |= rule.is_reinterpreting or tensor.dtype.is_complex
+        return out
+
+    def _run_unseen(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation beside which something may happen that is not seen."""
+        out = func(*args, **kwargs)
+        for tensor in tensors_of((args, kwargs, out)):
+            value = self._forget(tensor)
+            if value is not None and rule.is_reinterpreting:
+                value.is_blocked = True
+        return out
+
+    def _forget(self, tensor: torch.Tensor, *, only_new: bool = False) -> Value | None:
+        """Make *tensor*'s storage one of unknown origin; return its value."""
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        known = self.values.get(storage._cdata)
+        if known is None:
+            return self._meet(tensor, storage)
+        if only_new or type(known.source) is TensorSource:
+            return known
+        owner = tensor if tensor._base is None else tensor._base
+        value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
+        value.is_readable, value.is_blocked = known.is_readable, known.is_blocked
+        self.values[storage._cdata] = value
+        return value
+
+    # ---- asking --------------------------------------------------------------------------------
+
+    def value_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Value:
+        """Return the value that *tensor*'s storage holds now."""
+        value = self.values.get(storage._cdata)
+        return self._meet(tensor, storage) if value is None else value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layer call as a small graph of plain values, in the order of forward.
+
+        ``operations`` name the values that they read and make by position in ``values``; a value's
+        ``state`` says what becomes of it until backward: ``parameter``, ``constant``, ``stored``
+        (kept or offloaded), ``recomputed`` (dropped, and saved by autograd), ``replayed`` (on the
+        way to one that is recomputed) or ``unused``.
+        """
+        numbers: dict[Value, int] = {}
+        operations = []
+        for operation in self.operations:
+            outputs = [value for _, ref in operation.outputs if (value := ref()) is not None]
+            for value in (*(ref.value for ref in operation.refs), *outputs):
+                numbers.setdefault(value, len(numbers))
+            operations.append(
+                {
+                    "name": operation.rule.name,
+                    "path": operation.path,
+                    "kind": operation.rule.kind.value,
+                    "is_random": operation.rule.is_random,
+                    "may_replay": self.may_replay(operation),
+                    "inputs": [numbers[ref.value] for ref in operation.refs],
+                    "outputs": [numbers[value] for value in outputs],
+                }
+            )
+        for value in self.values.values():
+            numbers.setdefault(value, len(numbers))
+        values = [{"nbytes": value.nbytes, "state": value.state} for value in numbers]
+        return {"schema_version": SCHEMA_VERSION, "operations": operations, "values": values}
+
+    def may_replay(self, operation: Operation) -> bool:
+        """Say whether *operation* is one to run again in backward."""
+        if operation.rule.kind is Kind.PRODUCT and operation.path not in self._product_paths:
+            return False
+        return operation.is_repeatable
+
+
+def _are_plain(types: Any) -> bool:
+    return all(kind in _PLAIN for kind in types)

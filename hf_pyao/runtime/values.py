@@ -1,0 +1,184 @@
+"""What a trace is made of: values, operations that read and make them, and views of values.
+
+[Note: Values]
+A *value* is the content of one storage from one change to the next. Operations take values and make
+values; views are no operations but geometry, kept with the argument (:class:`Ref`), so that several
+views of a tensor share one rebuilt storage. An operation in place makes a new value of the same
+storage: ``_version`` cannot tell them apart, as it still is the old one while a dispatch mode sees
+the operation. Neither values nor operations hold tensors, but for parameters and tiny constants.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_pyao.runtime.operations import Kind, Rule
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TensorSource:
+    """A tensor that is there anyway: a parameter, a buffer, a tiny constant."""
+
+    tensor: torch.Tensor
+    version: int
+    offset: int
+    """Its storage offset when it was seen: FSDP may place it elsewhere by the time of replay."""
+    is_parameter: bool
+
+
+class Value:
+    """The content of one storage between two changes. See [Note: Values]."""
+
+    __slots__ = (
+        "__weakref__",
+        "device",
+        "is_blocked",
+        "is_planned",
+        "is_readable",
+        "nbytes",
+        "output",
+        "producer",
+        "rebuilt",
+        "slot",
+        "source",
+        "tensor",
+        "uses",
+    )
+
+    def __init__(
+        self,
+        producer: Operation | None,
+        output: int,
+        nbytes: int,
+        device: torch.device,
+        tensor: weakref.ref[torch.Tensor],
+    ) -> None:
+        self.producer = producer
+        """What made it; None if that was not seen, or once it is stored."""
+        self.output = output
+        self.nbytes = nbytes
+        self.device = device
+        self.tensor = tensor
+        """A tensor on the storage, while it lives."""
+        self.is_readable = True
+        """False for memory that was allocated without being written: who writes it is not seen."""
+        self.is_blocked = False
+        """True if its bytes do not say what it holds (conjugate views)."""
+        self.source: Any = None
+        """Where replay finds it: a SavedStorage, a KeptTensor or a TensorSource."""
+        self.is_planned = False
+        """True once a recipe rebuilds it."""
+        self.rebuilt: torch.UntypedStorage | None = None
+        self.uses = 0
+        """Operations still to be replayed that read it."""
+        self.slot: weakref.ref[Any] | None = None
+        """The saved storage that it is to autograd, if its own was dropped."""
+
+    @property
+    def state(self) -> str:
+        """Say what becomes of it until backward; see :meth:`Trace.to_dict`."""
+        if type(self.source) is TensorSource:
+            return "parameter" if self.source.is_parameter else "constant"
+        if self.source is not None:
+            return "stored"
+        if self.slot is not None:
+            return "recomputed"
+        return "replayed" if self.is_planned else "unused"
+
+
+class Ref:
+    """A tensor argument: a value and how it was viewed."""
+
+    __slots__ = ("dtype", "offset", "size", "stride", "value")
+
+    def __init__(self, value: Value, tensor: torch.Tensor) -> None:
+        self.value = value
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the view shows each byte of the storage."""
+        return self.size.numel() * self.dtype.itemsize >= self.value.nbytes
+
+
+class Operation:
+    """One operation that was seen. *args* and *kwargs* have :class:`Ref` in place of tensors."""
+
+    __slots__ = (
+        "args",
+        "func",
+        "generator",
+        "is_mask",
+        "is_repeatable",
+        "kwargs",
+        "outputs",
+        "path",
+        "rule",
+        "state",
+    )
+
+    def __init__(
+        self, func: Any, rule: Rule, args: list[Any], kwargs: dict[str, Any], path: str
+    ) -> None:
+        self.func = func
+        self.rule = rule
+        self.args = args
+        self.kwargs = kwargs
+        self.path = path
+        """Sub-module that ran it; empty for the layer itself."""
+        self.outputs: list[tuple[int, weakref.ref[Value]]] = []
+        self.generator: torch.Generator | None = None
+        self.state: torch.Tensor | None = None
+        """Of the generator, before a random operation."""
+        self.is_repeatable = True
+        """False for a random operation whose generator is not known."""
+        self.is_mask = False
+        """True if it stands for the mask alone that it draws."""
+
+    @property
+    def refs(self) -> Iterator[Ref]:
+        """Yield the tensor arguments."""
+        for arg in (*self.args, *self.kwargs.values()):
+            if type(arg) is Ref:
+                yield arg
+            elif type(arg) is list:
+                yield from (item for item in arg if type(item) is Ref)
+
+    @property
+    def reads_first(self) -> bool:
+        """False if the content of the first argument does not matter, only its shape."""
+        if self.rule.kind is Kind.FILL:
+            return not self.args[0].is_whole
+        return not (self.is_mask or self.rule.is_shape_only)
+
+    @property
+    def parents(self) -> list[Value]:
+        """Return the distinct values whose content a replay reads."""
+        refs = self.refs
+        if not self.reads_first:
+            next(refs)
+        return list(dict.fromkeys(ref.value for ref in refs))
+
+
+def source_of(tensor: torch.Tensor, *, is_parameter: bool = False) -> TensorSource:
+    """Take note of *tensor* as it is now."""
+    return TensorSource(tensor, tensor._version, int(tensor.storage_offset()), is_parameter)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict):
+        yield from tensors_of(list(value.values()))

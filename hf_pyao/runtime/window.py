@@ -1,0 +1,137 @@
+"""How much may be in flight: the forward side (copies to the host) and the backward side (reloads).
+
+PyAO synchronises compute and copies at the end of every layer (PyAO paper, section 4.2), which
+bounds memory but stops compute at each layer. A window in bytes bounds memory without that: the
+oldest copies are waited for only when more than the window is on its way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_pyao.runtime.saved_tensor import Residency, SavedStorage
+
+if TYPE_CHECKING:
+    from hf_pyao.runtime.tape import LayerCall
+    from hf_pyao.runtime.transport import Transport
+
+
+Payload = tuple[torch.Tensor, ...]
+
+
+class OffloadWindow:
+    """Device copies that wait to leave, oldest first.
+
+    It owns the payloads: a device copy is let go only once compute is ordered behind the copy that
+    reads it, or the copy is known to be done. See [Note: Stream order].
+    """
+
+    def __init__(self, transport: Transport, limit_bytes: int | None) -> None:
+        """Bound the queue to *limit_bytes*; None: until the end of the layer."""
+        self._transport = transport
+        self._limit_bytes = limit_bytes
+        self._queue: deque[tuple[weakref.ref[SavedStorage], object, Payload, int]] = deque()
+        self.waiting_bytes = 0
+
+    def add(self, record: SavedStorage, nbytes: int) -> None:
+        """Queue the payload of *record* (*nbytes*), whose offload was just issued."""
+        self._queue.append((weakref.ref(record), record.offload_ticket, record.payload, nbytes))
+        self.waiting_bytes += nbytes
+        if self._limit_bytes is None:
+            return
+        self.release_done()
+        while self.waiting_bytes > self._limit_bytes:
+            self._transport.wait(self._queue[0][1])
+            self._release_oldest()
+
+    def release_done(self) -> None:
+        """Let go of what is known to have left."""
+        while self._queue and self._transport.is_done(self._queue[0][1]):
+            self._release_oldest()
+
+    def layer_end(self) -> None:
+        """Meet the copies at the end of a layer, if that is the rule."""
+        if self._limit_bytes is None:
+            self.drain()
+
+    def drain(self) -> None:
+        """Order compute behind everything that waits, and let it go."""
+        if self._queue:
+            # Copies to the host run in one queue: the newest stands for all before it.
+            self._transport.wait(self._queue[-1][1])
+        while self._queue:
+            self._release_oldest()
+
+    def _release_oldest(self) -> None:
+        ref, _, _, nbytes = self._queue.popleft()
+        self.waiting_bytes -= nbytes
+        record = ref()
+        if record is not None and record.residency is Residency.OFFLOADING:
+            record.payload = ()
+            record.to(Residency.HOST)
+
+
+class ReloadWindow:
+    """Saved storages on their way back, in the order in which backward will ask for them.
+
+    A layer call's own storages come first, newest first, as backward consumes them; then those of
+    the call before it in forward order, and so on, as far as the window reaches.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        """Bound what is brought back ahead to *limit_bytes*; None: one layer ahead, whole."""
+        self._limit_bytes = limit_bytes
+        self._upcoming: deque[weakref.ref[SavedStorage]] = deque()
+        self._next_call: LayerCall | None = None
+        self.ahead_bytes = 0
+
+    def start(self, call: LayerCall) -> None:
+        """Aim at *call*, whose backward begins now."""
+        self._upcoming = deque(reversed(call.records))
+        self._next_call = call.previous
+        if self._limit_bytes is None:
+            self._extend()
+
+    def next_record(self, waiting_bytes: int = 0) -> SavedStorage | None:
+        """Return the next storage to bring back now, or None if the window is full.
+
+        *waiting_bytes* still wait to leave: where backward begins, both share the window.
+        """
+        while self._limit_bytes is None or self.ahead_bytes + waiting_bytes < self._limit_bytes:
+            if not self._upcoming and not (self._limit_bytes is not None and self._extend()):
+                return None
+            record = self._upcoming.popleft()()
+            if record is not None and record.residency is Residency.HOST:
+                return record
+        return None
+
+    def loaded(self, record: SavedStorage) -> None:
+        """Count *record* as brought back ahead."""
+        record.is_consumed = False
+        self.ahead_bytes += record.device_bytes
+
+    def consumed(self, record: SavedStorage) -> None:
+        """Count *record* as used, or dropped: it no longer fills the window."""
+        if not record.is_consumed:
+            record.is_consumed = True
+            self.ahead_bytes -= record.device_bytes
+
+    def reset(self) -> None:
+        """Forget what was coming: this backward is over."""
+        self._upcoming.clear()
+        self._next_call = None
+        self.ahead_bytes = 0
+
+    def _extend(self) -> bool:
+        call = self._next_call
+        while call is not None:
+            self._next_call = call.previous
+            if call.records:
+                self._upcoming.extend(reversed(call.records))
+                return True
+            call = call.previous
+        return False

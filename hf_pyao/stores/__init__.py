@@ -1,0 +1,5 @@
+"""Where saved tensors wait: host memory now, further tiers behind the same interface."""
+
+from hf_pyao.stores.host_pool import HostBuffer, HostPool, available_host_bytes
+
+__all__ = ["HostBuffer", "HostPool", "available_host_bytes"]

@@ -1,0 +1,316 @@
+"""A pool of host memory in slabs that are reserved once and reused for the whole training.
+
+PyAO paper, section 8.5: pinning memory is slow and freeing it fragments, so it is never given back
+before the pool is. Buffers are cut from slabs at byte offsets (best fit, neighbours joined again
+when released), so tensors of other sizes, as with other sequence lengths, reuse the same bytes.
+
+[Note: Buffer lifetime]
+A released buffer may still be read by a copy that was queued before. The pool therefore keeps the
+newest such copy of each queue in :attr:`HostPool.barriers`; whoever writes into a pool buffer
+orders the write behind them (``Transport.offload(..., after=pool.barriers)``). The copies of one
+queue run in order, so the newest one stands for all before it.
+Buffers are released from destructors, which may run on any thread and inside any other call of
+this pool; hence releasing only appends to a queue, and :meth:`acquire` empties it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hf_pyao.stores.numa import running_near
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT_BYTES = 512
+"""Buffers start at multiples of this inside a slab; 64 keeps matrix products bit-identical, 512
+suits DMA engines."""
+
+MIN_SLAB_BYTES = 32 * 2**20
+"""Smallest slab, a power of two: torch's pinned allocator rounds requests up to one."""
+
+
+class QueuedCopy(Protocol):
+    """A copy in some queue, as far as the pool needs to know it."""
+
+    @property
+    def queue(self) -> object:
+        """Which queue; copies of one queue run in order."""
+        ...
+
+    @property
+    def order(self) -> int:
+        """Position in its queue."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class HostBuffer:
+    """A piece of a slab that its holder may use until it is released."""
+
+    slab: int
+    offset: int
+    """Byte offset inside the slab."""
+    reserved_bytes: int
+    data: torch.Tensor
+    """uint8, shape (nbytes,), on the host."""
+
+
+class _Slab:
+    """One reservation, with its free ranges as a sorted list of (offset, nbytes)."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.free: list[tuple[int, int]] = [(0, memory.numel())]
+
+    def take(self, nbytes: int) -> int | None:
+        """Cut *nbytes* from the smallest free range that holds them; None if none does."""
+        best = min(
+            ((size, offset) for offset, size in self.free if size >= nbytes),
+            default=None,
+        )
+        if best is None:
+            return None
+        size, offset = best
+        self.free.remove((offset, size))
+        if size > nbytes:
+            insort(self.free, (offset + nbytes, size - nbytes))
+        return offset
+
+    def put(self, offset: int, nbytes: int) -> None:
+        """Return a range and join it with free neighbours."""
+        insort(self.free, (offset, nbytes))
+        at = self.free.index((offset, nbytes))
+        if at + 1 < len(self.free) and self.free[at + 1][0] == offset + nbytes:
+            nbytes += self.free.pop(at + 1)[1]
+            self.free[at] = (offset, nbytes)
+        if at and sum(self.free[at - 1]) == offset:
+            before, size = self.free[at - 1]
+            self.free[at - 1 : at + 1] = [(before, size + nbytes)]
+
+
+class HostPool:
+    """Hands out host buffers from slabs that grow up to a cap and are then reused.
+
+    Args:
+        capacity_bytes: most memory that the pool may reserve.
+        pin: page-lock the slabs, so that copies can run beside compute. Where pinning fails the
+            pool goes on with pageable memory and says so once.
+        numa_node: node of the host that the device hangs on; slabs are reserved there.
+        on_release: called with ``(data, after)`` for each buffer given back; test transports
+            poison the bytes there.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        pin: bool,
+        numa_node: int | None = None,
+        on_release: Callable[[torch.Tensor, QueuedCopy | None], None] | None = None,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.pin = pin
+        self.barriers: tuple[QueuedCopy, ...] = ()
+        """Newest copy of each queue that may still read a released buffer."""
+        self.pool_bytes = 0
+        self.used_bytes = 0
+        self.peak_used_bytes = 0
+        self.num_slab_allocations = 0
+        self._numa_node = numa_node
+        self._on_release = on_release
+        self._slabs: list[_Slab] = []
+        self._spare: dict[int, list[HostBuffer]] = {}
+        """Buffers that came back, by exact size: the next step asks for the same ones."""
+        self._released: deque[tuple[HostBuffer, QueuedCopy | None]] = deque()
+        self._lock = threading.Lock()
+        self._is_full_logged = False
+        self._is_reserving = False
+
+    def acquire(self, nbytes: int) -> HostBuffer | None:
+        """Return a buffer of *nbytes* (uint8), or None if the cap or the machine allows no more.
+
+        Bytes of the buffer may still be read by :attr:`barriers`; order writes behind them.
+        """
+        reserved = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        with self._lock:
+            if self._released:
+                self._reap()
+            spare = self._spare.get(nbytes)
+            if spare:
+                self._count(reserved)
+                return spare.pop()
+            buffer = self._cut_anywhere(nbytes, reserved)
+            if buffer is None and self._spare:
+                self._join_spare()
+                buffer = self._cut_anywhere(nbytes, reserved)
+            if buffer is None and self._grow(reserved):
+                buffer = self._cut(len(self._slabs) - 1, nbytes, reserved)
+            return buffer
+
+    def release(self, buffer: HostBuffer, after: QueuedCopy | None = None) -> None:
+        """Give *buffer* back; *after* is the last copy that reads it, if one may be pending.
+
+        Safe from any thread and from destructors: it takes no lock.
+        """
+        self._released.append((buffer, after))
+
+    def settle(self) -> int:
+        """Take back everything released so far and return the bytes still in use."""
+        with self._lock:
+            self._reap()
+            return self.used_bytes
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Say whether *storage* is one of the slabs, or becomes one: memory of the host's."""
+        return self._is_reserving or any(
+            slab.memory.untyped_storage()._cdata == storage._cdata for slab in self._slabs
+        )
+
+    def reset_peak(self) -> None:
+        """Start :attr:`peak_used_bytes` anew from what is in use."""
+        self.peak_used_bytes = self.settle()
+
+    def _reap(self) -> None:
+        while self._released:
+            buffer, after = self._released.popleft()
+            if after is not None:
+                self._raise_barrier(after)
+            if self._on_release is not None:
+                self._on_release(buffer.data, after)
+            self._spare.setdefault(buffer.data.numel(), []).append(buffer)
+            self.used_bytes -= buffer.reserved_bytes
+
+    def _join_spare(self) -> None:
+        """Give the spare buffers back to their slabs, so that other sizes can be cut from them."""
+        for buffers in self._spare.values():
+            for buffer in buffers:
+                self._slabs[buffer.slab].put(buffer.offset, buffer.reserved_bytes)
+        self._spare.clear()
+
+    def _count(self, reserved: int) -> None:
+        self.used_bytes += reserved
+        if self.used_bytes > self.peak_used_bytes:
+            self.peak_used_bytes = self.used_bytes
+
+    def _cut_anywhere(self, nbytes: int, reserved: int) -> HostBuffer | None:
+        for index in range(len(self._slabs)):
+            buffer = self._cut(index, nbytes, reserved)
+            if buffer is not None:
+                return buffer
+        return None
+
+    def _raise_barrier(self, copy: QueuedCopy) -> None:
+        others = []
+        for barrier in self.barriers:
+            if barrier.queue != copy.queue:
+                others.append(barrier)
+            elif barrier.order >= copy.order:
+                return
+        self.barriers = (*others, copy)
+
+    def _cut(self, index: int, nbytes: int, reserved: int) -> HostBuffer | None:
+        slab = self._slabs[index]
+        offset = slab.take(reserved)
+        if offset is None:
+            return None
+        self._count(reserved)
+        return HostBuffer(index, offset, reserved, slab.memory[offset : offset + nbytes])
+
+    def _grow(self, reserved: int) -> bool:
+        room = self.capacity_bytes - self.pool_bytes
+        # Grow with what is there already, so that few slabs serve a run of any size.
+        wanted = max(MIN_SLAB_BYTES, reserved, min(self.pool_bytes, 2**30))
+        wanted = 1 << (wanted - 1).bit_length()
+        nbytes = wanted if wanted <= room else room // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self._is_reserving = True
+        try:
+            with running_near(self._numa_node):
+                memory = self._reserve(nbytes) if nbytes >= reserved else None
+        finally:
+            self._is_reserving = False
+        if memory is None:
+            if not self._is_full_logged:
+                self._is_full_logged = True
+                logger.warning(
+                    "host memory for saved tensors is full: %.2f GiB reserved of at most %.2f GiB; "
+                    "what does not fit stays on the device. Raise host_memory_gib if the machine "
+                    "has more.",
+                    self.pool_bytes / 2**30,
+                    self.capacity_bytes / 2**30,
+                )
+            return False
+        self._slabs.append(_Slab(memory))
+        self.pool_bytes += nbytes
+        self.num_slab_allocations += 1
+        return True
+
+    def _reserve(self, nbytes: int) -> torch.Tensor | None:
+        if self.pin:
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self.pin = False
+                logger.warning(
+                    "cannot pin %.2f GiB of host memory (%s); going on with pageable memory, whose "
+                    "copies do not overlap with compute. Raise the locked-memory limit "
+                    "(`ulimit -l`), or lower host_memory_gib.",
+                    nbytes / 2**30,
+                    str(error).splitlines()[0],
+                )
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        except RuntimeError:
+            return None
+
+
+def available_host_bytes() -> int:
+    """Return the host memory that this process could still take, container limits respected.
+
+    The smaller of what the system calls available and what is left under the control group's
+    limit (Linux); half of the physical memory where neither is known.
+    """
+    candidates = [value for value in (_meminfo_bytes(), _cgroup_bytes()) if value is not None]
+    if candidates:
+        return min(candidates)
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 4 * 2**30
+
+
+def _meminfo_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_bytes() -> int | None:
+    for limit_name, usage_name in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            limit = Path(limit_name).read_text(encoding="ascii").strip()
+            usage = Path(usage_name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if limit.isdigit() and usage.isdigit():
+            return max(0, int(limit) - int(usage))
+    return None

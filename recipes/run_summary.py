@@ -1,0 +1,203 @@
+"""What a run comes to: measured and printed while it runs, and as a table when it ends."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+COUNTED_ON_CPU = "counted; host stands in for the device"
+"""Heading of a table from a CPU, where nothing was saved by moving it."""
+
+_KEPT = "kept_bytes/"
+_MIB = 2**20
+_LABEL_WIDTH = 42
+_VALUE_WIDTH = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One finished run, as the table shows it."""
+
+    title: str
+    """What was trained, on what."""
+    device_name: str | None
+    """None for a CPU, where the host stood in for the device."""
+    num_processes: int
+    micro_batch: int
+    """Blocks in one micro-batch of one process."""
+    block_size: int
+    """Tokens in a block."""
+    loss_before: float | None
+    """Evaluation loss before the first step; None if it was not measured."""
+    loss_after: float
+    """Evaluation loss after the last step."""
+    step_ms: Sequence[float]
+    """Times of this run's optimizer steps, the data's loading apart."""
+    device_peak_bytes: int | None
+    """Most device memory allocated while training; None on a CPU."""
+    offload_metrics: Mapping[str, float]
+    """``PyAOTrainer.offload_metrics``; empty if offloading was off."""
+
+
+class RunObserver(TrainerCallback):
+    """Measure steps, the first evaluation and the peak of device memory in training."""
+
+    def __init__(self) -> None:
+        self.step_ms: list[float] = []
+        self.loss_before: float | None = None
+        self.device_peak_bytes: int | None = None
+        self._step_start = 0.0
+        self._is_accelerated = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note where the training runs."""
+        self._is_accelerated = args.device.type != "cpu"
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the loss, if no step was taken yet."""
+        if not self.step_ms and self.loss_before is None:
+            self.loss_before = kwargs["metrics"].get("eval_loss")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock, on a drained device."""
+        if not self.step_ms and self._is_accelerated:
+            torch.accelerator.reset_peak_memory_stats()
+        self._step_start = self._now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop the clock, on a drained device."""
+        self.step_ms.append(1000 * (self._now() - self._step_start))
+        if self._is_accelerated:
+            self.device_peak_bytes = torch.accelerator.max_memory_allocated()
+
+    def _now(self) -> float:
+        if self._is_accelerated:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+class _Brief(TrainerCallback):
+    """Print logs without the twenty ``pyao/`` metrics in every line.
+
+    Trackers and ``trainer_state.json`` get them all the same.
+    """
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Print the other values."""
+        brief = {key: v for key, v in (logs or {}).items() if not key.startswith("pyao/")}
+        super().on_log(args, state, control, logs=brief, **kwargs)
+
+
+class BriefProgressCallback(_Brief, ProgressCallback):
+    """transformers' progress bar, with brief lines."""
+
+
+class BriefPrinterCallback(_Brief, PrinterCallback):
+    """What transformers prints instead of a progress bar, with brief lines."""
+
+
+BRIEF_CALLBACKS: Mapping[type[TrainerCallback], type[TrainerCallback]] = MappingProxyType(
+    {ProgressCallback: BriefProgressCallback, PrinterCallback: BriefPrinterCallback}
+)
+"""What transformers adds to a Trainer -> what prints the same in brief."""
+
+
+def format_summary(run: RunSummary) -> str:
+    """Return the table, in plain text, without a newline at its end."""
+    rows = [
+        *_learning_rows(run),
+        *_step_rows(run),
+        *_offload_rows(run),
+    ]
+    width = _LABEL_WIDTH + 2 * _VALUE_WIDTH
+    heading = COUNTED_ON_CPU if run.device_name is None else f"measured on {run.device_name}"
+    return "\n".join(["", run.title, heading, "-" * width, *rows, "-" * width])
+
+
+def _row(label: str, *values: str) -> str:
+    return (f"{label:<{_LABEL_WIDTH}}" + "".join(f"{v:>{_VALUE_WIDTH}}" for v in values)).rstrip()
+
+
+def _learning_rows(run: RunSummary) -> list[str]:
+    def shown(loss: float | None) -> tuple[str, str]:
+        if loss is None:
+            return "not measured", "not measured"
+        # Above e^700 a float ends; such a loss is a failed run, and is shown as one.
+        return f"{loss:.4f}", "inf" if loss > 700 else f"{math.exp(loss):,.1f}"
+
+    (loss_before, perplexity_before), (loss_after, perplexity_after) = (
+        shown(run.loss_before),
+        shown(run.loss_after),
+    )
+    return [
+        _row("", "before", "after"),
+        _row("loss, on held-out text", loss_before, loss_after),
+        _row("perplexity", perplexity_before, perplexity_after),
+    ]
+
+
+def _step_rows(run: RunSummary) -> list[str]:
+    processes = "1 process" if run.num_processes == 1 else f"each of {run.num_processes} processes"
+    rows = [
+        "",
+        _row("micro-batch", f"{run.micro_batch} x {run.block_size} tokens, {processes}"),
+    ]
+    if run.step_ms:
+        label = f"time of an optimizer step, median of {len(run.step_ms)}"
+        rows.append(_row(label, f"{statistics.median(run.step_ms):,.0f} ms"))
+    else:
+        rows.append(_row("time of an optimizer step", "no step taken"))
+    if run.device_peak_bytes is not None:
+        rows.append(_row("device memory, peak while training", _mib(run.device_peak_bytes)))
+    return rows
+
+
+def _offload_rows(run: RunSummary) -> list[str]:
+    totals = run.offload_metrics
+    num_micro_batches = totals.get("num_micro_batches", 0)
+    if not num_micro_batches:
+        return ["", "activations were not offloaded"]
+
+    def mean(key: str) -> str:
+        return _mib(totals.get(key, 0) / num_micro_batches)
+
+    rank = "" if run.num_processes == 1 else ", on the first process"
+    rows = [
+        "",
+        f"saved by the layers for backward, per micro-batch{rank}",
+        _row("  autograd would have held on the device", mean("would_hold_bytes")),
+        _row("  held on the device", mean("held_bytes")),
+        _row("  moved to the host", mean("offloaded_bytes")),
+        _row("  moved back", mean("reloaded_bytes")),
+    ]
+    if totals.get("recomputed_bytes"):
+        rows.append(_row("  dropped, and recomputed in backward", mean("recomputed_bytes")))
+    reasons = sorted((key for key in totals if key.startswith(_KEPT)), key=lambda k: -totals[k])
+    if reasons:
+        rows += ["", "of these, kept on the device because"]
+        rows += [_row(f"  {key.removeprefix(_KEPT)}", mean(key)) for key in reasons]
+    if run.device_name is not None:
+        rows += ["", "compute waited for copies, per micro-batch"]
+        for phase in ("forward", "backward"):
+            waited_ms = totals.get(f"stall_{phase}_ms", 0) / num_micro_batches
+            rows.append(_row(f"  in {phase}", f"{waited_ms:,.1f} ms"))
+    return rows
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / _MIB:,.1f} MiB"

@@ -1,0 +1,1 @@
+"""Tests of hf_pyao. README.md says which known trap is held by which test."""

@@ -1,0 +1,29 @@
+"""A tiny model on the CPU, to measure methods in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_pyao.bench.arguments import SMOKE_MODEL
+from hf_pyao.bench.measure import Bench
+from hf_pyao.bench.setup import BenchSetup, parse_model
+from hf_pyao.bench.worker import make_bench
+
+
+@pytest.fixture(scope="session")
+def setup() -> BenchSetup:
+    """One warm-up step and two timed ones of a model of two layers."""
+    return BenchSetup(
+        model=parse_model(SMOKE_MODEL),
+        sequence_length=16,
+        dtype="float32",
+        device="cpu",
+        num_warmup=1,
+        num_steps=2,
+    )
+
+
+@pytest.fixture
+def bench(setup: BenchSetup) -> Bench:
+    """The model, ready to be measured."""
+    return make_bench(setup)

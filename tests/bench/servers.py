@@ -1,0 +1,46 @@
+"""Measuring processes that do not measure: each fails in its own way at a method of that name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from hf_pyao.bench.setup import BenchSetup, Trial
+from hf_pyao.report.bench_report import BenchRow
+from hf_pyao.report.schema import to_plain
+
+
+def misbehave(
+    connection: Connection, setup: BenchSetup, trials: Sequence[Trial], log_path: str
+) -> None:
+    """Send a row for each trial; hang at ``pyao-layer``, die at ``checkpoint`` and others."""
+    with open(log_path, "a", encoding="utf-8") as log:
+        print("starting", "a segmentation fault", "", sep="\n", file=log)
+    connection.send(("ready", {}))
+    for trial in trials:
+        if trial.method == "pyao-layer":
+            time.sleep(600)
+        if trial.method == "checkpoint":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trial.method == "save-on-cpu":
+            sys.exit(7)
+        row = BenchRow(method=trial.method, label=str(os.getpid()), micro_batch=trial.micro_batch)
+        connection.send(("row", to_plain(row)))
+
+
+def break_down(
+    connection: Connection, setup: BenchSetup, trials: Sequence[Trial], log_path: str
+) -> None:
+    """Say that there is nothing to measure."""
+    connection.send(("broken", "no such model"))
+
+
+def die_early(
+    connection: Connection, setup: BenchSetup, trials: Sequence[Trial], log_path: str
+) -> None:
+    """End before the model is built."""
+    sys.exit(3)

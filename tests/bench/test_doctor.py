@@ -1,0 +1,116 @@
+"""What the doctor concludes from a machine, and how it looks at one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hf_pyao.bench import doctor
+from hf_pyao.bench.doctor import Finding, Machine, examine, render, report_of
+from hf_pyao.report.bench_report import FactsReport
+
+GIB = 2**30
+GOOD = Machine(
+    device={"name": "Some GPU", "memory_gib": 12.0, "driver": "580.1"},
+    link={
+        "d2h_gib_per_s": 24.0,
+        "h2d_gib_per_s": 25.0,
+        "both_gib_per_s": 45.0,
+        "d2h_pageable_gib_per_s": 6.0,
+    },
+    has_mps=False,
+    device_node=0,
+    device_cores=frozenset(range(8)),
+    own_cores=frozenset(range(8)),
+    locked_bytes=None,
+    available_bytes=64 * GIB,
+)
+
+
+def _findings(**changes: Any) -> dict[str, Finding]:
+    machine = dataclasses.replace(GOOD, **changes)
+    return {finding.name: finding for finding in examine(machine)}
+
+
+def test_a_good_machine_needs_a_window_and_nothing_else() -> None:
+    findings = _findings()
+    advised = [name for name, finding in findings.items() if finding.advice]
+    assert advised == ["window to start with"]
+    # 10 ms of 24 GiB/s are 245.8 MiB, to the next 16.
+    assert findings["window to start with"].value.startswith("240 MiB")
+    assert f"window={240 * 2**20}" in findings["window to start with"].advice
+    assert "6.0 GiB/s pageable" in findings["link, to the host"].value
+    assert findings["device"].value == "Some GPU, 12.0 GiB"
+    assert findings["locked memory (ulimit -l)"].value == "no limit"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "advice"),
+    [
+        ({"link": {**GOOD.link, "h2d_gib_per_s": 3.0}}, "link, to the host", "moves 3.0 GiB/s"),
+        ({"available_bytes": 2 * GIB}, "host memory available", "Little host memory is left"),
+        (
+            {"locked_bytes": 8 * 2**20},
+            "locked memory (ulimit -l)",
+            "At most 0.01 GiB may be locked",
+        ),
+        (
+            {"device_node": 1, "own_cores": frozenset(range(8, 16))},
+            "NUMA node of the device",
+            "numactl --cpunodebind=1 --preferred=1",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_remedy(
+    changes: dict[str, Any], name: str, advice: str
+) -> None:
+    assert advice in _findings(**changes)[name].advice
+    assert advice not in str(_findings()), "it would be said of a good machine too"
+
+
+def test_some_near_cores_are_enough() -> None:
+    """The pool moves to one of them to reserve its memory."""
+    findings = _findings(own_cores=frozenset(range(4, 16)))
+    assert findings["NUMA node of the device"].advice == ""
+
+
+def test_one_engine_for_both_directions_is_seen() -> None:
+    value = _findings(link={**GOOD.link, "both_gib_per_s": 26.0})["link, both at once"].value
+    assert "share one engine" in value
+    assert "share" not in _findings()["link, both at once"].value
+
+
+@pytest.mark.parametrize(("has_mps", "advice"), [(False, "no memory is saved"), (True, "refuses")])
+def test_without_a_device_it_says_what_that_means(has_mps: bool, advice: str) -> None:
+    device = {"name": "CPU", "memory_gib": None}
+    findings = _findings(device=device, link={}, has_mps=has_mps, locked_bytes=0)
+    assert advice in findings["device"].advice
+    assert not any(name.startswith(("link", "window")) for name in findings)
+    assert findings["locked memory (ulimit -l)"].advice == "", "nothing is pinned there"
+
+
+def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "accelerate":
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return {"torch": "2.13.0+cpu", "transformers": "4.57.0"}[name]
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    findings = _findings()
+    assert findings["torch"].advice == ""
+    assert "4.57.0 is older" in findings["transformers"].advice
+    assert "Install accelerate" in findings["accelerate"].advice
+
+
+def test_it_is_rendered_with_the_advice_last() -> None:
+    text = render([Finding("a", 1), Finding("longer", None, "Do this.")])
+    assert text == "a       1\nlonger  unknown\n\n- Do this."
+    assert render([Finding("a", 1)]).endswith("Nothing to change.")
+
+
+def test_it_is_a_document_that_is_read_back() -> None:
+    report = report_of(GOOD, examine(GOOD))
+    assert FactsReport.from_dict(report.to_dict()) == report
+    assert len(report.facts["advice"]) == 1

@@ -1,0 +1,161 @@
+"""What can be asked for on the command line, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_pyao.bench.arguments import SMOKE_MODEL, add_bench_arguments
+from hf_pyao.bench.memory import DeviceMemory, HostMemory, pick_device
+from hf_pyao.bench.models import build_model, make_batch
+from hf_pyao.bench.setup import BenchSetup, Trial, parse_model
+from hf_pyao.errors import ConfigError
+
+SIZES = {"llama": {"tiny": SimpleNamespace(settings={"hidden_size": 8})}}
+SPEC = parse_model(SMOKE_MODEL)
+
+
+def test_a_model_by_its_settings() -> None:
+    spec = parse_model(
+        "llama:hidden_size=64,rope_theta=1e4,hidden_act=gelu,tie_word_embeddings=true"
+    )
+    assert spec.model_type == "llama"
+    assert spec.settings == {
+        "hidden_size": 64,
+        "rope_theta": 1e4,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+    }
+
+
+def test_a_model_by_a_known_size() -> None:
+    spec = parse_model("llama:Tiny", SIZES)
+    assert (spec.name, spec.settings) == ("llama Tiny", {"hidden_size": 8})
+
+
+def test_a_model_by_the_config_in_a_folder(tmp_path: Path) -> None:
+    LlamaConfig(**SPEC.settings).save_pretrained(tmp_path / "mine")
+    spec = parse_model(str(tmp_path / "mine"))
+    assert spec.name == "mine"
+    model = build_model(
+        BenchSetup(model=spec, dtype="float32", sequence_length=16), torch.device("cpu")
+    )
+    assert model.config.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "message"),
+    [
+        ("llama:tinny", SIZES, r"unknown size of llama 'tinny'; did you mean 'tiny'\?"),
+        ("llama:tiny", None, "no sizes of 'llama' are known by name here"),
+        ("llama:hidden_size=8,tiny", None, "'tiny' is no key=value pair"),
+    ],
+)
+def test_a_bad_model_is_refused(text: str, sizes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_model(text, sizes)
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    spec = parse_model("lama:hidden_size=8")
+    with pytest.raises(ConfigError, match=r"model 'lama of its own shape'"):
+        build_model(BenchSetup(model=spec), torch.device("cpu"))
+
+
+def test_a_sequence_beyond_the_positions_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sequence length is 65, and .* has 64 positions"):
+        build_model(BenchSetup(model=SPEC, sequence_length=65), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "bfloat"}, r"unknown dtype 'bfloat'; did you mean 'bfloat16'\?"),
+        ({"autocast": "int8"}, "unknown autocast 'int8'"),
+        ({"gradients": "drop"}, "unknown gradients mode 'drop'"),
+        ({"num_steps": 0}, "num_steps is 0; expected 1 or more"),
+        ({"sequence_length": 1}, "sequence_length is 1; expected 2 or more"),
+        ({"memory_cap_gib": 0.0}, "memory_cap_gib is 0.0; expected more than 0 GiB"),
+        ({"ballast_gib": -1.0}, "ballast_gib is -1.0; expected 0 GiB or more"),
+    ],
+)
+def test_a_bad_setup_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BenchSetup(**{"model": SPEC, **change})
+
+
+def test_a_trial_needs_a_micro_batch() -> None:
+    with pytest.raises(ConfigError, match="the micro-batch is 0"):
+        Trial(method="none", micro_batch=0)
+
+
+def test_weights_and_data_follow_the_seed() -> None:
+    cpu = torch.device("cpu")
+    setups = [
+        BenchSetup(model=SPEC, dtype="float32", sequence_length=16, seed=seed) for seed in (1, 1, 2)
+    ]
+    models = [build_model(setup, cpu) for setup in setups]
+    batches = [
+        make_batch(model, setup, 2, cpu) for model, setup in zip(models, setups, strict=True)
+    ]
+    same, other = (
+        [torch.equal(models[0].lm_head.weight, models[i].lm_head.weight) for i in (1, 2)],
+        [torch.equal(batches[0]["input_ids"], batches[i]["input_ids"]) for i in (1, 2)],
+    )
+    assert same == other == [True, False]
+    assert models[0].training
+
+
+def test_a_cpu_counts_no_device_memory_and_takes_no_cap() -> None:
+    memory = DeviceMemory(torch.device("cpu"))
+    assert memory.allocated_bytes() is memory.peak_allocated_bytes() is None
+    memory.cap(None)
+    with pytest.raises(ConfigError, match="takes no cap"):
+        memory.cap(1.0)
+
+
+def test_host_memory_grows_by_what_is_touched() -> None:
+    host = HostMemory(torch.device("cpu"))
+    before = host.rss_bytes()
+    assert before is not None
+    host.reset_peaks()
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    peak = host.peak_rss_bytes()
+    assert peak is not None
+    assert peak - before > 0.8 * block.numel()
+    assert host.pinned_bytes() is None
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="device is 'cuda', and torch finds none here"):
+        pick_device("cuda")
+    with pytest.raises(ConfigError, match="device is 'gpu'; expected auto, cpu, cuda"):
+        pick_device("gpu")
+
+
+def test_unified_memory_is_no_device_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    assert pick_device("auto") == torch.device("cpu")
+
+
+def test_help_teaches_models_methods_and_examples() -> None:
+    parser = argparse.ArgumentParser()
+    add_bench_arguments(parser, SIZES, "prog")
+    text = parser.format_help()
+    for part in (
+        "llama:SIZE",
+        "tiny",
+        "pyao-window",
+        "transformer-engine",
+        "prog --model opt:1.3b",
+    ):
+        assert part in text, part

@@ -1,0 +1,325 @@
+"""The flags: what they parse to, what they refuse, and that they survive saving."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+from trl import SFTConfig, TrlParser
+
+from hf_pyao import PyAOArguments, PyAOConfig, PyAOTrainingArguments
+from hf_pyao.errors import ConfigError, ConflictError
+
+# TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is depre:FutureWarning")
+
+PREFIX = "activation_offload_"
+EXAMPLES = {
+    "policy": "all",
+    "codec": "identity",
+    "modules": ["mlp_act"],
+    "recompute_modules": ["mlp_norm"],
+    "keep_last_layers": 2,
+    "min_bytes": 1024,
+    "window": "layer",
+    "copy_streams": 1,
+    "host_memory_gib": 1.5,
+    "head_loss": "off",
+    "report": "report.json",
+}
+"""One good value for each knob, as a flag's field holds it."""
+
+
+@dataclass
+class SFTWithOffload(PyAOArguments, SFTConfig):
+    """What a user of TRL writes."""
+
+
+@dataclass
+class SFTListedLast(SFTConfig, PyAOArguments):
+    """The same with the bases in the order in which the mixin is not asked to check."""
+
+
+@dataclass
+class OnByDefault(PyAOTrainingArguments):
+    """What a script does that offloads unless told not to."""
+
+    activation_offload: bool = field(default=True, metadata={"help": "On here."})
+
+
+def parse(*flags: str, cls: type = PyAOTrainingArguments) -> Any:
+    (parsed,) = HfArgumentParser(cls).parse_args_into_dataclasses(
+        ["--output_dir", "out", *flags], look_for_args_file=False
+    )
+    return parsed
+
+
+def write_json(path: Path, values: object) -> str:
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+def test_every_config_field_has_its_flag_and_every_flag_its_field() -> None:
+    flags = {f.name for f in dataclasses.fields(PyAOArguments)}
+    knobs = {f.name.removeprefix(PREFIX) for f in dataclasses.fields(PyAOArguments)}
+    knobs -= {"activation_offload", "config"}
+    assert {"activation_offload", "activation_offload_config"} < flags
+    assert knobs == {f.name for f in dataclasses.fields(PyAOConfig)} == set(EXAMPLES)
+
+
+def test_every_knob_is_none_unless_given() -> None:
+    arguments = PyAOArguments()
+    values = dataclasses.asdict(arguments)
+    assert values.pop("activation_offload") is False
+    assert set(values.values()) == {None}
+
+
+def test_help_states_the_defaults_of_the_configuration() -> None:
+    actions = {a.dest: a for a in HfArgumentParser(PyAOArguments)._actions}
+    formatter = HfArgumentParser(PyAOArguments)._get_formatter()
+    for config_field in dataclasses.fields(PyAOConfig):
+        text = formatter._expand_help(actions[PREFIX + config_field.name])
+        assert len(text) > 60, "a help text that teaches is longer than this"
+        assert "None" not in text
+        if config_field.default not in (None, ()):
+            assert f"(default: {config_field.default})" in text
+    assert "bytes" in formatter._expand_help(actions[PREFIX + "min_bytes"])
+    assert "GiB" in formatter._expand_help(actions[PREFIX + "host_memory_gib"])
+
+
+def test_without_the_flag_offloading_is_off() -> None:
+    assert parse().pyao_config() is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--activation_offload",), ("--activation_offload", "true"), ("--activation-offload",)],
+)
+def test_the_flag_alone_gives_the_defaults(flags: tuple[str, ...]) -> None:
+    assert parse(*flags).pyao_config() == PyAOConfig()
+
+
+def test_every_knob_parses_from_the_command_line() -> None:
+    arguments = parse(
+        *("--activation_offload", "--activation_offload_policy", "modules"),
+        *("--activation_offload_codec", "identity"),
+        *("--activation_offload_modules", "mlp_act", "self_attn.*"),
+        *("--activation_offload_keep_last_layers", "2", "--activation_offload_min_bytes", "4096"),
+        *("--activation_offload_window", "1048576", "--activation_offload_host_memory_gib", "1.5"),
+        *("--activation_offload_head_loss", "chunked", "--activation_offload_report", "r.json"),
+        *("--activation_offload_copy_streams", "1"),
+    )
+    assert arguments.pyao_config() == PyAOConfig(
+        policy="modules",
+        codec="identity",
+        modules=("mlp_act", "self_attn.*"),
+        keep_last_layers=2,
+        min_bytes=4096,
+        window=1048576,
+        copy_streams=1,
+        host_memory_gib=1.5,
+        head_loss="chunked",
+        report="r.json",
+    )
+
+
+def test_window_takes_the_word_too() -> None:
+    config = parse("--activation_offload", "--activation_offload_window", "layer").pyao_config()
+    assert config.window == "layer"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_knob_without_the_flag_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--{PREFIX}{name} would.*Add --activation_offload"):
+        PyAOTrainingArguments("out", **{PREFIX + name: EXAMPLES[name]})
+
+
+def test_all_idle_knobs_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match="_config, --activation_offload_min_bytes would"):
+        parse("--activation_offload_min_bytes", "0", "--activation_offload_config", "unread.json")
+
+
+def test_a_bad_value_is_refused_when_parsed() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'all'"):
+        parse("--activation_offload", "--activation_offload_policy", "al")
+
+
+def test_modules_given_as_one_string_are_not_split_into_letters() -> None:
+    with pytest.raises(ConfigError, match="tuple of names"):
+        PyAOTrainingArguments(
+            "out",
+            activation_offload=True,
+            activation_offload_policy="modules",
+            activation_offload_modules="mlp_act",  # type: ignore[arg-type]
+        )
+
+
+def test_the_file_is_read_and_flags_fill_in(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "offload.json", {"keep_last_layers": 3, "window": 4096})
+    arguments = parse(
+        *("--activation_offload", "--activation_offload_config", path),
+        *("--activation_offload_min_bytes", "0"),
+    )
+    expected = PyAOConfig(keep_last_layers=3, window=4096, min_bytes=0)
+    assert arguments.pyao_config() == expected
+
+
+def test_a_file_written_by_the_configuration_is_read_back(tmp_path: Path) -> None:
+    config = PyAOConfig(policy="modules", modules=("mlp_act",), host_memory_gib=2.0)
+    config.to_json_file(tmp_path / "offload.json")
+    arguments = parse(
+        "--activation_offload", "--activation_offload_config", str(tmp_path / "offload.json")
+    )
+    assert arguments.pyao_config() == config
+
+
+def test_a_flag_wins_over_the_file_and_that_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_json(tmp_path / "offload.json", {"min_bytes": 4096, "keep_last_layers": 3})
+    with caplog.at_level(logging.INFO, logger="hf_pyao"):
+        arguments = parse(
+            *("--activation_offload", "--activation_offload_config", path),
+            # The second agrees with the file, which is no news.
+            *("--activation_offload_min_bytes", "0", "--activation_offload_keep_last_layers", "3"),
+        )
+        assert arguments.pyao_config() == PyAOConfig(min_bytes=0, keep_last_layers=3)
+        arguments.pyao_config()
+    (record,) = caplog.records
+    assert "--activation_offload_min_bytes 0 wins over min_bytes=4096" in record.getMessage()
+    assert path in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read the configuration file"),
+        ('{"min_byte": 1}', "unknown PyAOConfig key 'min_byte'; did you mean 'min_bytes'"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_bad_file_is_refused_when_parsed(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "offload.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        parse("--activation_offload", "--activation_offload_config", str(path))
+
+
+def test_training_arguments_from_a_json_file(tmp_path: Path) -> None:
+    path = write_json(
+        tmp_path / "args.json",
+        {
+            "output_dir": "out",
+            "activation_offload": True,
+            "activation_offload_policy": "modules",
+            "activation_offload_modules": ["mlp_act"],
+            "activation_offload_window": 4096,
+        },
+    )
+    (arguments,) = HfArgumentParser(PyAOTrainingArguments).parse_json_file(path)
+    assert arguments.pyao_config() == PyAOConfig(
+        policy="modules", modules=("mlp_act",), window=4096
+    )
+
+
+def test_trl_parser_reads_flags_from_yaml_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        "output_dir: out\nactivation_offload: true\nactivation_offload_min_bytes: 4096\n"
+        "bf16: false\nuse_cpu: true\n",
+        encoding="utf-8",
+    )
+    (arguments,) = TrlParser(SFTWithOffload).parse_args_and_config(
+        ["--config", str(path), "--activation_offload_keep_last_layers", "2"]
+    )
+    assert arguments.pyao_config() == PyAOConfig(min_bytes=4096, keep_last_layers=2)
+
+
+def test_the_fields_are_in_the_dict_and_the_json() -> None:
+    arguments = parse("--activation_offload", "--activation_offload_min_bytes", "0")
+    as_dict = arguments.to_dict()
+    assert as_dict["activation_offload"] is True
+    assert as_dict["activation_offload_min_bytes"] == 0
+    assert as_dict["activation_offload_codec"] is None
+    assert json.loads(arguments.to_json_string())["activation_offload_min_bytes"] == 0
+    assert "activation_offload_min_bytes=0" in str(arguments)
+
+
+def test_training_args_bin_round_trip(tmp_path: Path) -> None:
+    arguments = parse(
+        "--activation_offload",
+        "--activation_offload_modules",
+        "mlp_act",
+        "--activation_offload_policy",
+        "modules",
+    )
+    torch.save(arguments, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert isinstance(loaded, PyAOTrainingArguments)
+    assert loaded.pyao_config() == PyAOConfig(policy="modules", modules=("mlp_act",))
+
+
+def test_positional_arguments_stay_those_of_the_base_class() -> None:
+    names = [f.name for f in dataclasses.fields(TrainingArguments)]
+    assert [f.name for f in dataclasses.fields(PyAOTrainingArguments)][: len(names)] == names
+    assert PyAOTrainingArguments("somewhere").output_dir == "somewhere"
+
+
+def test_the_base_class_still_checks_its_own_fields() -> None:
+    with pytest.raises(ValueError, match="not a valid IntervalStrategy"):
+        PyAOTrainingArguments("out", logging_strategy="sometimes")
+
+
+def test_a_subclass_can_turn_it_on_by_default() -> None:
+    assert parse(cls=OnByDefault).pyao_config() == PyAOConfig()
+    assert parse("--no_activation_offload", cls=OnByDefault).pyao_config() is None
+    assert parse("--activation_offload", "false", cls=OnByDefault).pyao_config() is None
+    config = parse("--activation_offload_min_bytes", "0", cls=OnByDefault).pyao_config()
+    assert config == PyAOConfig(min_bytes=0)
+    with pytest.raises(ConfigError, match="offloading is off"):
+        parse("--no_activation_offload", "--activation_offload_min_bytes", "0", cls=OnByDefault)
+
+
+def test_the_mixin_alone_parses_beside_other_arguments() -> None:
+    (offload,) = HfArgumentParser(PyAOArguments).parse_args_into_dataclasses(
+        ["--activation_offload"], look_for_args_file=False
+    )
+    assert offload.pyao_config() == PyAOConfig()
+
+
+@pytest.mark.parametrize("cls", [SFTWithOffload, SFTListedLast])
+def test_the_flag_is_no_abbreviation_of_trls_once_mixed_in(cls: type) -> None:
+    on_cpu = ("--use_cpu", "--bf16", "false")
+    arguments = parse("--activation_offload", *on_cpu, cls=cls)
+    assert arguments.activation_offloading is False
+    assert arguments.pyao_config() == PyAOConfig()
+    arguments = parse("--activation_offloading", *on_cpu, cls=cls)
+    assert arguments.activation_offloading is True
+    assert arguments.pyao_config() is None
+
+
+def test_both_offloaders_together_are_refused() -> None:
+    with pytest.raises(ConflictError, match="TRL's activation_offloading"):
+        SFTWithOffload(
+            "out", activation_offload=True, activation_offloading=True, use_cpu=True, bf16=False
+        )
+
+
+def test_listed_last_the_mixin_checks_on_request() -> None:
+    on_cpu = {"use_cpu": True, "bf16": False}
+    arguments = SFTListedLast(output_dir="out", activation_offload_min_bytes=0, **on_cpu)
+    with pytest.raises(ConfigError, match="offloading is off"):
+        arguments.check_pyao_arguments()
+    # Listed last, its fields come first: what is meant for output_dir lands in a flag.
+    with pytest.raises(ConfigError, match="list PyAOArguments before"):
+        SFTListedLast("out", **on_cpu).check_pyao_arguments()

@@ -1,0 +1,59 @@
+"""The recipe that measures the head loss runs, and what it has measured keeps the promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "recipes" / "results"
+PAGE = REPOSITORY / "hf_pyao" / "integrations" / "HEAD_LOSS.md"
+
+
+def published(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    assert document["schema_version"] == 1
+    assert document["provenance"]["versions"]["torch"]
+    return document
+
+
+@pytest.mark.parametrize("extra", [[], ["--curve"]], ids=["time", "curve"])
+def test_smoke(extra: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    recipe = REPOSITORY / "recipes" / "bench_head_loss.py"
+    subprocess.run(
+        [sys.executable, recipe, "--smoke", "--out", out, *extra],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
+        timeout=200,
+    )
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    if extra:
+        assert [len(curve) for curve in rows[0]["curves"]["chunked"]] == [3, 3]
+    else:
+        assert [row["head_loss_num_chunked"] for row in rows] == [4, 4]  # warm-up, two, the ledger
+        assert rows[1]["head_loss_num_chunks"] > 1
+
+
+def test_published_times_are_within_115_percent_of_the_own_loss() -> None:
+    rows = published("head_loss_time.json")["rows"]
+    assert {row["num_vocab"] for row in rows} == {50_257, 128_256}
+    assert max(row["num_tokens"] for row in rows) >= 1024
+    for row in rows:
+        assert row["cpu_time_ratio"] <= 1.15
+        assert f"{row['cpu_time_ratio']:.2f}" in PAGE.read_text(encoding="utf-8")
+
+
+def test_published_curves_lie_within_the_spread_of_seeds() -> None:
+    rows = published("head_loss_curve.json")["rows"]
+    for row in rows:
+        assert all(len(curve) == 200 for curves in row["curves"].values() for curve in curves)
+        assert row["mean_difference"] < row["mean_spread_of_seeds"] / 10
+        assert row["largest_difference"] < row["mean_spread_of_seeds"]

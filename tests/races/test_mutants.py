@@ -1,0 +1,235 @@
+"""Engines with one deliberate fault each: every one must fail under the simulated accelerator.
+
+This is the test of the tests. A mutant that survives means that the schedules have no teeth for
+that kind of fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.errors import PyAOError
+from hf_pyao.runtime import engine as engine_module
+from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.saved_tensor import Residency, SavedStorage
+from hf_pyao.runtime.simulated import SimulatedTransport
+from hf_pyao.runtime.tape import StorageTable
+from hf_pyao.runtime.window import OffloadWindow
+from hf_pyao.stores import HostPool
+from races.models import SCENARIOS, make_pair
+
+Mutant = Callable[[], Any]
+
+
+def _no_wait_at_unpack() -> Any:
+    """Compute reads a reloaded buffer without waiting for its copy."""
+
+    def wait(self: OffloadEngine, record: SavedStorage) -> None:
+        if record.residency is Residency.RELOADING:
+            record.to(Residency.DEVICE)
+
+    return mock.patch.object(OffloadEngine, "_wait", wait)
+
+
+def _wait_for_the_wrong_ticket() -> Any:
+    """Compute waits for the copy to the host instead of the one back."""
+
+    def wait(self: OffloadEngine, record: SavedStorage) -> None:
+        if record.residency is Residency.RELOADING:
+            self.transport.wait(record.offload_ticket)
+            record.to(Residency.DEVICE)
+
+    return mock.patch.object(OffloadEngine, "_wait", wait)
+
+
+def _wait_for_the_previous_reload() -> Any:
+    """Compute waits for the reload queued before its own."""
+    previous: list[Any] = []
+
+    def wait(self: OffloadEngine, record: SavedStorage) -> None:
+        if record.residency is Residency.RELOADING:
+            if previous:
+                self.transport.wait(previous[0])
+            previous[:] = [record.reload_ticket]
+            record.to(Residency.DEVICE)
+
+    return mock.patch.object(OffloadEngine, "_wait", wait)
+
+
+def _host_buffer_returned_before_its_reload() -> Any:
+    """A host buffer goes back to the pool as soon as its reload is queued."""
+    reload = OffloadEngine._reload
+
+    def early(self: OffloadEngine, record: SavedStorage) -> None:
+        reload(self, record)
+        assert record.host is not None
+        self.pool.release(record.host, None)
+        self.pool.settle()
+        record.host = None
+
+    return mock.patch.object(OffloadEngine, "_reload", early)
+
+
+def _source_released_early() -> Any:
+    """The device copy is let go when its offload is queued, not when compute is behind it."""
+
+    def add(self: OffloadWindow, record: SavedStorage, nbytes: int) -> None:
+        record.payload = ()
+        record.to(Residency.HOST)
+
+    return mock.patch.object(OffloadWindow, "add", add)
+
+
+def _no_meeting_at_layer_end() -> Any:
+    """Sources are let go at the layer's end without waiting for the copies."""
+
+    def drain(self: OffloadWindow) -> None:
+        while self._queue:
+            self._release_oldest()
+
+    return mock.patch.object(OffloadWindow, "drain", drain)
+
+
+def _waits_for_the_oldest_only() -> Any:
+    """At the layer's end compute waits for the oldest copy and lets all sources go."""
+
+    def drain(self: OffloadWindow) -> None:
+        if self._queue:
+            self._transport.wait(self._queue[0][1])
+        while self._queue:
+            self._release_oldest()
+
+    return mock.patch.object(OffloadWindow, "drain", drain)
+
+
+def _window_overrun_without_wait() -> Any:
+    """What the window has no room for is let go without waiting for its copy."""
+    add = OffloadWindow.add
+
+    def overrun(self: OffloadWindow, record: SavedStorage, nbytes: int) -> None:
+        with mock.patch.object(self._transport, "wait", return_value=None):
+            add(self, record, nbytes)
+
+    return mock.patch.object(OffloadWindow, "add", overrun)
+
+
+def _prefetch_into_a_buffer_in_use() -> Any:
+    """Reloads of one size share one device buffer."""
+    buffers: dict[int, torch.Tensor] = {}
+    empty = torch.empty
+
+    def shared_empty(*size: Any, **kwargs: Any) -> torch.Tensor:
+        if size and isinstance(size[0], int) and size[0] > 0 and "device" in kwargs:
+            if size[0] not in buffers:
+                buffers[size[0]] = empty(*size, **kwargs)
+            return buffers[size[0]]
+        return empty(*size, **kwargs)
+
+    return mock.patch.object(engine_module.torch, "empty", shared_empty)
+
+
+def _reload_dropped_unawaited() -> Any:
+    """A reload that was brought back ahead is dropped while its copy may still write."""
+
+    def drop(self: OffloadEngine, record: SavedStorage) -> None:
+        if record.residency in (Residency.RELOADING, Residency.DEVICE):
+            self._reloads.consumed(record)
+            record.drop_device_copy()
+            record.to(Residency.HOST)
+
+    return mock.patch.object(OffloadEngine, "_drop_device_copy", drop)
+
+
+def _storage_known_by_address() -> Any:
+    """Storages are told apart by data pointer, which the allocator hands out again."""
+
+    def entries(self: StorageTable, storage: torch.UntypedStorage) -> Any:
+        return self.__dict__.setdefault("by_address", {}).get(storage.data_ptr())
+
+    def add(self: StorageTable, storage: torch.UntypedStorage) -> list[object]:
+        notes: list[object] = []
+        self.__dict__.setdefault("by_address", {})[storage.data_ptr()] = notes
+        return notes
+
+    return mock.patch.multiple(StorageTable, entries=entries, add=add)
+
+
+def _buffer_released_twice() -> Any:
+    """The pool takes a buffer back twice and hands it out twice."""
+    release = HostPool.release
+
+    def twice(self: HostPool, buffer: Any, after: Any = None) -> None:
+        release(self, buffer, after)
+        self.settle()
+        self._spare[buffer.data.numel()].append(buffer)
+
+    return mock.patch.object(HostPool, "release", twice)
+
+
+def _host_buffers_dropped_after_one_backward() -> Any:
+    """Host buffers are given back when a backward ends, though a retained graph needs them."""
+    finalize = OffloadEngine.finalize_backward
+
+    def early(self: OffloadEngine) -> None:
+        tapes = list(self._tapes_in_backward)
+        finalize(self)
+        for ref in [ref for tape in tapes for ref in tape.calls]:
+            call = ref()
+            for record in call.live_records() if call is not None else ():
+                if record.host is not None:
+                    self.pool.release(record.host, None)
+                    self.pool.settle()
+
+    return mock.patch.object(OffloadEngine, "finalize_backward", early)
+
+
+MUTANTS: dict[str, Mutant] = {
+    name.removeprefix("_").replace("_", " "): mutant
+    for name, mutant in list(globals().items())
+    if name.startswith("_") and callable(mutant) and mutant.__module__ == __name__
+}
+
+
+def _schedules_that_fail(mutant: Mutant | None, num_seeds: int) -> list[str]:
+    """Return what went wrong, over schedules, windows and scenarios; stop at the first."""
+    model, plain = make_pair("llama")
+    expected = {name: run(plain) for name, run in SCENARIOS.items()}
+    for seed in range(num_seeds):
+        for window in ("layer", 3_000):
+            for scenario, run in SCENARIOS.items():
+                transport = SimulatedTransport(seed)
+                config = PyAOConfig(min_bytes=0, window=window, keep_last_layers=0)
+                offloader = attach(model, config, transport=transport)
+                try:
+                    with mutant() if mutant else nullcontext():
+                        result = run(model)
+                    transport.finish()
+                    offloader.detach()
+                except (PyAOError, RuntimeError, AssertionError, IndexError) as error:
+                    return [f"{scenario}: {type(error).__name__}: {error}"]
+                if result.difference_from(expected[scenario]):
+                    return [f"{scenario}: gradients differ"]
+    return []
+
+
+# A fault may strike inside a destructor, or inside a hook of a forward that failed already.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name: str) -> None:
+    assert _schedules_that_fail(MUTANTS[name], num_seeds=12), f"no schedule catches: {name}"
+
+
+def test_the_engine_itself_passes_the_same_schedules() -> None:
+    assert _schedules_that_fail(None, num_seeds=3) == []
+
+
+def test_there_are_at_least_ten_mutants() -> None:
+    assert len(MUTANTS) >= 10

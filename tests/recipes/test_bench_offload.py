@@ -1,0 +1,98 @@
+"""The harness as users start it: its smoke run, from a folder without an installed hf_pyao."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_pyao.bench.arguments import SMOKE_METHODS
+from hf_pyao.report import BenchReport
+from hf_pyao.report.bench_report import OK, UNAVAILABLE
+from tests.recipes.conftest import RECIPES
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BenchReport]:
+    """What the smoke run printed, and the report that it wrote."""
+    folder = tmp_path_factory.mktemp("bench")
+    done = subprocess.run(
+        [
+            *(sys.executable, RECIPES / "bench_offload.py", "--smoke", "--device", "cpu"),
+            *("--output", "out.json"),
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout, BenchReport.from_json_file(folder / "out.json")
+
+
+def test_each_method_has_its_row(smoke: tuple[str, BenchReport]) -> None:
+    _, report = smoke
+    assert [row.method for row in report.rows] == list(SMOKE_METHODS)
+    statuses = {row.method: row.status for row in report.rows}
+    assert statuses.pop("trl-streams") == UNAVAILABLE
+    assert set(statuses.values()) == {OK}
+
+
+def test_rows_have_times_memory_and_equal_gradients(smoke: tuple[str, BenchReport]) -> None:
+    _, report = smoke
+    for row in report.rows:
+        if row.status != OK:
+            assert row.reason
+            continue
+        assert row.step is not None
+        assert row.step.num_steps == 2
+        assert row.step.lower_quartile_ms <= row.step.median_ms <= row.step.upper_quartile_ms
+        assert row.peak_allocated_bytes is None, "a CPU counts no device memory"
+        assert row.peak_rss_bytes is not None
+        assert row.is_loss_equal
+        assert row.are_gradients_equal
+    ours = report.row_of("pyao-window")
+    assert ours is not None
+    assert ours.metrics["num_slots"] > 0
+
+
+def test_the_report_says_where_it_comes_from(smoke: tuple[str, BenchReport]) -> None:
+    _, report = smoke
+    provenance = report.provenance
+    assert provenance.command == "bench_offload.py --smoke --device cpu --output out.json"
+    assert len(provenance.source_sha256) == 16
+    assert provenance.versions["transformers"]
+    assert report.setup["seed"] == 0
+    assert report.setup["model"]["model_type"] == "llama"
+    assert report.device["name"] == "CPU"
+    assert str(Path.home()) not in provenance.command
+
+
+def test_it_tells_what_it_does_and_what_came_of_it(smoke: tuple[str, BenchReport]) -> None:
+    out, _ = smoke
+    assert "CPU, no link to measure" in out
+    assert "[1/4] none ..." in out
+    assert "[4/4] trl-streams: cannot run here: " in out
+    assert "| pyao-window | measured |" in out
+    assert "pyao report out.json -o report.html" in out
+
+
+def test_sizes_of_the_recipes_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_offload
+
+    with pytest.raises(SystemExit):
+        bench_offload.main(["--help"])
+    text = capsys.readouterr().out
+    for part in ("opt:SIZE", "1.3b", "gpt2:SIZE", "0.8b", "llama:SIZE", "1.2b", "--model opt:1.3b"):
+        assert part in text, part
+
+
+def test_an_unknown_size_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_offload
+
+    assert bench_offload.main(["--model", "opt:1.3c"]) == 2
+    assert "unknown size of opt '1.3c'; did you mean '1.3b'?" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""Whole runs of the recipes, in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import model_sizes
+from run_summary import COUNTED_ON_CPU
+from tests.recipes.conftest import FinishedRun, Run
+
+OFFLOAD_SMALL_TENSORS = ("--activation_offload_min_bytes", "1024")
+
+
+def assert_same_training(run: FinishedRun, reference: FinishedRun) -> None:
+    assert run.losses == reference.losses
+    assert run.weights.keys() == reference.weights.keys()
+    for name, weight in reference.weights.items():
+        assert torch.equal(run.weights[name], weight), name
+
+
+@pytest.mark.parametrize("architecture", model_sizes.MODEL_SIZES)
+def test_run_learns_offloads_and_says_so(architecture: str, run_recipe: Run) -> None:
+    run = run_recipe(architecture, *OFFLOAD_SMALL_TENSORS)
+    assert COUNTED_ON_CPU in run.output
+    before, after = (float(value) for value in run.row("loss, on held-out text").split())
+    assert after < before - 0.05
+    perplexities = [float(value) for value in run.row("perplexity").split()]
+    assert perplexities == pytest.approx([math.exp(before), math.exp(after)], rel=1e-3, abs=0.1)
+
+    totals = run.metrics
+    assert totals["num_micro_batches"] == 6
+    assert totals["offloaded_bytes"] == totals["reloaded_bytes"] > 0
+    kept = sum(value for key, value in totals.items() if key.startswith("kept_bytes/"))
+    assert totals["held_bytes"] == kept
+    assert totals["would_hold_bytes"] == kept + totals["offloaded_bytes"]
+    # The table is about one micro-batch; it has one digit behind the point.
+    for label, key in [
+        ("autograd would have held on the device", "would_hold_bytes"),
+        ("moved to the host", "offloaded_bytes"),
+        ("last layer", "kept_bytes/last layer"),
+    ]:
+        shown = float(run.row(label).removesuffix(" MiB"))
+        assert shown == pytest.approx(totals[key] / 6 / 2**20, abs=0.05)
+
+
+@pytest.mark.parametrize("architecture", model_sizes.MODEL_SIZES)
+def test_offloading_changes_no_loss_and_no_weight(architecture: str, run_recipe: Run) -> None:
+    reference = run_recipe(architecture, "--no_activation_offload", folder="plain")
+    assert "activations were not offloaded" in reference.output
+    assert "offloaded_bytes" not in reference.metrics
+    assert_same_training(run_recipe(architecture, *OFFLOAD_SMALL_TENSORS), reference)
+
+
+# transformers 4.57 says so when two checkpoints are less than a second apart.
+@pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")
+def test_resumed_run_equals_an_uninterrupted_one(run_recipe: Run) -> None:
+    options = ("--save_steps", "2", "--save_total_limit", "5", *OFFLOAD_SMALL_TENSORS)
+    whole = run_recipe("opt", *options, folder="whole")
+    checkpoint = str(whole.folder / "checkpoint-4")
+    resumed = run_recipe("opt", *options, "--resume_from_checkpoint", checkpoint, folder="resumed")
+    assert "median of 2" in resumed.output
+    assert_same_training(resumed, whole)
+    # 'before' is the checkpoint's loss: better than a new model's.
+    assert float(resumed.row("loss, on held-out text").split()[0]) < float(
+        whole.row("loss, on held-out text").split()[0]
+    )
+
+
+def test_checkpoints_that_do_not_fit_are_refused(
+    run_recipe: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_recipe("opt", "--save_steps", "6")
+    for options, message in [
+        ((), "checkpoint-6' is of step 6, and --max_steps is 6: no step is left"),
+        (("--max_steps", "9", "--vocab_size", "300"), "vocab_size 400, and this run's model 300"),
+    ]:
+        with pytest.raises(SystemExit):
+            run_recipe("opt", "--resume_from_checkpoint", "last", *options)
+        assert message in capfd.readouterr().err
+
+
+def test_output_folder_is_a_model_to_train_further(run_recipe: Run) -> None:
+    first = run_recipe("llama", folder="first")
+    options = ("--model_name_or_path", str(first.folder), "--max_steps", "2")
+    run = run_recipe("llama", *options, size=None)
+    before = float(run.row("loss, on held-out text").split()[0])
+    after_first = float(first.row("loss, on held-out text").split()[1])
+    assert before == pytest.approx(after_first, abs=1e-4)
+
+
+def test_own_file_and_options_from_json(run_recipe: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The same line over and over.\n" * 400)
+    run = run_recipe("opt", "--train_file", str(text), "--num_train_epochs", "2", "--max_steps=-1")
+    assert "on the file 'text.txt'" in run.output
+    before, after = (float(value) for value in run.row("loss, on held-out text").split())
+    assert after < before
+    assert json.loads((run.folder / "trainer_state.json").read_text())["epoch"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model_size", "tinny"], "unknown --model_size for opt 'tinny'; did you mean 'tiny'?"),
+        (["--model_name_or_path", "gpt2"], "Give one of them."),
+        (["--train_file", "missing.txt"], "cannot read --train_file 'missing.txt'"),
+        (["--train_file", "a", "--dataset_name", "b"], "--dataset_name and --train_file"),
+        (["--max_text_mib", "0"], "--max_text_mib is 0"),
+        (["--block_size", "4096"], "--block_size is 4096, and the model has 2048 positions"),
+        (["--tokenizer_name", "/nowhere"], "cannot load a tokenizer from '/nowhere'"),
+        (["--resume_from_checkpoint", "last"], "there is no checkpoint in --output_dir"),
+        (["--resume_from_checkpoint", "/nowhere"], "'/nowhere' is no checkpoint of a Trainer"),
+        (["--activation_offload_policy", "al"], "unknown policy 'al'; did you mean 'all'?"),
+        (
+            ["--no_activation_offload", "--activation_offload_min_bytes", "1"],
+            "--activation_offload_min_bytes would have no effect",
+        ),
+    ],
+)
+def test_impossible_settings_end_with_one_line(
+    options: list[str],
+    message: str,
+    run_recipe: Run,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as exit_info:
+        run_recipe("opt", *options)
+    assert exit_info.value.code == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if "error:" in line]
+    assert line.startswith("train_opt.py: error: ")
+    assert message in line
+    assert "Traceback" not in captured.err

@@ -1,0 +1,117 @@
+"""The scripts as users start them, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from run_summary import COUNTED_ON_CPU
+from tests.recipes.conftest import RECIPES, REPOSITORY
+
+Script = Callable[..., subprocess.CompletedProcess[str]]
+
+# What is None there cannot be imported: a recipe needs torch, transformers and accelerate alone.
+WITHOUT_EXTRAS = """
+import sys
+for name in ("datasets", "rich", "trl", "peft", "scipy", "matplotlib"):
+    sys.modules[name] = None
+"""
+
+
+def launch(*options: str) -> tuple[str, ...]:
+    return ("-m", "accelerate.commands.launch", "--dynamo_backend", "no", *options)
+
+
+def test_accelerate_launch_ends_with_the_table_and_needs_no_extras(
+    run_script: Script, micro_options: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(WITHOUT_EXTRAS)
+    script = str(RECIPES / "train_opt.py")
+    done = run_script(
+        *(*launch(), script, *micro_options, "--model_size", "micro"),
+        PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), str(REPOSITORY)]),
+    )
+    assert done.returncode == 0, done.stderr
+    assert COUNTED_ON_CPU in done.stdout
+    assert "hf_pyao offloads" in done.stderr
+    assert "Traceback" not in done.stderr
+    # The default folder, below the one that the command was given in.
+    assert (tmp_path / "outputs/train_opt/model.safetensors").is_file()
+
+
+def test_help_teaches_and_imports_no_datasets(run_script: Script, tmp_path: Path) -> None:
+    starter = tmp_path / "help.py"
+    starter.write_text(
+        "import runpy, sys\n"
+        f"sys.path.insert(0, {str(RECIPES)!r})\n"
+        "script, sys.argv = sys.argv[1], sys.argv[1:]\n"
+        "try:\n"
+        "    runpy.run_path(script, run_name='__main__')\n"
+        "finally:\n"
+        "    assert 'datasets' not in sys.modules and 'transformers.trainer' not in sys.modules\n"
+    )
+    done = run_script(str(starter), str(RECIPES / "train_llama.py"), "--help")
+    assert done.returncode == 0, done.stderr
+    for taught in (
+        "accelerate launch recipes/train_llama.py --no_activation_offload",
+        "1.2b",
+        "in the PyAO paper",
+        "outputs/train_llama",
+        "--activation_offload_window",
+        "$XDG_CACHE_HOME",
+    ):
+        assert taught in done.stdout
+
+
+@pytest.mark.distributed
+def test_two_processes_train_one_model_and_one_speaks(
+    run_script: Script, micro_options: list[str], tmp_path: Path
+) -> None:
+    processes = launch("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+    script = str(RECIPES / "train_opt.py")
+    done = run_script(*processes, script, *micro_options, "--model_size", "micro")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(COUNTED_ON_CPU) == 1
+    assert "4 x 32 tokens, each of 2 processes" in done.stdout
+    before, after = re.findall(r"held-out text +([\d.]+) +([\d.]+)", done.stdout)[0]
+    assert float(after) < float(before)
+
+
+def test_loop_by_hand_offloads_and_learns_the_same(
+    run_script: Script,
+    text_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    options = (
+        *("--model_size", "micro", "--steps", "3", "--block_size", "32", "--batch_size", "4"),
+        *("--max_text_mib", "0.1", "--vocab_size", "400"),
+    )
+    environment = {"PYAO_MIN_BYTES": "1024", "HF_HOME": str(text_cache)}
+    script = run_script(str(RECIPES / "accelerate_loop.py"), *options, **environment)
+    assert script.returncode == 0, script.stderr
+    assert COUNTED_ON_CPU in script.stdout
+    (offloaded,) = re.findall(r"moved to the host: ([\d.]+) MiB", script.stdout)
+    assert float(offloaded) > 0
+
+    # Without offloading in this process, to save the time of another one's imports.
+    import accelerate_loop
+
+    for name, value in {**environment, "PYAO_ENABLED": "false"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["accelerate_loop.py", *options])
+    accelerate_loop.train(accelerate_loop.parse_arguments())
+    plain = capfd.readouterr().out
+    assert "moved" not in plain
+
+    losses, plain_losses = (re.findall(r"loss .*: ([\d.]+)", t) for t in (script.stdout, plain))
+    assert losses == plain_losses
+    before, after = map(float, losses)
+    assert after < before

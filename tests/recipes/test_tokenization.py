@@ -1,0 +1,138 @@
+"""The BPE of a text, and its cache: whatever happens to the file, the tokens are right."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tokenization
+from hf_pyao.errors import ConfigError
+from text_data import standard_library
+from tokenization import END_OF_TEXT, default_cache_dir, tokenize_with_own_bpe
+
+DOCUMENTS = ("def add(a, b):\n    return a + b\n" * 20, "naïve ☃ text\n" * 20)
+
+
+def cached_file(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_tokens_decode_to_the_text(tmp_path: Path) -> None:
+    tokenizer, tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path)
+    assert tokenizer.decode(tokens.tolist()) == "".join(text + END_OF_TEXT for text in DOCUMENTS)
+    assert 258 < len(tokenizer) <= 300
+    assert 0 <= tokens.min() <= tokens.max() < len(tokenizer)
+    assert len(tokens) < sum(len(text.encode()) for text in DOCUMENTS) / 2
+
+
+def test_training_twice_gives_the_same(tmp_path: Path) -> None:
+    documents = standard_library(0.2).documents
+    first, first_tokens = tokenize_with_own_bpe(documents, 700, tmp_path / "a")
+    second, second_tokens = tokenize_with_own_bpe(documents, 700, tmp_path / "b")
+    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+    assert np.array_equal(first_tokens, second_tokens)
+
+
+def test_second_call_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path)
+
+    def fail(*args: object) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(tokenization, "_train_bpe", fail)
+    cached_tokenizer, cached_tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path)
+    assert np.array_equal(cached_tokens, tokens)
+    assert cached_tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert cached_tokenizer.eos_token_id == tokenizer.eos_token_id
+    assert cached_tokenizer.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("documents", "vocab_size"),
+    [(("ab", "cd"), 301), (("ab", "ce"), 300), (("abc", "d"), 300), (("abcd",), 300)],
+)
+def test_cache_tells_other_texts_and_sizes_apart(
+    tmp_path: Path, documents: tuple[str, ...], vocab_size: int
+) -> None:
+    tokenize_with_own_bpe(("ab", "cd"), 300, tmp_path)
+    tokenize_with_own_bpe(documents, vocab_size, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def damages(content: bytes) -> dict[str, bytes]:
+    """Return damaged versions of a file."""
+    cut = {f"cut to {n}": content[:n] for n in (0, 1, 50, len(content) // 2, len(content) - 1)}
+    flipped = {}
+    for position in range(0, len(content), len(content) // 40):
+        changed = bytearray(content)
+        changed[position] ^= 0x55
+        flipped[f"byte {position} flipped"] = bytes(changed)
+    return {**cut, **flipped, "no archive": b"garbage" * 100, "zeros": bytes(len(content))}
+
+
+def test_damaged_cache_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    tokenizer, tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path)
+    path = cached_file(tmp_path)
+    whole = path.read_bytes()
+    num_noticed = 0
+    for damage, content in damages(whole).items():
+        path.write_bytes(content)
+        caplog.clear()
+        again, again_tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path)
+        assert np.array_equal(again_tokens, tokens), damage
+        assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str(), damage
+        if caplog.records:  # a flipped byte of the archive's date, say, does no damage
+            num_noticed += 1
+            assert "damaged" in caplog.text
+            assert cached_file(tmp_path).stat().st_size == len(whole)
+    assert num_noticed > 30
+
+
+def test_a_failed_write_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", fail)
+    _, tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path)
+    assert len(tokens) > 0
+    assert list(tmp_path.iterdir()) == []
+    assert "No space left" in caplog.text
+
+
+def test_an_unusable_cache_folder_is_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    _, tokens = tokenize_with_own_bpe(DOCUMENTS, 300, tmp_path / "file")
+    assert len(tokens) > 0
+    assert "going on without" in caplog.text
+
+
+def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--vocab_size is 257.*at least 258"):
+        tokenize_with_own_bpe(DOCUMENTS, 257, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"HF_HOME": "/a", "XDG_CACHE_HOME": "/b"}, "/a/hf_pyao"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/hf_pyao"),
+        ({"HOME": "/c"}, "/c/.cache/hf_pyao"),
+    ],
+)
+def test_cache_folder_follows_the_conventions(
+    environment: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert default_cache_dir() == Path(folder)

@@ -1,0 +1,132 @@
+"""Recomputing training equals plain training, bit for bit, alone and beside offloading."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao import PyAOConfig, attach
+from tests.helpers import (
+    EVERY_LAYER,
+    EVERYTHING,
+    Batch,
+    Trajectory,
+    assert_same_trajectory,
+    enable_checkpointing,
+    gradients_of,
+    tiny_batch,
+    tiny_model,
+    train,
+)
+from tests.recompute.recompute_sets import ALONE, CASES
+
+PRECISIONS = {
+    "fp32": (torch.float32, None),
+    "bf16 autocast": (torch.float32, torch.bfloat16),
+    "bf16 weights": (torch.bfloat16, None),
+}
+VARIANTS = tuple(itertools.product(("sdpa", "eager"), (0.0, 0.1), PRECISIONS))
+BASES = (ALONE, EVERYTHING, replace(EVERY_LAYER, window=4096))
+STEPS: tuple[tuple[Batch, ...], ...] = ((tiny_batch(0),), (tiny_batch(1, padding=2),))
+
+of_cases = pytest.mark.parametrize(
+    ("model_type", "names"), CASES, ids=[f"{model}-{','.join(names)}" for model, names in CASES]
+)
+
+
+NOT_WITHOUT_ITS_PRODUCT = {("opt", ("mlp_act",)), ("opt", ("mlp_act", "mlp_down"))}
+"""Nothing but relu's output is saved, whose only source is the product before it."""
+
+
+def base_of(index: int) -> PyAOConfig:
+    """Return what the variant of that index is recomputed beside."""
+    return BASES[(index + index // len(BASES)) % len(BASES)]
+
+
+@functools.cache
+def reference(model_type: str, attention: str, dropout: float, precision: str) -> Trajectory:
+    """Train without hf_pyao."""
+    dtype, autocast = PRECISIONS[precision]
+    model = tiny_model(model_type, attention=attention, dropout=dropout, dtype=dtype)
+    return train(model, STEPS, autocast=autocast)
+
+
+@of_cases
+def test_training_is_bitwise_the_same(model_type: str, names: tuple[str, ...]) -> None:
+    recomputed = 0.0
+    for index, (attention, dropout, precision) in enumerate(VARIANTS):
+        dtype, autocast = PRECISIONS[precision]
+        config = replace(base_of(index), recompute_modules=names)
+        what = f"{attention}, dropout {dropout}, {precision}, {config.policy}"
+        model = tiny_model(model_type, attention=attention, dropout=dropout, dtype=dtype)
+        with attach(model, config) as offloader:
+            found = train(model, STEPS, autocast=autocast)
+            assert_same_trajectory(
+                found, reference(model_type, attention, dropout, precision), what
+            )
+            totals = offloader.totals()
+            recomputed += totals["recomputed_bytes"]
+            assert totals["num_micro_batches"] == 2, what
+            assert totals["reloaded_bytes"] <= totals["offloaded_bytes"], what
+            assert offloader.host_pool.settle() == 0, what
+    assert (recomputed > 0) == ((model_type, names) not in NOT_WITHOUT_ITS_PRODUCT)
+
+
+def test_every_base_meets_every_attention_dropout_and_precision() -> None:
+    met = {(BASES.index(base_of(i)), value) for i, v in enumerate(VARIANTS) for value in v}
+    assert len(met) == len(BASES) * 7
+
+
+def two_forwards(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Run two forwards, then one backward through both, then a second one over the same graph."""
+    torch.manual_seed(3)
+    losses = [model(**tiny_batch(seed)).loss for seed in (0, 1)]
+    (losses[0] + 2 * losses[1]).backward(retain_graph=True)
+    losses[0].backward()
+    losses[1].backward()
+    return {**gradients_of(model), "rng": torch.get_rng_state()}
+
+
+@of_cases
+@pytest.mark.parametrize("base", [ALONE, EVERY_LAYER], ids=["alone", "offloading"])
+def test_two_forwards_and_a_retained_graph(
+    model_type: str, names: tuple[str, ...], base: PyAOConfig
+) -> None:
+    model = tiny_model(model_type, dropout=0.1)
+    expected = two_forwards(copy.deepcopy(model))
+    with attach(model, replace(base, recompute_modules=names)) as offloader:
+        found = two_forwards(model)
+        assert offloader.host_pool.settle() == 0
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama"])
+def test_under_checkpointing_there_is_nothing_to_recompute(
+    model_type: str, use_reentrant: bool
+) -> None:
+    model = tiny_model(model_type, dropout=0.1)
+    enable_checkpointing(model, use_reentrant=use_reentrant)
+    expected = train(copy.deepcopy(model), STEPS)
+    with attach(model, replace(EVERY_LAYER, recompute_modules=("*",))) as offloader:
+        assert_same_trajectory(train(model, STEPS), expected)
+        assert offloader.totals()["recomputed_bytes"] == 0
+        assert offloader.totals()["offloaded_bytes"] > 0
+
+
+def test_the_last_layer_is_not_traced() -> None:
+    model = tiny_model("llama")
+    with attach(model, replace(EVERYTHING, recompute_modules=("pointwise",))) as offloader:
+        seen: list[str] = []
+        assert offloader.engine.recomputer is not None
+        offloader.engine.recomputer.on_trace = lambda call, trace: seen.append(call.fqn)
+        model(**tiny_batch()).loss.backward()
+        assert seen == list(offloader.layer_names[:-1])
+        assert not torch.utils._python_dispatch._len_torch_dispatch_stack()

@@ -1,0 +1,237 @@
+"""Changing a saved tensor in place raises, as it does without hooks, and says which one it was.
+
+Saved-tensor hooks switch off autograd's own check: with plain hooks each of these would pass and
+train on wrong gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.errors import PyAOError, SavedTensorModifiedError
+from hf_pyao.runtime.saved_tensor import VersionWatch
+from tests.helpers import EVERY_LAYER, EVERYTHING, FunctionLayer, Stack, linear_relu
+
+Function = Callable[[FunctionLayer, torch.Tensor], torch.Tensor]
+
+CONFIGS = {
+    "offloaded": EVERY_LAYER,
+    "offloaded, window in bytes": replace(EVERY_LAYER, window=64),
+    "kept in the last layer": replace(EVERYTHING, keep_last_layers=1),
+    "kept as too small": replace(EVERY_LAYER, min_bytes=10**6),
+    "kept for want of host memory": replace(EVERY_LAYER, host_memory_gib=0.0),
+}
+
+
+def changes_input(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = x.clone()
+    product = hidden @ layer.weight
+    hidden.add_(1)
+    return product
+
+
+def changes_result(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    result = torch.sigmoid(x @ layer.weight)
+    with torch.no_grad():
+        result.mul_(2)
+    return result.clone()
+
+
+def changes_base_of_view(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = x.clone().detach()
+    product = hidden[:2] @ layer.weight
+    hidden[3].zero_()
+    return product
+
+
+def changes_view_of_saved(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = x.clone().detach()
+    product = hidden @ layer.weight
+    hidden[1:2].mul_(3)
+    return product
+
+
+def changes_detached_alias(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = x.clone()
+    product = hidden @ layer.weight
+    hidden.detach().mul_(3)
+    return product
+
+
+def changes_what_was_saved_twice(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = x.clone()
+    product = hidden @ layer.weight
+    hidden.mul_(3)
+    return product + hidden @ layer.weight
+
+
+CHANGES: tuple[Function, ...] = (
+    changes_input,
+    changes_result,
+    changes_base_of_view,
+    changes_view_of_saved,
+    changes_detached_alias,
+    changes_what_was_saved_twice,
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_inside_the_layer_raises(change: Function, config: PyAOConfig) -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        Stack(linear_relu, change)(x).sum().backward()
+
+    model = Stack(linear_relu, change)
+    with attach(model, config) as offloader:
+        loss = model(x).sum()
+        with pytest.raises(SavedTensorModifiedError) as caught:
+            loss.backward()
+        message = str(caught.value)
+        assert "modified by an inplace operation" in message
+        assert "layer 'layers.1'" in message
+        assert "slot ':" in message
+        # Whoever catches autograd's error catches this one.
+        assert isinstance(caught.value, RuntimeError)
+        assert isinstance(caught.value, PyAOError)
+        del loss, caught
+        assert offloader.host_pool.settle() == 0
+
+
+class Parts(nn.Module):
+    """A layer's sub-modules, whose names the message gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act = nn.Linear(4, 4), nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.up(x))  # type: ignore[no-any-return]
+
+
+def test_the_message_names_the_sub_module_that_saved_it() -> None:
+    outputs = []
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        outputs.append(layer.part(x))
+        return outputs[-1].clone()  # type: ignore[no-any-return]
+
+    model = Stack(function, function)
+    for layer in model.layers:
+        layer.part = Parts()
+    with attach(model, EVERY_LAYER):
+        loss = model(torch.randn(4, 4)).sum()
+        with torch.no_grad():
+            outputs[0].add_(1)
+        with pytest.raises(
+            SavedTensorModifiedError, match=r"slot 'part\.act:0' of layer 'layers\.0'"
+        ):
+            loss.backward()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_change_after_the_forward_raises(config: PyAOConfig) -> None:
+    # By now the copy has long left: the check must not depend on that.
+    kept: list[torch.Tensor] = []
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.clone())
+        return kept[-1] @ layer.weight
+
+    model = Stack(function, function)
+    with attach(model, config):
+        for index in (0, 1):
+            kept.clear()
+            loss = model(torch.randn(4, 4, requires_grad=True)).sum()
+            with torch.no_grad():
+                kept[index].fill_(7)
+            with pytest.raises(SavedTensorModifiedError, match=f"layers.{index}"):
+                loss.backward()
+
+
+def test_a_changed_parameter_raises() -> None:
+    model = Stack(linear_relu, linear_relu)
+    with attach(model, EVERY_LAYER):
+        x = torch.randn(4, 4, requires_grad=True)
+        for index in (0, 1):
+            loss = model(x).sum()
+            with torch.no_grad():
+                model.layers[index].weight.mul_(2)
+            with pytest.raises(SavedTensorModifiedError, match=f"layers.{index}"):
+                loss.backward()
+
+
+def test_a_changed_buffer_raises() -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return x * layer.scale * layer.weight
+
+    model = Stack(function)
+    model.layers[0].register_buffer("scale", torch.ones(4, 4))
+    with attach(model, EVERY_LAYER):
+        loss = model(torch.randn(4, 4, requires_grad=True)).sum()
+        model.layers[0].scale.add_(1)
+        with pytest.raises(SavedTensorModifiedError):
+            loss.backward()
+
+
+def test_a_change_between_two_backwards_raises_at_the_second() -> None:
+    kept: list[torch.Tensor] = []
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.clone())
+        return kept[-1] @ layer.weight
+
+    for config in CONFIGS.values():
+        kept.clear()
+        model = Stack(function)
+        with attach(model, config):
+            loss = model(torch.randn(4, 4, requires_grad=True)).sum()
+            loss.backward(retain_graph=True)
+            with torch.no_grad():
+                kept[0].add_(1)
+            with pytest.raises(SavedTensorModifiedError):
+                loss.backward()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_changes_that_autograd_allows_pass(config: PyAOConfig) -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.clone()
+        hidden += 1  # before it is saved
+        product = hidden @ layer.weight
+        product.relu_()  # saves its own result
+        other = product + 1
+        other.mul_(2)  # saves nothing of it
+        whole = torch.zeros(8, 4)
+        whole[:4] = other
+        whole[4:] = other.sin()  # disjoint, and saved by no one
+        return whole[:4] + whole[4:]
+
+    model, x = Stack(function, function), torch.randn(4, 4)
+    plain = copy.deepcopy(model)
+    plain(x).sum().backward()
+    with attach(model, config):
+        model(x).sum().backward()
+    for layer, expected in zip(model.layers, plain.layers, strict=True):
+        assert torch.equal(layer.weight.grad, expected.weight.grad)
+
+
+def test_a_version_watch_holds_no_memory() -> None:
+    tensor = torch.randn(1000)
+    storage = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+    watch = VersionWatch(tensor, torch.empty(0))
+    view = tensor[10:20]
+    assert not watch.is_modified
+    del tensor
+    assert not storage.expired()
+    view.add_(1)
+    assert watch.is_modified
+    del view
+    assert storage.expired()

@@ -1,0 +1,175 @@
+"""The command line: what it lists, what it prints, and how it says no."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_pyao import __version__, cli
+from hf_pyao.bench import doctor
+from hf_pyao.bench.doctor import Machine
+from hf_pyao.report import read_document
+from hf_pyao.report.bench_report import FactsReport
+from hf_pyao.report.schema import write_json
+from tests.report.documents import make_bench, make_run
+
+COMMANDS = ["bench", "report", "doctor"]
+
+
+def _help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*argv, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_exactly_the_commands_that_exist_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = _help(capsys).split("COMMAND\n")[-1].splitlines()
+    assert [line.split()[0] for line in listed if line.strip()] == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _help(capsys, command)
+    assert text.startswith(f"usage: pyao {command}")
+    assert len(text.splitlines()) > 8
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"hf_pyao {__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["plan"]])
+def test_no_command_or_an_unknown_one_is_an_error(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert "usage: pyao" in capsys.readouterr().err
+
+
+# ---- report --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """A benchmark and a run, as files."""
+    paths = [tmp_path / "bench.json", tmp_path / "run.json"]
+    for path, document in zip(paths, (make_bench(), make_run()), strict=True):
+        write_json(path, document)
+    return [str(path) for path in paths]
+
+
+def test_report_prints_tables(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", *files]) == 0
+    out = capsys.readouterr().out
+    assert "## opt 1.3b" in out
+    assert "## Offloading in one run, on cuda:0" in out
+
+
+def test_report_writes_a_page(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.html"
+    assert cli.main(["report", *files, "-o", str(output)]) == 0
+    assert capsys.readouterr().out == f"written: {output}\n"
+    assert output.read_text(encoding="utf-8").count("<img") == 2
+
+
+def test_report_writes_a_page_without_plots(files: list[str], tmp_path: Path) -> None:
+    assert cli.main(["report", files[0], "-o", str(tmp_path / "out.md"), "--no-plots"]) == 0
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.md"]
+
+
+def test_a_file_of_another_version_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"kind": "bench", "schema_version": 0}))
+    assert cli.main(["report", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("pyao: ")
+    assert "old.json' has schema_version 0" in err
+    assert len(err.splitlines()) == 1
+
+
+# ---- doctor --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A machine without a device; returns the devices that were asked for."""
+    asked: list[str] = []
+
+    def look(device: str) -> Machine:
+        asked.append(device)
+        return Machine(
+            device={"name": "CPU", "memory_gib": None},
+            link={},
+            has_mps=False,
+            device_node=None,
+            device_cores=frozenset(),
+            own_cores=frozenset({0}),
+            locked_bytes=None,
+            available_bytes=2**34,
+        )
+
+    monkeypatch.setattr(doctor, "look", look)
+    return asked
+
+
+def test_doctor_tells_findings_and_advice(
+    machine: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "none: CPU only" in out
+    assert "- Without an accelerator" in out
+    assert machine == ["cpu"]
+
+
+def test_doctor_s_json_is_a_document(
+    machine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    (tmp_path / "doctor.json").write_text(capsys.readouterr().out)
+    document = read_document(tmp_path / "doctor.json")
+    assert isinstance(document, FactsReport)
+    assert document.facts["device"] == "none: CPU only"
+
+
+# ---- bench ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no --model is given"),
+        (["--model", "llama:tiny"], "no sizes of 'llama' are known by name here"),
+        (["--smoke", "--methods", "nome"], "unknown method 'nome'; did you mean 'none'?"),
+        (["--smoke", "--steps", "0"], "num_steps is 0; expected 1 or more"),
+        (["--smoke", "--device", "warp"], "device is 'warp'; expected auto"),
+    ],
+)
+def test_bench_refuses_in_one_line(
+    argv: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hf_pyao.bench import harness
+    from hf_pyao.bench.memory import pick_device
+
+    def probe(device: str, **options: Any) -> Any:
+        pick_device(device)
+        raise AssertionError("nothing may be measured")
+
+    monkeypatch.setattr(harness, "probe", probe)
+    assert cli.main(["bench", *argv]) == 2
+    assert message in capsys.readouterr().err
