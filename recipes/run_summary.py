@@ -17,6 +17,7 @@ COUNTED_ON_CPU = "counted; host stands in for the device"
 """Heading of a table from a CPU, where nothing was saved by moving it."""
 
 _KEPT = "kept_bytes/"
+_NOT_RECOMPUTED = "not_recomputed_bytes/"
 _MIB = 2**20
 _LABEL_WIDTH = 42
 _VALUE_WIDTH = 14
@@ -187,10 +188,14 @@ def _offload_rows(run: RunSummary) -> list[str]:
     ]
     if totals.get("recomputed_bytes"):
         rows.append(_row("  dropped, and recomputed in backward", mean("recomputed_bytes")))
-    reasons = sorted((key for key in totals if key.startswith(_KEPT)), key=lambda k: -totals[k])
-    if reasons:
-        rows += ["", "of these, kept on the device because"]
-        rows += [_row(f"  {key.removeprefix(_KEPT)}", mean(key)) for key in reasons]
+    for prefix, heading in (
+        (_KEPT, "of these, kept on the device because"),
+        (_NOT_RECOMPUTED, "to be recomputed, but kept or moved because"),
+    ):
+        reasons = sorted((k for k in totals if k.startswith(prefix)), key=lambda k: -totals[k])
+        if reasons:
+            rows += ["", heading]
+            rows += [_row(f"  {key.removeprefix(prefix)}", mean(key)) for key in reasons]
     if run.device_name is not None:
         rows += ["", "compute waited for copies, per micro-batch"]
         for phase in ("forward", "backward"):

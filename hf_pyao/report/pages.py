@@ -15,12 +15,11 @@ from hf_pyao.report.schema import ReportError
 from hf_pyao.report.tables import (
     bench_table,
     fact_text,
-    kept_rows,
     legend,
     markdown_of,
     provenance_line,
     reasons,
-    run_rows,
+    run_tables,
 )
 
 
@@ -100,10 +99,7 @@ def _tables(document: Document) -> list[tuple[list[str], list[list[str]]]]:
     if isinstance(document, BenchReport):
         return [bench_table(document)]
     if isinstance(document, RunReport):
-        return [
-            (["per micro-batch", "mean over the run", "last"], run_rows(document)),
-            (["kept on the device because", "mean over the run"], kept_rows(document)),
-        ]
+        return run_tables(document)
     return [
         (["fact", "value"], [[name, fact_text(value)] for name, value in document.facts.items()])
     ]

@@ -15,6 +15,7 @@ MIB = 2**20
 ABSENT = "–"
 ON_A_CPU = "There was no device: host memory stood in for it, and times say nothing about a GPU."
 _KEPT = "kept_bytes/"
+_NOT_RECOMPUTED = "not_recomputed_bytes/"
 
 
 def markdown_of(document: Document) -> str:
@@ -107,8 +108,7 @@ def run_markdown(report: RunReport) -> str:
             [
                 f"## Offloading in one run, on {report.device}",
                 report.description,
-                table(["per micro-batch", "mean over the run", "last"], run_rows(report)),
-                table(["kept on the device because", "mean over the run"], kept_rows(report)),
+                *(table(header, rows) for header, rows in run_tables(report)),
                 provenance_line(report),
             ]
         )
@@ -137,6 +137,19 @@ RUN_PEAKS = (
 """Keys of the metrics that are peaks over the run."""
 
 
+def run_tables(report: RunReport) -> list[tuple[list[str], list[list[str]]]]:
+    """Return header and cells of each of a run's tables; the last only if it has rows."""
+    tables = [
+        (["per micro-batch", "mean over the run", "last"], run_rows(report)),
+        (["kept on the device because", "mean over the run"], kept_rows(report)),
+    ]
+    not_recomputed = _by_reason(report, _NOT_RECOMPUTED)
+    if not_recomputed:
+        header = ["to be recomputed, but kept or moved because", "mean over the run"]
+        tables.append((header, not_recomputed))
+    return tables
+
+
 def run_rows(report: RunReport) -> list[list[str]]:
     """Return the cells of a run's table."""
     num_micro_batches = report.totals.get("num_micro_batches", 0)
@@ -161,15 +174,19 @@ def run_rows(report: RunReport) -> list[list[str]]:
 
 def kept_rows(report: RunReport) -> list[list[str]]:
     """Return reasons and bytes of what stayed, most first."""
-    kept = {
-        key.removeprefix(_KEPT): value
+    return _by_reason(report, _KEPT)
+
+
+def _by_reason(report: RunReport, prefix: str) -> list[list[str]]:
+    counted = {
+        key.removeprefix(prefix): value
         for key, value in report.totals.items()
-        if key.startswith(_KEPT) and value
+        if key.startswith(prefix) and value
     }
     num_micro_batches = max(1, report.totals.get("num_micro_batches", 1))
     return [
-        [reason, quantity("_bytes", kept[reason] / num_micro_batches)]
-        for reason in sorted(kept, key=lambda reason: -kept[reason])
+        [reason, quantity("_bytes", counted[reason] / num_micro_batches)]
+        for reason in sorted(counted, key=lambda reason: -counted[reason])
     ]
 
 

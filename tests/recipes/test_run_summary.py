@@ -91,3 +91,20 @@ def test_failed_training_and_several_processes_are_shown() -> None:
     assert ["perplexity", "inf", "nan"] in table
     assert "each of 2 processes" in format_summary(run)
     assert "on the first process" in format_summary(run)
+
+
+def test_what_could_not_be_recomputed_is_shown_with_its_reason() -> None:
+    counted = {
+        "recomputed_bytes": 4 * MIB,
+        "not_recomputed_bytes/compiled code": 2 * MIB,
+        "not_recomputed_bytes/sources are no smaller": 8 * MIB,
+    }
+    run = dataclasses.replace(RUN, offload_metrics={**RUN.offload_metrics, **counted})
+    lines = format_summary(run).splitlines()
+    start = lines.index("to be recomputed, but kept or moved because")
+    assert [line.split() for line in lines[start + 1 : start + 3]] == [
+        "sources are no smaller 2.0 MiB".split(),
+        "compiled code 0.5 MiB".split(),
+    ]
+    assert "dropped, and recomputed in backward" in "\n".join(lines)
+    assert "to be recomputed" not in format_summary(RUN)

@@ -93,6 +93,20 @@ def test_a_run_is_told_per_micro_batch() -> None:
     assert "recomputed" not in text
 
 
+def test_what_could_not_be_recomputed_is_told_with_the_reason_most_first() -> None:
+    run = make_run()
+    reasons = {"compiled code": 2 * 2**20, "sources are no smaller": 6 * 2**20, "unseen": 0}
+    counted = {f"not_recomputed_bytes/{reason}": value for reason, value in reasons.items()}
+    text = markdown_of(dataclasses.replace(run, totals={**run.totals, **counted}))
+    told = text.partition("| to be recomputed, but kept or moved because |")[2].splitlines()
+    assert told[2:4] == [  # of two micro-batches
+        "| sources are no smaller | 3.00 MiB |",
+        "| compiled code | 1.00 MiB |",
+    ]
+    assert "unseen" not in text
+    assert "to be recomputed" not in markdown_of(run)
+
+
 def test_a_run_without_a_micro_batch_is_told_too() -> None:
     assert "| micro-batches | 0 | – |" in markdown_of(make_run(totals={}, last_micro_batch={}))
 
