@@ -83,21 +83,26 @@ def is_parameter(tensor: torch.Tensor, frozen_shapes: FrozenShapes) -> bool:
         tensor: a plain strided tensor, as the pack hook gets it.
         frozen_shapes: of the layer that runs, while autocast is on; else empty.
     """
-    if _is_parameter_or_view(tensor):
-        return True
     node = tensor.grad_fn
-    if node is not None:
-        return _leads_to_parameter(node)
-    return frozen_shapes.has_cast(tensor)
+    if node is None:
+        return _is_parameter_or_view(tensor) or frozen_shapes.has_cast(tensor)
+    if node.name() not in VIEW_OR_CAST_NODES:  # most tensors end here; a parameter has no node
+        base = tensor._base
+        return base is not None and _is_parameter_object(base)
+    return _is_parameter_or_view(tensor) or _leads_to_parameter(node)
 
 
 def _is_parameter_or_view(tensor: torch.Tensor) -> bool:
-    # The exact type first: isinstance(_, Parameter) runs Python code, and most tensors are plain.
-    kind = type(tensor)
-    if kind is Parameter or (kind is not torch.Tensor and isinstance(tensor, Parameter)):
+    if _is_parameter_object(tensor):
         return True
     base = tensor._base
-    return base is not None and isinstance(base, Parameter)
+    return base is not None and _is_parameter_object(base)
+
+
+def _is_parameter_object(tensor: torch.Tensor) -> bool:
+    # The exact type first: isinstance(_, Parameter) runs Python code, and most tensors are plain.
+    kind = type(tensor)
+    return kind is Parameter or (kind is not torch.Tensor and isinstance(tensor, Parameter))
 
 
 def _leads_to_parameter(node: torch.autograd.graph.Node) -> bool:

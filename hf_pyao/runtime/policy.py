@@ -46,6 +46,12 @@ class Recompute:
 
 Decision = Keep | Offload | Recompute
 
+# Made once: a policy is asked for every saved storage.
+_OFFLOAD = Offload()
+_KEEP_SMALL = Keep(BELOW_MIN_BYTES)
+_KEEP_NOT_SELECTED = Keep(NOT_SELECTED)
+_KEEP_OFF = Keep(POLICY_OFF)
+
 
 @dataclass(slots=True)
 class Candidate:
@@ -101,9 +107,7 @@ class OffloadAll:
 
     def decide(self, candidate: Candidate) -> Decision:
         """Offload unless the storage is smaller than ``min_bytes``."""
-        if candidate.nbytes < self.min_bytes:
-            return Keep(BELOW_MIN_BYTES)
-        return Offload()
+        return _OFFLOAD if candidate.nbytes >= self.min_bytes else _KEEP_SMALL
 
 
 class OffloadModules:
@@ -118,10 +122,8 @@ class OffloadModules:
     def decide(self, candidate: Candidate) -> Decision:
         """Offload if a selected sub-module saved it and it is not smaller than ``min_bytes``."""
         if candidate.path not in self.selected.get(candidate.layer, ()):
-            return Keep(NOT_SELECTED)
-        if candidate.nbytes < self.min_bytes:
-            return Keep(BELOW_MIN_BYTES)
-        return Offload()
+            return _KEEP_NOT_SELECTED
+        return _OFFLOAD if candidate.nbytes >= self.min_bytes else _KEEP_SMALL
 
 
 @runtime_checkable
@@ -177,7 +179,7 @@ class OffloadNothing:
 
     def decide(self, candidate: Candidate) -> Decision:
         """Keep."""
-        return Keep(POLICY_OFF)
+        return _KEEP_OFF
 
 
 POLICIES: dict[str, Callable[[PyAOConfig, Selection], Policy]] = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from hf_pyao.runtime.layout import SUBCLASS, reason_not_movable
-from hf_pyao.runtime.saved_tensor import VersionWatch, modified_error, slot_name
+from hf_pyao.runtime.saved_tensor import SlotLabel, WatchedStorage
 from hf_pyao.runtime.tracing import Trace
 from hf_pyao.runtime.values import Value
 
@@ -121,45 +121,26 @@ def _num_bytes(anchors: Anchors) -> int:
     return sum(value.nbytes for value in anchors)
 
 
-class RecomputedStorage:
+class RecomputedStorage(WatchedStorage):
     """One distinct storage that a layer call saved and that was dropped, to be rebuilt."""
 
-    __slots__ = (
-        "__weakref__",
-        "call",
-        "device",
-        "impl",
-        "nbytes",
-        "ordinal",
-        "path",
-        "value",
-        "version",
-        "watches",
-    )
+    __slots__ = ("value",)
 
     def __init__(
-        self, call: LayerCall, value: Value, tensor: torch.Tensor, path: str, ordinal: int
+        self,
+        call: LayerCall,
+        slot: SlotLabel,
+        value: Value,
+        tensor: torch.Tensor,
+        blank: torch.Tensor,
     ) -> None:
-        self.call = call
+        super().__init__(call, slot, value.nbytes, tensor, blank)
         self.value = value
-        self.nbytes = value.nbytes
-        self.device = tensor.device
-        self.path = path
-        self.ordinal = ordinal
-        self.version = tensor._version
-        self.impl = tensor._cdata
-        """Address of the tensor object that was saved first: it shares its version counter."""
-        self.watches: list[VersionWatch] = []
         value.slot = weakref.ref(self)
 
     def covers(self, tensor: torch.Tensor, version: int) -> bool:
         """Say whether the bytes of *tensor*, a view of the storage at *version*, are in here."""
         return self.version == version
-
-    def check_unmodified(self) -> None:
-        """Raise if a tensor on this storage was changed in place after it was saved."""
-        if any(watch.is_modified for watch in self.watches):
-            raise modified_error(self.call.fqn, slot_name(self.path, self.ordinal))
 
     def __del__(self) -> None:
         """Let go of the rebuilt bytes, unless another recipe is about to read them."""

@@ -19,7 +19,7 @@ from hf_pyao.runtime.recompute import (
     settle,
 )
 from hf_pyao.runtime.replay import Replay
-from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage, SavedTensor
+from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage, SavedTensor, SlotLabel
 from hf_pyao.runtime.tape import LayerCall
 from hf_pyao.runtime.tracing import Trace
 from hf_pyao.runtime.values import Value
@@ -109,9 +109,9 @@ class Recomputer:
         self,
         call: LayerCall,
         tensor: torch.Tensor,
+        blank: torch.Tensor,
         storage: torch.UntypedStorage,
-        path: str,
-        ordinal: int,
+        slot: SlotLabel,
     ) -> RecomputedStorage | None:
         """Find a recipe for *storage*; None, with the reason counted, if there is none."""
         value = None
@@ -126,7 +126,7 @@ class Recomputer:
         for anchor, anchor_tensor in found.items():
             self._anchor(call, anchor, anchor_tensor)
         settle(value)
-        record = RecomputedStorage(call, value, tensor, path, ordinal)
+        record = RecomputedStorage(call, slot, value, tensor, blank)
         assert call.replay is not None
         call.replay.add(record)
         call.tape.stats.recomputed_bytes += value.nbytes

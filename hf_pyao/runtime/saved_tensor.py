@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import enum
 import sys
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from hf_pyao.codecs import Codec
 from hf_pyao.errors import SavedTensorModifiedError
-from hf_pyao.runtime.layout import PartPlace, byte_offset, byte_span, parts_view
+from hf_pyao.runtime.layout import (
+    PartPlace,
+    byte_offset,
+    byte_span,
+    parts_view,
+    view_of_storage,
+)
 from hf_pyao.stores import HostBuffer
 
 if TYPE_CHECKING:
-    from hf_pyao.runtime.recompute import RecomputedStorage
     from hf_pyao.runtime.tape import LayerCall
 
 
@@ -60,10 +64,11 @@ class VersionWatch:
 
     __slots__ = ("_counter", "_version")
 
-    def __init__(self, tensor: torch.Tensor, empty: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
+        """Watch *tensor*; *blank* is an empty tensor of its dtype and device."""
         self._counter = tensor.detach()
         self._version = tensor._version
-        self._counter.data = empty
+        self._counter.data = blank
 
     @property
     def is_modified(self) -> bool:
@@ -71,97 +76,112 @@ class VersionWatch:
         return self._counter._version != self._version
 
 
-class SavedStorage:
+class WatchedStorage:
+    """What stands for a saved storage whose device memory was let go.
+
+    In-place changes raise when it is asked for: see [Note: In-place changes] in ``packing``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_counter",
+        "_other_watches",
+        "call",
+        "device",
+        "nbytes",
+        "slot",
+        "tensor_address",
+        "version",
+    )
+
+    def __init__(
+        self,
+        call: LayerCall,
+        slot: SlotLabel,
+        nbytes: int,
+        tensor: torch.Tensor,
+        blank: torch.Tensor,
+    ) -> None:
+        self.call = call
+        self.slot = slot
+        self.nbytes = nbytes
+        self.device = tensor.device
+        self.version = tensor._version
+        self.tensor_address = tensor._cdata
+        """Of the tensor object that was saved first: it shares its version counter."""
+        self._counter = counter = tensor.detach()  # as VersionWatch does
+        counter.data = blank
+        self._other_watches: list[VersionWatch] | None = None
+
+    def watch_too(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
+        """Watch another tensor on the storage, which may have a version counter of its own."""
+        if tensor._cdata == self.tensor_address:
+            return
+        if self._other_watches is None:
+            self._other_watches = []
+        self._other_watches.append(VersionWatch(tensor, blank))
+
+    def check_unmodified(self) -> None:
+        """Raise if a tensor on this storage was changed in place after it was saved."""
+        others = self._other_watches
+        if self._counter._version != self.version or (
+            others is not None and any(other.is_modified for other in others)
+        ):
+            raise modified_error(self.slot)
+
+
+class SavedStorage(WatchedStorage):
     """One distinct storage (or byte range of one) that a layer call saved and that was offloaded.
 
     ``start`` is the byte offset of the range inside the original storage, a multiple of 64, so
     that rebuilt views keep their alignment: on a CPU alignment alone changes matrix products.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "buffer",
-        "call",
-        "codec",
-        "decoded",
-        "decoded_start",
-        "device",
-        "device_bytes",
-        "end",
-        "host",
-        "impl",
-        "is_consumed",
-        "is_whole",
-        "nbytes",
-        "offload_ticket",
-        "on_release",
-        "ordinal",
-        "parts",
-        "path",
-        "payload",
-        "reload_ticket",
-        "residency",
-        "spec",
-        "start",
-        "version",
-        "watches",
-    )
+    # What most of these still have when they go is left to the class: they are made in the hottest
+    # path there is.
+    codec: Codec | None = None
+    """None where the bytes were moved as they are."""
+    spec: Any = None
+    parts: tuple[PartPlace, ...] = ()
+    payload: tuple[torch.Tensor, ...] = ()
+    """What is being copied to the host; empty once compute is ordered behind the copy."""
+    buffer: torch.Tensor | None = None
+    """Reloaded payload: uint8, flat, on the device."""
+    decoded: torch.UntypedStorage | None = None
+    """Bytes ``start`` to ``start + nbytes`` of the original storage, on the device."""
+    offload_ticket: Any = None
+    reload_ticket: Any = None
+    is_consumed = False
+    residency = Residency.OFFLOADING
 
     def __init__(
         self,
         call: LayerCall,
-        path: str,
-        ordinal: int,
+        slot: SlotLabel,
         start: int,
-        end: int,
+        nbytes: int,
         tensor: torch.Tensor,
+        blank: torch.Tensor,
         host: HostBuffer,
         on_release: Callable[[SavedStorage], None],
     ) -> None:
-        self.call = call
-        self.path = path
-        self.ordinal = ordinal
+        super().__init__(call, slot, nbytes, tensor, blank)
         self.start = start
-        self.end = end
-        self.nbytes = end - start
-        self.is_whole = start == 0 and end == tensor.untyped_storage().nbytes()
-        self.version = tensor._version
-        self.device = tensor.device
+        self.is_whole = start == 0 and nbytes == tensor.untyped_storage().nbytes()
         self.host: HostBuffer | None = host
         self.on_release = on_release
-        self.impl = tensor._cdata
-        """Address of the tensor object that was saved first: it shares its version counter."""
-        self.watches: list[VersionWatch] = []
-        self.codec: Codec | None = None
-        """None where the bytes were moved as they are."""
-        self.spec: Any = None
-        self.parts: tuple[PartPlace, ...] = ()
-        self.payload: tuple[torch.Tensor, ...] = ()
-        """What is being copied to the host; empty once compute is ordered behind the copy."""
-        self.buffer: torch.Tensor | None = None
-        """Reloaded payload: uint8, flat, on the device."""
-        self.decoded: torch.UntypedStorage | None = None
-        """Bytes ``start`` to ``end`` of the original storage, on the device."""
         self.decoded_start = start
         """Byte of the original storage that ``decoded`` begins with."""
-        self.device_bytes = 0
-        self.offload_ticket: Any = None
-        self.reload_ticket: Any = None
-        self.is_consumed = False
-        self.residency = Residency.OFFLOADING
+        self.device_bytes = nbytes
+        """Bytes that the payload takes on the device when it is brought back."""
 
     def to(self, residency: Residency) -> None:
         """Go over to *residency*; only the transitions of the life of a buffer are legal."""
         if residency not in _LEGAL[self.residency]:
             raise AssertionError(
-                f"{self.label}: illegal transition {self.residency.name} -> {residency.name}"
+                f"{self.slot}: illegal transition {self.residency.name} -> {residency.name}"
             )
         self.residency = residency
-
-    @property
-    def label(self) -> SlotLabel:
-        """Layer and slot, for messages."""
-        return SlotLabel(self.call.layer.fqn, self.path, self.ordinal)
 
     def covers(self, tensor: torch.Tensor, version: int) -> bool:
         """Say whether the bytes of *tensor*, on the same storage, are in here at *version*."""
@@ -170,13 +190,7 @@ class SavedStorage:
         if self.is_whole:
             return True
         start, end = byte_span(tensor)
-        return self.start <= start and end <= self.end
-
-    def check_unmodified(self) -> None:
-        """Raise if a tensor on this storage was changed in place after it was saved."""
-        for watch in self.watches:
-            if watch.is_modified:
-                raise modified_error(self.call.fqn, slot_name(self.path, self.ordinal))
+        return self.start <= start and end <= self.start + self.nbytes
 
     def device_storage(self) -> torch.UntypedStorage:
         """Return the bytes on the device, decoding them first if need be.
@@ -184,17 +198,30 @@ class SavedStorage:
         Decoding waits until the bytes are consumed, so that what was brought back ahead takes only
         its encoded size (PyAO paper, section 4.3).
         """
-        if self.decoded is None:
-            assert self.buffer is not None
+        decoded = self.decoded
+        if decoded is None:
+            buffer = self.buffer
+            assert buffer is not None
             if self.codec is None:
-                self.decoded = self.buffer.untyped_storage()
+                decoded = buffer.untyped_storage()
             else:
-                payload = parts_view(self.buffer, self.parts)
-                decoded = self.codec.decode(payload, self.spec)
-                self.decoded = decoded.untyped_storage()
-                self.decoded_start = self.start - byte_offset(decoded)
+                tensor = self.codec.decode(parts_view(buffer, self.parts), self.spec)
+                decoded = tensor.untyped_storage()
+                self.decoded_start = self.start - byte_offset(tensor)
+            self.decoded = decoded
             self.buffer = None
-        return self.decoded
+        return decoded
+
+    def payload_storage(self) -> tuple[torch.UntypedStorage, int]:
+        """Read the device copy, which has not been let go yet.
+
+        Returns:
+            A storage, and which byte of the original one is its first.
+        """
+        if self.codec is None:
+            return self.payload[0].untyped_storage(), 0
+        decoded = self.codec.decode(self.payload, self.spec)
+        return decoded.untyped_storage(), self.start - byte_offset(decoded)
 
     def drop_device_copy(self) -> None:
         """Forget the device copy; the host still has the bytes."""
@@ -210,44 +237,43 @@ class SavedStorage:
 class SavedTensor:
     """Handle for one saved tensor whose storage left the device: which view to rebuild."""
 
-    __slots__ = ("call", "dtype", "offset", "size", "storage", "stride")
+    __slots__ = ("blank", "call", "offset", "size", "storage", "stride")
 
     def __init__(
-        self, storage: SavedStorage | RecomputedStorage, tensor: torch.Tensor, call: LayerCall
+        self, storage: WatchedStorage, tensor: torch.Tensor, blank: torch.Tensor, call: LayerCall
     ) -> None:
         self.storage = storage
         self.call = call
         """Who saved it: not always who saved its storage first, which is ``storage.call``."""
-        self.dtype = tensor.dtype
+        self.blank = blank
+        """An empty tensor of its dtype and device."""
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.offset = cast(int, tensor.storage_offset())
 
     def view_of(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
         """Rebuild the tensor over *storage*, whose first byte is byte *start* of the original."""
-        empty = torch.empty(0, dtype=self.dtype, device=self.storage.device)
-        offset = self.offset - start // self.dtype.itemsize
-        return empty.set_(storage, offset, self.size, self.stride)
+        offset = self.offset - start // self.blank.itemsize if start else self.offset
+        return view_of_storage(self.blank, storage, offset, self.size, self.stride)
 
 
 class KeptTensor:
     """Handle for one saved tensor that stayed on the device."""
 
-    __slots__ = ("call", "ordinal", "path", "tensor", "version")
+    __slots__ = ("call", "slot", "tensor", "version")
 
     def __init__(
-        self, tensor: torch.Tensor, version: int, call: LayerCall, path: str, ordinal: int
+        self, tensor: torch.Tensor, version: int, call: LayerCall, slot: SlotLabel
     ) -> None:
         self.tensor = tensor
         self.version = version
         self.call = call
-        self.path = path
-        self.ordinal = ordinal
+        self.slot = slot
 
     def check_unmodified(self) -> None:
         """Raise if the tensor was changed in place after it was saved."""
         if self.tensor._version != self.version:
-            raise modified_error(self.call.fqn, slot_name(self.path, self.ordinal))
+            raise modified_error(self.slot)
 
 
 class SlotLabel(NamedTuple):
@@ -255,26 +281,25 @@ class SlotLabel(NamedTuple):
 
     layer: str
     path: str
+    """Sub-module that saved it first; empty for the layer itself."""
     ordinal: int
+    """How many distinct storages that sub-module had saved before; -1 for what is no slot."""
+
+    @property
+    def name(self) -> str:
+        """Name shared by structurally identical layers, such as ``self_attn.q_proj:0``."""
+        return f"{self.path}:{self.ordinal}"
 
     def __str__(self) -> str:
         """Return ``model.layers.0 self_attn.q_proj:0``."""
-        return f"{self.layer} {slot_name(self.path, self.ordinal)}"
+        return f"{self.layer} {self.name}"
 
 
-StorageRef = weakref.ReferenceType[SavedStorage]
-
-
-def slot_name(path: str, ordinal: int) -> str:
-    """Name a slot: the sub-module that saved it first, and its ordinal there."""
-    return f"{path}:{ordinal}"
-
-
-def modified_error(layer: str, slot: str) -> SavedTensorModifiedError:
+def modified_error(slot: SlotLabel) -> SavedTensorModifiedError:
     """Build the error that autograd's version check would have raised without hooks."""
     return SavedTensorModifiedError(
         f"one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: the tensor saved as slot {slot!r} of layer {layer!r} was changed after it was "
-        "saved, before backward used it. Use the out-of-place form of the operation, or clone the "
-        "tensor before changing it. (It fails in the same way without hf_pyao.)"
+        f"operation: the tensor saved as slot {slot.name!r} of layer {slot.layer!r} was changed "
+        "after it was saved, before backward used it. Use the out-of-place form of the operation, "
+        "or clone the tensor before changing it. (It fails in the same way without hf_pyao.)"
     )

@@ -6,12 +6,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.runtime.parameters import FrozenShapes
+from hf_pyao.runtime.saved_tensor import SlotLabel
 
 if TYPE_CHECKING:
     from hf_pyao.runtime.replay import Replay
@@ -27,6 +28,16 @@ class Layer:
     fqn: str
     is_last: bool
     """True if its saved tensors stay: backward starts with it."""
+    _slots: dict[tuple[str, int], SlotLabel] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def slot(self, path: str, ordinal: int) -> SlotLabel:
+        """Return the label of a slot of this layer; always the same object."""
+        label = self._slots.get((path, ordinal))
+        if label is None:
+            label = self._slots[path, ordinal] = SlotLabel(self.fqn, path, ordinal)
+        return label
 
 
 @dataclass(eq=False)
@@ -88,7 +99,7 @@ class StorageTable:
     def add(self, storage: torch.UntypedStorage) -> list[object]:
         """Start notes for a new storage and return them."""
         entries: list[object] = []
-        self._entries[cast(int, storage._weak_ref())] = entries
+        self._entries[storage._weak_ref()] = entries  # type: ignore[index]
         return entries
 
     def clear(self) -> None:

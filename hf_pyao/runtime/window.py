@@ -39,6 +39,11 @@ class OffloadWindow:
 
     def add(self, record: SavedStorage, nbytes: int) -> None:
         """Queue the payload of *record* (*nbytes*), whose offload was just issued."""
+        is_windowed = self._limit_bytes is not None
+        if is_windowed and not self._queue and self._transport.is_done(record.offload_ticket):
+            record.payload = ()
+            record.to(Residency.HOST)
+            return
         self._queue.append((weakref.ref(record), record.offload_ticket, record.payload, nbytes))
         self.waiting_bytes += nbytes
         if self._limit_bytes is None:
@@ -88,11 +93,14 @@ class ReloadWindow:
         self._upcoming: deque[weakref.ref[SavedStorage]] = deque()
         self._next_call: LayerCall | None = None
         self.ahead_bytes = 0
+        self.is_exhausted = True
+        """True once there is nothing left to bring back ahead."""
 
     def start(self, call: LayerCall) -> None:
         """Aim at *call*, whose backward begins now."""
         self._upcoming = deque(reversed(call.records))
         self._next_call = call.previous
+        self.is_exhausted = False
         if self._limit_bytes is None:
             self._extend()
 
@@ -103,6 +111,7 @@ class ReloadWindow:
         """
         while self._limit_bytes is None or self.ahead_bytes + waiting_bytes < self._limit_bytes:
             if not self._upcoming and not (self._limit_bytes is not None and self._extend()):
+                self.is_exhausted = True
                 return None
             record = self._upcoming.popleft()()
             if record is not None and record.residency is Residency.HOST:
@@ -125,6 +134,7 @@ class ReloadWindow:
         self._upcoming.clear()
         self._next_call = None
         self.ahead_bytes = 0
+        self.is_exhausted = True
 
     def _extend(self) -> bool:
         call = self._next_call

@@ -147,7 +147,9 @@ class HostPool:
                 self._reap()
             spare = self._spare.get(nbytes)
             if spare:
-                self._count(reserved)
+                self.used_bytes += reserved
+                if self.used_bytes > self.peak_used_bytes:
+                    self.peak_used_bytes = self.used_bytes
                 return spare.pop()
             buffer = self._cut_anywhere(nbytes, reserved)
             if buffer is None and self._spare:

@@ -59,7 +59,7 @@ class RecogniserAudit:
             return copy(transport, src, *args, **kwargs)
 
         with (
-            mock.patch("hf_pyao.runtime.engine.is_parameter", self._judge),
+            mock.patch("hf_pyao.runtime.packing.is_parameter", self._judge),
             mock.patch.object(BlockingTransport, "offload", offload),
         ):
             yield self

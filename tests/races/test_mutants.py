@@ -16,65 +16,70 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import PyAOError
-from hf_pyao.runtime import engine as engine_module
-from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.saved_tensor import Residency, SavedStorage
 from hf_pyao.runtime.simulated import SimulatedTransport
 from hf_pyao.runtime.tape import StorageTable
+from hf_pyao.runtime.unpacking import Unpacker
 from hf_pyao.runtime.window import OffloadWindow
-from hf_pyao.stores import HostPool
+from hf_pyao.stores import HostBuffer, HostPool
 from races.models import SCENARIOS, make_pair
 
 Mutant = Callable[[], Any]
 
 
+def give_back(host: HostBuffer, record: SavedStorage) -> None:
+    """Return *host* to the pool at once, whatever may still read it."""
+    pool: HostPool = record.on_release.__self__.pool  # type: ignore[attr-defined]
+    pool.release(host, None)
+    pool.settle()
+
+
 def _no_wait_at_unpack() -> Any:
     """Compute reads a reloaded buffer without waiting for its copy."""
 
-    def wait(self: OffloadEngine, record: SavedStorage) -> None:
+    def wait(self: Unpacker, record: SavedStorage) -> None:
         if record.residency is Residency.RELOADING:
             record.to(Residency.DEVICE)
 
-    return mock.patch.object(OffloadEngine, "_wait", wait)
+    return mock.patch.object(Unpacker, "_wait", wait)
 
 
 def _wait_for_the_wrong_ticket() -> Any:
     """Compute waits for the copy to the host instead of the one back."""
 
-    def wait(self: OffloadEngine, record: SavedStorage) -> None:
+    def wait(self: Unpacker, record: SavedStorage) -> None:
         if record.residency is Residency.RELOADING:
-            self.transport.wait(record.offload_ticket)
+            self._transport.wait(record.offload_ticket)
             record.to(Residency.DEVICE)
 
-    return mock.patch.object(OffloadEngine, "_wait", wait)
+    return mock.patch.object(Unpacker, "_wait", wait)
 
 
 def _wait_for_the_previous_reload() -> Any:
     """Compute waits for the reload queued before its own."""
     previous: list[Any] = []
 
-    def wait(self: OffloadEngine, record: SavedStorage) -> None:
+    def wait(self: Unpacker, record: SavedStorage) -> None:
         if record.residency is Residency.RELOADING:
             if previous:
-                self.transport.wait(previous[0])
+                self._transport.wait(previous[0])
             previous[:] = [record.reload_ticket]
             record.to(Residency.DEVICE)
 
-    return mock.patch.object(OffloadEngine, "_wait", wait)
+    return mock.patch.object(Unpacker, "_wait", wait)
 
 
 def _host_buffer_returned_before_its_reload() -> Any:
     """A host buffer goes back to the pool as soon as its reload is queued."""
-    reload = OffloadEngine._reload
+    reload = Unpacker._reload
 
-    def early(self: OffloadEngine, record: SavedStorage) -> None:
+    def early(self: Unpacker, record: SavedStorage) -> None:
         reload(self, record)
         assert record.host is not None
-        self.pool.release(record.host, None)
-        self.pool.settle()
+        give_back(record.host, record)
         record.host = None
 
-    return mock.patch.object(OffloadEngine, "_reload", early)
+    return mock.patch.object(Unpacker, "_reload", early)
 
 
 def _source_released_early() -> Any:
@@ -132,19 +137,19 @@ def _prefetch_into_a_buffer_in_use() -> Any:
             return buffers[size[0]]
         return empty(*size, **kwargs)
 
-    return mock.patch.object(engine_module.torch, "empty", shared_empty)
+    return mock.patch.object(torch, "empty", shared_empty)
 
 
 def _reload_dropped_unawaited() -> Any:
     """A reload that was brought back ahead is dropped while its copy may still write."""
 
-    def drop(self: OffloadEngine, record: SavedStorage) -> None:
+    def drop(self: Unpacker, record: SavedStorage) -> None:
         if record.residency in (Residency.RELOADING, Residency.DEVICE):
             self._reloads.consumed(record)
             record.drop_device_copy()
             record.to(Residency.HOST)
 
-    return mock.patch.object(OffloadEngine, "_drop_device_copy", drop)
+    return mock.patch.object(Unpacker, "_drop_device_copy", drop)
 
 
 def _storage_known_by_address() -> Any:
@@ -175,19 +180,18 @@ def _buffer_released_twice() -> Any:
 
 def _host_buffers_dropped_after_one_backward() -> Any:
     """Host buffers are given back when a backward ends, though a retained graph needs them."""
-    finalize = OffloadEngine.finalize_backward
+    finalize = Unpacker.finalize_backward
 
-    def early(self: OffloadEngine) -> None:
-        tapes = list(self._tapes_in_backward)
+    def early(self: Unpacker) -> None:
+        tapes = list(self._tapes)
         finalize(self)
         for ref in [ref for tape in tapes for ref in tape.calls]:
             call = ref()
             for record in call.live_records() if call is not None else ():
                 if record.host is not None:
-                    self.pool.release(record.host, None)
-                    self.pool.settle()
+                    give_back(record.host, record)
 
-    return mock.patch.object(OffloadEngine, "finalize_backward", early)
+    return mock.patch.object(Unpacker, "finalize_backward", early)
 
 
 MUTANTS: dict[str, Mutant] = {

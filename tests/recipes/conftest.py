@@ -21,6 +21,16 @@ RECIPES = REPOSITORY / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 
+def messages_in(stderr: str) -> list[str]:
+    """Return the lines of *stderr* that a user would call a message.
+
+    Triton's bindings may report, as the interpreter ends, what they did not free: "nanobind:" and
+    an indented list. It says nothing about the run.
+    """
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    return [line for line in lines if not line.startswith(("nanobind:", " - ", "See https://nano"))]
+
+
 @dataclass(frozen=True)
 class FinishedRun:
     """What one run of a recipe left."""

@@ -204,7 +204,7 @@ def test_several_views_of_one_storage_are_one_copy() -> None:
     ):
         model = tiny_model(model_type)
         with attach(model, EVERY_LAYER) as offloader:
-            offloader.engine.policy = decisions = Recorder(offloader.engine.policy)
+            offloader.engine.packer.policy = decisions = Recorder(offloader.engine.policy)
             model(**BATCH, use_cache=False).loss.backward()
         slots = [c for c in decisions.seen if c.layer_index == 1 and c.path == path]
         large = [c.nbytes for c in slots if c.nbytes >= hidden_bytes]
@@ -393,7 +393,7 @@ def test_small_tensors_are_kept_and_counted() -> None:
     model = tiny_model("llama")
     config = PyAOConfig(min_bytes=4096, keep_last_layers=0, host_memory_gib=0.1)
     with attach(model, config) as offloader:
-        offloader.engine.policy = decisions = Recorder(offloader.engine.policy)
+        offloader.engine.packer.policy = decisions = Recorder(offloader.engine.policy)
         model(**BATCH, use_cache=False).loss.backward()
         metrics = offloader.metrics()
     small = sum(c.nbytes for c in decisions.seen if c.nbytes < 4096)

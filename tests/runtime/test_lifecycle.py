@@ -344,7 +344,7 @@ def test_backward_of_a_layer_starts_with_its_first_gradient(
     order: list[str] = []
     with attach(model, EVERY_LAYER) as offloader:
         engine = offloader.engine
-        unpack, reload = engine.unpack, engine._reload
+        unpack, reload = engine.unpack, engine.unpacker._reload
 
         def tell_unpack(handle: Any) -> torch.Tensor:
             order.append(f"unpack {handle.call.fqn}")
@@ -355,7 +355,7 @@ def test_backward_of_a_layer_starts_with_its_first_gradient(
             reload(record)
 
         offloader._lifecycle.engine.unpack = tell_unpack  # type: ignore[union-attr, method-assign]
-        engine._reload = tell_reload  # type: ignore[method-assign]
+        engine.unpacker._reload = tell_reload  # type: ignore[method-assign]
         model(x).sum().backward()
     assert_same_tensors(gradients_of(model), gradients_of(plain), shape)
     if expected is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_pyao import attach
-from hf_pyao.runtime.saved_tensor import Residency, SavedStorage, modified_error, slot_name
+from hf_pyao.runtime.saved_tensor import Residency, SavedStorage, SlotLabel, modified_error
 from tests.helpers import EVERY_LAYER, Stack, linear_relu
 
 LEGAL = {
@@ -125,12 +125,12 @@ def test_saved_tensors_may_be_looked_at_outside_of_backward() -> None:
 
 
 def test_names() -> None:
-    assert slot_name("self_attn.q_proj", 2) == "self_attn.q_proj:2"
-    message = str(modified_error("model.layers.3", "mlp:0"))
+    assert SlotLabel("model.layers.3", "self_attn.q_proj", 2).name == "self_attn.q_proj:2"
+    message = str(modified_error(SlotLabel("model.layers.3", "mlp", 0)))
     assert "slot 'mlp:0' of layer 'model.layers.3'" in message
     assert "out-of-place" in message, "the remedy"
     model = Stack(linear_relu)
     with attach(model, EVERY_LAYER) as offloader:
         loss = model(torch.randn(4, 4)).sum()
-        assert str(records_of(offloader)[0].label) == "layers.0 :0"
+        assert str(records_of(offloader)[0].slot) == "layers.0 :0"
         loss.backward()
