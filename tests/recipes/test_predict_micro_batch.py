@@ -1,0 +1,148 @@
+"""The prediction of micro-batches: its search, its ledger, and what is published of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fake_step
+import predict_micro_batch
+from fake_step import METHODS, Method, peak_of_step
+from predict_micro_batch import largest_fitting
+from tests.ledger import AllocationLedger
+
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def smoke(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    predict_micro_batch.main(["--smoke", *options])
+    return capsys.readouterr().out
+
+
+def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new folder" / "result.json"
+    output = smoke(capsys, "--result", str(path))
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert document["schema_version"] == 1
+    assert document["is_measured"] is False
+    assert document["provenance"]["versions"]["torch"] == torch.__version__
+    own, chunked = document["rows"]
+    assert 1 <= own["largest_micro_batch"] < chunked["largest_micro_batch"]
+    assert chunked["num_chunks"] >= 1 and own["num_chunks"] == 0
+    for row in document["rows"]:
+        peaks, largest = row["peak_bytes"], row["largest_micro_batch"]
+        assert peaks[str(largest)] <= document["limit_bytes"] < peaks[str(largest + 1)]
+        assert f"| {largest:>4} |" in output
+    for text in document["assumptions"]:
+        assert text in output
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        predict_micro_batch.main(["--help"])
+    output = " ".join(capsys.readouterr().out.split())
+    for taught in ("without one", "no figure from here was measured", "ZeRO-2", *BY_NAME):
+        assert taught in output
+
+
+# ---- the search ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    base=st.integers(0, 200),
+    slope=st.integers(1, 40),
+    bend=st.integers(1, 60),
+    limit=st.integers(1, 4000),
+)
+def test_the_largest_micro_batch_that_fits_is_found(
+    base: int, slope: int, bend: int, limit: int
+) -> None:
+    asked: list[int] = []
+
+    def peak(micro_batch: int) -> int:
+        asked.append(micro_batch)
+        return base + slope * micro_batch + slope * max(0, micro_batch - bend)
+
+    found = largest_fitting(peak, limit)
+    assert peak(found + 1) > limit
+    assert found == 0 or peak(found) <= limit
+    assert len(asked) <= 2 * math.log2(4000) + 4
+
+
+# ---- the ledger ----------------------------------------------------------------------------------
+
+
+def step(name: str, micro_batch: int, architecture: str = "llama") -> fake_step.StepPeak:
+    return peak_of_step(
+        architecture, "tiny", BY_NAME[name], micro_batch, sequence_length=128,
+        training_state="device",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
+def test_what_is_offloaded_leaves_and_logits_never_exist(architecture: str) -> None:
+    plain = {mb: step("none", mb, architecture) for mb in (16, 32)}
+    chunked = {mb: step("chunked loss", mb, architecture) for mb in (16, 32)}
+    both = {mb: step("policy all + chunked loss", mb, architecture) for mb in (16, 32)}
+
+    def growth(peaks: dict[int, fake_step.StepPeak]) -> float:
+        return (peaks[32].peak_bytes - peaks[16].peak_bytes) / 16
+
+    logits = 128 * fake_step.build_config(architecture, fake_step.find_size(architecture, "tiny")).vocab_size  # fmt: skip
+    # Two copies in float32 at least, and two gradients; less than one is what may be left.
+    assert growth(plain) - growth(chunked) > 8 * logits
+    assert growth(chunked) < 2 * logits
+    offloaded = (both[32].offloaded_bytes - both[16].offloaded_bytes) / 16
+    forward = [peaks[32].phase_peak_bytes["layers, forward"] for peaks in (chunked, both)]
+    assert offloaded > 0
+    window = fake_step.PyAOConfig.window
+    assert isinstance(window, int)
+    assert forward[0] - forward[1] > both[32].offloaded_bytes - window
+    assert both[32].phase_peak_bytes.keys() == {"layers, forward", "head and loss", "backward"}
+
+
+def test_training_states_differ_by_gradients_moments_and_bucket() -> None:
+    options = {"architecture": "llama", "size": "tiny", "micro_batch": 1, "sequence_length": 64}
+    method = BY_NAME["chunked loss"]
+    host = peak_of_step(**options, method=method, training_state="host")  # type: ignore[arg-type]
+    device = peak_of_step(**options, method=method, training_state="device")  # type: ignore[arg-type]
+    assert host.state_bytes == 0
+    assert device.state_bytes == 2 * device.weights_bytes
+    assert device.peak_bytes >= 4 * device.weights_bytes
+    assert host.phase_peak_bytes["backward"] > fake_step.BUCKET_BYTES + host.weights_bytes
+
+
+def real_peak_bytes(method: Method, micro_batch: int) -> int:
+    """The same step on real tensors, by the events of the allocator."""
+    size = fake_step.find_size("llama", "micro")
+    config = fake_step.build_config("llama", size)
+    config.use_cache = False
+    ids = torch.zeros(micro_batch, 128, dtype=torch.int64)
+    with AllocationLedger() as ledger:
+        model = fake_step._build_model(config, method)
+        settings = fake_step.PyAOConfig(policy=method.policy, head_loss=method.head_loss)
+        with fake_step.attach(model, settings):
+            outputs = model(input_ids=ids, labels=ids)
+            outputs.loss.backward()
+        del outputs
+    return ledger.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["none", "chunked loss"])
+def test_the_ledger_agrees_with_the_allocator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The operations of a CPU on both sides: only there can real tensors be counted.
+    own: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(fake_step, "_flash_attention", own)
+    predicted = peak_of_step(
+        "llama", "micro", BY_NAME[name], 2, sequence_length=128, training_state="device"
+    )
+    measured = real_peak_bytes(BY_NAME[name], 2)
+    assert predicted.peak_bytes - predicted.state_bytes == pytest.approx(measured, rel=0.02)
