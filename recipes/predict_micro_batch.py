@@ -38,8 +38,8 @@ ASSUMPTIONS = (
     "it; no padding",
     "training state 'host': ZeRO-2 with its optimizer offloaded. A gradient leaves the device when "
     "it is complete, through one bucket of 1e9 bytes that is there throughout backward; AdamW is "
-    "on the host. 'device': all gradients are on the device before backward ends, and two moments of "
-    "AdamW in bfloat16 always; its step's own temporaries are not counted",
+    "on the host. 'device': all gradients are on the device before backward ends, and always two "
+    "moments of AdamW in bfloat16; its step's own temporaries are not counted",
     "CUDA's choice of operations: flash attention, dropout masks of one byte; a CPU's for the rest",
     "copies are never done before something waits for them: the windows in flight are always full",
     "chunks of the head loss as on a card of 12 GiB, 512 MiB at most; half-precision products are "
