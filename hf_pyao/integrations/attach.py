@@ -23,10 +23,12 @@ from hf_pyao.integrations.module_map import (
     resolve_selections,
 )
 from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.hooks import StackHook
 from hf_pyao.runtime.layout import reason_not_movable
-from hf_pyao.runtime.lifecycle import Lifecycle, StackHook
+from hf_pyao.runtime.lifecycle import Lifecycle
 from hf_pyao.runtime.policy import POINTWISE, Policy, RecomputeSelected, make_policy
-from hf_pyao.runtime.transport import Transport, transport_for
+from hf_pyao.runtime.stream_transport import transport_for
+from hf_pyao.runtime.transport import Transport
 from hf_pyao.stores import HostPool, available_host_bytes
 from hf_pyao.stores.numa import node_of_pci_device
 
@@ -236,20 +238,23 @@ def _install_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
 
 
 class _BufferKeys:
-    """Finds the storages of a model's buffers; asked anew for each micro-batch."""
+    """Finds the storages of a model's buffers; asked anew for each micro-batch.
+
+    Modules exchange their buffers (rotary tables grow), so that the modules' dictionaries are kept
+    and not what is in them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+        self._buffers = [module._buffers for module in model.modules()]
 
     def __call__(self) -> frozenset[int]:
         """Return the storage keys of all plain buffers."""
-        model = self._model()
-        if model is None:
-            return frozenset()
         return frozenset(
             buffer.untyped_storage()._cdata
-            for buffer in model.buffers()
-            if reason_not_movable(buffer) is None
+            for buffers in self._buffers
+            if buffers
+            for buffer in buffers.values()
+            if buffer is not None and reason_not_movable(buffer) is None
         )
 
 

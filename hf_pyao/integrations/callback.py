@@ -92,6 +92,13 @@ class PyAOCallback(TrainerCallback):
         assert model is not None, "Trainer passes the model to every event"
         self.offloader = attach(model, self.config)
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Warn, once, if a step went by in which nothing was offloaded."""
+        if self.offloader is not None:
+            self.offloader.warn_if_idle()
+
     def on_log(
         self,
         args: TrainingArguments,

@@ -94,6 +94,8 @@ class PyAOPlugin:
         default_factory=list, init=False, repr=False, compare=False
     )
 
+    _num_packs_seen: int = field(default=0, init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         """Fill unset fields from the environment, and check everything."""
         settings = {ENV_PREFIX + f.name.upper(): f for f in fields(self) if f.init}
@@ -138,6 +140,7 @@ class PyAOPlugin:
         self._accelerator = accelerator
         # `prepare` and not `prepare_model`, which FSDP2 and DeepSpeed go around.
         self._wrap_method(accelerator, "prepare", after=self._attach_models)
+        self._wrap_method(accelerator, "backward", before=self._warn_if_idle)
         # The offloaders refer to the models, which these two are meant to let go.
         self._wrap_method(accelerator, "free_memory", before=self._detach_models)
         self._wrap_method(accelerator, "end_training", before=partial(self._end, accelerator))
@@ -173,6 +176,13 @@ class PyAOPlugin:
                 offloader = attach(model, self.config())
                 if not any(offloader is known for known in self.offloaders):
                     self.offloaders.append(offloader)
+
+    def _warn_if_idle(self) -> None:
+        """Warn, once, if none of the models saved anything in the forward before a backward."""
+        num_packs = sum(offloader.engine.num_packs for offloader in self.offloaders)
+        if self.offloaders and num_packs == self._num_packs_seen:
+            self.offloaders[0].engine.warn_idle()
+        self._num_packs_seen = num_packs
 
     def _end(self, accelerator: Accelerator) -> None:
         if self.report is not None and accelerator.is_main_process:

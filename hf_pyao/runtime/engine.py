@@ -16,6 +16,7 @@ from hf_pyao.codecs import Codec
 from hf_pyao.metrics import MicroBatchStats, RunTotals
 from hf_pyao.runtime.compiled import uncompiled
 from hf_pyao.runtime.layout import reason_not_movable
+from hf_pyao.runtime.offloading import StorageOffloader
 from hf_pyao.runtime.packing import Packer
 from hf_pyao.runtime.parameters import FrozenShapes
 from hf_pyao.runtime.policy import Policy, RecomputingPolicy
@@ -70,10 +71,13 @@ class OffloadEngine:
         self.packer = Packer(
             policy=policy,
             codec=codec,
-            transport=transport,
-            pool=pool,
-            window=self._offloads,
-            on_release=self._release,
+            handles=transport.handles,
+            offloader=StorageOffloader(
+                transport=transport,
+                pool=pool,
+                window=self._offloads,
+                on_release=self._release,
+            ),
         )
         self.unpacker = Unpacker(
             transport=transport,

@@ -21,10 +21,9 @@ or that run inside a backward pass (recomputation), do nothing.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +31,12 @@ from torch import nn
 
 from hf_pyao.runtime.compiled import uncompiled
 from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.hook_stack import is_inside_checkpoint, pop_hooks
+from hf_pyao.runtime.hooks import CheckpointFunction, EnterHook, LeaveHook, PathHook, StackHook
+from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.runtime.parameters import FrozenShapes
 from hf_pyao.runtime.recompute import COMPILED, ZERO_3
 from hf_pyao.runtime.tape import Layer, LayerCall
-
-logger = logging.getLogger(__name__)
-
-_CHECKPOINT_HOOKS = ("_checkpoint_hook", "_recomputation_hook")
 
 
 class _Token:
@@ -89,6 +87,7 @@ class Lifecycle:
         self._thread = _Thread()
         self._handles: list[Any] = []
         self._wrapped: list[weakref.ref[nn.Module]] = []
+        self._may_checkpoint: list[weakref.ref[nn.Module]] = []
         self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
         self._stack = weakref.ref(stack)
         first_kept = len(layers) - keep_last_layers
@@ -109,6 +108,11 @@ class Lifecycle:
         layers: Iterable[nn.Module],
         named_submodules: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
     ) -> None:
+        self._may_checkpoint = [
+            weakref.ref(module)
+            for module in stack.modules()
+            if hasattr(module, "gradient_checkpointing")
+        ]
         register = self._handles.append
         register(stack.register_forward_pre_hook(StackHook(self), prepend=True))
         for layer in layers:
@@ -119,7 +123,7 @@ class Lifecycle:
                 continue
             for path, module in named_submodules(layer):
                 if path and module is not layer:
-                    start, end = _PathHook(self, path), _PathHook(self, None)
+                    start, end = PathHook(self, path), PathHook(self, None)
                     register(module.register_forward_pre_hook(start))
                     register(module.register_forward_hook(end, always_call=True))
 
@@ -136,12 +140,15 @@ class Lifecycle:
                 module._gradient_checkpointing_func = wrapper.function  # type: ignore[assignment]
         self._wrapped.clear()
 
-    def _wrap_checkpointing(self, stack: nn.Module) -> None:
+    def _wrap_checkpointing(self) -> None:
         """Enter layers outside of the checkpoint where it runs around ``__call__``.
 
         Looked at before each forward, since checkpointing is switched on and off at any time.
         """
-        for module in stack.modules():
+        for ref in self._may_checkpoint:
+            module = ref()
+            if module is None:
+                continue
             function = module.__dict__.get("_gradient_checkpointing_func")
             if function is None or isinstance(function, CheckpointFunction):
                 continue
@@ -163,7 +170,7 @@ class Lifecycle:
             self._num_packs_seen = num_packs
             self._calls_last_forward = self._calls_per_forward
             self._calls_per_forward = {}
-            self._wrap_checkpointing(stack)
+            self._wrap_checkpointing()
             self.engine.begin_forward()
 
     def enter(
@@ -180,7 +187,7 @@ class Lifecycle:
             return
         layer = self._layers.get(module)
         tokens = self._thread.tokens
-        if layer is None or _is_inside_checkpoint():
+        if layer is None or is_inside_checkpoint():
             return
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return  # torch.func's transforms cannot do with any
@@ -209,7 +216,7 @@ class Lifecycle:
         if tokens[-1].is_checkpointed != is_checkpointed:
             return
         token = tokens.pop()
-        _pop_hooks(token)
+        pop_hooks(token.pack, token.call.fqn)
         if outputs is None:
             self.engine.abort(token.call)
         else:
@@ -220,8 +227,13 @@ class Lifecycle:
         tokens = self._thread.tokens
         while tokens:
             token = tokens.pop()
-            _pop_hooks(token)
+            pop_hooks(token.pack, token.call.fqn)
             self.engine.abort(token.call)
+
+    @property
+    def is_inside_layer(self) -> bool:
+        """True while this thread is inside of a layer that was entered."""
+        return bool(self._thread.tokens)
 
     def path_push(self, path: str) -> None:
         """Note that a sub-module of the current layer starts."""
@@ -248,179 +260,6 @@ class Lifecycle:
         return count >= self._calls_last_forward.get(layer.index, 1)
 
 
-# ---- hooks -------------------------------------------------------------------------------------
-
-
-def _gone(module: nn.Module, *_: Any) -> None:
-    """Stand in for a hook in a copy of the model: takes itself off when first called."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook is _gone]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-            module._forward_hooks_always_called.pop(key, None)
-
-
-def _load_gone() -> Callable[..., None]:
-    return _gone
-
-
-class _Hook:
-    """A hook that drives one lifecycle. In a copied or unpickled model it becomes inert."""
-
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self.lifecycle = lifecycle
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """Leave the copy a plain model."""
-        return _gone
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the unpickled model a plain one."""
-        return _load_gone, ()
-
-
-class StackHook(_Hook):
-    """Pre-forward hook of the stack."""
-
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        super().__init__(lifecycle)
-        self._begin_uncompiled = uncompiled(lifecycle.begin_forward)
-
-    @property
-    def owner(self) -> Any:
-        """Who installed the hooks."""
-        return self.lifecycle.owner
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Begin a forward."""
-        if torch.compiler.is_compiling():
-            self._begin_uncompiled(module)
-        else:
-            self.lifecycle.begin_forward(module)
-
-
-class EnterHook(_Hook):
-    """Pre-forward hook of a layer."""
-
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        super().__init__(lifecycle)
-        self._enter_uncompiled = uncompiled(lifecycle.enter)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Enter the layer."""
-        if torch.compiler.is_compiling():
-            self._enter_uncompiled(module, args, kwargs, is_compiling=True)
-        else:
-            self.lifecycle.enter(module, args, kwargs)
-
-
-class LeaveHook(_Hook):
-    """Post-forward hook of a layer."""
-
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        super().__init__(lifecycle)
-        self._leave_uncompiled = uncompiled(lifecycle.leave)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Leave the layer."""
-        if torch.compiler.is_compiling():
-            self._leave_uncompiled(module, output)
-        else:
-            self.lifecycle.leave(module, output)
-
-
-class _PathHook(_Hook):
-    """Hook of a sub-module: pre-forward with its path, post-forward with None.
-
-    Compiled code passes it by, so that it breaks no graph: slots are then named by layer alone.
-    """
-
-    def __init__(self, lifecycle: Lifecycle, path: str | None) -> None:
-        super().__init__(lifecycle)
-        self.path = path
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        """Note the start or the end of the sub-module."""
-        if torch.compiler.is_compiling():
-            return
-        if self.path is None:
-            self.lifecycle.path_pop()
-        else:
-            self.lifecycle.path_push(self.path)
-
-
-class CheckpointFunction:
-    """Wraps a model's checkpointing function, to enter the layer outside of the checkpoint."""
-
-    def __init__(self, lifecycle: Lifecycle, function: Callable[..., Any]) -> None:
-        self.lifecycle = lifecycle
-        self.function = function
-
-    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the checkpointing function with the layer entered, if *run* is a layer's call."""
-        inner = run.func if isinstance(run, functools.partial) else run
-        module = getattr(inner, "__self__", None)
-        if not isinstance(module, nn.Module) or self.lifecycle._thread.tokens:
-            return self.function(run, *args, **kwargs)
-        run_kwargs = run.keywords if isinstance(run, functools.partial) else {}
-        self.lifecycle.enter(module, args, run_kwargs, is_checkpointed=True)
-        outputs = None
-        try:
-            outputs = self.function(run, *args, **kwargs)
-        finally:
-            self.lifecycle.leave(module, outputs, is_checkpointed=True)
-        return outputs
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Leave the copy a plain model."""
-        return self.function
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the unpickled model a plain one."""
-        return _identity, (self.function,)
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
-# ---- helpers -----------------------------------------------------------------------------------
-
-
-def shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a layer gets beside its hidden states.
-
-    Masks, rotary tables, encoder states: the same for every layer, so that moving one layer's
-    would free nothing. The hidden states are the first positional argument, or go by that name, or
-    come first.
-    """
-    rest = dict(kwargs)
-    own = args[0] if args else rest.pop("hidden_states", None)
-    if own is None:
-        own = next((value for value in rest.values() if isinstance(value, torch.Tensor)), None)
-    storage = own.untyped_storage()._cdata if type(own) is torch.Tensor else None
-    found = list(tensors_in((args[1:], rest)))
-    if storage is None:
-        return found
-    return [
-        tensor
-        for tensor in found
-        if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata != storage
-    ]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and mappings (model outputs included)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-
-
 def _frozen_shapes(module: nn.Module) -> FrozenShapes | None:
     """Return the shapes by which autocast copies of frozen weights are known."""
     return FrozenShapes(module) if torch._C._is_any_autocast_enabled() else None
@@ -428,13 +267,6 @@ def _frozen_shapes(module: nn.Module) -> FrozenShapes | None:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_inside_checkpoint() -> bool:
-    top = _top_hooks()
-    if top is None:
-        return False
-    return any(name in getattr(top[0], "__qualname__", "") for name in _CHECKPOINT_HOOKS)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -448,29 +280,3 @@ def _reason_not_traceable(module: nn.Module, is_compiling: bool) -> str | None:
     if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         return ZERO_3
     return None
-
-
-def _top_hooks() -> Any:
-    """Return the saved-tensor hooks that would be called now, pack and unpack; None if none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _pop_hooks(token: _Token) -> None:
-    """Take *token*'s hooks down, from under others that were left on if need be.
-
-    A checkpoint whose forward failed may leave its own hooks on until its traceback is gone (seen
-    in torch 2.9); it takes the topmost down then, which must be its own.
-    """
-    others = []
-    while (top := _top_hooks()) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        if top[0] is token.pack:
-            break
-        others.append(top)
-    else:
-        logger.warning(
-            "the saved-tensor hooks of layer %r were taken down by someone else before it ended.",
-            token.call.fqn,
-        )
-    for pack, unpack in reversed(others):
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

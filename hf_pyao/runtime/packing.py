@@ -23,19 +23,12 @@ from hf_pyao.codecs import Codec
 from hf_pyao.runtime.layout import (
     SUBCLASS,
     Blanks,
-    bytes_view,
-    is_row_statistic,
     nbytes_of,
-    part_targets,
-    place_parts,
-    range_to_move,
     reason_not_movable,
-    rows_view,
-    view_of_storage,
 )
+from hf_pyao.runtime.offloading import StorageOffloader
 from hf_pyao.runtime.parameters import is_parameter
 from hf_pyao.runtime.policy import Candidate, Decision, Keep, Offload, Policy, Recompute
-from hf_pyao.runtime.ranges import in_range, is_profiling
 from hf_pyao.runtime.saved_tensor import (
     KeptTensor,
     SavedStorage,
@@ -44,9 +37,6 @@ from hf_pyao.runtime.saved_tensor import (
     WatchedStorage,
 )
 from hf_pyao.runtime.tape import LayerCall
-from hf_pyao.runtime.transport import Transport
-from hf_pyao.runtime.window import OffloadWindow
-from hf_pyao.stores import HostPool
 
 if TYPE_CHECKING:
     from hf_pyao.runtime.recomputer import Recomputer
@@ -67,11 +57,8 @@ class Packer:
     Args:
         policy: decides per distinct saved storage.
         codec: how offloaded storages are written, unless the decision names another.
-        transport: copies bytes.
-        pool: host memory.
-        window: device copies that wait to leave.
-        on_release: called with each storage that no graph node can ask for any more, from its
-            destructor.
+        handles: says whether tensors on a device can be moved.
+        offloader: queues the copies.
     """
 
     def __init__(
@@ -79,24 +66,18 @@ class Packer:
         *,
         policy: Policy,
         codec: Codec,
-        transport: Transport,
-        pool: HostPool,
-        window: OffloadWindow,
-        on_release: Callable[[SavedStorage], None],
+        handles: Callable[[torch.device], bool],
+        offloader: StorageOffloader,
     ) -> None:
+        self.policy = policy
         self.recomputer: Recomputer | None = None
         self.buffer_keys: frozenset[int] = frozenset()
         """Storages of the model's buffers, which never move."""
-        self.policy = policy
         self._codec = codec
-        self._transport = transport
-        self._pool = pool
-        self._window = window
-        self._on_release = on_release
+        self._handles = handles
+        self._offloader = offloader
         self._blanks = Blanks()
-        self._byte_blanks: dict[torch.device, torch.Tensor] = {}
         self._handled: dict[torch.device, bool] = {}
-        """Whether the transport moves tensors on a device."""
 
     def pack(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
         """Take over *tensor*, which autograd saves in *call*; return what stands for it."""
@@ -202,7 +183,7 @@ class Packer:
         device = tensor.device
         is_handled = self._handled.get(device)
         if is_handled is None:
-            is_handled = self._handled[device] = self._transport.handles(device)
+            is_handled = self._handled[device] = self._handles(device)
         if not is_handled:
             return _KEEP_ELSEWHERE
         if call.is_kept:
@@ -244,7 +225,12 @@ class Packer:
         """Store *tensor*'s storage where *decision* says."""
         handle: Handle | None = None
         if type(decision) is Offload:
-            handle = self._offload(call, tensor, storage, entries, slot, decision.codec)
+            blank = self._blanks.like(tensor)
+            codec = decision.codec or self._codec
+            record = self._offloader.offload(call, tensor, blank, storage, slot, codec)
+            if record is not None:
+                entries.append(weakref.ref(record))
+                handle = SavedTensor(record, tensor, blank, call)
         if handle is None:
             reason = decision.reason if isinstance(decision, Keep) else HOST_FULL
             call.tape.stats.kept_bytes[reason] += storage.nbytes()
@@ -253,120 +239,6 @@ class Packer:
         if self.recomputer is not None:
             self.recomputer.note_stored(call, storage, tensor, handle)
         return handle
-
-    def _offload(
-        self,
-        call: LayerCall,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        entries: list[object],
-        slot: SlotLabel,
-        codec: Codec | None,
-    ) -> SavedTensor | None:
-        """Queue the copy of *tensor*'s storage to the host; None if the host has no room."""
-        start, end = 0, storage.nbytes()
-        if tensor.nbytes != end:
-            start, end = range_to_move(tensor, end)
-        if codec is None:
-            codec = self._codec
-        blank = self._blanks.like(tensor)
-        pool = self._pool
-        nbytes = end - start
-        if codec.name != "identity":
-            rows = self._rows_to_encode(call, tensor, storage, start, end, codec)
-            if rows is not None:
-                record = self._encode(call, tensor, blank, slot, start, end, codec, rows)
-                return self._recorded(record, tensor, blank, call, entries)
-        host = pool.acquire(nbytes)
-        if host is None:
-            return None
-        record = SavedStorage(call, slot, start, nbytes, tensor, blank, host, self._on_release)
-        flat = self._flat(storage, tensor, start, nbytes)
-        record.payload = (flat,)
-        offload = self._transport.offload
-        if is_profiling():
-            offload = in_range(offload, "offload", slot.layer)
-        record.offload_ticket = offload(flat, host.data, after=pool.barriers, label=slot)
-        return self._recorded(record, tensor, blank, call, entries)
-
-    def _recorded(
-        self,
-        record: SavedStorage | None,
-        tensor: torch.Tensor,
-        blank: torch.Tensor,
-        call: LayerCall,
-        entries: list[object],
-    ) -> SavedTensor | None:
-        """Enter *record*, whose copy is queued, wherever it is looked for."""
-        if record is None:
-            return None
-        stats = call.tape.stats
-        stats.offloaded_bytes += record.nbytes
-        stats.link_bytes += record.device_bytes
-        ref = weakref.ref(record)
-        call.records.append(ref)
-        entries.append(ref)
-        self._window.add(record, record.device_bytes)
-        return SavedTensor(record, tensor, blank, call)
-
-    def _flat(
-        self, storage: torch.UntypedStorage, tensor: torch.Tensor, start: int, nbytes: int
-    ) -> torch.Tensor:
-        """View bytes of *storage* as a flat uint8 tensor; nothing is copied."""
-        device = tensor.device
-        blank = self._byte_blanks.get(device)
-        if blank is None or type(tensor) is not torch.Tensor:
-            flat = bytes_view(storage, device, start, start + nbytes)
-            if type(tensor) is torch.Tensor:
-                self._byte_blanks[device] = torch.empty(0, dtype=torch.uint8, device=device)
-            return flat
-        return view_of_storage(blank, storage, start, (nbytes,), (1,))
-
-    def _rows_to_encode(
-        self,
-        call: LayerCall,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        start: int,
-        end: int,
-        codec: Codec,
-    ) -> torch.Tensor | None:
-        """View a storage's bytes as a codec reads them; None if they must stay as they are."""
-        if not codec.is_lossless and is_row_statistic(tensor, call.saved_shapes):
-            return None
-        rows = rows_view(tensor, storage, start, end)
-        if rows is None or not codec.accepts(tensor) or not codec.accepts(rows):
-            return None
-        return rows
-
-    def _encode(
-        self,
-        call: LayerCall,
-        tensor: torch.Tensor,
-        blank: torch.Tensor,
-        slot: SlotLabel,
-        start: int,
-        end: int,
-        codec: Codec,
-        rows: torch.Tensor,
-    ) -> SavedStorage | None:
-        """Encode *rows* and queue the copy of the payload; None if the host has no room."""
-        encoded = codec.encode(rows)
-        places, nbytes = place_parts(encoded.payload)
-        host = self._pool.acquire(nbytes)
-        if host is None:
-            return None
-        record = SavedStorage(call, slot, start, end - start, tensor, blank, host, self._on_release)
-        record.codec, record.spec, record.parts = codec, encoded.spec, places
-        record.payload = encoded.payload
-        record.device_bytes = nbytes
-        offload = self._transport.offload
-        if is_profiling():
-            offload = in_range(offload, "offload", slot.layer)
-        for part, target in zip(encoded.payload, part_targets(host.data, places), strict=True):
-            source = part.contiguous().view(-1).view(torch.uint8)
-            record.offload_ticket = offload(source, target, after=self._pool.barriers, label=slot)
-        return record
 
 
 def _is_whole(handle: Handle) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from hf_pyao.runtime.simulated import SimulatedTransport
-from hf_pyao.runtime.transport import StreamTicket, StreamTransport, Transport
+from hf_pyao.runtime.stream_transport import StreamTicket, StreamTransport
+from hf_pyao.runtime.transport import Transport
 from tests.ledger import AllocationLedger
 
 CYCLES_PER_MS = 1_000_000

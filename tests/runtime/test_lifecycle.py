@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import ConflictError, NoLayersFoundError
-from hf_pyao.runtime.lifecycle import shared_inputs, tensors_in
+from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.stores import HostPool
 from tests.helpers import (
     EVERY_LAYER,

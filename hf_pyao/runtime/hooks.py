@@ -1,0 +1,152 @@
+"""The hooks on a model's modules, and the wrapper around its checkpointing function.
+
+Each drives one ``Lifecycle``. In a copied or unpickled model they become inert. Compiled code calls
+their guarded twins: see [Note: Compiled code] in ``compiled``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_pyao.runtime.compiled import uncompiled
+
+if TYPE_CHECKING:
+    from hf_pyao.runtime.lifecycle import Lifecycle
+
+
+def _gone(module: nn.Module, *_: Any) -> None:
+    """Stand in for a hook in a copy of the model: takes itself off when first called."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook is _gone]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
+
+
+def _load_gone() -> Callable[..., None]:
+    return _gone
+
+
+class _Hook:
+    """A hook that drives one lifecycle. In a copied or unpickled model it becomes inert."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self.lifecycle = lifecycle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """Leave the copy a plain model."""
+        return _gone
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the unpickled model a plain one."""
+        return _load_gone, ()
+
+
+class StackHook(_Hook):
+    """Pre-forward hook of the stack."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        super().__init__(lifecycle)
+        self._begin_uncompiled = uncompiled(lifecycle.begin_forward)
+
+    @property
+    def owner(self) -> Any:
+        """Who installed the hooks."""
+        return self.lifecycle.owner
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Begin a forward."""
+        if torch.compiler.is_compiling():
+            self._begin_uncompiled(module)
+        else:
+            self.lifecycle.begin_forward(module)
+
+
+class EnterHook(_Hook):
+    """Pre-forward hook of a layer."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        super().__init__(lifecycle)
+        self._enter_uncompiled = uncompiled(lifecycle.enter)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Enter the layer."""
+        if torch.compiler.is_compiling():
+            self._enter_uncompiled(module, args, kwargs, is_compiling=True)
+        else:
+            self.lifecycle.enter(module, args, kwargs)
+
+
+class LeaveHook(_Hook):
+    """Post-forward hook of a layer."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        super().__init__(lifecycle)
+        self._leave_uncompiled = uncompiled(lifecycle.leave)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave the layer."""
+        if torch.compiler.is_compiling():
+            self._leave_uncompiled(module, output)
+        else:
+            self.lifecycle.leave(module, output)
+
+
+class PathHook(_Hook):
+    """Hook of a sub-module: pre-forward with its path, post-forward with None.
+
+    Compiled code passes it by, so that it breaks no graph: slots are then named by layer alone.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, path: str | None) -> None:
+        super().__init__(lifecycle)
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        """Note the start or the end of the sub-module."""
+        if torch.compiler.is_compiling():
+            return
+        if self.path is None:
+            self.lifecycle.path_pop()
+        else:
+            self.lifecycle.path_push(self.path)
+
+
+class CheckpointFunction:
+    """Wraps a model's checkpointing function, to enter the layer outside of the checkpoint."""
+
+    def __init__(self, lifecycle: Lifecycle, function: Callable[..., Any]) -> None:
+        self.lifecycle = lifecycle
+        self.function = function
+
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the checkpointing function with the layer entered, if *run* is a layer's call."""
+        inner = run.func if isinstance(run, functools.partial) else run
+        module = getattr(inner, "__self__", None)
+        if not isinstance(module, nn.Module) or self.lifecycle.is_inside_layer:
+            return self.function(run, *args, **kwargs)
+        run_kwargs = run.keywords if isinstance(run, functools.partial) else {}
+        self.lifecycle.enter(module, args, run_kwargs, is_checkpointed=True)
+        outputs = None
+        try:
+            outputs = self.function(run, *args, **kwargs)
+        finally:
+            self.lifecycle.leave(module, outputs, is_checkpointed=True)
+        return outputs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Leave the copy a plain model."""
+        return self.function
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the unpickled model a plain one."""
+        return _identity, (self.function,)
+
+
+def _identity(value: Any) -> Any:
+    return value

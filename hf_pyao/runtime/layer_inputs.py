@@ -1,0 +1,42 @@
+"""What goes into a layer and comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a layer gets beside its hidden states.
+
+    Masks, rotary tables, encoder states: the same for every layer, so that moving one layer's
+    would free nothing. The hidden states are the first positional argument, or go by that name, or
+    come first.
+    """
+    rest = dict(kwargs)
+    own = args[0] if args else rest.pop("hidden_states", None)
+    if own is None:
+        own = next((value for value in rest.values() if isinstance(value, torch.Tensor)), None)
+    storage = own.untyped_storage()._cdata if type(own) is torch.Tensor else None
+    found = list(tensors_in((args[1:], rest)))
+    if storage is None:
+        return found
+    return [
+        tensor
+        for tensor in found
+        if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata != storage
+    ]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings (model outputs included)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)

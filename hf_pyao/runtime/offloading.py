@@ -1,0 +1,162 @@
+"""Queues the copies of saved storages to the host, encoded or as they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from hf_pyao.codecs import Codec
+from hf_pyao.runtime.layout import (
+    bytes_view,
+    is_row_statistic,
+    part_targets,
+    place_parts,
+    range_to_move,
+    rows_view,
+    view_of_storage,
+)
+from hf_pyao.runtime.ranges import in_range, is_profiling
+from hf_pyao.runtime.saved_tensor import SavedStorage, SlotLabel
+from hf_pyao.runtime.tape import LayerCall
+from hf_pyao.runtime.transport import Transport
+from hf_pyao.runtime.window import OffloadWindow
+from hf_pyao.stores import HostPool
+
+
+class StorageOffloader:
+    """Writes saved storages to the host.
+
+    Args:
+        transport: copies bytes.
+        pool: host memory.
+        window: device copies that wait to leave.
+        on_release: called with each storage that no graph node can ask for any more, from its
+            destructor.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        pool: HostPool,
+        window: OffloadWindow,
+        on_release: Callable[[SavedStorage], None],
+    ) -> None:
+        self._transport = transport
+        self._pool = pool
+        self._window = window
+        self._on_release = on_release
+        self._byte_blanks: dict[torch.device, torch.Tensor] = {}
+
+    def offload(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        blank: torch.Tensor,
+        storage: torch.UntypedStorage,
+        slot: SlotLabel,
+        codec: Codec,
+    ) -> SavedStorage | None:
+        """Queue the copy of *tensor*'s storage to the host; None if the host has no room.
+
+        Args:
+            call: the layer call that saves it.
+            tensor: what autograd saves, plain and dense, on a device that the transport handles.
+            blank: an empty tensor of its dtype and device.
+            storage: that of *tensor*.
+            slot: names it.
+            codec: how to write it, if the codec takes it; else its bytes go as they are.
+        """
+        start, end = 0, storage.nbytes()
+        if tensor.nbytes != end:
+            start, end = range_to_move(tensor, end)
+        pool = self._pool
+        nbytes = end - start
+        if codec.name != "identity":
+            rows = self._rows_to_encode(call, tensor, storage, start, end, codec)
+            if rows is not None:
+                record = self._encode(call, tensor, blank, slot, start, end, codec, rows)
+                return self._queued(record)
+        host = pool.acquire(nbytes)
+        if host is None:
+            return None
+        record = SavedStorage(call, slot, start, nbytes, tensor, blank, host, self._on_release)
+        flat = self._flat(storage, tensor, start, nbytes)
+        record.payload = (flat,)
+        offload = self._transport.offload
+        if is_profiling():
+            offload = in_range(offload, "offload", slot.layer)
+        record.offload_ticket = offload(flat, host.data, after=pool.barriers, label=slot)
+        return self._queued(record)
+
+    def _queued(self, record: SavedStorage | None) -> SavedStorage | None:
+        """Count *record*, whose copy is queued, and let the window hold its device copy."""
+        if record is None:
+            return None
+        stats = record.call.tape.stats
+        stats.offloaded_bytes += record.nbytes
+        stats.link_bytes += record.device_bytes
+        record.call.records.append(weakref.ref(record))
+        self._window.add(record, record.device_bytes)
+        return record
+
+    def _flat(
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, start: int, nbytes: int
+    ) -> torch.Tensor:
+        """View bytes of *storage* as a flat uint8 tensor; nothing is copied."""
+        device = tensor.device
+        blank = self._byte_blanks.get(device)
+        if blank is None or type(tensor) is not torch.Tensor:
+            flat = bytes_view(storage, device, start, start + nbytes)
+            if type(tensor) is torch.Tensor:
+                self._byte_blanks[device] = torch.empty(0, dtype=torch.uint8, device=device)
+            return flat
+        return view_of_storage(blank, storage, start, (nbytes,), (1,))
+
+    def _rows_to_encode(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        start: int,
+        end: int,
+        codec: Codec,
+    ) -> torch.Tensor | None:
+        """View a storage's bytes as a codec reads them; None if they must stay as they are."""
+        if not codec.is_lossless and is_row_statistic(tensor, call.saved_shapes):
+            return None
+        rows = rows_view(tensor, storage, start, end)
+        if rows is None or not codec.accepts(tensor) or not codec.accepts(rows):
+            return None
+        return rows
+
+    def _encode(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        blank: torch.Tensor,
+        slot: SlotLabel,
+        start: int,
+        end: int,
+        codec: Codec,
+        rows: torch.Tensor,
+    ) -> SavedStorage | None:
+        """Encode *rows* and queue the copy of the payload; None if the host has no room."""
+        encoded = codec.encode(rows)
+        places, nbytes = place_parts(encoded.payload)
+        host = self._pool.acquire(nbytes)
+        if host is None:
+            return None
+        record = SavedStorage(call, slot, start, end - start, tensor, blank, host, self._on_release)
+        record.codec, record.spec, record.parts = codec, encoded.spec, places
+        record.payload = encoded.payload
+        record.device_bytes = nbytes
+        offload = self._transport.offload
+        if is_profiling():
+            offload = in_range(offload, "offload", slot.layer)
+        for part, target in zip(encoded.payload, part_targets(host.data, places), strict=True):
+            source = part.contiguous().view(-1).view(torch.uint8)
+            record.offload_ticket = offload(source, target, after=self._pool.barriers, label=slot)
+        return record

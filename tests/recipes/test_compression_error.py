@@ -1,0 +1,127 @@
+"""The error study runs and goes on where it stopped; what it has found is what the page says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPE = REPOSITORY / "recipes" / "compression_error.py"
+RESULT = REPOSITORY / "recipes" / "results" / "compression_error.json"
+PAGE = REPOSITORY / "hf_pyao" / "codecs" / "COMPRESSION.md"
+
+LOSSY = {"int8", "int8_group", "int8_tensor", "fp8", "int4"}
+LOSSLESS = {"identity", "bitmask", "narrow"}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def study(cache: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {"OMP_NUM_THREADS": "1", "HF_HOME": str(cache), "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, RECIPE, *options],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def smoke(cache: Path) -> tuple[Path, str]:
+    out = cache / "smoke.json"
+    done = study(cache, "--smoke", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def test_smoke_prints_every_table_and_draws(smoke: tuple[Path, str]) -> None:
+    out, printed = smoke
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert not out.with_suffix(".partial").exists()
+    for name in (*LOSSY, *LOSSLESS, "another batch", "bf16 itself", "nudged weights", "norms"):
+        assert f"| {name} |" in printed, name
+    assert len(re.findall(r"^\| ---", printed, re.MULTILINE)) == 6
+
+
+def test_controls_are_zero_and_lossy_codecs_are_not(smoke: tuple[Path, str]) -> None:
+    document = read(smoke[0])
+    check_controls(document["summary"], {"opt"})
+
+
+def check_controls(summary: dict[str, Any], models: set[str]) -> None:
+    """Check what must hold for the exact codecs, whatever the sizes."""
+    gradients = [row for row in summary["gradients"] if row["codec"] in LOSSY | LOSSLESS]
+    assert {row["model"] for row in gradients} == models
+    assert {row["codec"] for row in gradients} == LOSSY | LOSSLESS
+    for row in gradients:
+        assert row["is_loss_equal"], row  # a codec has no part in forward
+        if row["codec"] in LOSSLESS:
+            assert row["is_zero"] and row["worst_layer_relative_error"] == 0, row
+            assert row["cosine"] == row["worst_layer_cosine"] == 1, row
+        elif row["slots"] == "all":
+            assert not row["is_zero"] and row["link_ratio"] < 1, row
+    trained = [row for row in summary["curves"] if row["codec"] in LOSSY | LOSSLESS]
+    for row in trained:
+        assert row["is_bit_identical"] == (row["codec"] in LOSSLESS), row
+        if row["codec"] in LOSSLESS:
+            assert row["curve_difference"] == row["largest_held_out_difference"] == 0
+    assert {(row["model"], row["precision"]) for row in trained} == {
+        (model, precision) for model in models for precision in ("fp32", "bf16")
+    }
+
+
+def test_resume_does_only_what_is_missing(smoke: tuple[Path, str], cache: Path) -> None:
+    document = read(smoke[0])
+    expected = {name: without_time(run) for name, run in document["runs"].items()}
+    names = list(expected)
+    for name in (names[3], names[-1]):
+        del document["runs"][name]
+    document["runs"][names[0]]["held_out_loss"] += 1  # would go if it were run again
+    out = cache / "resumed.json"
+    out.write_text(json.dumps(document), encoding="utf-8")
+    done = study(cache, "--smoke", "--out", out, "--resume")
+    assert done.returncode == 0, done.stderr
+    resumed = read(out)
+    assert len(resumed["resumed_at"]) == 1
+    found = {name: without_time(run) for name, run in resumed["runs"].items()}
+    assert found.pop(names[0])["held_out_loss"] == expected[names[0]]["held_out_loss"] + 1
+    assert found.pop(names[3])["held_out_difference"] != expected[names[3]]["held_out_difference"]
+    del expected[names[0]], expected[names[3]]
+    assert found == expected
+
+    other = study(cache, "--smoke", "--seeds", "5", "--fp16_steps", "9", "--steps", "4", "--resume")
+    assert other.returncode != 0
+    assert "--resume goes on from the file that --out names" in other.stderr
+    document["config"]["steps"] = 77
+    out.write_text(json.dumps(document), encoding="utf-8")
+    changed = study(cache, "--smoke", "--out", out, "--resume")
+    assert changed.returncode != 0
+    assert "Give the same options" in changed.stderr
+
+
+def without_time(run: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in run.items() if key != "wall_s"}
+
+
+def test_help_teaches() -> None:
+    done = study(Path.cwd(), "--help")
+    assert done.returncode == 0
+    for taught in ("gradients", "curves", "overflow", "--resume goes on", "--smoke", "controls"):
+        assert taught in done.stdout
