@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import subprocess
 import sys
@@ -207,6 +208,26 @@ def test_a_single_object_comes_back_single() -> None:
     model = tiny_llama()
     assert accelerator.prepare(model) is model
     assert len(plugin.offloaders) == 1
+
+
+def test_a_backward_for_which_no_layer_saved_anything_is_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    plugin = PyAOPlugin(**SMALL).bind(accelerator)
+    trained, teacher = accelerator.prepare(tiny_llama().train(), tiny_llama())
+    teacher.requires_grad_(False)
+    ids = torch.arange(8).reshape(2, 4)
+    with caplog.at_level(logging.WARNING, "hf_pyao"):
+        with torch.no_grad():
+            teacher(ids)
+        accelerator.backward(trained(input_ids=ids, labels=ids).loss)
+        assert not caplog.records, "one of the two models is trained"
+        trained.model.requires_grad_(False)
+        for _ in range(2):
+            accelerator.backward(trained(input_ids=ids, labels=ids).loss)
+    assert len(caplog.records) == 1
+    plugin.detach()
 
 
 def test_several_models_are_told_apart() -> None:

@@ -234,6 +234,18 @@ def test_metrics_are_of_every_logged_step_and_survive_the_training(tmp_path: Pat
         assert has_metrics == ("loss" in entry), "eval and summary logs are left alone"
 
 
+def test_a_training_that_saves_nothing_in_the_layers_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_llama()
+    model.model.requires_grad_(False)
+    trainer = trainer_for(PyAOTrainer, model, arguments(tmp_path, max_steps=1))
+    with caplog.at_level(logging.WARNING, "hf_pyao"):
+        trainer.train()
+    warnings = [r.getMessage() for r in caplog.records if "nothing to offload" in r.getMessage()]
+    assert len(warnings) == 1, "after one step, though no further forward follows it"
+
+
 def test_reporters_get_the_metrics(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
