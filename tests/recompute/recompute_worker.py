@@ -29,6 +29,12 @@ from tests.recompute.recompute_sets import ALONE
 WRAPPERS = ("ddp", "fsdp2", "fsdp2 bf16")
 MODELS = ("opt", "gpt2", "llama")
 SETS = (("pointwise",), ("*",), ("mlp_up", "mlp_act", "mlp_norm"))
+NAMED_SETS = {
+    "opt": (("core_attn",), (".",)),
+    "gpt2": (("mlp_act",), ("mlp_act", "mlp_down"), ("*dropout",)),
+    "llama": (("attn_norm", "mlp_norm"), ("mlp",)),
+}
+"""One of them after the other, alone under one wrapper and beside offloading under the next."""
 AUTOCASTS = (None, torch.bfloat16)
 
 
@@ -90,10 +96,13 @@ def main(folder: Path) -> None:
         names, autocast = SETS[(index + index // 3) % 3], AUTOCASTS[index % 2]
         origin = tiny_model(model_type, dropout=0.1)
         expected, _ = two_steps(origin, wrapper, autocast, None)
-        for base in (ALONE, EVERY_LAYER):
-            config = replace(base, recompute_modules=names)
+        cases = [(names, ALONE), (names, EVERY_LAYER)]
+        for number, named in enumerate(NAMED_SETS[model_type]):
+            cases.append((named, (ALONE, EVERY_LAYER)[(index // len(MODELS) + number) % 2]))
+        for selected, base in cases:
+            config = replace(base, recompute_modules=selected)
             found, metrics = two_steps(origin, wrapper, autocast, config)
-            key = f"{wrapper}, {model_type}, {names}, {autocast}, {base.policy}"
+            key = f"{wrapper}, {model_type}, {selected}, {autocast}, {base.policy}"
             pairs = zip(found, expected, strict=True)
             results[key] = {
                 "different": [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)],

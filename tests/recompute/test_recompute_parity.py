@@ -24,7 +24,7 @@ from tests.helpers import (
     tiny_model,
     train,
 )
-from tests.recompute.recompute_sets import ALONE, CASES
+from tests.recompute.recompute_sets import ALONE, CASES, SETS
 
 PRECISIONS = {
     "fp32": (torch.float32, None),
@@ -112,13 +112,19 @@ def test_two_forwards_and_a_retained_graph(
 def test_under_checkpointing_there_is_nothing_to_recompute(
     model_type: str, use_reentrant: bool
 ) -> None:
-    model = tiny_model(model_type, dropout=0.1)
-    enable_checkpointing(model, use_reentrant=use_reentrant)
-    expected = train(copy.deepcopy(model), STEPS)
-    with attach(model, replace(EVERY_LAYER, recompute_modules=("*",))) as offloader:
-        assert_same_trajectory(train(model, STEPS), expected)
-        assert offloader.totals()["recomputed_bytes"] == 0
-        assert offloader.totals()["offloaded_bytes"] > 0
+    def checkpointed() -> nn.Module:
+        model = tiny_model(model_type, dropout=0.1)
+        enable_checkpointing(model, use_reentrant=use_reentrant)
+        return model
+
+    expected = train(checkpointed(), STEPS, autocast=torch.bfloat16)
+    for names in SETS[model_type]:
+        model = checkpointed()
+        with attach(model, replace(EVERY_LAYER, recompute_modules=names)) as offloader:
+            found = train(model, STEPS, autocast=torch.bfloat16)
+            assert_same_trajectory(found, expected, str(names))
+            assert offloader.totals()["recomputed_bytes"] == 0
+            assert offloader.totals()["offloaded_bytes"] > 0
 
 
 def test_the_last_layer_is_not_traced() -> None:
@@ -130,3 +136,28 @@ def test_the_last_layer_is_not_traced() -> None:
         model(**tiny_batch()).loss.backward()
         assert seen == list(offloader.layer_names[:-1])
         assert not torch.utils._python_dispatch._len_torch_dispatch_stack()
+
+
+def test_layers_in_which_nothing_is_recomputed_are_not_traced() -> None:
+    """They run as they would without hf_pyao's tracer: no dispatch mode is on in them."""
+    model = tiny_model("bart")
+    config = replace(EVERY_LAYER, recompute_modules=("encoder_attn_layer_norm",))
+    num_modes: dict[str, int] = {}
+    with attach(model, config) as offloader:
+        for name, module in model.named_modules():
+            if name.endswith("self_attn_layer_norm"):
+                module.register_forward_hook(
+                    lambda *_, name=name: num_modes.update(
+                        {name: torch.utils._python_dispatch._len_torch_dispatch_stack()}
+                    )
+                )
+        model(**tiny_batch()).loss.backward()
+        assert offloader.metrics()["recomputed_bytes"] > 0
+    assert len(num_modes) == len(offloader.layer_names)
+    for name, count in num_modes.items():
+        assert count == ("decoder" in name), name
+
+
+def test_without_recompute_there_is_no_tracer() -> None:
+    with attach(tiny_model("llama"), EVERY_LAYER) as offloader:
+        assert offloader.engine.recomputer is None
