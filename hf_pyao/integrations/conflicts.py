@@ -6,6 +6,7 @@ model is refused where models are unwrapped (``wrappers.py``).
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,8 +79,8 @@ def check_model(model: nn.Module) -> None:
     """Refuse a model, or surroundings, in which offloading would have no effect or a wrong one.
 
     Raises:
-        ConflictError: saved-tensor hooks are already set around the caller, a layer is wrapped in
-            another offloader, or the model sits in unified memory.
+        ConflictError: saved-tensor hooks are already set around the caller, backward is to be
+            compiled, a layer is wrapped in another offloader, or the model sits in unified memory.
     """
     # True: see hooks also while a compiler traces. Only the innermost hooks are called: ours would
     # win inside the layers, and the ones already set would silently miss those tensors.
@@ -88,6 +89,13 @@ def check_model(model: nn.Module) -> None:
             "saved-tensor hooks are already set here (torch.autograd.graph.saved_tensors_hooks or "
             "save_on_cpu). Only the innermost hooks of a nest see a tensor, so these two cannot "
             "work together. Attach and train outside that context."
+        )
+    dynamo = sys.modules.get("torch._dynamo.config")  # not imported: nothing was compiled
+    if getattr(dynamo, "compiled_autograd", False):
+        raise ConflictError(
+            "torch._dynamo.config.compiled_autograd is on: backward would be compiled, with the "
+            "hooks that bring saved tensors back traced into it. Switch it off; torch.compile of "
+            "the model or of its layers works with offloading."
         )
     if any(parameter.device.type == "mps" for parameter in model.parameters()):
         raise ConflictError(_UNIFIED_MEMORY)

@@ -52,6 +52,13 @@ def test_plain_arguments_and_a_plain_model_pass() -> None:
     check_model(tiny_llama())
 
 
+def test_compiled_autograd_is_refused() -> None:
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        with pytest.raises(ConflictError, match=r"compiled_autograd is on.*Switch it off"):
+            attach(tiny_llama())
+    attach(tiny_llama()).detach()
+
+
 def test_transformers_own_checkpoint_offloading_is_refused() -> None:
     arguments = cpu_arguments(**{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"offload": True}})
     with pytest.raises(ConflictError, match=r"offload=True.*Drop that key"):
