@@ -14,10 +14,12 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.errors import PyAOError
@@ -27,6 +29,14 @@ from hf_pyao.runtime.transport import Bandwidth
 
 POISON_BYTE = 0xFF
 """NaN in every floating dtype, -1 in signed integers, and no valid bool."""
+
+
+def _outside_of_modes() -> AbstractContextManager[object]:
+    """Return a context in which the copies' own operations are seen by no dispatch mode."""
+    return _disable_current_modes() if _len_torch_dispatch_stack() else _NO_MODES
+
+
+_NO_MODES = nullcontext()
 
 
 class SimulatedRaceError(PyAOError, RuntimeError):
@@ -121,7 +131,7 @@ class SimulatedTransport:
     ) -> SimulatedTicket:
         """Queue a copy to the host. *dst* holds poison until it is done; *src* is watched."""
         ticket = self._queue("offload", device=src, host=dst, after=after, label=label)
-        with _disable_current_modes():
+        with _outside_of_modes():
             ticket.before = src.clone()
         return self._issued(ticket)
 
@@ -134,7 +144,7 @@ class SimulatedTransport:
         label: object = "",
     ) -> SimulatedTicket:
         """Queue a copy to the device. *dst* holds poison until it is done."""
-        with _disable_current_modes():
+        with _outside_of_modes():
             dst.fill_(POISON_BYTE)
         return self._issued(self._queue("reload", device=dst, host=src, after=after, label=label))
 
@@ -254,7 +264,7 @@ class SimulatedTransport:
                 continue
             queue.pending.popleft()
             first.is_done = True
-            with _disable_current_modes():
+            with _outside_of_modes():
                 self._perform(first)
             first.before = None
 
