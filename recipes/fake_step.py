@@ -2,29 +2,25 @@
 
 The engine, the head loss and transformers run as they do in training. Fake tensors of a CPU stand
 for the device's; where a CPU would pick another operation than CUDA does, CUDA's is put in its
-place (:func:`operations_of_cuda`). So no GPU is needed, and none is measured.
+place (``fake_device.py``). So no GPU is needed, and none is measured.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fake_device import LateTransport, operations_of_cuda
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.integrations.module_map import find_layers
-from hf_pyao.runtime.simulated_device import MemoryLedger
-from hf_pyao.runtime.transport import BlockingTransport
 from model_sizes import build_config, find_size
 
 BUCKET_BYTES = 10**9
@@ -119,7 +115,7 @@ def peak_of_step(
             host_memory_gib=2.0**20,
         )
         with attach(model, settings, transport=LateTransport()) as offloader:
-            ledger = _Ledger(MemoryLedger(offloader.host_pool.owns), fake_mode)
+            ledger = _Ledger(offloader.host_pool.owns, fake_mode)
             ledger.note([*model.parameters(), *model.buffers()])
             stack = find_layers(model).stack
             stack.register_forward_hook(lambda *_: ledger.end_phase("layers, forward"))
@@ -174,22 +170,44 @@ def _bucket(training_state: str) -> Tensor | None:
 
 
 class _Ledger(TorchDispatchMode):  # type: ignore[misc]
-    """Notes the result of every operation while it is open."""
+    """Counts the storages that are alive: from the operation that returns one to its end.
 
-    def __init__(self, memory: MemoryLedger, fake_mode: FakeTensorMode) -> None:
+    Args:
+        is_host: says which storages are not on the device.
+        fake_mode: the mode that the operations run in.
+    """
+
+    def __init__(
+        self, is_host: Callable[[torch.UntypedStorage], bool], fake_mode: FakeTensorMode
+    ) -> None:
         super().__init__()
-        self._memory = memory
+        self._is_host = is_host
         self._fake_mode = fake_mode
+        self._alive: set[int] = set()
+        self._live_bytes = 0
+        self._peak_bytes = 0
         self.phase_peak_bytes: dict[str, int] = {}
 
-    def note(self, tensors: Sequence[Tensor]) -> None:
-        """Count tensors that are there already."""
-        self._memory.note(tensors)
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of *tensors* that were not seen before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._alive or self._is_host(storage):
+                continue
+            self._alive.add(storage._cdata)
+            self._live_bytes += storage.nbytes()
+            # The Python object of a storage lives as long as the storage.
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._alive.discard(key)
+        self._live_bytes -= nbytes
 
     def end_phase(self, name: str) -> None:
         """Write the peak since the last call down under *name*."""
-        self.phase_peak_bytes[name] = self._memory.peak_bytes
-        self._memory.peak_bytes = self._memory.sweep()
+        self.phase_peak_bytes[name] = self._peak_bytes
+        self._peak_bytes = self._live_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -198,99 +216,5 @@ class _Ledger(TorchDispatchMode):  # type: ignore[misc]
         # The cache of fake results would keep the storages that `set_` is called with.
         self._fake_mode.cache_enabled = func._overloadpacket is not torch.ops.aten.set_
         result = func(*args, **(kwargs or {}))
-        self._memory.note([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
+        self.note(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result
-
-
-# ---- copies --------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _LateTicket:
-    nbytes: int
-    queue: str
-    order: int
-
-
-class LateTransport(BlockingTransport):
-    """Copies that are done only when something waits for them: the slowest link there could be.
-
-    What the engine allows to be in flight is then always in flight, so that the peak is an upper
-    bound for every link.
-    """
-
-    name = "late"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._orders = itertools.count()
-        self._done = {"offload": -1, "reload": -1}
-
-    def offload(self, src: Tensor, dst: Tensor, **_: Any) -> Any:
-        """Copy to the host, later."""
-        self._copy("offload", src, dst)
-        return _LateTicket(src.numel(), "offload", next(self._orders))
-
-    def reload(self, src: Tensor, dst: Tensor, **_: Any) -> Any:
-        """Copy to the device, later."""
-        self._copy("reload", src, dst)
-        return _LateTicket(src.numel(), "reload", next(self._orders))
-
-    def wait(self, ticket: Any) -> None:
-        """Finish the copy, and those before it in its queue."""
-        self._done[ticket.queue] = max(self._done[ticket.queue], ticket.order)
-
-    def is_done(self, ticket: Any) -> bool:
-        """Say whether something has waited for the copy."""
-        return bool(ticket.order <= self._done[ticket.queue])
-
-
-# ---- what CUDA would do --------------------------------------------------------------------------
-
-
-@contextmanager
-def operations_of_cuda() -> Iterator[None]:
-    """Let transformers pick, on fake tensors of a CPU, the operations that it picks on CUDA.
-
-    - Attention without a mask is the flash kernel, which takes grouped heads as they are, and saves
-      its inputs, its result and a float32 statistic per row; what it drops it draws again.
-    - Dropout saves one byte for each element.
-    - A batch without padding needs no mask. To see that it has none transformers looks at values,
-      which fake tensors do not have.
-    """
-    from transformers import masking_utils
-
-    with ExitStack() as stack:
-        for target, name, replacement in (
-            (F, "scaled_dot_product_attention", _flash_attention),
-            (F, "dropout", _dropout),
-            (masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
-            (masking_utils, "_ignore_causal_mask_sdpa", lambda *_, **__: True),
-        ):
-            if hasattr(target, name):
-                stack.enter_context(mock.patch.object(target, name, replacement))
-        yield
-
-
-def _flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if attn_mask is not None:
-        raise RuntimeError("attention got a mask, for which CUDA would take another kernel")
-    result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
-    )[0]
-    return result
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if not training or p == 0:
-        return input
-    return torch.native_dropout(input, p, True)[0]

@@ -136,29 +136,31 @@ def largest_fitting(peak_bytes: Callable[[int], int], limit_bytes: int) -> int:
     """Return the largest micro-batch whose peak is within *limit_bytes*; 0 if even 1 is not.
 
     Asks *peak_bytes* for it, and for the next one. Peaks grow with the micro-batch, almost in
-    proportion: guesses are on the line through the two nearest peaks known, and every other one in
-    the middle of what is left, for peaks with a bend.
+    proportion: guesses are on the line through the two nearest peaks known, and in the middle of
+    what is left where that has gained little.
     """
     known = {1: peak_bytes(1)}
     if known[1] > limit_bytes:
         return 0
-    known[2] = peak_bytes(2)
-    while True:
-        fits = max(mb for mb, peak in known.items() if peak <= limit_bytes)
-        above = min((mb for mb, peak in known.items() if peak > limit_bytes), default=None)
-        if above == fits + 1:
-            return fits
-        left, right = sorted(known)[-2:] if above is None else (fits, above)
+    known[4] = peak_bytes(4)
+    left, right, least = 1, 4, 4
+    while known[right] <= limit_bytes:
         slope = max(1.0, (known[right] - known[left]) / (right - left))
-        guess = fits + int((limit_bytes - known[fits]) / slope)
-        if above is None:
-            guess = min(guess, 4 * right)
-        elif len(known) % 2:
-            guess = (fits + above) // 2
-        else:
-            guess = min(guess, above - 1)
-        guess = max(guess, fits + 1)
+        guess = right + int((limit_bytes - known[right]) / slope) + 1
+        left, right = right, min(max(guess, least), 16 * right)
+        least = 2 * right  # a guess that still fits: peaks bend, and others would creep
+        known[right] = peak_bytes(right)
+    width = right - left
+    while right - left > 1:
+        slope = max(1.0, (known[right] - known[left]) / (right - left))
+        guess = left + int((limit_bytes - known[left]) / slope)
+        if 2 * (right - left) > width and right - left < width:
+            guess = (left + right) // 2
+        width = right - left
+        guess = min(max(guess, left + 1), right - 1)
         known[guess] = peak_bytes(guess)
+        left, right = (guess, right) if known[guess] <= limit_bytes else (left, guess)
+    return left
 
 
 def _methods(names: Sequence[str] | None) -> list[Method]:
@@ -217,7 +219,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.smoke:
         args.model, args.training_state = ["llama:micro"], ["device"]
         args.method = ["none", "policy all + chunked loss"]
-        args.sequence_length, args.device_gib = 128, 0.55
+        args.sequence_length, args.device_gib = 64, 0.5
     return args
 
 

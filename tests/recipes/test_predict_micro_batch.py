@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fake_device
 import fake_step
 import predict_micro_batch
 from fake_step import METHODS, Method, peak_of_step
@@ -140,7 +141,7 @@ def real_peak_bytes(method: Method, micro_batch: int) -> int:
 def test_the_ledger_agrees_with_the_allocator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The operations of a CPU on both sides: only there can real tensors be counted.
     own: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(fake_step, "_flash_attention", own)
+    monkeypatch.setattr(fake_device, "_flash_attention", own)
     predicted = peak_of_step(
         "llama", "micro", BY_NAME[name], 2, sequence_length=128, training_state="device"
     )
