@@ -14,6 +14,8 @@ gradients  Along the plain run, at a few fixed steps, the gradient of a fixed ba
 curves     The same seed trains with the codec: how far is its loss curve from the plain one, how
            far the loss on held-out text, and how far are seeds from one another? A run whose first
            weights were nudged by 1e-6 of their size shows how far rounding alone drives curves.
+width      The gradients again in a model eight times as wide, because a row and a group of 128 are
+           different things only where rows are long.
 overflow   The same under fp16 autocast with a loss scale that grows until gradients overflow: how
            many steps are skipped, and from which scale on does the first gradient overflow?
 
@@ -31,7 +33,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ import transformers
 from tqdm import tqdm
 
 from compression_gradients import first_overflow, gradient_rows, over_probes
+from compression_summary import summarise
 from compression_tables import draw, tables
 from compression_training import (
     ALL_SLOTS,
@@ -64,6 +68,8 @@ PROBE_SEED = 1_000_000
 FP16_CODECS = (NONE, "int8", "int4")
 PART_CODEC, PART_PRECISION = "int4", "bf16"
 """Single slots are trained with the coarsest codec, in the precision that is used in practice."""
+TIMES_AS_WIDE, WIDE_LAYERS, WIDE_STEPS = 8, 2, 60
+WIDE = "wide"
 
 Unit = tuple[str, Callable[[], dict[str, Any]]]
 
@@ -101,6 +107,8 @@ class Study:
             for model in arguments.models:
                 for codec in FP16_CODECS:
                     yield self._unit((model, "fp16", seed), Variant(codec))
+        for model in arguments.models:
+            yield f"{model}/{PART_PRECISION}/0/{NONE}/{WIDE}", partial(self._wide, model)
 
     def _unit(self, cell: tuple[str, str, int], variant: Variant) -> Unit:
         model, precision, seed = cell
@@ -119,24 +127,35 @@ class Study:
             if precision == "fp16":
                 return {**labels, **self._scaled(training)}
             if variant.codec == NONE:
-                return {**labels, **self._probed(training)}
+                arguments = self.arguments
+                found = self._probed(training, arguments.probe_steps, arguments.steps)
+                return {**labels, **found}
             training.run(self.arguments.steps)
             return {**labels, **difference_to(self.runs[reference], training.result())}
 
         return name, run
 
-    def _probed(self, training: Training) -> dict[str, Any]:
+    def _probed(self, training: Training, probe_steps: list[int], num_steps: int) -> dict[str, Any]:
         """Train plainly, and compare gradients on the way."""
         batches = self.text.batches(PROBE_SEED, self.sizes.samples)
         ids = [next(batches), next(batches)]
         variants = [Variant(codec, slots) for slots in SLOTS for codec in LOSSY]
         variants += [Variant(codec) for codec in LOSSLESS]
         rows: list[dict[str, Any]] = []
-        for step in self.arguments.probe_steps:
+        for step in probe_steps:
             training.run(step - len(training.losses))
             rows += gradient_rows(training.model, training.precision, ids, variants)
-        training.run(self.arguments.steps - len(training.losses))
+        training.run(num_steps - len(training.losses))
         return {**training.result(), "gradients": over_probes(rows)}
+
+    def _wide(self, model: str) -> dict[str, Any]:
+        hidden = TIMES_AS_WIDE * self.sizes.hidden
+        sizes = replace(self.sizes, hidden=hidden, layers=WIDE_LAYERS)
+        training = Training(model, PART_PRECISION, 0, Variant(NONE), self.text, sizes)
+        num_steps = min(WIDE_STEPS, self.arguments.steps)
+        labels = {"model": model, "precision": PART_PRECISION, "seed": 0}
+        found = self._probed(training, [0, num_steps], num_steps)
+        return {**labels, "codec": NONE, "slots": WIDE, "hidden": hidden, **found}
 
     def _scaled(self, training: Training) -> dict[str, Any]:
         """Train under fp16 autocast with a loss scale that soon grows too large."""
@@ -159,10 +178,10 @@ class Study:
 def main(argv: list[str] | None = None) -> None:
     """Run what is missing of the study; print tables, draw the plot."""
     arguments = _parse(argv)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
     out = None if arguments.out is None else Path(arguments.out)
     document = _begin(arguments, out)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
     study = Study(arguments, document["runs"])
     document["text"] = study.text.name
     missing = [unit for unit in study.units() if unit[0] not in document["runs"]]
@@ -173,6 +192,7 @@ def main(argv: list[str] | None = None) -> None:
             document["runs"][name] = {**run(), "wall_s": round(time.perf_counter() - start, 2)}
             if out is not None:
                 _write(document, out)
+    document["summary"] = summarise(document)
     print(tables(document))
     if out is not None:
         _write(document, out)
@@ -249,8 +269,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if arguments.smoke:
         arguments.sizes |= {"hidden": 16, "layers": 2, "tokens": 16, "samples": 2, "vocab": 300}
         arguments.sizes["text_mib"] = 0.05
-        arguments.models, arguments.seeds, arguments.steps = arguments.models[:1], 2, 3
-        arguments.fp16_steps = 2
+        arguments.models, arguments.seeds, arguments.steps = arguments.models[:1], 2, 2
+        arguments.probe_steps, arguments.fp16_steps = arguments.probe_steps or [2], 2
     if arguments.probe_steps is None:
         arguments.probe_steps = [0, arguments.steps // 2, arguments.steps]
     if sorted(arguments.probe_steps) != arguments.probe_steps or (

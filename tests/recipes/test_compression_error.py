@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+import compression_error
+from hf_pyao.errors import ConfigError
+
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "recipes" / "compression_error.py"
 RESULT = REPOSITORY / "recipes" / "results" / "compression_error.json"
@@ -57,7 +60,7 @@ def test_smoke_prints_every_table_and_draws(smoke: tuple[Path, str]) -> None:
     assert not out.with_suffix(".partial").exists()
     for name in (*LOSSY, *LOSSLESS, "another batch", "bf16 itself", "nudged weights", "norms"):
         assert f"| {name} |" in printed, name
-    assert len(re.findall(r"^\| ---", printed, re.MULTILINE)) == 6
+    assert len(re.findall(r"^\| ---", printed, re.MULTILINE)) == 7
 
 
 def test_controls_are_zero_and_lossy_codecs_are_not(smoke: tuple[Path, str]) -> None:
@@ -106,22 +109,28 @@ def test_resume_does_only_what_is_missing(smoke: tuple[Path, str], cache: Path) 
     del expected[names[0]], expected[names[3]]
     assert found == expected
 
-    other = study(cache, "--smoke", "--seeds", "5", "--fp16_steps", "9", "--steps", "4", "--resume")
-    assert other.returncode != 0
-    assert "--resume goes on from the file that --out names" in other.stderr
-    document["config"]["steps"] = 77
+
+def test_resume_refuses_what_it_cannot_go_on_with(smoke: tuple[Path, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="goes on from the file that --out names, and None is no"):
+        compression_error.main(["--smoke", "--resume"])
+    out = tmp_path / "other.json"
+    document = read(smoke[0])
+    document["config"]["fp16_steps"] = 77
     out.write_text(json.dumps(document), encoding="utf-8")
-    changed = study(cache, "--smoke", "--out", out, "--resume")
-    assert changed.returncode != 0
-    assert "Give the same options" in changed.stderr
+    with pytest.raises(ConfigError, match="Give the same options, or begin again"):
+        compression_error.main(["--smoke", "--out", str(out), "--resume"])
+    out.write_text(json.dumps({**document, "schema_version": 0}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="has schema_version 0; this recipe goes on from 1"):
+        compression_error.main(["--smoke", "--out", str(out), "--resume"])
 
 
 def without_time(run: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in run.items() if key != "wall_s"}
 
 
-def test_help_teaches() -> None:
-    done = study(Path.cwd(), "--help")
-    assert done.returncode == 0
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compression_error.main(["--help"])
+    printed = capsys.readouterr().out
     for taught in ("gradients", "curves", "overflow", "--resume goes on", "--smoke", "controls"):
-        assert taught in done.stdout
+        assert taught in printed
