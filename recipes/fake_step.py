@@ -86,6 +86,7 @@ def peak_of_step(
     *,
     sequence_length: int = 512,
     training_state: str = "host",
+    keep_last_layers: int = PyAOConfig.keep_last_layers,
 ) -> StepPeak:
     """Run one step of a bfloat16 model and return what would be alive on the device.
 
@@ -98,6 +99,7 @@ def peak_of_step(
         training_state: ``"host"`` is ZeRO-2 with its optimizer offloaded: a gradient leaves as
             soon as it is complete, through a bucket of 1 GB, and AdamW works on the host.
             ``"device"`` is a plain loop: gradients stay, and AdamW has two moments in bfloat16.
+        keep_last_layers: ``PyAOConfig.keep_last_layers``.
     """
     config = build_config(architecture, find_size(architecture, size))
     config.use_cache = False
@@ -112,6 +114,7 @@ def peak_of_step(
             policy=method.policy,
             head_loss=method.head_loss,
             window=method.window,
+            keep_last_layers=keep_last_layers,
             host_memory_gib=2.0**20,
         )
         with attach(model, settings, transport=LateTransport()) as offloader:

@@ -2,7 +2,7 @@
 
 Two runs that differ by any rounding drift apart, in bfloat16 within 20 steps. How far is measured
 beside: a third run of each seed has the model's own loss, and one weight moved by the smallest step
-that float32 has.
+that the layers can tell (of float32, or of bfloat16, to which autocast rounds it).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _train(text: torch.Tensor, seed: int, num_steps: int, way: str, autocast: bo
     elif way == "nudged":
         with torch.no_grad():
             weight = model.transformer.h[0].mlp.c_fc.weight.view(-1)[:1]
-            weight.copy_(torch.nextafter(weight, weight + 1))
+            narrow = weight.to(torch.bfloat16 if autocast else torch.float32)
+            weight.copy_(torch.nextafter(narrow, narrow + 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
     for _ in range(num_steps):

@@ -63,7 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for training_state in args.training_state:
         for spec in args.model:
             for method in _methods(args.method):
-                row = predict(spec, method, training_state, args.sequence_length, limit_bytes)
+                options = {
+                    "sequence_length": args.sequence_length,
+                    "training_state": training_state,
+                    "keep_last_layers": args.keep_last_layers,
+                }
+                row = predict(spec, method, limit_bytes, **options)
                 rows.append(row)
                 print(_line(row), flush=True)
     print("assumed:", *(f"- {text}" for text in ASSUMPTIONS), sep="\n")
@@ -85,17 +90,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"written to {args.result}")
 
 
-def predict(
-    spec: str, method: Method, training_state: str, sequence_length: int, limit_bytes: int
-) -> dict[str, Any]:
+def predict(spec: str, method: Method, limit_bytes: int, **options: Any) -> dict[str, Any]:
     """Find the largest micro-batch of one model and method.
 
     Args:
         spec: ``architecture:size``, as in ``model_sizes.py``.
         method: how to train.
-        training_state: where gradients and moments are.
-        sequence_length: tokens in each sample.
         limit_bytes: most bytes on the device.
+        options: keyword arguments of :func:`fake_step.peak_of_step`.
     """
     architecture, _, size = spec.partition(":")
     start = time.perf_counter()
@@ -103,14 +105,7 @@ def predict(
 
     def peak_bytes(micro_batch: int) -> int:
         if micro_batch not in steps:
-            steps[micro_batch] = peak_of_step(
-                architecture,
-                size,
-                method,
-                micro_batch,
-                sequence_length=sequence_length,
-                training_state=training_state,
-            )
+            steps[micro_batch] = peak_of_step(architecture, size, method, micro_batch, **options)
         return steps[micro_batch].peak_bytes
 
     largest = largest_fitting(peak_bytes, limit_bytes)
@@ -118,8 +113,7 @@ def predict(
     return {
         "model": f"{architecture}-{size}",
         "method": method.name,
-        "training_state": training_state,
-        "sequence_length": sequence_length,
+        **options,
         "largest_micro_batch": largest,
         "peak_bytes": {str(mb): step.peak_bytes for mb, step in sorted(steps.items())},
         "bytes_per_sample": steps[largest + 1].peak_bytes - shown.peak_bytes if largest else None,
@@ -204,6 +198,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["host"],
         help="gradients and AdamW's moments: host (ZeRO-2 with its optimizer offloaded, the "
         "default), or device (a plain loop, all in bfloat16)",
+    )
+    parser.add_argument(
+        "--keep_last_layers",
+        type=int,
+        default=1,
+        help="layers whose saved tensors stay, where any are offloaded (default: %(default)s)",
     )
     parser.add_argument("--sequence_length", type=int, default=512, help="tokens in each sample")
     parser.add_argument("--device_gib", type=float, default=12.0, help="memory of the card, GiB")
