@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
@@ -61,6 +62,35 @@ class FinishedRun:
         """Return what the table says behind *label*."""
         (line,) = [line for line in self.output.splitlines() if line.strip().startswith(label)]
         return line.strip().removeprefix(label).strip()
+
+
+def run_once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, *command: str | Path, timeout: float
+) -> tuple[Path, str]:
+    """Run Python with *command* in a folder, once for all workers of the test run.
+
+    Returns:
+        The folder, and what was printed.
+    """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder, printed = root / name, root / f"{name}.txt"
+    with FileLock(f"{folder}.lock"):
+        if not printed.exists():
+            folder.mkdir()  # fails where a run failed before: its own worker says why
+            done = subprocess.run(
+                [sys.executable, *command],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert messages_in(done.stderr) == []
+            printed.write_text(done.stdout, encoding="utf-8")
+    return folder, printed.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,27 +9,15 @@ import pytest
 from hf_pyao.bench.arguments import SMOKE_METHODS
 from hf_pyao.report import BenchReport
 from hf_pyao.report.bench_report import OK, UNAVAILABLE
-from tests.recipes.conftest import RECIPES, messages_in
+from tests.recipes.conftest import RECIPES, run_once
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BenchReport]:
     """What the smoke run printed, and the report that it wrote."""
-    folder = tmp_path_factory.mktemp("bench")
-    done = subprocess.run(
-        [
-            *(sys.executable, RECIPES / "bench_offload.py", "--smoke", "--device", "cpu"),
-            *("--output", "out.json"),
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert messages_in(done.stderr) == []
-    return done.stdout, BenchReport.from_json_file(folder / "out.json")
+    command = (RECIPES / "bench_offload.py", "--smoke", "--device", "cpu", "--output", "out.json")
+    folder, printed = run_once(tmp_path_factory, "bench_offload", *command, timeout=300)
+    return printed, BenchReport.from_json_file(folder / "out.json")
 
 
 def test_each_method_has_its_row(smoke: tuple[str, BenchReport]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from hf_pyao.bench.setup import Trial
 from hf_pyao.report import BenchReport, BenchRow, read_document
 from hf_pyao.report.bench_report import CRASHED, NOT_REACHED, OK, UNAVAILABLE, FactsReport
 from hf_pyao.report.schema import write_json
-from tests.recipes.conftest import RECIPES, REPOSITORY, messages_in
+from tests.recipes.conftest import RECIPES, REPOSITORY, run_once
 
 CPU = {"device": "cpu", "name": "CPU", "memory_gib": None}
 
@@ -27,17 +25,8 @@ CPU = {"device": "cpu", "name": "CPU", "memory_gib": None}
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of a whole smoke run."""
-    folder = tmp_path_factory.mktemp("suite")
-    done = subprocess.run(
-        [sys.executable, RECIPES / "gpu_suite.py", "--smoke", "--output", "results"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert messages_in(done.stderr) == []
+    command = (RECIPES / "gpu_suite.py", "--smoke", "--output", "results")
+    folder, _ = run_once(tmp_path_factory, "gpu_suite", *command, timeout=600)
     return folder / "results"
 
 
