@@ -60,7 +60,7 @@ from compression_training import (
     difference_to,
 )
 from hf_pyao.errors import ConfigError
-from hf_pyao.report.provenance import collect_provenance, now
+from hf_pyao.report.provenance import collect_provenance, git_state, now
 
 SCHEMA_VERSION = 1
 PRECISIONS = ("fp32", "bf16")
@@ -208,7 +208,7 @@ def _begin(arguments: argparse.Namespace, out: Path | None) -> dict[str, Any]:
             "schema_version": SCHEMA_VERSION,
             "kind": "compression error",
             "provenance": asdict(collect_provenance()),
-            "resumed_at": [],
+            "resumed": [],
             "config": {**config, "num_threads": 1},
             "runs": {},
         }
@@ -229,7 +229,8 @@ def _begin(arguments: argparse.Namespace, out: Path | None) -> dict[str, Any]:
             f"{arguments.out!r} was begun with {begun}, and --resume was given with {config}. "
             "Give the same options, or begin again in another file."
         )
-    document["resumed_at"].append(now())
+    commit, is_dirty = git_state()
+    document["resumed"].append({"at": now(), "commit": commit, "is_dirty": is_dirty})
     return document
 
 

@@ -102,7 +102,7 @@ def test_resume_does_only_what_is_missing(smoke: tuple[Path, str], cache: Path) 
     done = study(cache, "--smoke", "--out", out, "--resume")
     assert done.returncode == 0, done.stderr
     resumed = read(out)
-    assert len(resumed["resumed_at"]) == 1
+    assert len(resumed["resumed"]) == 1
     found = {name: without_time(run) for name, run in resumed["runs"].items()}
     assert found.pop(names[0])["held_out_loss"] == expected[names[0]]["held_out_loss"] + 1
     assert found.pop(names[3])["held_out_difference"] != expected[names[3]]["held_out_difference"]
