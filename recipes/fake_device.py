@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_pyao.losses import cross_entropy, gradient_buffer
 from hf_pyao.runtime.transport import BlockingTransport
 
 
@@ -66,6 +67,7 @@ def operations_of_cuda() -> Iterator[None]:
     - Attention without a mask is the flash kernel, which takes grouped heads as they are, and saves
       its inputs, its result and a float32 statistic per row; what it drops it draws again.
     - Dropout saves one byte for each element.
+    - Products of halves in the head loss have their sums in float32, if torch can trace that.
     - A batch without padding needs no mask. To see that it has none transformers looks at values,
       which fake tensors do not have.
     """
@@ -80,7 +82,24 @@ def operations_of_cuda() -> Iterator[None]:
         ):
             if hasattr(target, name):
                 stack.enter_context(mock.patch.object(target, name, replacement))
+        if _can_trace_wide_products():
+            for module in (cross_entropy, gradient_buffer):
+                stack.enter_context(mock.patch.object(module, "has_wide_products", _is_half))
         yield
+
+
+def _can_trace_wide_products() -> bool:
+    half, wide = torch.empty(1, 1, dtype=torch.bfloat16), torch.empty(1, 1)
+    try:
+        torch.addmm(wide, half, half, out_dtype=torch.float32, out=wide)
+        torch.mm(half, half, out_dtype=torch.float32)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype.itemsize == 2
 
 
 def _flash_attention(

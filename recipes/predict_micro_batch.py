@@ -40,10 +40,10 @@ ASSUMPTIONS = (
     "it is complete, through one bucket of 1e9 bytes that is there throughout backward; AdamW is "
     "on the host. 'device': all gradients are on the device before backward ends, and always two "
     "moments of AdamW in bfloat16; its step's own temporaries are not counted",
-    "CUDA's choice of operations: flash attention, dropout masks of one byte; a CPU's for the rest",
+    "CUDA's choice of operations: flash attention, dropout masks of one byte, products of halves "
+    "that are summed in float32 in the head loss; a CPU's for the rest",
     "copies are never done before something waits for them: the windows in flight are always full",
-    "chunks of the head loss as on a card of 12 GiB, 512 MiB at most; half-precision products are "
-    "widened in memory of their own, as on a CPU, where a GPU sums in float32 by itself",
+    "chunks of the head loss as on a card of 12 GiB: 512 MiB at most",
     "the model's outputs live on during backward, logits included where there are any",
     "a storage counts from the end of the operation that makes it until its last tensor is gone; "
     "workspaces inside operations, the CUDA context, NCCL and fragmentation are not counted: "
