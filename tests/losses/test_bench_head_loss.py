@@ -52,8 +52,17 @@ def test_published_times_are_within_115_percent_of_the_own_loss() -> None:
 
 
 def test_published_curves_lie_within_the_spread_of_seeds() -> None:
+    # Runs that differ by any rounding drift apart: a nudge of one weight is the measure of that.
     rows = published("head_loss_curve.json")["rows"]
+    assert [row["precision"] for row in rows] == ["float32", "bfloat16 autocast"]
     for row in rows:
         assert all(len(curve) == 200 for curves in row["curves"].values() for curve in curves)
-        assert row["mean_difference"] < row["mean_spread_of_seeds"] / 10
-        assert row["largest_difference"] < row["mean_spread_of_seeds"]
+        num_seeds, spread = len(row["curves"]["own"]), row["mean_spread_of_seeds"]
+        assert num_seeds >= 5
+        assert row["mean_difference"] < spread
+        assert row["mean_difference"] < 2 * row["mean_difference_nudged"]
+        assert row["mean_curve_difference"] < spread / num_seeds**0.5
+        page = PAGE.read_text(encoding="utf-8")
+        for key in ("mean_difference", "mean_difference_nudged", "mean_spread_of_seeds"):
+            assert f" {row[key]:.3f} |" in page, key
+    assert rows[0]["mean_difference"] < rows[0]["mean_spread_of_seeds"] / 10
