@@ -15,7 +15,8 @@ curves     The same seed trains with the codec: how far is its loss curve from t
            far the loss on held-out text, and how far are seeds from one another? A run whose first
            weights were nudged by 1e-6 of their size shows how far rounding alone drives curves.
 width      The gradients again in a model eight times as wide, because a row and a group of 128 are
-           different things only where rows are long.
+           different things only where rows are long; and with an int8 that rounds nothing to zero,
+           because a ReLU's backward asks which values were zero.
 overflow   The same under fp16 autocast with a loss scale that grows until gradients overflow: how
            many steps are skipped, and from which scale on does the first gradient overflow?
 
@@ -30,9 +31,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ import transformers
 from tqdm import tqdm
 
 from compression_gradients import first_overflow, gradient_rows, over_probes
-from compression_summary import summarise
+from compression_summary import SIGNS, WIDE, summarise, write_document
 from compression_tables import draw, tables
 from compression_training import (
     ALL_SLOTS,
@@ -52,6 +52,7 @@ from compression_training import (
     MODELS,
     NONE,
     NUDGED,
+    SIGN_KEEPING,
     SLOTS,
     Sizes,
     Text,
@@ -69,7 +70,10 @@ FP16_CODECS = (NONE, "int8", "int4")
 PART_CODEC, PART_PRECISION = "int4", "bf16"
 """Single slots are trained with the coarsest codec, in the precision that is used in practice."""
 TIMES_AS_WIDE, WIDE_LAYERS, WIDE_STEPS = 8, 2, 60
-WIDE = "wide"
+EVERY_VARIANT = (
+    *(Variant(codec, slots) for slots in SLOTS for codec in LOSSY),
+    *(Variant(codec) for codec in LOSSLESS),
+)
 
 Unit = tuple[str, Callable[[], dict[str, Any]]]
 
@@ -109,6 +113,7 @@ class Study:
                     yield self._unit((model, "fp16", seed), Variant(codec))
         for model in arguments.models:
             yield f"{model}/{PART_PRECISION}/0/{NONE}/{WIDE}", partial(self._wide, model)
+            yield f"{model}/{PART_PRECISION}/0/{NONE}/{SIGNS}", partial(self._signs, model)
 
     def _unit(self, cell: tuple[str, str, int], variant: Variant) -> Unit:
         model, precision, seed = cell
@@ -135,12 +140,16 @@ class Study:
 
         return name, run
 
-    def _probed(self, training: Training, probe_steps: list[int], num_steps: int) -> dict[str, Any]:
+    def _probed(
+        self,
+        training: Training,
+        probe_steps: list[int],
+        num_steps: int,
+        variants: Sequence[Variant] = EVERY_VARIANT,
+    ) -> dict[str, Any]:
         """Train plainly, and compare gradients on the way."""
         batches = self.text.batches(PROBE_SEED, self.sizes.samples)
         ids = [next(batches), next(batches)]
-        variants = [Variant(codec, slots) for slots in SLOTS for codec in LOSSY]
-        variants += [Variant(codec) for codec in LOSSLESS]
         rows: list[dict[str, Any]] = []
         for step in probe_steps:
             training.run(step - len(training.losses))
@@ -151,11 +160,31 @@ class Study:
     def _wide(self, model: str) -> dict[str, Any]:
         hidden = TIMES_AS_WIDE * self.sizes.hidden
         sizes = replace(self.sizes, hidden=hidden, layers=WIDE_LAYERS)
-        training = Training(model, PART_PRECISION, 0, Variant(NONE), self.text, sizes)
         num_steps = min(WIDE_STEPS, self.arguments.steps)
-        labels = {"model": model, "precision": PART_PRECISION, "seed": 0}
-        found = self._probed(training, [0, num_steps], num_steps)
-        return {**labels, "codec": NONE, "slots": WIDE, "hidden": hidden, **found}
+        return self._extra(model, WIDE, sizes, [0, num_steps], num_steps, EVERY_VARIANT)
+
+    def _signs(self, model: str) -> dict[str, Any]:
+        """Find out whether it is what int8 rounds to zero that a ReLU suffers from."""
+        codecs = ("int8", SIGN_KEEPING)
+        variants = [Variant(codec, slots) for slots in ("mlp_act", ALL_SLOTS) for codec in codecs]
+        arguments = self.arguments
+        return self._extra(
+            model, SIGNS, self.sizes, arguments.probe_steps, arguments.steps, variants
+        )
+
+    def _extra(
+        self,
+        model: str,
+        kind: str,
+        sizes: Sizes,
+        probe_steps: list[int],
+        num_steps: int,
+        variants: Sequence[Variant],
+    ) -> dict[str, Any]:
+        training = Training(model, PART_PRECISION, 0, Variant(NONE), self.text, sizes)
+        found = self._probed(training, probe_steps, num_steps, variants)
+        labels = {"model": model, "precision": PART_PRECISION, "seed": 0, "codec": NONE}
+        return {**labels, "slots": ALL_SLOTS, "kind": kind, "hidden": sizes.hidden, **found}
 
     def _scaled(self, training: Training) -> dict[str, Any]:
         """Train under fp16 autocast with a loss scale that soon grows too large."""
@@ -191,11 +220,11 @@ def main(argv: list[str] | None = None) -> None:
             start = time.perf_counter()
             document["runs"][name] = {**run(), "wall_s": round(time.perf_counter() - start, 2)}
             if out is not None:
-                _write(document, out)
+                write_document(document, out)
     document["summary"] = summarise(document)
     print(tables(document))
     if out is not None:
-        _write(document, out)
+        write_document(document, out)
         draw(document, out.with_suffix(".png"))
 
 
@@ -232,20 +261,6 @@ def _begin(arguments: argparse.Namespace, out: Path | None) -> dict[str, Any]:
     commit, is_dirty = git_state()
     document["resumed"].append({"at": now(), "commit": commit, "is_dirty": is_dirty})
     return document
-
-
-def _write(document: dict[str, Any], out: Path) -> None:
-    """Replace the file at once; one line for each run, for there are many figures in them."""
-    head = {key: value for key, value in document.items() if key != "runs"}
-    runs = [
-        f"    {json.dumps(name)}: {json.dumps(run, separators=(',', ':'))}"
-        for name, run in document["runs"].items()
-    ]
-    text = json.dumps(head, indent=2).removesuffix("\n}")
-    text += ',\n  "runs": {\n' + ",\n".join(runs) + "\n  }\n}\n"
-    partial = out.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, out)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

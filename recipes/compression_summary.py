@@ -1,12 +1,18 @@
-"""The error study's runs, put together over seeds."""
+"""The error study's runs: put together over seeds, and written."""
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from compression_training import ALL_SLOTS, NONE
+
+WIDE, SIGNS = "wide", "signs"
+"""Kinds of runs in which only gradients are looked at."""
 
 Run = dict[str, Any]
 Key = tuple[str, ...]
@@ -14,12 +20,15 @@ Key = tuple[str, ...]
 
 def summarise(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of the tables, from whatever runs are there."""
-    wide = [run for run in document["runs"].values() if "hidden" in run]
-    runs = [run for run in document["runs"].values() if "hidden" not in run]
+    kinds: dict[str, list[Run]] = {"": [], WIDE: [], SIGNS: []}
+    for run in document["runs"].values():
+        kinds[run.get("kind", "")].append(run)
+    runs = kinds[""]
     trained = [run for run in runs if run["precision"] != "fp16"]
     return {
         "gradients": _gradients(trained),
-        "wide_gradients": _gradients(wide),
+        "wide_gradients": _gradients(kinds[WIDE]),
+        "sign_gradients": _gradients(kinds[SIGNS]),
         "curves": _curves(trained),
         "overflow": _overflow([run for run in runs if run["precision"] == "fp16"]),
     }
@@ -130,8 +139,30 @@ def _overflow(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def _mean(values: Iterable[float]) -> float:
-    return statistics.mean(values)
+    return round(statistics.mean(values), 8)
 
 
 def _spread(values: list[float] | tuple[float, ...]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    return round(statistics.stdev(values), 8) if len(values) > 1 else 0.0
+
+
+def write_document(document: dict[str, Any], out: Path) -> None:
+    """Replace the file at once; one line for each run or row, for they have many figures."""
+    long = ("summary", "runs")
+    head = {key: value for key, value in document.items() if key not in long}
+    parts = [json.dumps(head, indent=2).removesuffix("\n}")]
+    if "summary" in document:
+        tables_of_rows = [
+            f'    "{name}": [\n' + ",\n".join(f"      {_compact(row)}" for row in rows) + "\n    ]"
+            for name, rows in document["summary"].items()
+        ]
+        parts.append('  "summary": {\n' + ",\n".join(tables_of_rows) + "\n  }")
+    runs = [f'    "{name}": {_compact(run)}' for name, run in document["runs"].items()]
+    parts.append('  "runs": {\n' + ",\n".join(runs) + "\n  }")
+    partial = out.with_suffix(".partial")
+    partial.write_text(",\n".join(parts) + "\n}\n", encoding="utf-8")
+    os.replace(partial, out)
+
+
+def _compact(values: dict[str, Any]) -> str:
+    return json.dumps(values, separators=(",", ":"))

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compression_training import ALL_SLOTS, LOSSLESS, LOSSY, NONE, NUDGED, SLOTS
+from compression_training import ALL_SLOTS, LOSSLESS, LOSSY, NONE, NUDGED, SIGN_KEEPING, SLOTS
 from hf_pyao.report.tables import ABSENT, table
 
 Rows = list[dict[str, Any]]
+_SIGN_CODECS = ("int8", SIGN_KEEPING)
 _NAMES = {"opt": "OPT", "gpt2": "GPT-2", "llama": "Llama"}
 _COLOURS = {"opt": "#0b7a75", "gpt2": "#d9822b", "llama": "#5b62b3"}
 _MARKERS = {"int8": "o", "int8_group": "s", "int8_tensor": "^", "fp8": "D", "int4": "v"}
@@ -27,6 +28,8 @@ def tables(document: dict[str, Any]) -> str:
             _slot_table(summary["gradients"]),
             "The same in the wide models",
             _slot_table(summary["wide_gradients"]),
+            "The same with an int8 that rounds nothing to zero",
+            _sign_table(summary["sign_gradients"]),
             "Mean distance of the loss curve from the plain one, everything compressed",
             _curve_table(summary["curves"]),
             "Held-out loss less that of the plain run, everything compressed (in brackets: the "
@@ -82,6 +85,18 @@ def _gradient_table(rows: Rows) -> str:
         ]
         line.insert(1, f"{min(ratios):.2f}–{max(ratios):.2f}" if ratios else ABSENT)
     return table(["codec", "link bytes", *_header(rows)], lines)
+
+
+def _sign_table(rows: Rows) -> str:
+    columns = [(slots, codec) for slots in ("mlp_act", ALL_SLOTS) for codec in _SIGN_CODECS]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        line = [_NAMES[model]]
+        for slots, codec in columns:
+            row = _find(rows, model=model, slots=slots, codec=codec)
+            line.append(ABSENT if row is None else _percent(row["relative_error"]))
+        lines.append(line)
+    return table(["model", *(f"{slots}: {codec}" for slots, codec in columns)], lines)
 
 
 def _percent(share: float) -> str:

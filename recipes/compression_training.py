@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.codecs.int8 import Int8Codec
 from text_data import Blocks, split_blocks, standard_library
 from tokenization import tokenize_with_own_bpe
 
@@ -45,6 +46,19 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODELS = ("opt", "gpt2", "llama")
 
 
+class SignKeepingInt8(Int8Codec):
+    """int8 that rounds nothing to zero: it shows what int8 does to a ReLU, and is in no table of
+    codecs, because it makes other things worse."""
+
+    def to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Round half to even, but small values away from zero."""
+        levels = scaled.round()
+        return levels.where((levels != 0) | (scaled == 0), scaled.sign()).to(torch.int8)
+
+
+SIGN_KEEPING = "int8, signs kept"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """How large models and batches are."""
@@ -73,7 +87,7 @@ class Variant:
         config = PyAOConfig(
             policy="modules" if modules else "all",
             modules=modules,
-            codec=self.codec,
+            codec=SignKeepingInt8() if self.codec == SIGN_KEEPING else self.codec,
             min_bytes=0,
             keep_last_layers=0,
         )

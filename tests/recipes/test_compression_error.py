@@ -60,7 +60,7 @@ def test_smoke_prints_every_table_and_draws(smoke: tuple[Path, str]) -> None:
     assert not out.with_suffix(".partial").exists()
     for name in (*LOSSY, *LOSSLESS, "another batch", "bf16 itself", "nudged weights", "norms"):
         assert f"| {name} |" in printed, name
-    assert len(re.findall(r"^\| ---", printed, re.MULTILINE)) == 7
+    assert len(re.findall(r"^\| ---", printed, re.MULTILINE)) == 8
 
 
 def test_controls_are_zero_and_lossy_codecs_are_not(smoke: tuple[Path, str]) -> None:
