@@ -41,7 +41,10 @@ class PyAOConfig:
     (only what the roles or module names in ``modules`` save), or ``"off"`` (nothing: what would
     move is only counted, and ``head_loss`` works alone). A Policy instance is taken too."""
     codec: Any = "identity"
-    """How tensors are written on the host: a name from ``hf_pyao.codecs.CODECS`` or a Codec."""
+    """How tensors are written on the host: a name from ``hf_pyao.codecs.CODECS`` or a Codec.
+    ``"identity"`` is exact. Where the link sets the step time, ``"int8"`` (a scale for each row)
+    moves half the bytes of 16-bit tensors, with about bf16 autocast's own error in gradients;
+    ``"fp8"`` does so for models with ReLU, which int8 does not suit (``codecs/COMPRESSION.md``)."""
     modules: tuple[str, ...] = ()
     """Roles (``core_attn``, ``mlp_act``, ...) or module names inside a layer (``mlp.act_fn``, with
     ``*`` as wildcard); with ``policy="modules"`` only what they save is offloaded."""

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import compression_error
+from compression_summary import summarise
+from compression_tables import tables
 from hf_pyao.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -88,6 +90,69 @@ def check_controls(summary: dict[str, Any], models: set[str]) -> None:
     assert {(row["model"], row["precision"]) for row in trained} == {
         (model, precision) for model in models for precision in ("fp32", "bf16")
     }
+
+
+def test_the_published_study_is_whole_and_the_page_has_its_tables() -> None:
+    document = read(RESULT)
+    assert document["provenance"]["commit"]
+    assert len(document["runs"]) == 222
+    assert len({run["seed"] for run in document["runs"].values()}) == 3
+    assert document["summary"] == json.loads(json.dumps(summarise(document)))
+    check_controls(document["summary"], {"opt", "gpt2", "llama"})
+    assert RESULT.with_suffix(".png").stat().st_size < 200_000
+
+    page = PAGE.read_text(encoding="utf-8")
+    study_part = page.partition("## Time of the codecs")[0]
+    quoted = {line for line in study_part.splitlines() if line.startswith("|")}
+    found = set(tables(document).splitlines())
+    assert len(quoted) > 60
+    assert quoted <= found, sorted(quoted - found)
+    assert "../../recipes/results/compression_error.png" in page
+
+
+def test_the_recommendation_follows_from_the_figures() -> None:
+    summary = read(RESULT)["summary"]
+    error = {
+        (row["model"], row["precision"], row["codec"]): row["relative_error"]
+        for row in summary["gradients"]
+        if row["slots"] == "all"
+    }
+    spread = {
+        (row["model"], row["precision"]): row["held_out_spread"]
+        for row in summary["curves"]
+        if row["codec"] == "none"
+    }
+    for precision in ("fp32", "bf16"):
+        for model in ("gpt2", "llama"):  # without a ReLU: int8, a scale for each row
+            best = min(LOSSY, key=lambda codec: error[model, precision, codec])
+            assert best == "int8"
+            assert error[model, precision, "int8"] < 1.2 * error[model, "bf16", "bf16 itself"]
+        assert error["opt", precision, "fp8"] < error["opt", precision, "int8"] / 3
+        for model in ("opt", "gpt2", "llama"):  # not one scale for the tensor, and not four bits
+            assert error[model, precision, "int8_tensor"] > 1.3 * error[model, precision, "int8"]
+            assert error[model, precision, "int4"] > 0.05
+    for row in summary["curves"]:
+        if row["codec"] in LOSSY - {"int4"}:
+            limit = 0.6 * spread[row["model"], row["precision"]]
+            assert abs(row["held_out_difference"]) < limit, row
+    for row in summary["overflow"]:
+        if row["codec"] == "int8":
+            none = next(
+                other
+                for other in summary["overflow"]
+                if other["codec"] == "none" and other["model"] == row["model"]
+            )
+            assert row["num_overflows"] == none["num_overflows"]
+            assert row["first_overflow_exponent"] == none["first_overflow_exponent"]
+
+
+def test_the_page_has_the_codecs_times() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = read(RESULT.with_name("codec_cost.json"))["rows"]
+    assert LOSSY | {"bitmask", "narrow"} == {row["codec"] for row in rows}
+    for row in rows:
+        assert f"| {row['tensor']} | {row['codec']} | {row['payload_ratio']:.3f} |" in page
+        assert f"| {row['encode_gib_per_s']:.2f} | {row['decode_gib_per_s']:.2f} |" in page
 
 
 def test_resume_does_only_what_is_missing(smoke: tuple[Path, str], cache: Path) -> None:
