@@ -20,6 +20,8 @@ class MicroBatchStats:
     """Bytes of saved storages that left the device, before any codec."""
     reloaded_bytes: int = 0
     """Bytes of saved storages that came back, before any codec."""
+    duplicate_bytes: int = 0
+    """Bytes of saved storages that were let go because another, moved one holds the same values."""
     recomputed_bytes: int = 0
     """Bytes of saved storages that were dropped and rebuilt in backward."""
     not_recomputed_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -65,6 +67,7 @@ class MicroBatchStats:
             "held_bytes": self.held_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "reloaded_bytes": self.reloaded_bytes,
+            "duplicate_bytes": self.duplicate_bytes,
             "recomputed_bytes": self.recomputed_bytes,
             "link_bytes": self.link_bytes,
             "stall_forward_ms": self.stall_forward_ms,

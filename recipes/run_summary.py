@@ -186,6 +186,8 @@ def _offload_rows(run: RunSummary) -> list[str]:
         _row("  moved to the host", mean("offloaded_bytes")),
         _row("  moved back", mean("reloaded_bytes")),
     ]
+    if totals.get("duplicate_bytes"):
+        rows.append(_row("  equal to what was moved, and let go", mean("duplicate_bytes")))
     if totals.get("recomputed_bytes"):
         rows.append(_row("  dropped, and recomputed in backward", mean("recomputed_bytes")))
     for prefix, heading in (

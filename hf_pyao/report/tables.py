@@ -121,6 +121,7 @@ RUN_FIGURES = (
     ("held_bytes", "held on the device"),
     ("offloaded_bytes", "moved to the host"),
     ("reloaded_bytes", "moved back"),
+    ("duplicate_bytes", "equal to what was moved, and let go"),
     ("recomputed_bytes", "dropped, and recomputed"),
     ("link_bytes", "crossed the link, both ways"),
     ("transfer_ms", "copies ran"),
@@ -128,6 +129,9 @@ RUN_FIGURES = (
     ("stall_backward_ms", "backward waited for copies"),
 )
 """Keys of the metrics that are sums over a micro-batch, and what they are."""
+
+_OFTEN_NONE = ("duplicate_bytes", "recomputed_bytes")
+"""Of these, the ones that have a row only where there is something to tell."""
 
 RUN_PEAKS = (
     ("device_peak_bytes", "device memory, peak"),
@@ -156,7 +160,7 @@ def run_rows(report: RunReport) -> list[list[str]]:
     rows = []
     for key, label in RUN_FIGURES:
         total = report.totals.get(key)
-        if total is None or (key == "recomputed_bytes" and not total):
+        if total is None or (key in _OFTEN_NONE and not total):
             continue
         mean = quantity(key, total / max(1, num_micro_batches))
         last = report.last_micro_batch.get(key)

@@ -124,7 +124,8 @@ class OffloadEngine:
             layer: the layer that runs now.
             is_kept: keep what it saves, since backward begins with it.
             shared: tensors among its inputs that other layers get too.
-            frozen_shapes: see :func:`~hf_pyao.runtime.parameters.is_parameter`.
+            frozen_shapes: given under autocast, see
+                :func:`~hf_pyao.runtime.parameters.is_parameter`.
             reason_not_traceable: asked where something is to be recomputed: says why the layer's
                 operations cannot be seen, or returns None.
         """
@@ -136,6 +137,7 @@ class OffloadEngine:
         self.num_layer_calls += 1
         call = tape.open_call(layer, is_kept)
         if frozen_shapes is not None:
+            call.is_autocast = True
             call.frozen_shapes = frozen_shapes
         if shared:
             call.shared_keys = frozenset(
@@ -171,6 +173,8 @@ class OffloadEngine:
 
     def _close(self, call: LayerCall) -> None:
         call.is_open = False
+        call.cast_input = None
+        call.casts.clear()  # their keys hold the graph, which holds the call
         if self.recomputer is not None:
             self.recomputer.close(call)
 

@@ -103,9 +103,12 @@ class PathHook(_Hook):
     Compiled code passes it by, so that it breaks no graph: slots are then named by layer alone.
     """
 
-    def __init__(self, lifecycle: Lifecycle, path: str | None) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, path: str | None, *, has_cast_input: bool = False
+    ) -> None:
         super().__init__(lifecycle)
         self.path = path
+        self.has_cast_input = has_cast_input
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         """Note the start or the end of the sub-module."""
@@ -114,7 +117,8 @@ class PathHook(_Hook):
         if self.path is None:
             self.lifecycle.path_pop()
         else:
-            self.lifecycle.path_push(self.path)
+            is_cast = self.has_cast_input and len(args) == 1
+            self.lifecycle.path_push(self.path, args[0] if is_cast else None)
 
 
 class CheckpointFunction:

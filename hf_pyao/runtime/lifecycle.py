@@ -31,6 +31,7 @@ from torch import nn
 
 from hf_pyao.runtime.compiled import uncompiled
 from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.equal_casts import casts_its_input
 from hf_pyao.runtime.hook_stack import is_inside_checkpoint, pop_hooks
 from hf_pyao.runtime.hooks import CheckpointFunction, EnterHook, LeaveHook, PathHook, StackHook
 from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
@@ -123,7 +124,8 @@ class Lifecycle:
                 continue
             for path, module in named_submodules(layer):
                 if path and module is not layer:
-                    start, end = PathHook(self, path), PathHook(self, None)
+                    start = PathHook(self, path, has_cast_input=casts_its_input(module))
+                    end = PathHook(self, None)
                     register(module.register_forward_pre_hook(start))
                     register(module.register_forward_hook(end, always_call=True))
 
@@ -235,17 +237,28 @@ class Lifecycle:
         """True while this thread is inside of a layer that was entered."""
         return bool(self._thread.tokens)
 
-    def path_push(self, path: str) -> None:
-        """Note that a sub-module of the current layer starts."""
+    def path_push(self, path: str, cast_input: object = None) -> None:
+        """Note that a sub-module of the current layer starts.
+
+        Args:
+            path: its name in the layer.
+            cast_input: its input, if that is what autocast would cast for it.
+        """
         if self._thread.tokens:
-            self._thread.tokens[-1].call.paths.append(path)
+            call = self._thread.tokens[-1].call
+            call.paths.append(path)
+            if call.is_autocast and isinstance(cast_input, torch.Tensor):
+                call.cast_input = cast_input
+            else:
+                call.cast_input = None
 
     def path_pop(self) -> None:
         """Note that a sub-module of the current layer ends."""
         if self._thread.tokens:
-            paths = self._thread.tokens[-1].call.paths
-            if len(paths) > 1:
-                paths.pop()
+            call = self._thread.tokens[-1].call
+            call.cast_input = None
+            if len(call.paths) > 1:
+                call.paths.pop()
 
     def _is_kept(self, layer: Layer) -> bool:
         """Say whether this is a last layer call of the forward.

@@ -20,6 +20,7 @@ import torch
 from torch.nn import Parameter
 
 from hf_pyao.codecs import Codec
+from hf_pyao.runtime.equal_casts import cast_key
 from hf_pyao.runtime.layout import (
     SUBCLASS,
     Blanks,
@@ -130,15 +131,53 @@ class Packer:
         if entries is None:
             entries = table.add(storage)
             stats.would_hold_bytes += storage.nbytes()
+            if call.cast_input is not None and call.trace is None:
+                return self._pack_cast(call, tensor, call.cast_input, storage, entries)
         elif (known := self._find(call, tensor, entries)) is not None:
             if call.anchor_keys and storage._cdata in call.anchor_keys:
                 call.anchor_keys.remove(storage._cdata)
                 stats.would_hold_bytes += storage.nbytes()
             return known
+        return self._place(call, tensor, storage, entries)
+
+    def _pack_cast(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        source: torch.Tensor,
+        storage: torch.UntypedStorage,
+        entries: list[object],
+    ) -> Handle:
+        """Take over what a projection saves: perhaps a cast equal to one that was moved already."""
+        key = cast_key(tensor, source)
+        if key is None:
+            return self._place(call, tensor, storage, entries)
+        ref = call.casts.get(key)
+        record = ref() if ref is not None else None
+        if record is not None and record.nbytes == storage.nbytes():
+            blank = self._blanks.like(tensor)
+            record.watch_too(tensor, blank)
+            entries.append(ref)
+            call.tape.stats.duplicate_bytes += record.nbytes
+            return SavedTensor(record, tensor, blank, call)
+        handle = self._place(call, tensor, storage, entries)
+        if isinstance(handle, SavedTensor) and _is_whole(handle):
+            assert isinstance(handle.storage, SavedStorage)
+            call.casts[key] = weakref.ref(handle.storage)
+        return handle
+
+    def _place(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        entries: list[object],
+    ) -> Handle:
+        """Decide on a storage that is new to the tape, and act on it."""
         path = call.paths[-1]
         ordinal = call.ordinals[path]
         call.ordinals[path] = ordinal + 1
-        stats.num_slots += 1
+        call.tape.stats.num_slots += 1
         slot = call.layer.slot(path, ordinal)
         decision = self._decide(call, tensor, storage, slot)
         if isinstance(decision, Recompute):

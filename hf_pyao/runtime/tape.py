@@ -15,6 +15,7 @@ from hf_pyao.runtime.parameters import FrozenShapes
 from hf_pyao.runtime.saved_tensor import SlotLabel
 
 if TYPE_CHECKING:
+    from hf_pyao.runtime.equal_casts import CastKey
     from hf_pyao.runtime.replay import Replay
     from hf_pyao.runtime.saved_tensor import SavedStorage
     from hf_pyao.runtime.tracing import Trace
@@ -57,6 +58,12 @@ class LayerCall:
     """Stack of the sub-modules that are running."""
     ordinals: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     records: list[weakref.ref[SavedStorage]] = field(default_factory=list)
+    is_autocast: bool = False
+    """True if it runs under autocast."""
+    cast_input: torch.Tensor | None = None
+    """Input of the projection that runs, which autocast casts for it."""
+    casts: dict[CastKey, weakref.ref[SavedStorage]] = field(default_factory=dict)
+    """Casts of such inputs that were moved, until its forward ends."""
     saved_shapes: set[tuple[int, ...]] = field(default_factory=set)
     """Shapes of what was saved so far, kept where a lossy codec must know statistics by shape."""
     trace: Trace | None = None
