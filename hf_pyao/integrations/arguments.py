@@ -78,7 +78,8 @@ class PyAOArguments:
         metadata=_help(
             "codec",
             "How tensors are written on the host. 'identity' is exact. A smaller format moves "
-            "fewer bytes, for when copies and not compute set the step time.",
+            "fewer bytes, for when copies and not compute set the step time: 'int8' has about the "
+            "gradient error of bf16 autocast, 'fp8' suits models with ReLU better.",
         ),
     )
     activation_offload_modules: list[str] | None = field(
