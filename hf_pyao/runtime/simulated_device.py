@@ -7,7 +7,7 @@ be, whatever of that is hf_pyao's doing and whatever is the model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_pyao.errors import ConfigError
+from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.runtime.link_model import VirtualLink
 from hf_pyao.stores import HostPool
 
@@ -127,10 +128,10 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation; charge it unless it only makes a view or an empty tensor."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        outputs = list(_tensors(result))
+        outputs = list(tensors_in(result))
         self.ledger.note(outputs)
         if not func.is_view and func._overloadpacket not in _FREE:
-            inputs = list(_tensors((args, kwargs)))
+            inputs = list(tensors_in((args, kwargs)))
             nbytes = sum(t.numel() * t.element_size() for t in inputs + outputs)
             self.link.advance(self.model.op_ms(_flops(func, args, kwargs, result), nbytes))
         return result
@@ -152,14 +153,3 @@ _FREE = frozenset(
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     count = flop_registry.get(func._overloadpacket)
     return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
