@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -102,8 +103,10 @@ def held_after_forward(model_type: str, num_layers: int, config: PyAOConfig | No
     batch = tiny_batch(length=LENGTH)
     model(**batch, use_cache=False).loss.backward()  # the host pool grows to its size
     model.zero_grad()
+    gc.collect()  # older releases of transformers leave cycles behind
     with AllocationLedger() as ledger:
         loss = model(**batch, use_cache=False).loss
+        gc.collect()
     if offloader is not None:
         loss.backward()
         offloader.detach()
