@@ -100,6 +100,12 @@ def check_model(model: nn.Module) -> None:
     if any(parameter.device.type == "mps" for parameter in model.parameters()):
         raise ConflictError(_UNIFIED_MEMORY)
     for name, module in model.named_modules():
+        if isinstance(module, nn.RReLU) and module.training:
+            raise ConflictError(
+                f"{name!r} is an nn.RReLU, whose noise is written after autograd has saved it: a "
+                "copy made at that moment would be wrong. Use another activation, or freeze its "
+                "randomness with eval()."
+            )
         if _offloads_checkpoints(module):
             raise ConflictError(
                 f"{name or type(module).__name__!r} already offloads what checkpointing saves "

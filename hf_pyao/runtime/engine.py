@@ -195,6 +195,10 @@ class OffloadEngine:
         """Calls of the pack hook so far, in all micro-batches."""
         return self._num_packs_before + (self._tape.stats.num_packs if self._tape else 0)
 
+    def release_done(self) -> None:
+        """Let go of device copies that have left; for moments in which nothing else would."""
+        self._offloads.release_done()
+
     def warn_idle(self) -> None:
         """Warn, once, that a step went by in which nothing was packed."""
         if self._has_warned_idle:

@@ -39,6 +39,8 @@ def pop_hooks(pack: Callable[..., Any], layer: str) -> None:
             break
         others.append(top)
     else:
+        # Someone's exit took ours for their own, as after an interrupt: the topmost is theirs.
+        others = others[1:]
         logger.warning(
             "the saved-tensor hooks of layer %r were taken down by someone else before it ended.",
             layer,

@@ -19,15 +19,20 @@ def shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
     own = args[0] if args else rest.pop("hidden_states", None)
     if own is None:
         own = next((value for value in rest.values() if isinstance(value, torch.Tensor)), None)
-    storage = own.untyped_storage()._cdata if type(own) is torch.Tensor else None
+    storage = own.untyped_storage()._cdata if _has_storage(own) else None
     found = list(tensors_in((args[1:], rest)))
     if storage is None:
         return found
     return [
         tensor
         for tensor in found
-        if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata != storage
+        if _has_storage(tensor) and tensor.untyped_storage()._cdata != storage
     ]
+
+
+def _has_storage(value: Any) -> bool:
+    """Say whether *value* is a plain tensor with a storage of its own, as sparse ones have not."""
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

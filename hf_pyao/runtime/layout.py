@@ -43,6 +43,7 @@ def reason_not_movable(tensor: torch.Tensor) -> str | None:
         return SUBCLASS
     if (
         tensor.layout is not torch.strided
+        or tensor.is_nested
         or tensor.is_neg()
         or (tensor.dtype not in _PLAIN_DTYPES and (tensor.is_quantized or tensor.is_conj()))
     ):

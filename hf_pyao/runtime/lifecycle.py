@@ -21,6 +21,7 @@ or that run inside a backward pass (recomputation), do nothing.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,8 @@ from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.runtime.parameters import FrozenShapes
 from hf_pyao.runtime.recompute import COMPILED, ZERO_3
 from hf_pyao.runtime.tape import Layer, LayerCall
+
+logger = logging.getLogger(__name__)
 
 
 class _Token:
@@ -97,6 +100,7 @@ class Lifecycle:
         self._calls_per_forward: dict[int, int] = {}
         self._calls_last_forward: dict[int, int] = {}
         self._num_packs_seen = -1
+        self._has_warned_abandoned = False
         self._pack_uncompiled = uncompiled(engine.pack)
         self._unpack_uncompiled = uncompiled(engine.unpack)
         self._install(stack, [module for _, module in layers], named_submodules)
@@ -165,6 +169,7 @@ class Lifecycle:
         if stack is not self._stack() or _in_backward():
             return
         self.leave_all()
+        self.engine.release_done()
         if stack.training and torch.is_grad_enabled():
             num_packs = self.engine.num_packs
             if num_packs == self._num_packs_seen:
@@ -196,6 +201,7 @@ class Lifecycle:
         if tokens:
             if tokens[-1].is_checkpointed and tokens[-1].module is module:
                 return
+            self._warn_abandoned(tokens[-1].call.fqn, layer.fqn)
             self.leave_all()
         call = self.engine.forward_start(
             layer,
@@ -231,6 +237,18 @@ class Lifecycle:
             token = tokens.pop()
             pop_hooks(token.pack, token.call.fqn)
             self.engine.abort(token.call)
+
+    def _warn_abandoned(self, outer: str, inner: str) -> None:
+        """Warn, once, that a layer is entered while another has not ended."""
+        if not self._has_warned_abandoned:
+            self._has_warned_abandoned = True
+            logger.warning(
+                "layer %r was entered while layer %r had not ended: what the latter saves from "
+                "here on stays on the device. If layers of this model call one another, register "
+                "a module map that names the outer ones only; after an interrupt, it is harmless.",
+                inner,
+                outer,
+            )
 
     @property
     def is_inside_layer(self) -> bool:

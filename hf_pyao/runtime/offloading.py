@@ -18,9 +18,10 @@ from hf_pyao.runtime.layout import (
     view_of_storage,
 )
 from hf_pyao.runtime.ranges import in_range, is_profiling
-from hf_pyao.runtime.saved_tensor import SavedStorage, SlotLabel
+from hf_pyao.runtime.saved_tensor import SavedStorage
 from hf_pyao.runtime.tape import LayerCall
 from hf_pyao.runtime.transport import Transport
+from hf_pyao.runtime.watching import SlotLabel
 from hf_pyao.runtime.window import OffloadWindow
 from hf_pyao.stores import HostPool
 
@@ -82,8 +83,12 @@ class StorageOffloader:
         host = pool.acquire(nbytes)
         if host is None:
             return None
+        try:
+            flat = self._flat(storage, tensor, start, nbytes)
+        except BaseException:
+            pool.release(host)
+            raise
         record = SavedStorage(call, slot, start, nbytes, tensor, blank, host, self._on_release)
-        flat = self._flat(storage, tensor, start, nbytes)
         record.payload = (flat,)
         offload = self._transport.offload
         if is_profiling():

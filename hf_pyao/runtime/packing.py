@@ -2,12 +2,7 @@
 
 ``pack`` reads: look whether it can move, whether it was seen, decide, encode, offload, record. It
 runs for every saved tensor of every layer, so the common case is written out and what is rare is
-left to functions of its own.
-
-[Note: In-place changes]
-Hooks switch off autograd's version check. A kept tensor is compared with its version at unpack. For
-an offloaded one a ``VersionWatch`` outlives the device copy, so that a change at any time before
-unpack raises as it would without hooks, and does not depend on how far the copy had come.
+left to functions of its own. In-place changes: see [Note: In-place changes] in ``watching``.
 """
 
 from __future__ import annotations
@@ -30,14 +25,9 @@ from hf_pyao.runtime.layout import (
 from hf_pyao.runtime.offloading import StorageOffloader
 from hf_pyao.runtime.parameters import is_parameter
 from hf_pyao.runtime.policy import Candidate, Decision, Keep, Offload, Policy, Recompute
-from hf_pyao.runtime.saved_tensor import (
-    KeptTensor,
-    SavedStorage,
-    SavedTensor,
-    SlotLabel,
-    WatchedStorage,
-)
+from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage, SavedTensor
 from hf_pyao.runtime.tape import LayerCall
+from hf_pyao.runtime.watching import SlotLabel, WatchedStorage
 
 if TYPE_CHECKING:
     from hf_pyao.runtime.recomputer import Recomputer

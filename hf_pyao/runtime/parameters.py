@@ -89,7 +89,7 @@ def is_parameter(tensor: torch.Tensor, frozen_shapes: FrozenShapes) -> bool:
     if node.name() not in VIEW_OR_CAST_NODES:  # most tensors end here; a parameter has no node
         base = tensor._base
         return base is not None and _is_parameter_object(base)
-    return _is_parameter_or_view(tensor) or _leads_to_parameter(node)
+    return _is_parameter_or_view(tensor) or _leads_to_parameter(node, tensor.numel())
 
 
 def _is_parameter_or_view(tensor: torch.Tensor) -> bool:
@@ -105,11 +105,13 @@ def _is_parameter_object(tensor: torch.Tensor) -> bool:
     return kind is Parameter or (kind is not torch.Tensor and isinstance(tensor, Parameter))
 
 
-def _leads_to_parameter(node: torch.autograd.graph.Node) -> bool:
+def _leads_to_parameter(node: torch.autograd.graph.Node, num_elements: int) -> bool:
+    """Say whether *node* views or casts a parameter; a copy of it for each row is none any more."""
     for _ in range(MAX_CHAIN):
         name = node.name()
         if name == "torch::autograd::AccumulateGrad":
-            return isinstance(node.variable, Parameter)  # type: ignore[attr-defined]
+            leaf = node.variable  # type: ignore[attr-defined]
+            return isinstance(leaf, Parameter) and num_elements <= leaf.numel()
         if name not in VIEW_OR_CAST_NODES:
             return False
         parents = node.next_functions

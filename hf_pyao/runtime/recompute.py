@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from hf_pyao.runtime.layout import SUBCLASS, reason_not_movable
-from hf_pyao.runtime.saved_tensor import SlotLabel, WatchedStorage
 from hf_pyao.runtime.tracing import Trace
 from hf_pyao.runtime.values import Value
+from hf_pyao.runtime.watching import SlotLabel, WatchedStorage
 
 if TYPE_CHECKING:
     from hf_pyao.runtime.tape import LayerCall

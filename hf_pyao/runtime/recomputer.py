@@ -19,10 +19,11 @@ from hf_pyao.runtime.recompute import (
     settle,
 )
 from hf_pyao.runtime.replay import Replay
-from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage, SavedTensor, SlotLabel
+from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage, SavedTensor
 from hf_pyao.runtime.tape import LayerCall
 from hf_pyao.runtime.tracing import Trace
 from hf_pyao.runtime.values import Value
+from hf_pyao.runtime.watching import SlotLabel
 
 Handle: TypeAlias = "KeptTensor | SavedTensor"
 

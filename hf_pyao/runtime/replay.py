@@ -58,7 +58,10 @@ class Replay:
         if not self._is_counted:
             return
         self._is_counted = False
-        pending = [record.value for record in self.live_slots()]
+        slots = self.live_slots()
+        for record in slots:
+            record.forget_handed_out()
+        pending = [record.value for record in slots]
         seen: set[Value] = set()
         while pending:
             value = pending.pop()
@@ -186,6 +189,9 @@ def _thawed(arg: Any, storage_of: StorageOf) -> Any:
 
 
 def _storage(value: Value, storage_of: StorageOf) -> tuple[torch.UntypedStorage, int]:
+    if type(value.source) is TensorSource:
+        _check_source(value.source)
+        return value.source.tensor.untyped_storage(), 0
     if value.source is not None:
         return storage_of(value.source)
     assert value.rebuilt is not None
@@ -199,20 +205,25 @@ def _view(ref: Ref, storage: torch.UntypedStorage, start: int = 0) -> torch.Tens
 
 def _view_of_source(ref: Ref, source: TensorSource) -> torch.Tensor:
     """View a tensor that is there anyway; parameters by object, since FSDP moves their bytes."""
+    _check_source(source)
     tensor = source.tensor.detach()
-    if source.tensor._version != source.version:
-        what = "a parameter" if source.is_parameter else "a tensor"
-        raise SavedTensorModifiedError(
-            f"one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {what} of shape {tuple(tensor.shape)}, from which a saved tensor is "
-            "recomputed, was changed after forward, before backward used it. Run backward before "
-            "the optimizer's step, or do not list its module in recompute_modules."
-        )
     offset = tensor.storage_offset() + ref.offset - source.offset
     if ref.dtype == tensor.dtype:
         return tensor.as_strided(ref.size, ref.stride, offset)
     empty = torch.empty(0, dtype=ref.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), offset, ref.size, ref.stride)
+
+
+def _check_source(source: TensorSource) -> None:
+    if source.tensor._version != source.version:
+        what = "a parameter" if source.is_parameter else "a buffer"
+        raise SavedTensorModifiedError(
+            f"one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {what} of shape {tuple(source.tensor.shape)}, from which a saved tensor "
+            "is recomputed, was changed after forward, before backward used it. Run backward "
+            "before it is changed (by the optimizer's step, say), or do not list its module in "
+            "recompute_modules."
+        )
 
 
 def _is_saved(value: Value) -> bool:

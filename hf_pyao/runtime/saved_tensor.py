@@ -10,12 +10,11 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from hf_pyao.codecs import Codec
-from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.runtime.layout import (
     PartPlace,
     byte_offset,
@@ -23,6 +22,7 @@ from hf_pyao.runtime.layout import (
     parts_view,
     view_of_storage,
 )
+from hf_pyao.runtime.watching import SlotLabel, WatchedStorage, modified_error
 from hf_pyao.stores import HostBuffer
 
 if TYPE_CHECKING:
@@ -52,82 +52,6 @@ _LEGAL = (
     (),
 )
 """Where each residency may lead to, in the order of the enum."""
-
-
-class VersionWatch:
-    """Sees in-place changes of a tensor without keeping its memory alive.
-
-    Saved-tensor hooks switch off autograd's own check, which is restored with this. A detached
-    tensor shares its origin's version counter; given empty data it keeps the counter and lets go
-    of the storage.
-    """
-
-    __slots__ = ("_counter", "_version")
-
-    def __init__(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
-        """Watch *tensor*; *blank* is an empty tensor of its dtype and device."""
-        self._counter = tensor.detach()
-        self._version = tensor._version
-        self._counter.data = blank
-
-    @property
-    def is_modified(self) -> bool:
-        """True once the tensor was changed in place."""
-        return self._counter._version != self._version
-
-
-class WatchedStorage:
-    """What stands for a saved storage whose device memory was let go.
-
-    In-place changes raise when it is asked for: see [Note: In-place changes] in ``packing``.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_counter",
-        "_other_watches",
-        "call",
-        "device",
-        "nbytes",
-        "slot",
-        "tensor_address",
-        "version",
-    )
-
-    def __init__(
-        self,
-        call: LayerCall,
-        slot: SlotLabel,
-        nbytes: int,
-        tensor: torch.Tensor,
-        blank: torch.Tensor,
-    ) -> None:
-        self.call = call
-        self.slot = slot
-        self.nbytes = nbytes
-        self.device = tensor.device
-        self.version = tensor._version
-        self.tensor_address = tensor._cdata
-        """Of the tensor object that was saved first: it shares its version counter."""
-        self._counter = counter = tensor.detach()  # as VersionWatch does
-        counter.data = blank
-        self._other_watches: list[VersionWatch] | None = None
-
-    def watch_too(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
-        """Watch another tensor on the storage, which may have a version counter of its own."""
-        if tensor._cdata == self.tensor_address:
-            return
-        if self._other_watches is None:
-            self._other_watches = []
-        self._other_watches.append(VersionWatch(tensor, blank))
-
-    def check_unmodified(self) -> None:
-        """Raise if a tensor on this storage was changed in place after it was saved."""
-        others = self._other_watches
-        if self._counter._version != self.version or (
-            others is not None and any(other.is_modified for other in others)
-        ):
-            raise modified_error(self.slot)
 
 
 class SavedStorage(WatchedStorage):
@@ -165,11 +89,11 @@ class SavedStorage(WatchedStorage):
         host: HostBuffer,
         on_release: Callable[[SavedStorage], None],
     ) -> None:
+        self.host: HostBuffer | None = host  # first: from here on it is given back, come what may
+        self.on_release = on_release
         super().__init__(call, slot, nbytes, tensor, blank)
         self.start = start
         self.is_whole = start == 0 and nbytes == tensor.untyped_storage().nbytes()
-        self.host: HostBuffer | None = host
-        self.on_release = on_release
         self.decoded_start = start
         """Byte of the original storage that ``decoded`` begins with."""
         self.device_bytes = nbytes
@@ -225,6 +149,7 @@ class SavedStorage(WatchedStorage):
 
     def drop_device_copy(self) -> None:
         """Forget the device copy; the host still has the bytes."""
+        self.forget_handed_out()
         self.buffer = None
         self.decoded = None
 
@@ -274,32 +199,3 @@ class KeptTensor:
         """Raise if the tensor was changed in place after it was saved."""
         if self.tensor._version != self.version:
             raise modified_error(self.slot)
-
-
-class SlotLabel(NamedTuple):
-    """Names a slot of a layer; put into words only where a message needs it."""
-
-    layer: str
-    path: str
-    """Sub-module that saved it first; empty for the layer itself."""
-    ordinal: int
-    """How many distinct storages that sub-module had saved before; -1 for what is no slot."""
-
-    @property
-    def name(self) -> str:
-        """Name shared by structurally identical layers, such as ``self_attn.q_proj:0``."""
-        return f"{self.path}:{self.ordinal}"
-
-    def __str__(self) -> str:
-        """Return ``model.layers.0 self_attn.q_proj:0``."""
-        return f"{self.layer} {self.name}"
-
-
-def modified_error(slot: SlotLabel) -> SavedTensorModifiedError:
-    """Build the error that autograd's version check would have raised without hooks."""
-    return SavedTensorModifiedError(
-        f"one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: the tensor saved as slot {slot.name!r} of layer {slot.layer!r} was changed "
-        "after it was saved, before backward used it. Use the out-of-place form of the operation, "
-        "or clone the tensor before changing it. (It fails in the same way without hf_pyao.)"
-    )

@@ -12,7 +12,7 @@ import torch
 
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.runtime.parameters import FrozenShapes
-from hf_pyao.runtime.saved_tensor import SlotLabel
+from hf_pyao.runtime.watching import SlotLabel
 
 if TYPE_CHECKING:
     from hf_pyao.runtime.equal_casts import CastKey

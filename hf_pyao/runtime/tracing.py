@@ -29,13 +29,22 @@ from torch.utils._python_dispatch import (
 )
 
 from hf_pyao.runtime.operations import Kind, Rule, Rules, generator_for
-from hf_pyao.runtime.values import Operation, Ref, TensorSource, Value, source_of, tensors_of
+from hf_pyao.runtime.trace_graph import graph_of
+from hf_pyao.runtime.values import (
+    Operation,
+    Ref,
+    TensorSource,
+    Value,
+    copied_source,
+    source_of,
+    tensors_of,
+)
+
+MAX_COPIED_BYTES = 64
+"""Constants up to this size (counters, scales) are copied: they may change at any time."""
 
 MAX_CONSTANT_BYTES = 1024
 """Tensors up to this size that need no gradient are held as they are."""
-
-SCHEMA_VERSION = 1
-"""Version of what :meth:`Trace.to_dict` returns."""
 
 _PLAIN = (torch.Tensor, Parameter, FakeTensor)
 
@@ -122,6 +131,8 @@ class Trace(TorchDispatchMode):
         )
         if rule.is_random:
             self._note_state(operation, args, kwargs)
+        if rule.is_mutable:
+            self._keep_content(args[0])
         out = func(*args, **kwargs)
         self.operations.append(operation)
         if rule.is_mutable:
@@ -151,6 +162,8 @@ class Trace(TorchDispatchMode):
     def _bind(
         self, operation: Operation, index: int, tensor: torch.Tensor, is_changed: bool = False
     ) -> None:
+        if tensor.layout is not torch.strided:
+            return  # what reads it next finds no value, and is not replayed
         storage = tensor.untyped_storage()
         if storage._cdata in self.values:
             if not is_changed:
@@ -168,6 +181,8 @@ class Trace(TorchDispatchMode):
 
     def _frozen(self, arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
+            if arg.layout is not torch.strided:
+                return Ref(_unreadable(arg), arg)
             storage = arg.untyped_storage()
             value = self.values.get(storage._cdata)
             return Ref(self._meet(arg, storage) if value is None else value, arg)
@@ -186,11 +201,26 @@ class Trace(TorchDispatchMode):
             value.source = source_of(tensor, is_parameter=True)
         elif isinstance(base, Parameter):
             value.source = source_of(base, is_parameter=True)
+        elif value.nbytes <= MAX_COPIED_BYTES and not tensor.requires_grad:
+            value.source = copied_source(storage, tensor.device)
         elif value.nbytes <= MAX_CONSTANT_BYTES and not tensor.requires_grad:
-            value.source = source_of(tensor.detach())
+            value.source = source_of(owner)
         elif self._is_constant(tensor, storage._cdata):
-            value.source = source_of(tensor.detach())
+            # Buffers, and casts of weights: these need gradients, and their graph is not held.
+            value.source = source_of(tensor.detach() if tensor.requires_grad else owner)
         return value
+
+    def _keep_content(self, args: Any) -> None:
+        """Copy the constants among *args*, which an operation is about to change."""
+        for tensor in tensors_of(args):
+            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            known = self.values.get(storage._cdata)
+            source = None if known is None else known.source
+            if type(source) is TensorSource and not (source.is_parameter or source.is_copy):
+                assert known is not None
+                known.source = copied_source(storage, tensor.device)
 
     def _note_state(self, operation: Operation, args: Any, kwargs: dict[str, Any]) -> None:
         tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
@@ -211,10 +241,12 @@ class Trace(TorchDispatchMode):
 
     def _run_opaque(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run what cannot be replayed."""
+        if rule.is_mutable:
+            self._keep_content((args, kwargs))
         out = func(*args, **kwargs)
         if rule.is_mutable:
             for tensor in tensors_of((args, kwargs)):
-                self._forget(tensor)
+                self._forget(tensor, is_changed=True)
         for tensor in tensors_of(out):
             value = self._forget(tensor, only_new=True)
             if value is not None:
@@ -224,14 +256,18 @@ class Trace(TorchDispatchMode):
 
     def _run_unseen(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation beside which something may happen that is not seen."""
+        if rule.is_mutable:
+            self._keep_content((args, kwargs))
         out = func(*args, **kwargs)
         for tensor in tensors_of((args, kwargs, out)):
-            value = self._forget(tensor)
+            value = self._forget(tensor, is_changed=rule.is_mutable)
             if value is not None and rule.is_reinterpreting:
                 value.is_blocked = True
         return out
 
-    def _forget(self, tensor: torch.Tensor, *, only_new: bool = False) -> Value | None:
+    def _forget(
+        self, tensor: torch.Tensor, *, only_new: bool = False, is_changed: bool = False
+    ) -> Value | None:
         """Make *tensor*'s storage one of unknown origin; return its value."""
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
@@ -239,7 +275,8 @@ class Trace(TorchDispatchMode):
         known = self.values.get(storage._cdata)
         if known is None:
             return self._meet(tensor, storage)
-        if only_new or type(known.source) is TensorSource:
+        source = known.source
+        if only_new or (type(source) is TensorSource and (source.is_parameter or not is_changed)):
             return known
         owner = tensor if tensor._base is None else tensor._base
         value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
@@ -262,33 +299,20 @@ class Trace(TorchDispatchMode):
         (kept or offloaded), ``recomputed`` (dropped, and saved by autograd), ``replayed`` (on the
         way to one that is recomputed) or ``unused``.
         """
-        numbers: dict[Value, int] = {}
-        operations = []
-        for operation in self.operations:
-            outputs = [value for _, ref in operation.outputs if (value := ref()) is not None]
-            for value in (*(ref.value for ref in operation.refs), *outputs):
-                numbers.setdefault(value, len(numbers))
-            operations.append(
-                {
-                    "name": operation.rule.name,
-                    "path": operation.path,
-                    "kind": operation.rule.kind.value,
-                    "is_random": operation.rule.is_random,
-                    "may_replay": self.may_replay(operation),
-                    "inputs": [numbers[ref.value] for ref in operation.refs],
-                    "outputs": [numbers[value] for value in outputs],
-                }
-            )
-        for value in self.values.values():
-            numbers.setdefault(value, len(numbers))
-        values = [{"nbytes": value.nbytes, "state": value.state} for value in numbers]
-        return {"schema_version": SCHEMA_VERSION, "operations": operations, "values": values}
+        return graph_of(self)
 
     def may_replay(self, operation: Operation) -> bool:
         """Say whether *operation* is one to run again in backward."""
         if operation.rule.kind is Kind.PRODUCT and operation.path not in self._product_paths:
             return False
         return operation.is_repeatable
+
+
+def _unreadable(tensor: torch.Tensor) -> Value:
+    """Return a value that cannot be had in backward: sparse and other tensors without strides."""
+    value = Value(None, 0, 0, tensor.device, weakref.ref(tensor))
+    value.is_readable, value.is_blocked = False, True
+    return value
 
 
 def _are_plain(types: Any) -> bool:

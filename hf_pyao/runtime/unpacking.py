@@ -86,12 +86,14 @@ class Unpacker:
             return self._rebuild(handle, record)
         residency = record.residency
         if residency is Residency.OFFLOADING:
-            return handle.view_of(*record.payload_storage())
+            tensor = handle.view_of(*record.payload_storage())
+            return tensor if self._task == NO_TASK else record.hand_out(tensor)
         if residency is Residency.HOST:
             self._reload(record)
         if residency is not Residency.DEVICE:
             self._wait(record)
         tensor = handle.view_of(record.device_storage(), record.decoded_start)
+        record.hand_out(tensor)
         if not record.is_consumed:
             self._reloads.consumed(record)
             if not self._reloads.is_exhausted or self._offloads.waiting_bytes:
@@ -165,7 +167,7 @@ class Unpacker:
     def _rebuild(self, handle: SavedTensor, record: RecomputedStorage) -> torch.Tensor:
         """Replay what leads to a storage that was dropped."""
         assert self.recomputer is not None
-        tensor = handle.view_of(self.recomputer.rebuild(record), 0)
+        tensor = record.hand_out(handle.view_of(self.recomputer.rebuild(record), 0))
         if _current_task() == NO_TASK:
             assert record.call.replay is not None
             record.call.replay.reset()  # looked at outside a backward pass

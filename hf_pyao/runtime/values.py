@@ -5,7 +5,8 @@ A *value* is the content of one storage from one change to the next. Operations 
 values; views are no operations but geometry, kept with the argument (:class:`Ref`), so that several
 views of a tensor share one rebuilt storage. An operation in place makes a new value of the same
 storage: ``_version`` cannot tell them apart, as it still is the old one while a dispatch mode sees
-the operation. Neither values nor operations hold tensors, but for parameters and tiny constants.
+the operation. Neither values nor operations hold tensors, but for parameters, buffers and copies of
+tiny constants. A buffer that an operation is about to change is copied first.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from typing import Any
 
 import torch
 
+from hf_pyao.runtime.layout import bytes_view
 from hf_pyao.runtime.operations import Kind, Rule
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TensorSource:
-    """A tensor that is there anyway: a parameter, a buffer, a tiny constant."""
+    """A tensor that is there anyway: a parameter, a buffer, or the copy of a tiny constant."""
 
     tensor: torch.Tensor
+    """The object itself, whose version counter tells of changes."""
     version: int
     offset: int
     """Its storage offset when it was seen: FSDP may place it elsewhere by the time of replay."""
     is_parameter: bool
+    is_copy: bool
+    """True if it is ours: what becomes of the original does not matter."""
 
 
 class Value:
@@ -100,8 +105,9 @@ class Ref:
         self.value = value
         self.dtype = tensor.dtype
         self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        is_strided = tensor.layout is torch.strided
+        self.stride = tensor.stride() if is_strided else ()
+        self.offset = tensor.storage_offset() if is_strided else 0
 
     @property
     def is_whole(self) -> bool:
@@ -170,7 +176,14 @@ class Operation:
 
 def source_of(tensor: torch.Tensor, *, is_parameter: bool = False) -> TensorSource:
     """Take note of *tensor* as it is now."""
-    return TensorSource(tensor, tensor._version, int(tensor.storage_offset()), is_parameter)
+    offset = int(tensor.storage_offset())
+    return TensorSource(tensor, tensor._version, offset, is_parameter, is_copy=False)
+
+
+def copied_source(storage: torch.UntypedStorage, device: torch.device) -> TensorSource:
+    """Copy the content of *storage* as it is now."""
+    whole = bytes_view(storage, device, 0, storage.nbytes()).clone()
+    return TensorSource(whole, whole._version, 0, is_parameter=False, is_copy=True)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

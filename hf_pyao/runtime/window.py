@@ -7,6 +7,7 @@ oldest copies are waited for only when more than the window is on its way.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
@@ -35,10 +36,15 @@ class OffloadWindow:
         self._transport = transport
         self._limit_bytes = limit_bytes
         self._queue: deque[tuple[weakref.ref[SavedStorage], object, Payload, int]] = deque()
+        self._lock = threading.RLock()  # forwards may run on several threads
         self.waiting_bytes = 0
 
     def add(self, record: SavedStorage, nbytes: int) -> None:
         """Queue the payload of *record* (*nbytes*), whose offload was just issued."""
+        with self._lock:
+            self._add(record, nbytes)
+
+    def _add(self, record: SavedStorage, nbytes: int) -> None:
         is_windowed = self._limit_bytes is not None
         if is_windowed and not self._queue and self._transport.is_done(record.offload_ticket):
             record.payload = ()
@@ -55,21 +61,25 @@ class OffloadWindow:
 
     def release_done(self) -> None:
         """Let go of what is known to have left."""
-        while self._queue and self._transport.is_done(self._queue[0][1]):
-            self._release_oldest()
+        with self._lock:
+            while self._queue and self._transport.is_done(self._queue[0][1]):
+                self._release_oldest()
 
     def layer_end(self) -> None:
-        """Meet the copies at the end of a layer, if that is the rule."""
+        """Meet the copies at the end of a layer, if that is the rule; else see what has left."""
         if self._limit_bytes is None:
             self.drain()
+        else:
+            self.release_done()
 
     def drain(self) -> None:
         """Order compute behind everything that waits, and let it go."""
-        if self._queue:
-            # Copies to the host run in one queue: the newest stands for all before it.
-            self._transport.wait(self._queue[-1][1])
-        while self._queue:
-            self._release_oldest()
+        with self._lock:
+            if self._queue:
+                # Copies to the host run in one queue: the newest stands for all before it.
+                self._transport.wait(self._queue[-1][1])
+            while self._queue:
+                self._release_oldest()
 
     def _release_oldest(self) -> None:
         ref, _, _, nbytes = self._queue.popleft()

@@ -52,6 +52,15 @@ def test_plain_arguments_and_a_plain_model_pass() -> None:
     check_model(tiny_llama())
 
 
+def test_an_activation_that_writes_what_was_saved_is_refused() -> None:
+    model = tiny_llama()
+    model.model.layers[1].mlp.act_fn = nn.RReLU()
+    with pytest.raises(ConflictError, match=r"model.layers.1.mlp.act_fn.*nn.RReLU"):
+        check_model(model)
+    model.model.layers[1].mlp.act_fn.eval()
+    check_model(model)
+
+
 def test_compiled_autograd_is_refused() -> None:
     with torch._dynamo.config.patch(compiled_autograd=True):
         with pytest.raises(ConflictError, match=r"compiled_autograd is on.*Switch it off"):

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import PyAOError, SavedTensorModifiedError
-from hf_pyao.runtime.saved_tensor import VersionWatch
+from hf_pyao.runtime.watching import VersionWatch
 from tests.helpers import EVERY_LAYER, EVERYTHING, FunctionLayer, Stack, linear_relu
 
 Function = Callable[[FunctionLayer, torch.Tensor], torch.Tensor]
@@ -235,3 +235,55 @@ def test_a_version_watch_holds_no_memory() -> None:
     assert watch.is_modified
     del view
     assert storage.expired()
+
+
+class ChangesInBackward(torch.autograd.Function):
+    """Squares, and doubles its saved input in place when it runs backward."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        x.mul_(2)
+        return x * gradient
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("recompute", [(), ("pointwise",)], ids=["", "recomputed"])
+def test_what_one_node_changes_in_backward_no_other_may_use(
+    config: PyAOConfig, recompute: tuple[str, ...]
+) -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        hidden = x * 1.0
+        product = hidden * layer.weight[0]
+        return product + ChangesInBackward.apply(hidden)  # runs backward first
+
+    model = Stack(function, function)
+    x = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        copy.deepcopy(model)(x).sum().backward()
+    with attach(model, replace(config, recompute_modules=recompute)) as offloader:
+        with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
+            model(x).sum().backward()
+        offloader.engine.end_micro_batch()
+        assert offloader.host_pool.settle() == 0
+
+
+def test_a_second_backward_does_not_use_it_either() -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return ChangesInBackward.apply(x @ layer.weight)  # type: ignore[no-any-return]
+
+    model, x = Stack(function, function), torch.randn(4, 4)
+    plain = copy.deepcopy(model)(x).sum()
+    plain.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain.backward()
+    with attach(model, EVERY_LAYER):
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
+            loss.backward()

@@ -488,8 +488,63 @@ def test_hooks_that_a_layer_left_on_stay_on_and_ours_go() -> None:
         assert offloader.metrics()["offloaded_bytes"] > 0
 
 
+def test_an_interrupt_inside_the_hooks_of_others_leaves_none_of_them_on() -> None:
+    def theirs(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def interrupted(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    model = Stack(linear_relu, interrupted)
+    with attach(model, EVERY_LAYER):
+        with pytest.raises(KeyboardInterrupt):
+            with torch.autograd.graph.saved_tensors_hooks(theirs, theirs):
+                model(torch.randn(4, 4))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_layers_that_call_one_another_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    def calls_the_next(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return linear_relu(layer, model.layers[1](x))
+
+    model = Stack(calls_the_next, linear_relu)
+    with attach(model, EVERY_LAYER), caplog.at_level(logging.WARNING, "hf_pyao"):
+        for _ in range(2):
+            model.layers[0](torch.randn(4, 4)).sum().backward()
+    messages = [r.getMessage() for r in caplog.records if "had not ended" in r.getMessage()]
+    assert len(messages) == 1
+    assert "'layers.1' was entered while layer 'layers.0'" in messages[0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_sparse_and_nested_tensors_stay_as_they_are() -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.as_nested_tensor([x[:1] @ layer.weight, x[1:] @ layer.weight])
+        return torch.nested.to_padded_tensor(nested.sin(), 0.0).flatten(0, 1)[:4]
+
+    def with_sparse_input(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(torch.eye(4).to_sparse(), function(layer, x))
+
+    model = Stack(with_sparse_input, with_sparse_input)
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 4)
+    plain(x).sum().backward()
+    with attach(model, EVERY_LAYER) as offloader:
+        model(x).sum().backward()
+        assert offloader.host_pool.settle() == 0
+    assert_same_tensors(gradients_of(model), gradients_of(plain), "sparse and nested")
+
+
 # ---- helpers
 # ----------------------------------------------------------------------------------------
+
+
+def test_sparse_inputs_of_a_layer_are_no_concern() -> None:
+    sparse = torch.eye(2).to_sparse()
+    mask = torch.ones(2)
+    (found,) = shared_inputs((torch.ones(2, 2), sparse, mask), {})
+    assert found is mask
+    assert shared_inputs((sparse, mask), {}) == [mask]
 
 
 def test_what_layers_share_is_told_from_their_hidden_states() -> None:

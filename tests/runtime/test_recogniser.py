@@ -151,6 +151,18 @@ def test_buffers_stay_and_are_not_counted() -> None:
     assert metrics["would_hold_bytes"] == 3 * 4 * 4 * 4 + 4 * 4 * 4
 
 
+def test_a_copy_of_a_parameter_for_each_row_is_an_activation() -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        rows = layer.weight.expand(3, 4, 4).contiguous()
+        return x + rows.sin().sum(0)
+
+    model = Stack(function, function)
+    with attach(model, EVERY_LAYER) as offloader:
+        model(torch.randn(4, 4)).sum().backward()
+        metrics = offloader.metrics()
+    assert metrics["offloaded_bytes"] == metrics["would_hold_bytes"] == 2 * 3 * 4 * 4 * 4
+
+
 def test_quantised_weights_and_other_parameter_subclasses_stay_as_they_are() -> None:
     class Packed(Parameter):
         """What bitsandbytes calls Params4bit."""

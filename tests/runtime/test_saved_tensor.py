@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_pyao import attach
-from hf_pyao.runtime.saved_tensor import Residency, SavedStorage, SlotLabel, modified_error
+from hf_pyao.runtime.saved_tensor import Residency, SavedStorage
+from hf_pyao.runtime.watching import SlotLabel, modified_error
 from tests.helpers import EVERY_LAYER, Stack, linear_relu
 
 LEGAL = {

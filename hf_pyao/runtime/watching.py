@@ -1,0 +1,153 @@
+"""Sees in-place changes of saved tensors, as autograd does where no hooks are set.
+
+[Note: In-place changes]
+Hooks switch off autograd's version check. A kept tensor is compared with its version at unpack. For
+one whose device memory was let go, a detached tensor without data goes on sharing the version
+counter, so that a change at any time before unpack raises as it would without hooks, and does not
+depend on how far a copy had come. What backward itself got is watched too: one node may change it
+before another asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from hf_pyao.errors import SavedTensorModifiedError
+
+if TYPE_CHECKING:
+    from hf_pyao.runtime.tape import LayerCall
+
+
+class SlotLabel(NamedTuple):
+    """Names a slot of a layer; put into words only where a message needs it."""
+
+    layer: str
+    path: str
+    """Sub-module that saved it first; empty for the layer itself."""
+    ordinal: int
+    """How many distinct storages that sub-module had saved before; -1 for what is no slot."""
+
+    @property
+    def name(self) -> str:
+        """Name shared by structurally identical layers, such as ``self_attn.q_proj:0``."""
+        return f"{self.path}:{self.ordinal}"
+
+    def __str__(self) -> str:
+        """Return ``model.layers.0 self_attn.q_proj:0``."""
+        return f"{self.layer} {self.name}"
+
+
+def modified_error(slot: SlotLabel) -> SavedTensorModifiedError:
+    """Build the error that autograd's version check would have raised without hooks."""
+    return SavedTensorModifiedError(
+        f"one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: the tensor saved as slot {slot.name!r} of layer {slot.layer!r} was changed "
+        "after it was saved, before backward used it. Use the out-of-place form of the operation, "
+        "or clone the tensor before changing it. (It fails in the same way without hf_pyao.)"
+    )
+
+
+class VersionWatch:
+    """Sees in-place changes of a tensor without keeping its memory alive.
+
+    Saved-tensor hooks switch off autograd's own check, which is restored with this. A detached
+    tensor shares its origin's version counter; given empty data it keeps the counter and lets go
+    of the storage.
+    """
+
+    __slots__ = ("_counter", "_version")
+
+    def __init__(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
+        """Watch *tensor*; *blank* is an empty tensor of its dtype and device."""
+        self._counter = tensor.detach()
+        self._version = tensor._version
+        self._counter.data = blank
+
+    @property
+    def is_modified(self) -> bool:
+        """True once the tensor was changed in place."""
+        return self._counter._version != self._version
+
+
+class WatchedStorage:
+    """What stands for a saved storage whose device memory was let go.
+
+    In-place changes raise when it is asked for: see [Note: In-place changes].
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_counter",
+        "_handed_out",
+        "_other_watches",
+        "call",
+        "device",
+        "nbytes",
+        "slot",
+        "tensor_address",
+        "version",
+    )
+
+    def __init__(
+        self,
+        call: LayerCall,
+        slot: SlotLabel,
+        nbytes: int,
+        tensor: torch.Tensor,
+        blank: torch.Tensor,
+    ) -> None:
+        self.call = call
+        self.slot = slot
+        self.nbytes = nbytes
+        self.device = tensor.device
+        self.version = tensor._version
+        self.tensor_address = tensor._cdata
+        """Of the tensor object that was saved first: it shares its version counter."""
+        self._counter = counter = tensor.detach()  # as VersionWatch does
+        counter.data = blank
+        self._other_watches: list[VersionWatch] | None = None
+        self._handed_out: list[tuple[torch.Tensor, int]] | None = None
+        """Tensors that backward got, over one rebuilt storage, and their versions then."""
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take note of *tensor*, which goes to backward; return it.
+
+        Autograd would raise if one node changed it in place and another asked for it later.
+        """
+        if self._handed_out is None:
+            self._handed_out = []
+        self._handed_out.append((tensor, tensor._version))
+        return tensor
+
+    def forget_handed_out(self) -> None:
+        """Let go of what backward got; if it was changed meanwhile, that is remembered."""
+        if self._handed_out is not None:
+            if self._is_changed_by_backward():
+                self.version = -1
+            self._handed_out = None
+
+    def _is_changed_by_backward(self) -> bool:
+        handed_out = self._handed_out
+        return handed_out is not None and any(
+            tensor._version != version for tensor, version in handed_out
+        )
+
+    def watch_too(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
+        """Watch another tensor on the storage, which may have a version counter of its own."""
+        if tensor._cdata == self.tensor_address:
+            return
+        if self._other_watches is None:
+            self._other_watches = []
+        self._other_watches.append(VersionWatch(tensor, blank))
+
+    def check_unmodified(self) -> None:
+        """Raise if a tensor on this storage was changed in place after it was saved."""
+        others = self._other_watches
+        if (
+            self._counter._version != self.version
+            or (others is not None and any(other.is_modified for other in others))
+            or (self._handed_out is not None and self._is_changed_by_backward())
+        ):
+            raise modified_error(self.slot)
