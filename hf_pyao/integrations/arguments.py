@@ -150,7 +150,8 @@ class PyAOArguments:
             "head_loss",
             "How the loss is computed from the last hidden states. 'off': as the model does. "
             "'chunked': without ever holding all logits, which frees much when the vocabulary is "
-            "large. 'liger': by Liger's kernel, if installed. 'auto': the best one at hand.",
+            "large. 'liger': by Liger's kernel, if installed. 'auto': 'chunked' where the model's "
+            "head is understood, else 'off'.",
         ),
     )
     activation_offload_report: str | None = field(
@@ -238,8 +239,8 @@ class PyAOArguments:
             name, value = flag.name.removeprefix(_PREFIX), getattr(self, flag.name)
             if name not in _CONFIG_DEFAULTS:
                 continue
-            if name == "window" and isinstance(value, str) and value.isdecimal():
-                value = int(value)
+            if name == "window" and isinstance(value, str):
+                value = int(value) if value.removeprefix("-").isdecimal() else value
             if value is not None:
                 given[name] = value
         return given

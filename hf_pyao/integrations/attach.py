@@ -69,6 +69,8 @@ def attach(
             with another configuration.
         NoLayersFoundError: no layers were found.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is {model!r}; expected a torch.nn.Module.")
     config = config or PyAOConfig()
     if not isinstance(config, PyAOConfig):
         raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
@@ -265,7 +267,7 @@ def _with_recompute(policy: Policy, config: PyAOConfig, found: FoundLayers) -> P
     names = [name for name in config.recompute_modules if name != POINTWISE]
     return RecomputeSelected(
         policy,
-        resolve_selections(names, found),
+        resolve_selections(names, found, field="recompute_modules", also=(POINTWISE,)),
         is_pointwise=POINTWISE in config.recompute_modules,
     )
 

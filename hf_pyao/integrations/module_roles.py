@@ -82,11 +82,19 @@ def resolve_selection(names: Sequence[str], layer: nn.Module, roles: Roles) -> f
     return frozenset(selected)
 
 
-def resolve_selections(names: Sequence[str], found: FoundLayers) -> dict[str, frozenset[str]]:
+def resolve_selections(
+    names: Sequence[str], found: FoundLayers, *, field: str = "modules", also: Sequence[str] = ()
+) -> dict[str, frozenset[str]]:
     """Do :func:`resolve_selection` for every layer of a model; layer fqn -> selected paths.
 
     Layers may differ (encoder and decoder, attention and state-space, dense and expert layers), so
     a name need not select something in every one of them.
+
+    Args:
+        names: roles, or names of sub-modules with ``*`` as wildcard.
+        found: the layers.
+        field: of the configuration, for messages.
+        also: what else that field takes, for messages.
 
     Raises:
         ConfigError: a name selects nothing in any layer.
@@ -95,7 +103,7 @@ def resolve_selections(names: Sequence[str], found: FoundLayers) -> dict[str, fr
     for name in names:
         by_layer = {fqn: _select(name, layer, found.roles) for fqn, layer in found.layers}
         if not any(by_layer.values()):
-            raise _nothing_selected(name, found.layers, found.roles)
+            raise _nothing_selected(name, found.layers, found.roles, field, also)
         selected = {fqn: selected[fqn] | by_layer[fqn] for fqn in selected}
     return selected
 
@@ -124,7 +132,11 @@ def _paths(layer: nn.Module) -> list[str]:
 
 
 def _nothing_selected(
-    name: str, layers: Sequence[tuple[str, nn.Module]], roles: Roles
+    name: str,
+    layers: Sequence[tuple[str, nn.Module]],
+    roles: Roles,
+    field: str = "modules",
+    also: Sequence[str] = (),
 ) -> ConfigError:
     paths = list(dict.fromkeys(path for _, layer in layers for path in _paths(layer)))
     where = f"any of the {len(layers)} layers" if len(layers) > 1 else "the layer"
@@ -136,20 +148,20 @@ def _nothing_selected(
         )
     if name in ROLES and not roles:
         return ConfigError(
-            f"modules names the role {name!r}, but this architecture has no role map. {fqn_way} "
+            f"{field} names the role {name!r}, but this architecture has no role map. {fqn_way} "
             "Or give it one with register_module_map."
         )
     relative = [".".join(name.split(".")[start:]) for start in range(1, name.count(".") + 1)]
     inside = next((r for r in relative if any(fnmatchcase(p, r) for p in paths if p)), None)
     if inside is not None:
         return ConfigError(
-            f"modules names {name!r}; names are relative to a layer and hold for all layers: "
+            f"{field} names {name!r}; names are relative to a layer and hold for all layers: "
             f"write {inside!r}."
         )
-    hint = nearest(name, [*roles, *paths]) or ";"
+    hint = nearest(name, [*also, *roles, *paths]) or ";"
     known = f"known roles: {', '.join(roles)}; " if roles else "this architecture has no roles; "
     return ConfigError(
-        f"modules names {name!r}, which selects nothing in {where}{hint} {known}"
+        f"{field} names {name!r}, which selects nothing in {where}{hint} {known}"
         f"sub-modules of a layer: {_listing(paths)}."
     )
 

@@ -39,7 +39,7 @@ def _parse_names(text: str) -> tuple[str, ...]:
 
 
 def _parse_window(text: str) -> str | int:
-    return int(text) if text.isdecimal() else text
+    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def _env(parse: Callable[[str], Any] = str, expected: str = "") -> dict[str, Any]:

@@ -199,6 +199,16 @@ class OffloadEngine:
         """Let go of device copies that have left; for moments in which nothing else would."""
         self._offloads.release_done()
 
+    def warn_eval(self) -> None:
+        """Warn, once, that a forward with gradients on ran in eval mode before any training."""
+        if not self._has_warned_idle:
+            self._has_warned_idle = True
+            logger.warning(
+                "hf_pyao has nothing to offload: the model is in eval mode, as `from_pretrained` "
+                "returns it, while gradients are on. Call model.train() before training, or use "
+                "torch.no_grad() to evaluate."
+            )
+
     def warn_idle(self) -> None:
         """Warn, once, that a step went by in which nothing was packed."""
         if self._has_warned_idle:

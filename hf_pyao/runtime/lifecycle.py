@@ -179,6 +179,8 @@ class Lifecycle:
             self._calls_per_forward = {}
             self._wrap_checkpointing()
             self.engine.begin_forward()
+        elif torch.is_grad_enabled() and not self.engine.num_layer_calls:
+            self.engine.warn_eval()
 
     def enter(
         self,

@@ -130,6 +130,11 @@ def test_every_knob_parses_from_the_command_line() -> None:
     )
 
 
+def test_a_negative_window_is_called_that() -> None:
+    with pytest.raises(ConfigError, match=r"window is -1.*negative"):
+        parse("--activation_offload", "--activation_offload_window", "-1").pyao_config()
+
+
 def test_window_takes_the_word_too() -> None:
     config = parse("--activation_offload", "--activation_offload_window", "layer").pyao_config()
     assert config.window == "layer"

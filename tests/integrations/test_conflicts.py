@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from trl import SFTConfig
 
 from hf_pyao import attach
-from hf_pyao.errors import ConflictError
+from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.conflicts import (
     check_model,
     check_other_offloaders,
@@ -145,3 +145,8 @@ def test_torchs_offload_wrapper_is_refused() -> None:
     model.model.layers[1] = offload_wrapper(model.model.layers[1])
     with pytest.raises(ConflictError, match=r"model\.layers\.1"):
         check_model(model)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model is None; expected a torch.nn.Module"):
+        attach(None)  # type: ignore[arg-type]

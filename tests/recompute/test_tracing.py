@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_pyao import Offloader, PyAOConfig, attach
-from hf_pyao.errors import SavedTensorModifiedError
+from hf_pyao.errors import ConfigError, SavedTensorModifiedError
 from hf_pyao.runtime.recompute import COMPILED, NO_GAIN, NO_RECIPE, NOT_SEEN, ZERO_3
-from tests.helpers import EVERY_LAYER, FunctionLayer, Stack, linear_relu
+from tests.helpers import EVERY_LAYER, FunctionLayer, Stack, linear_relu, tiny_model
 from tests.recompute.recompute_sets import ALONE
 
 SIZE = 64
@@ -297,3 +297,15 @@ def test_reasons_are_told_apart() -> None:
     _, metrics = run(POINTWISE, gelu_of_product, linear_relu)
     reasons = {key.partition("/")[2] for key in metrics if key.startswith("not_recomputed")}
     assert reasons == {NOT_SEEN, NO_RECIPE, NO_GAIN}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("pointwse", r"recompute_modules names 'pointwse'.*pointwise"),
+        ("mlp_akt", r"recompute_modules names 'mlp_akt'.*mlp_act"),
+    ],
+)
+def test_an_unknown_name_is_refused_by_the_field_it_was_given_in(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        attach(tiny_model("llama"), PyAOConfig(recompute_modules=(name,)))

@@ -406,7 +406,7 @@ def to_eval(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("prepare", "seen"),
-    [(freeze_all_but_head, "autograd saved nothing"), (to_eval, "no layer was seen running")],
+    [(freeze_all_but_head, "autograd saved nothing"), (to_eval, "is in eval mode")],
 )
 def test_steps_in_which_nothing_is_packed_are_warned_about_once(
     prepare: Callable[[Any], None], seen: str, caplog: pytest.LogCaptureFixture
