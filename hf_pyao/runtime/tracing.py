@@ -169,6 +169,7 @@ class Trace(TorchDispatchMode):
             if not is_changed:
                 return  # an alias of an argument
             key = storage._cdata
+            self.values[key].is_readable = False  # what it was can be had from nowhere now
         else:
             key = cast(int, storage._weak_ref())
         value = Value(operation, index, storage.nbytes(), tensor.device, weakref.ref(tensor))
@@ -281,6 +282,10 @@ class Trace(TorchDispatchMode):
         owner = tensor if tensor._base is None else tensor._base
         value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
         value.is_readable, value.is_blocked = known.is_readable, known.is_blocked
+        if is_changed:
+            known.is_readable = False
+            if value.nbytes <= MAX_COPIED_BYTES and not tensor.requires_grad:
+                value.source = copied_source(storage, tensor.device)
         self.values[storage._cdata] = value
         return value
 

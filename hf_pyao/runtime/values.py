@@ -71,7 +71,8 @@ class Value:
         self.tensor = tensor
         """A tensor on the storage, while it lives."""
         self.is_readable = True
-        """False for memory that was allocated without being written: who writes it is not seen."""
+        """False if no tensor holds it: the memory was changed since, or allocated without being
+        written (who writes it is not seen)."""
         self.is_blocked = False
         """True if its bytes do not say what it holds (conjugate views)."""
         self.source: Any = None
