@@ -27,6 +27,7 @@ from races.models import ARCHITECTURES, SCENARIOS, make_pair
 NUM_SCHEDULES = int(os.environ.get("PYAO_TEST_SCHEDULES", "2000"))
 RECORD = os.environ.get("PYAO_TEST_SCHEDULES_RECORD")
 RECORDED_EVERY = 500
+PUBLISHED = Path(__file__).parents[2] / "recipes" / "results" / "adversarial_schedules"
 WINDOWS = ("layer", 0, 3_000, 2**20)
 VARIANTS = tuple(itertools.product(WINDOWS, (1, 2), SCENARIOS))
 
@@ -83,3 +84,11 @@ def test_gradients_are_bit_identical_under_adversarial_schedules(architecture: s
             record.write()
     record.write()
     assert record.num_copies > NUM_SCHEDULES * 10  # the schedules had something to get wrong
+
+
+def test_the_long_run_is_on_record() -> None:
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in PUBLISHED.glob("*.json")]
+    assert sorted(document["architecture"] for document in found) == sorted(ARCHITECTURES)
+    assert sum(document["num_schedules"] for document in found) >= 100_000
+    assert all(document["num_failures"] == 0 for document in found)
+    assert all(document["provenance"]["commit"] for document in found)
