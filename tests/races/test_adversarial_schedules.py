@@ -38,6 +38,10 @@ class Record:
     def __init__(self, architecture: str) -> None:
         self.path = Path(RECORD) / f"{architecture}.json" if RECORD else None
         self.architecture = architecture
+        self.provenance = dataclasses.replace(  # of the code that runs, whatever changes meanwhile
+            collect_provenance(),
+            command=f"PYAO_TEST_SCHEDULES={NUM_SCHEDULES} pytest {Path(__file__).name}",
+        )
         self.num_schedules = 0
         self.num_copies = 0
         if self.path is not None and self.path.exists():
@@ -51,7 +55,7 @@ class Record:
         document = {
             "schema_version": 1,
             "kind": "adversarial_schedules",
-            "provenance": dataclasses.asdict(collect_provenance()),
+            "provenance": dataclasses.asdict(self.provenance),
             "architecture": self.architecture,
             "num_schedules": self.num_schedules,
             "num_copies": self.num_copies,
