@@ -27,6 +27,22 @@ SMOKE_MODEL = (
 )
 SMOKE_METHODS = ("none", "checkpoint", "pyao-window", "trl-streams")
 
+DEFAULT_MICRO_BATCH = 4
+MAX_TIMEOUT_S = 1e6
+"""Eleven days; the system's clocks for waiting end at 24."""
+
+_LEAST = {"micro_batch": 1, "sequence_length": 2, "warmup": 0, "steps": 1, "ballast_gib": 0}
+"""Option -> the least that it may be."""
+
+_SHAPE = {
+    "sequence_length": "sequence_length",
+    "dtype": "dtype",
+    "autocast": "autocast",
+    "num_warmup": "warmup",
+    "num_steps": "steps",
+}
+"""Field of a setup that the smoke run sets itself -> option."""
+
 DESCRIPTION = """\
 Compare ways to save activation memory: same model, data, seed and machine, each method in a process
 of its own. One step is a forward and its backward; each is timed on a drained device. Losses and
@@ -44,17 +60,15 @@ def add_bench_arguments(
     parser.epilog = _epilog(program, sizes)
     what = parser.add_argument_group("what is measured")
     what.add_argument("--model", metavar="MODEL", help="see below")
-    what.add_argument("--micro-batch", type=int, default=4, help="sequences (default: 4)")
+    what.add_argument("--micro-batch", type=int, help=f"sequences (default: {DEFAULT_MICRO_BATCH})")
     what.add_argument(
         "--find-largest",
         action="store_true",
         help="find each method's largest micro-batch instead, and measure there; see "
         "--memory-cap-gib",
     )
-    what.add_argument("--sequence-length", type=int, default=512, help="tokens (default: 512)")
-    what.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)"
-    )
+    what.add_argument("--sequence-length", type=int, help="tokens (default: 512)")
+    what.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16)")
     what.add_argument("--autocast", choices=DTYPES, help="run the forward under autocast")
     what.add_argument("--attention", help="sdpa, eager, ... (default: transformers chooses)")
     what.add_argument(
@@ -62,8 +76,8 @@ def add_bench_arguments(
     )
     how = parser.add_argument_group("how")
     how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    how.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
-    how.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
+    how.add_argument("--steps", type=int, help="timed steps (default: 10)")
+    how.add_argument("--warmup", type=int, help="steps before them (default: 3)")
     how.add_argument("--seed", type=int, default=0, help="of weights, data, dropout (default: 0)")
     how.add_argument(
         "--gradients",
@@ -85,7 +99,9 @@ def add_bench_arguments(
     )
     how.add_argument("--output", type=Path, metavar="FILE.json", help="default: named by model")
     how.add_argument(
-        "--smoke", action="store_true", help="tiny model and few methods: a trial of the program"
+        "--smoke",
+        action="store_true",
+        help="tiny model, short steps and few methods: a trial of the program",
     )
     parser.set_defaults(sizes=sizes)
 
@@ -117,30 +133,63 @@ def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
             "no --model is given. Try --model llama:hidden_size=1024,num_hidden_layers=8, or "
             "--smoke; --help has more."
         )
+    _check_numbers(args)
+    shape = {
+        field: value for field in _SHAPE if (value := getattr(args, _SHAPE[field])) is not None
+    }
+    if args.smoke and (shape or args.micro_batch is not None):
+        given = ["micro_batch"] if args.micro_batch is not None else []
+        given += [_SHAPE[field] for field in shape]
+        flags = ", ".join(_flag(name) for name in given)
+        raise ConfigError(
+            f"--smoke has shapes and steps of its own, and {flags} would change nothing. Drop "
+            f"{flags}, or --smoke."
+        )
     names = args.methods or (SMOKE_METHODS if args.smoke else tuple(known_methods()))
     for name in names:
         find_method(name)
     setup = BenchSetup(
         model=parse_model(model, args.sizes),
-        sequence_length=args.sequence_length,
-        dtype=args.dtype,
-        autocast=args.autocast,
         attention=args.attention,
         device=args.device,
         seed=args.seed,
-        num_warmup=args.warmup,
-        num_steps=args.steps,
         gradients=args.gradients,
         memory_cap_gib=args.memory_cap_gib,
         ballast_gib=args.ballast_gib,
+        **shape,
     )
-    micro_batch = MAX_MICRO_BATCH if args.find_largest else args.micro_batch
+    micro_batch = args.micro_batch or DEFAULT_MICRO_BATCH
+    if args.find_largest:
+        micro_batch = MAX_MICRO_BATCH
     if args.smoke:
         setup, micro_batch = smoke(setup), 2
     trials = [
         Trial(method=name, micro_batch=micro_batch, is_search=args.find_largest) for name in names
     ]
     return setup, trials
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers out of range, by the name of their flag.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name, least in _LEAST.items():
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{_flag(name)} is {value}; expected {least} or more.")
+    if not 0 < args.timeout <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"--timeout is {args.timeout:g}; expected more than 0 seconds, and at most "
+            f"{MAX_TIMEOUT_S:g}."
+        )
+    if args.memory_cap_gib is not None and not args.memory_cap_gib > 0:
+        raise ConfigError(f"--memory-cap-gib is {args.memory_cap_gib:g}; expected more than 0.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _default_output(setup: BenchSetup) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_pyao.bench.methods import find_method
+from hf_pyao.bench.methods import find_method, is_lossy
 from hf_pyao.bench.processes import probe, run_trials
 from hf_pyao.bench.setup import BenchSetup, Trial
 from hf_pyao.report.bench_report import OK, REFERENCE, BenchReport, BenchRow
@@ -142,8 +142,12 @@ def describe_row(row: BenchRow) -> str:
     elif row.rss_growth_bytes is not None:
         parts.append(f"host memory +{row.rss_growth_bytes / 2**30:.2f} GiB")
     if row.are_gradients_equal is not None and row.method != REFERENCE:
-        parts.append("same gradients" if row.are_gradients_equal else "OTHER GRADIENTS")
+        parts.append("same gradients" if row.are_gradients_equal else _other_gradients(row))
     return ", ".join(parts)
+
+
+def _other_gradients(row: BenchRow) -> str:
+    return "OTHER GRADIENTS" + (" (lossy codec: expected)" if is_lossy(row.method) else "")
 
 
 def smoke(setup: BenchSetup) -> BenchSetup:

@@ -78,6 +78,15 @@ class DeviceMemory:
         module = torch.get_device_module(self._device)
         return int(module.get_device_properties(self._device).total_memory)
 
+    def free_bytes(self) -> int | None:
+        """Return the bytes of the device that nobody holds; None where nobody tells."""
+        if not self._counts:
+            return None
+        module = torch.get_device_module(self._device)
+        if not hasattr(module, "mem_get_info"):
+            return None
+        return int(module.mem_get_info(self._device)[0])
+
     def cap(self, cap_gib: float | None) -> None:
         """Let the allocator hold at most *cap_gib* GiB; None: all there is.
 

@@ -147,6 +147,17 @@ def find_method(name: str) -> Method:
     return methods[name]
 
 
+def is_lossy(name: str) -> bool:
+    """Say whether the method called *name* changes gradients by design: it has a lossy codec."""
+    install = find_method(name).install
+    codec = install.settings.get("codec") if isinstance(install, _PyAO) else None
+    if codec is None:
+        return False
+    from hf_pyao.codecs import CODECS  # imports torch
+
+    return codec in CODECS and not CODECS[codec]().is_lossless
+
+
 def _custom(name: str) -> Method:
     import dataclasses
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
+from hf_pyao.bench.memory import DeviceMemory
 from hf_pyao.bench.setup import BenchSetup, ModelSpec
-from hf_pyao.errors import ConfigError
+from hf_pyao.errors import ConfigError, nearest, unknown_name
+from hf_pyao.stores import available_host_bytes
+
+GIB = 2**30
 
 
 def build_model(setup: BenchSetup, device: torch.device) -> Any:
     """Return the model with random weights, on *device*, in training mode.
 
     Raises:
-        ConfigError: the architecture is unknown or its configuration cannot be read, or the model
-            has no positions for so long a sequence.
+        ConfigError: the architecture or a setting is unknown, the configuration cannot be read,
+            the model has no positions for so long a sequence, or its weights do not fit.
     """
     from transformers import AutoModelForCausalLM
 
@@ -30,6 +35,7 @@ def build_model(setup: BenchSetup, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype)}
     if setup.attention is not None:
         options["attn_implementation"] = setup.attention
+    _check_weights_fit(config, options, setup, device)
     torch.manual_seed(setup.seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, **options)
@@ -50,16 +56,91 @@ def make_batch(
     return {"input_ids": ids, "labels": ids}
 
 
+def _check_weights_fit(
+    config: Any, options: dict[str, Any], setup: BenchSetup, device: torch.device
+) -> None:
+    """Refuse a model whose weights alone are more than the memory there is.
+
+    Raises:
+        ConfigError: they are.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+    except (RuntimeError, NotImplementedError):
+        return  # this model reads values while it is built: it is found out by building it
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    free_bytes, place = free_memory(setup, device)
+    if free_bytes is not None and weight_bytes > free_bytes:
+        raise ConfigError(
+            f"model {setup.model.name!r}: its weights in {setup.dtype} are "
+            f"{weight_bytes / GIB:.1f} GiB, and {place} has {free_bytes / GIB:.1f} GiB free, which "
+            "gradients and activations need too. Give smaller settings (what is left out keeps the "
+            "architecture's default), or a shorter --dtype."
+        )
+
+
+def free_memory(setup: BenchSetup, device: torch.device) -> tuple[int | None, str]:
+    """Return the bytes that a model could take on *device*, None if unknown; and their place."""
+    if device.type == "cpu":
+        return available_host_bytes(), "host memory"
+    free_bytes = DeviceMemory(device).free_bytes()
+    cap_bytes = None if setup.memory_cap_gib is None else int(setup.memory_cap_gib * GIB)
+    known = [value for value in (free_bytes, cap_bytes) if value is not None]
+    return min(known, default=None), str(device)
+
+
 def _config(spec: ModelSpec) -> Any:
     from transformers import AutoConfig
 
     try:
         if spec.path is not None:
             return AutoConfig.from_pretrained(spec.path)
-        return AutoConfig.for_model(spec.model_type or "", **spec.settings)
+        architecture = spec.model_type or ""
+        _check_architecture(architecture)
+        config = AutoConfig.for_model(architecture, **spec.settings)
+        _check_settings(spec, config)
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"model {spec.name!r}: {reason} Give an architecture of transformers with its "
             "settings (llama:hidden_size=64,...), or a folder with a config.json."
         ) from error
+    return config
+
+
+def _check_architecture(name: str) -> None:
+    """Refuse what is no causal language model of transformers.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    if name not in KNOWN:
+        raise ConfigError(
+            f"{name!r} is no causal language model of this transformers"
+            f"{nearest(name, KNOWN) or '.'} Give the model_type that its config.json has, such as "
+            "llama, opt or gpt2, or a folder with a config.json."
+        )
+
+
+def _check_settings(spec: ModelSpec, config: Any) -> None:
+    """Refuse settings that mean nothing: a config keeps any key, and the default is built.
+
+    A key is known if the default config has it, or if the config made something else of it.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    default = AutoConfig.for_model(spec.model_type or "")
+    for key in spec.settings:
+        if not hasattr(default, key) and hasattr(config, key):
+            own = set(default.to_dict()) - set(PretrainedConfig().to_dict())
+            raise unknown_name(f"setting of {spec.model_type}", key, own)

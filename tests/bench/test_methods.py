@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_pyao.bench import peers
+from hf_pyao.bench.harness import describe_row
 from hf_pyao.bench.measure import Bench
 from hf_pyao.bench.methods import MethodUnavailable, find_method, known_methods
 from hf_pyao.bench.setup import Trial
@@ -20,6 +21,7 @@ from hf_pyao.bench.worker import run_trial
 from hf_pyao.config import POLICY_NAMES
 from hf_pyao.errors import ConfigError
 from hf_pyao.report.bench_report import OK, UNAVAILABLE
+from tests.report.documents import make_row
 
 NOT_ON_A_CPU = {
     "trl-streams": "needs an accelerator|TRL is not installed",
@@ -72,6 +74,20 @@ def test_our_rows_carry_our_counters(bench: Bench) -> None:
     row = run_trial(bench, Trial(method="pyao:min_bytes=0,window=layer", micro_batch=2))
     assert row.metrics["offloaded_bytes"] > 0
     assert row.metrics["kept_bytes/last layer"] > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("pyao:codec=int8", "OTHER GRADIENTS (lossy codec: expected)"),
+        ("pyao:codec=bitmask", "OTHER GRADIENTS"),
+        ("pyao-window", "OTHER GRADIENTS"),
+        ("trl-streams", "OTHER GRADIENTS"),
+    ],
+)
+def test_other_gradients_are_expected_of_a_lossy_codec_alone(method: str, told: str) -> None:
+    row = make_row(method, 1.0, None, is_loss_equal=True, are_gradients_equal=False)
+    assert describe_row(row).endswith(", " + told)
 
 
 def test_every_policy_has_a_row() -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from hf_pyao.bench.arguments import SMOKE_MODEL, add_bench_arguments
 from hf_pyao.bench.memory import DeviceMemory, HostMemory, pick_device
-from hf_pyao.bench.models import build_model, make_batch
+from hf_pyao.bench.models import build_model, free_memory, make_batch
 from hf_pyao.bench.setup import BenchSetup, Trial, parse_model
 from hf_pyao.errors import ConfigError
 
@@ -62,10 +62,56 @@ def test_a_bad_model_is_refused(text: str, sizes: Any, message: str) -> None:
         parse_model(text, sizes)
 
 
-def test_an_unknown_architecture_is_refused() -> None:
-    spec = parse_model("lama:hidden_size=8")
-    with pytest.raises(ConfigError, match=r"model 'lama of its own shape'"):
-        build_model(BenchSetup(model=spec), torch.device("cpu"))
+def refusal(model: str, **changes: Any) -> str:
+    """Build *model*, and return the error that says why it cannot be."""
+    setup = BenchSetup(model=parse_model(model), **{"sequence_length": 16, **changes})
+    with pytest.raises(ConfigError) as refused:
+        build_model(setup, torch.device("cpu"))
+    return str(refused.value)
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest_and_no_list() -> None:
+    message = refusal("lama:hidden_size=8")
+    assert "'lama' is no causal language model" in message
+    assert "did you mean 'llama'?" in message
+    assert len(message) < 250
+    assert "'vit' is no causal language model" in refusal("vit:hidden_size=8")
+
+
+def test_an_unknown_setting_is_refused_before_the_default_model_is_built() -> None:
+    message = refusal("llama:hiden_size=8,num_hidden_layers=1")
+    assert "unknown setting of llama 'hiden_size'; did you mean 'hidden_size'?" in message
+    assert "num_hidden_layers" in message
+    assert "output_attentions" not in message, "that is every model's, and no size"
+
+
+@pytest.mark.parametrize("setting", ["rope_theta=5e3", "dtype=float32"])
+def test_settings_that_a_config_turns_into_others_are_known(setting: str) -> None:
+    setup = BenchSetup(model=parse_model(f"{SMOKE_MODEL},{setting}"), sequence_length=16)
+    assert build_model(setup, torch.device("cpu")).training
+
+
+def test_weights_beyond_the_free_memory_are_refused_unbuilt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[str] = []
+    seed = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda value: built.append("built") or seed(value))
+    monkeypatch.setattr("hf_pyao.bench.models.available_host_bytes", lambda: 12 * 2**30)
+    message = refusal("llama:num_attention_heads=32")  # the 7B model that transformers defaults to
+    assert "its weights in bfloat16 are 12.6 GiB, and host memory has 12.0 GiB free" in message
+    assert built == []
+
+
+def test_a_device_has_its_free_memory_or_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    driver = SimpleNamespace(mem_get_info=lambda device: (3 * 2**30, 8 * 2**30))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: driver)
+    capped = BenchSetup(model=SPEC, memory_cap_gib=2.0)
+    assert free_memory(BenchSetup(model=SPEC), device) == (3 * 2**30, "cuda:0")
+    assert free_memory(capped, device) == (2 * 2**30, "cuda:0")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    assert free_memory(BenchSetup(model=SPEC), device) == (None, "cuda:0")
 
 
 def test_a_sequence_beyond_the_positions_is_refused() -> None:
