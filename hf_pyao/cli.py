@@ -95,9 +95,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from hf_pyao.report.documents import read_document
+    from hf_pyao.report.documents import read_named_document
 
-    documents = [read_document(path) for path in args.files]
+    documents = [read_named_document(path) for path in args.files]
     if args.output is None:
         from hf_pyao.report.tables import markdown_of
 

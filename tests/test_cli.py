@@ -70,7 +70,25 @@ def test_report_prints_tables(files: list[str], capsys: pytest.CaptureFixture[st
     assert cli.main(["report", *files]) == 0
     out = capsys.readouterr().out
     assert "## opt 1.3b" in out
-    assert "## Offloading in one run, on cuda:0" in out
+    assert "## Offloading in run.json: policy all, codec identity, on cuda:0" in out
+
+
+def test_reports_of_several_runs_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {
+        "a.json": make_run(),
+        "b.json": make_run(policy="modules", config={"policy": "modules", "codec": "int8"}),
+        "c.json": make_run(extra={"name": "a run with a name"}),
+    }
+    for name, document in runs.items():
+        write_json(tmp_path / name, document)
+    assert cli.main(["report", *(str(tmp_path / name) for name in runs)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("## ")] == [
+        "## Offloading in a.json: policy all, codec identity, on cuda:0",
+        "## Offloading in b.json: policy modules, codec int8, on cuda:0",
+        "## Offloading in a run with a name: policy all, codec identity, on cuda:0",
+    ]
 
 
 def test_report_writes_a_page(
@@ -153,7 +171,19 @@ def test_doctor_s_json_is_a_document(
         ([], "no --model is given"),
         (["--model", "llama:tiny"], "no sizes of 'llama' are known by name here"),
         (["--smoke", "--methods", "nome"], "unknown method 'nome'; did you mean 'none'?"),
-        (["--smoke", "--steps", "0"], "num_steps is 0; expected 1 or more"),
+        (["--steps", "0"], "--steps is 0; expected 1 or more"),
+        (["--warmup", "-1"], "--warmup is -1; expected 0 or more"),
+        (["--sequence-length", "1"], "--sequence-length is 1; expected 2 or more"),
+        (["--micro-batch", "0"], "--micro-batch is 0; expected 1 or more"),
+        (["--ballast-gib", "-1"], "--ballast-gib is -1.0; expected 0 or more"),
+        (["--memory-cap-gib", "0"], "--memory-cap-gib is 0; expected more than 0"),
+        (["--timeout", "-5"], "--timeout is -5; expected more than 0 seconds"),
+        (["--timeout", "inf"], "--timeout is inf; expected more than 0 seconds, and at most"),
+        (["--smoke", "--micro-batch", "-3"], "--micro-batch is -3; expected 1 or more"),
+        (
+            ["--smoke", "--micro-batch", "8", "--steps", "3"],
+            "--smoke has shapes and steps of its own, and --micro-batch, --steps would change",
+        ),
         (["--smoke", "--device", "warp"], "device is 'warp'; expected auto"),
     ],
 )
@@ -171,5 +201,9 @@ def test_bench_refuses_in_one_line(
         raise AssertionError("nothing may be measured")
 
     monkeypatch.setattr(harness, "probe", probe)
+    if argv and "--smoke" not in argv and "--model" not in argv:
+        argv = ["--model", "llama:hidden_size=8", *argv]
     assert cli.main(["bench", *argv]) == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,3 +37,15 @@ def read_document(path: str | Path) -> Document:
             "hf_pyao wrote (`pyao bench`, or a training run with --activation_offload_report)."
         )
     return KINDS[str(kind)](values, repr(str(path)))
+
+
+def read_named_document(path: str | Path) -> Document:
+    """Read a JSON document of any kind; a run without a name gets its file's.
+
+    Raises:
+        ReportError: as :func:`read_document`.
+    """
+    document = read_document(path)
+    if not isinstance(document, RunReport) or document.extra.get("name"):
+        return document
+    return dataclasses.replace(document, extra={**document.extra, "name": Path(path).name})

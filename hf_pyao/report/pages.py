@@ -58,7 +58,7 @@ def _write_markdown(documents: Sequence[Document], path: Path, *, with_plots: bo
             picture.write_bytes(image)
             written.append(picture)
             heading, rest = text.split("\n\n", 1)
-            text = f"{heading}\n\n![{_title(document)}]({picture.name})\n\n{rest}"
+            text = f"{heading}\n\n![{document.title}]({picture.name})\n\n{rest}"
         parts.append(text)
     path.write_text("\n".join(parts), encoding="utf-8")
     return written
@@ -71,19 +71,19 @@ def html_page(documents: Sequence[Document], *, with_plots: bool = True) -> str:
         ReportError: matplotlib is missing.
     """
     sections = "\n".join(_section(document, with_plots) for document in documents)
-    title = html.escape(_title(documents[0]) if len(documents) == 1 else "hf_pyao: reports")
+    title = html.escape(documents[0].title if len(documents) == 1 else "hf_pyao: reports")
     return _PAGE.format(title=title, style=_STYLE, sections=sections)
 
 
 def _section(document: Document, with_plots: bool) -> str:
-    parts = [f"<h2>{html.escape(_title(document))}</h2>"]
+    parts = [f"<h2>{html.escape(document.title)}</h2>"]
     if isinstance(document, RunReport):
         parts.append(f"<p>{html.escape(document.description)}</p>")
     image = _image(document, "svg") if with_plots else None
     if image is not None:
         # As an image of its own, so that the identifiers inside two plots cannot meet.
         data = base64.b64encode(image).decode("ascii")
-        alt = html.escape(f"plot: {_title(document)}", quote=True)
+        alt = html.escape(f"plot: {document.title}", quote=True)
         parts.append(f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">')
     parts += [_html_table(header, rows) for header, rows in _tables(document)]
     if isinstance(document, BenchReport) and (notes := reasons(document)):
@@ -121,13 +121,6 @@ def _image(document: Document, kind: str) -> bytes | None:
         return None
     figure = figure_of(document)
     return None if figure is None else image_bytes(figure, kind)
-
-
-def _title(document: Document) -> str:
-    if isinstance(document, RunReport):
-        name = document.extra.get("name")
-        return f"Offloading in {name}" if name else f"Offloading in one run, on {document.device}"
-    return document.title
 
 
 _STYLE = """

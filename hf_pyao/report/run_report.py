@@ -78,6 +78,13 @@ class RunReport:
     extra: dict[str, Any] = field(default_factory=dict)
     """What the caller added: losses, steps, a run's name."""
 
+    @property
+    def title(self) -> str:
+        """A heading that tells one run from another: name, if any, policy, codec, device."""
+        name = self.extra.get("name") or "one run"
+        codec = self.config.get("codec", "identity")
+        return f"Offloading in {name}: policy {self.policy}, codec {codec}, on {self.device}"
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> RunReport:
         """Read plain values, as :meth:`to_dict` writes them.

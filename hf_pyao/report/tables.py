@@ -106,7 +106,7 @@ def run_markdown(report: RunReport) -> str:
     return (
         "\n\n".join(
             [
-                f"## Offloading in one run, on {report.device}",
+                f"## {report.title}",
                 report.description,
                 *(table(header, rows) for header, rows in run_tables(report)),
                 provenance_line(report),
