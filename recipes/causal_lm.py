@@ -86,6 +86,7 @@ def run(architecture: str, arguments: Arguments) -> None:
         data_collator=default_data_collator,
         callbacks=[observer],
     )
+    observer.trainer = trainer
     for wordy, brief in BRIEF_CALLBACKS.items():
         if trainer.pop_callback(wordy) is not None:
             trainer.add_callback(brief)
@@ -110,8 +111,10 @@ def run(architecture: str, arguments: Arguments) -> None:
             step_ms=tuple(observer.step_ms),
             device_peak_bytes=observer.device_peak_bytes,
             offload_metrics=offload_metrics,
+            head_loss_metrics=observer.head_loss_metrics,
         )
         print(format_summary(summary))
+        print(f"results in {training_args.output_dir}")
 
 
 def prepare_text(model_args: ModelArguments, args: DataArguments) -> TrainingText:

@@ -14,7 +14,7 @@ import torch
 from transformers import HfArgumentParser
 
 from hf_pyao import PyAOTrainingArguments
-from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.errors import ConfigError, nearest, unknown_name
 from model_sizes import DEFAULT_SIZE, MODEL_SIZES, PAPER_SIZES
 from text_data import HUB_MIB, LIBRARY_MIB
 from tokenization import default_cache_dir
@@ -167,8 +167,8 @@ def parse_arguments(architecture: str, argv: Sequence[str] | None = None) -> Arg
     A single argument that ends in ``.json`` names a file with the options.
 
     Raises:
-        ConfigError: an offloading option is bad, or the JSON file is.
-        SystemExit: the command line is bad, or asks for help.
+        ConfigError: an option is unknown or bad, or the JSON file is.
+        SystemExit: the command line is bad in another way, or asks for help.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     script = f"train_{architecture}"
@@ -184,8 +184,33 @@ def parse_arguments(architecture: str, argv: Sequence[str] | None = None) -> Arg
     if len(argv) == 1 and argv[0].endswith(".json"):
         parser.set_defaults(**_read_options(argv[0], parser))
         argv = []
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv)
+    _refuse_unknown_options(argv, parser)
+    try:
+        model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of TrainingArguments, which looks at the machine
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{reason.rstrip('.')}.{_remedy(reason)}") from error
     return model_args, data_args, training_args
+
+
+def _refuse_unknown_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    _, unknown = parser.parse_known_args(argv)
+    if not unknown:
+        return
+    known = [option for action in parser._actions for option in action.option_strings]
+    name = unknown[0].partition("=")[0]
+    raise ConfigError(
+        f"unknown option {name!r}{nearest(name, known) or '.'} --help explains every option."
+    )
+
+
+def _remedy(reason: str) -> str:
+    """Return what to do about an error of TrainingArguments, as far as we know it."""
+    if "bf16" in reason and not torch.accelerator.is_available():
+        return " Give --use_cpu to compute in bfloat16 on a CPU (slow), or drop --bf16."
+    return " --help explains every option."
 
 
 def _read_options(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:

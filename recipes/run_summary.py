@@ -6,12 +6,15 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+if TYPE_CHECKING:
+    from hf_pyao import PyAOTrainer
 
 COUNTED_ON_CPU = "counted; host stands in for the device"
 """Heading of a table from a CPU, where nothing was saved by moving it."""
@@ -46,12 +49,17 @@ class RunSummary:
     """Most device memory allocated while training; None on a CPU."""
     offload_metrics: Mapping[str, float]
     """``PyAOTrainer.offload_metrics``; empty if offloading was off."""
+    head_loss_metrics: Mapping[str, float] = field(default_factory=dict)
+    """``HeadLoss.metrics()`` at the end; empty if the loss was the model's own."""
 
 
 class RunObserver(TrainerCallback):
-    """Measure steps, the first evaluation and the peak of device memory in training."""
+    """Measure steps, the first evaluation, the peak of device memory and the head's loss."""
 
     def __init__(self) -> None:
+        self.trainer: PyAOTrainer | None = None
+        """Whose head loss is read; to be set before training."""
+        self.head_loss_metrics: dict[str, float] = {}
         self.step_ms: list[float] = []
         self.loss_before: float | None = None
         self.device_peak_bytes: int | None = None
@@ -78,6 +86,12 @@ class RunObserver(TrainerCallback):
         self.step_ms.append(1000 * (self._now() - self._step_start))
         if self._is_accelerated:
             self.device_peak_bytes = torch.accelerator.max_memory_allocated()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read what the head's loss did, before the trainer takes it off."""
+        offloader = None if self.trainer is None else self.trainer.offloader
+        if offloader is not None and offloader.head_loss is not None:
+            self.head_loss_metrics = offloader.head_loss.metrics()
 
     def _now(self) -> float:
         if self._is_accelerated:
@@ -123,6 +137,7 @@ def format_summary(run: RunSummary) -> str:
     rows = [
         *_learning_rows(run),
         *_step_rows(run),
+        *_head_loss_rows(run),
         *_offload_rows(run),
     ]
     width = _LABEL_WIDTH + 2 * _VALUE_WIDTH
@@ -166,6 +181,17 @@ def _step_rows(run: RunSummary) -> list[str]:
     if run.device_peak_bytes is not None:
         rows.append(_row("device memory, peak while training", _mib(run.device_peak_bytes)))
     return rows
+
+
+def _head_loss_rows(run: RunSummary) -> list[str]:
+    metrics = run.head_loss_metrics
+    if not metrics.get("head_loss_num_chunked"):
+        return []
+    num_chunks, num_tokens = (
+        int(metrics[f"head_loss_{name}"]) for name in ("num_chunks", "chunk_tokens")
+    )
+    chunks = "1 chunk" if num_chunks == 1 else f"{num_chunks:,} chunks"
+    return [_row("head loss", f"in {chunks} of {num_tokens:,} tokens")]
 
 
 def _offload_rows(run: RunSummary) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,12 @@ def test_run_learns_offloads_and_says_so(architecture: str, run_recipe: Run) -> 
     ]:
         shown = float(run.row(label).removesuffix(" MiB"))
         assert shown == pytest.approx(totals[key] / 6 / 2**20, abs=0.05)
+
+
+def test_the_table_tells_of_a_chunked_head_loss_and_the_end_of_results(run_recipe: Run) -> None:
+    run = run_recipe("llama", *OFFLOAD_SMALL_TENSORS, "--activation_offload_head_loss", "chunked")
+    assert re.fullmatch(r"in 1 chunk of \d+ tokens", run.row("head loss"))
+    assert run.output.rstrip().splitlines()[-1] == f"results in {run.folder}"
 
 
 @pytest.mark.parametrize("architecture", model_sizes.MODEL_SIZES)
@@ -120,6 +127,16 @@ def test_own_file_and_options_from_json(run_recipe: Run, tmp_path: Path) -> None
             ["--no_activation_offload", "--activation_offload_min_bytes", "1"],
             "--activation_offload_min_bytes would have no effect",
         ),
+        (
+            ["--activation_ofload_codec", "int8"],
+            "unknown option '--activation_ofload_codec'; did you mean '--activation_offload_codec'?",
+        ),
+        pytest.param(
+            ["--use_cpu", "false", "--bf16"],
+            "Give --use_cpu to compute in bfloat16 on a CPU (slow), or drop --bf16.",
+            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="it can do that"),
+        ),
+        (["--load_best_model_at_end"], "requires the save and eval strategy to match"),
     ],
 )
 def test_impossible_settings_end_with_one_line(

@@ -77,6 +77,20 @@ def test_device_table_names_the_device_its_peak_and_the_stalls() -> None:
     assert ["in", "backward", "2.0", "ms"] in table
 
 
+def test_a_chunked_head_loss_has_a_line() -> None:
+    metrics = {
+        "head_loss_num_chunked": 4.0,
+        "head_loss_num_chunks": 3.0,
+        "head_loss_chunk_tokens": 1216.0,
+    }
+    run = dataclasses.replace(RUN, head_loss_metrics=metrics)
+    assert "head loss in 3 chunks of 1,216 tokens".split() in rows(run)
+    run = dataclasses.replace(RUN, head_loss_metrics={**metrics, "head_loss_num_chunks": 1.0})
+    assert "head loss in 1 chunk of 1,216 tokens".split() in rows(run)
+    for own in ({}, {**metrics, "head_loss_num_chunked": 0.0}):
+        assert "head loss" not in format_summary(dataclasses.replace(RUN, head_loss_metrics=own))
+
+
 def test_what_was_not_done_is_said() -> None:
     run = dataclasses.replace(RUN, loss_before=None, step_ms=(), offload_metrics={})
     text = format_summary(run)
