@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -51,6 +52,15 @@ def _no_hooks_left() -> Iterator[None]:
     if top is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     assert top is None, f"saved-tensor hooks were left on: {top}"
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Undo what a recipe does to the package's logger: the next test counts its messages."""
+    logger = logging.getLogger("hf_pyao")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
