@@ -87,13 +87,13 @@ class Unpacker:
         residency = record.residency
         if residency is Residency.OFFLOADING:
             tensor = handle.view_of(*record.payload_storage())
-            return tensor if self._task == NO_TASK else record.hand_out(tensor)
+            return tensor if self._task == NO_TASK else record.hand_out(tensor, handle)
         if residency is Residency.HOST:
             self._reload(record)
         if residency is not Residency.DEVICE:
             self._wait(record)
-        tensor = handle.view_of(record.device_storage(), record.decoded_start)
-        record.hand_out(tensor)
+        known = record.handed_out_like(handle)
+        tensor = known if known is not None else self._view(handle, record)
         if not record.is_consumed:
             self._reloads.consumed(record)
             if not self._reloads.is_exhausted or self._offloads.waiting_bytes:
@@ -101,6 +101,10 @@ class Unpacker:
         if self._task == NO_TASK:
             self._drop_device_copy(record)  # looked at outside a backward pass
         return tensor
+
+    def _view(self, handle: SavedTensor, record: SavedStorage) -> torch.Tensor:
+        tensor = handle.view_of(record.device_storage(), record.decoded_start)
+        return record.hand_out(tensor, handle)
 
     def load(self, record: SavedStorage) -> tuple[torch.UntypedStorage, int]:
         """Return the bytes of *record* on the device, and which byte of the original is first."""
@@ -167,7 +171,11 @@ class Unpacker:
     def _rebuild(self, handle: SavedTensor, record: RecomputedStorage) -> torch.Tensor:
         """Replay what leads to a storage that was dropped."""
         assert self.recomputer is not None
-        tensor = record.hand_out(handle.view_of(self.recomputer.rebuild(record), 0))
+        storage = self.recomputer.rebuild(record)
+        known = record.handed_out_like(handle)
+        tensor = known if known is not None else handle.view_of(storage, 0)
+        if known is None:
+            record.hand_out(tensor, handle)
         if _current_task() == NO_TASK:
             assert record.call.replay is not None
             record.call.replay.reset()  # looked at outside a backward pass

@@ -17,6 +17,7 @@ import torch
 from hf_pyao.errors import SavedTensorModifiedError
 
 if TYPE_CHECKING:
+    from hf_pyao.runtime.saved_tensor import SavedTensor
     from hf_pyao.runtime.tape import LayerCall
 
 
@@ -108,18 +109,39 @@ class WatchedStorage:
         self._counter = counter = tensor.detach()  # as VersionWatch does
         counter.data = blank
         self._other_watches: list[VersionWatch] | None = None
-        self._handed_out: list[tuple[torch.Tensor, int]] | None = None
-        """Tensors that backward got, over one rebuilt storage, and their versions then."""
+        self._handed_out: list[tuple[torch.Tensor, int, int]] | None = None
+        """Tensors that backward got, over one rebuilt storage; their versions then; their offsets
+        in the original storage."""
 
-    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+    def hand_out(self, tensor: torch.Tensor, handle: SavedTensor) -> torch.Tensor:
         """Take note of *tensor*, which goes to backward; return it.
 
         Autograd would raise if one node changed it in place and another asked for it later.
+
+        Args:
+            tensor: over a storage that was brought back or rebuilt.
+            handle: what it stands for.
         """
         if self._handed_out is None:
             self._handed_out = []
-        self._handed_out.append((tensor, tensor._version))
+        self._handed_out.append((tensor, tensor._version, handle.offset))
         return tensor
+
+    def handed_out_like(self, handle: SavedTensor) -> torch.Tensor | None:
+        """Return a tensor that backward got already, if it is just what *handle* stands for.
+
+        It shares the version counter of the one before, so that there is one to look at however
+        many nodes saved the tensor.
+        """
+        for tensor, _, offset in self._handed_out or ():
+            if (
+                offset == handle.offset
+                and tensor.dtype == handle.blank.dtype
+                and tensor.size() == handle.size
+                and tensor.stride() == handle.stride
+            ):
+                return tensor.detach()
+        return None
 
     def forget_handed_out(self) -> None:
         """Let go of what backward got; if it was changed meanwhile, that is remembered."""
@@ -131,7 +153,7 @@ class WatchedStorage:
     def _is_changed_by_backward(self) -> bool:
         handed_out = self._handed_out
         return handed_out is not None and any(
-            tensor._version != version for tensor, version in handed_out
+            tensor._version != version for tensor, version, _ in handed_out
         )
 
     def watch_too(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
