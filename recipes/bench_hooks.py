@@ -5,7 +5,7 @@
 
 The same forward and backward run under identity hooks and under the engine, in turns; the cost is
 the difference of the medians, less the time of the copies, divided by the number of saved tensors.
-Everything that the engine does is in it, module hooks and the release of buffers included. Processor
+All that the engine does is in it, module hooks and the release of buffers included. Processor
 time is counted, so that other work on the machine matters less.
 
 Two kinds of rows: layers of real models, whose saved tensors are parameters, views of one storage,
