@@ -25,7 +25,7 @@ layer's forward."""
 
 def casts_its_input(module: nn.Module) -> bool:
     """Say whether autocast casts *module*'s input at once, unchanged, and for it alone."""
-    return type(module) is nn.Linear
+    return type(module) is nn.Linear and "forward" not in vars(module)
 
 
 def cast_key(tensor: torch.Tensor, source: torch.Tensor) -> CastKey | None:
@@ -43,6 +43,8 @@ def cast_key(tensor: torch.Tensor, source: torch.Tensor) -> CastKey | None:
     node = tensor.grad_fn
     if origin is None or tensor.dtype == source.dtype or tensor.numel() != source.numel():
         return None
+    if tensor._version:
+        return None  # it was changed since it was cast
     for _ in range(MAX_VIEWS):
         if node is None:
             return None

@@ -138,6 +138,10 @@ REINTERPRETING = frozenset({"_conj", "_neg_view", "resize_", "set_", "view_as_co
 """Names of operations behind which a storage's bytes alone no longer say what a tensor holds."""
 
 
+NOTHING = slice(0, 0)
+"""No arguments."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What is known about one operator overload."""
@@ -149,7 +153,9 @@ class Rule:
     dropout_at: int | None
     """Position of its ``dropout_p``: at 0 it draws nothing."""
     is_mutable: bool
-    """True if it changes an argument."""
+    """True if it changes an argument, as its schema says."""
+    unannotated: slice
+    """Positions of arguments that it changes though its schema does not say so."""
     is_shape_only: bool
     """True if it reads the shape of its first argument alone."""
     has_mask: bool
@@ -169,6 +175,7 @@ class Rules(dict[Any, Rule]):
             is_random=torch.Tag.nondeterministic_seeded in func.tags,
             dropout_at=_position_of("dropout_p", func._schema),
             is_mutable=func._schema.is_mutable,
+            unannotated=_running_statistics(func._schema),
             is_shape_only=name in SHAPE_ONLY,
             has_mask=name == "native_dropout",
             is_reinterpreting=name in REINTERPRETING,
@@ -222,6 +229,14 @@ def generator_for(device: torch.device, given: Any) -> torch.Generator | None:
 def _position_of(name: str, schema: Any) -> int | None:
     names = [argument.name for argument in schema.arguments]
     return names.index(name) if name in names else None
+
+
+def _running_statistics(schema: Any) -> slice:
+    """Return the positions of batch norm's running mean and variance, which it updates."""
+    position = _position_of("running_mean", schema)
+    if position is None or schema.is_mutable:
+        return NOTHING
+    return slice(position, position + 2)
 
 
 def _changes_first_argument_alone(schema: Any) -> bool:

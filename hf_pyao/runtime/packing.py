@@ -88,7 +88,7 @@ class Packer:
         if entries is None:
             entries = call.tape.table.add(storage)
             call.anchor_keys.add(storage._cdata)
-        else:
+        elif tensor.requires_grad:  # versions of others need not tell, where a layer is traced
             known = self._find(call, tensor, entries)
             if known is not None and _is_whole(known):
                 return known
@@ -146,7 +146,7 @@ class Packer:
         record = ref() if ref is not None else None
         if record is not None and record.nbytes == storage.nbytes():
             blank = self._blanks.like(tensor)
-            record.watch_too(tensor, blank)
+            record.watch(tensor, blank)
             entries.append(ref)
             call.tape.stats.duplicate_bytes += record.nbytes
             return SavedTensor(record, tensor, blank, call)

@@ -215,7 +215,7 @@ def _view_of_source(ref: Ref, source: TensorSource) -> torch.Tensor:
 
 
 def _check_source(source: TensorSource) -> None:
-    if source.tensor._version != source.version:
+    if not source.is_as_it_was:
         what = "a parameter" if source.is_parameter else "a buffer"
         raise SavedTensorModifiedError(
             f"one of the variables needed for gradient computation has been modified by an inplace "

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from hf_pyao.runtime.operations import Kind, Rule, Rules, generator_for
+from hf_pyao.runtime.operations import NOTHING, Kind, Rule, Rules, generator_for
 from hf_pyao.runtime.trace_graph import graph_of
 from hf_pyao.runtime.values import (
     Operation,
@@ -242,12 +242,11 @@ class Trace(TorchDispatchMode):
 
     def _run_opaque(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run what cannot be replayed."""
-        if rule.is_mutable:
-            self._keep_content((args, kwargs))
+        changed = (args, kwargs) if rule.is_mutable else args[rule.unannotated]
+        self._keep_content(changed)
         out = func(*args, **kwargs)
-        if rule.is_mutable:
-            for tensor in tensors_of((args, kwargs)):
-                self._forget(tensor, is_changed=True)
+        for tensor in tensors_of(changed):
+            self._forget(tensor, is_changed=True)
         for tensor in tensors_of(out):
             value = self._forget(tensor, only_new=True)
             if value is not None:
@@ -257,11 +256,12 @@ class Trace(TorchDispatchMode):
 
     def _run_unseen(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation beside which something may happen that is not seen."""
-        if rule.is_mutable:
+        is_changed = rule.is_mutable or rule.unannotated != NOTHING
+        if is_changed:
             self._keep_content((args, kwargs))
         out = func(*args, **kwargs)
         for tensor in tensors_of((args, kwargs, out)):
-            value = self._forget(tensor, is_changed=rule.is_mutable)
+            value = self._forget(tensor, is_changed=is_changed)
             if value is not None and rule.is_reinterpreting:
                 value.is_blocked = True
         return out

@@ -34,6 +34,15 @@ class TensorSource:
     is_parameter: bool
     is_copy: bool
     """True if it is ours: what becomes of the original does not matter."""
+    storage: int
+    """Address of its storage object when it was seen."""
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """False once it was changed in place, or given other data (as FSDP does to parameters)."""
+        if version_of(self.tensor) != self.version:
+            return False
+        return self.is_parameter or self.tensor.untyped_storage()._cdata == self.storage
 
 
 class Value:
@@ -177,14 +186,19 @@ class Operation:
 
 def source_of(tensor: torch.Tensor, *, is_parameter: bool = False) -> TensorSource:
     """Take note of *tensor* as it is now."""
-    offset = int(tensor.storage_offset())
-    return TensorSource(tensor, tensor._version, offset, is_parameter, is_copy=False)
+    offset, storage = int(tensor.storage_offset()), tensor.untyped_storage()._cdata
+    return TensorSource(tensor, version_of(tensor), offset, is_parameter, False, storage)
 
 
 def copied_source(storage: torch.UntypedStorage, device: torch.device) -> TensorSource:
     """Copy the content of *storage* as it is now."""
     whole = bytes_view(storage, device, 0, storage.nbytes()).clone()
-    return TensorSource(whole, whole._version, 0, is_parameter=False, is_copy=True)
+    return TensorSource(whole, version_of(whole), 0, False, True, whole.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return *tensor*'s version; 0 for what inference mode made, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

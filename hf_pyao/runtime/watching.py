@@ -158,8 +158,11 @@ class WatchedStorage:
 
     def watch_too(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
         """Watch another tensor on the storage, which may have a version counter of its own."""
-        if tensor._cdata == self.tensor_address:
-            return
+        if tensor._cdata != self.tensor_address:
+            self.watch(tensor, blank)
+
+    def watch(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
+        """Watch *tensor* too."""
         if self._other_watches is None:
             self._other_watches = []
         self._other_watches.append(VersionWatch(tensor, blank))

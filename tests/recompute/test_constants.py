@@ -74,10 +74,25 @@ def changed_as_a_view(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
     return y * read(layer, x)
 
 
+def changed_by_batch_norm(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
+    y = read(layer, x)
+    y = nn.functional.batch_norm(y, layer.state, torch.ones_like(layer.state), training=True)
+    return y.tanh() + read(layer, x)
+
+
+def changed_under_inference_mode(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
+    y = read(layer, x)
+    with torch.inference_mode():
+        layer.state.mul_(0.5)
+    return y
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "function",
     [
+        changed_by_batch_norm,
+        changed_under_inference_mode,
         read,
         changed_after_it_was_read,
         changed_before_it_is_read,
@@ -116,6 +131,35 @@ def test_a_buffer_that_is_changed_between_forward_and_backward(size: str) -> Non
         else:
             with pytest.raises(SavedTensorModifiedError, match="a buffer of shape"):
                 loss.backward()
+
+
+def test_a_buffer_that_gets_other_data() -> None:
+    def swapped(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
+        y = read(layer, x)
+        layer.state.data = layer.state.data * 0.5
+        return y
+
+    model = ConstantsModel(SIZES["large"], swapped)
+    with attach(model, POINTWISE):
+        with pytest.raises(SavedTensorModifiedError, match="a buffer of shape"):
+            model(torch.randn(4, SIZES["large"])).sum().backward()
+
+
+def test_batches_of_operations_in_place_between_two_forwards() -> None:
+    def halved(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
+        y = read(layer, x)
+        torch._foreach_mul_([layer.state], 0.5)
+        return y * read(layer, x)
+
+    model = ConstantsModel(SIZES["large"], halved)
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, SIZES["large"])
+    with attach(model, POINTWISE):
+        for each in (plain, model):
+            losses = [each(x).sum() for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+    assert_same_tensors(gradients_of(model), gradients_of(plain), "foreach")
 
 
 def test_sparse_operations_in_a_traced_layer() -> None:

@@ -125,6 +125,27 @@ def test_only_casts_of_one_tensor_at_one_version_are_equal(name: str) -> None:
         assert metrics["duplicate_bytes"] == num_equal * 8 * 32 * 2
 
 
+def test_a_cast_that_others_made_and_changed_is_another_value() -> None:
+    def cast_and_double(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        cast = args[0].to(torch.bfloat16)
+        with torch.no_grad():
+            cast.mul_(2)
+        return (cast,)
+
+    model = ProjectionsModel(BETWEEN["nothing"][0]).train()
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 32)
+    with attach(model, EVERYTHING) as offloader:
+        for each in (plain, model):
+            for layer in each.layers:
+                layer.k.register_forward_pre_hook(cast_and_double)
+            with autocast():
+                loss = each(x).square().mean()
+            loss.backward()
+        assert offloader.metrics()["duplicate_bytes"] == 0
+    assert_same_tensors(gradients_of(model), gradients_of(plain), "changed by a hook")
+
+
 def test_without_autocast_nothing_is_looked_for() -> None:
     model = tiny_model("llama", dtype=torch.bfloat16)
     with attach(model, EVERYTHING) as offloader:
