@@ -10,10 +10,8 @@ short against the time that the bytes it saves would take on the link.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +19,7 @@ import torch
 from hf_pyao.codecs import CODECS, Codec, get_codec
 from hf_pyao.codecs.backend import kernels_for
 from hf_pyao.report.bench_report import StepTimes
-from hf_pyao.report.provenance import collect_provenance
-from hf_pyao.report.schema import to_plain
+from result_file import write_result
 
 SCHEMA_VERSION = 1
 NUM_WARMUP = 3
@@ -42,16 +39,14 @@ def main(argv: list[str] | None = None) -> None:
                 rows.append(row)
                 _print_row(row)
     if arguments.out:
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "codecs",
-            "provenance": collect_provenance(),
-            "config": {**vars(arguments), "out": None, "num_threads": torch.get_num_threads()},
-            "device": _describe(device),
-            "rows": rows,
-        }
-        text = json.dumps(to_plain(document), indent=2) + "\n"
-        Path(arguments.out).write_text(text, encoding="utf-8")
+        write_result(
+            arguments.out,
+            kind="codecs",
+            schema_version=SCHEMA_VERSION,
+            config={**vars(arguments), "out": None, "num_threads": torch.get_num_threads()},
+            device=_describe(device),
+            rows=rows,
+        )
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

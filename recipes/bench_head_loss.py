@@ -13,9 +13,7 @@ Python's standard library, both ways from the same seeds.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from head_loss_curve import compare_curves
 from hf_pyao.integrations.head_loss import install_head_loss
 from hf_pyao.report.bench_report import StepTimes
-from hf_pyao.report.provenance import collect_provenance
-from hf_pyao.report.schema import to_plain
+from result_file import write_result
 
 SCHEMA_VERSION = 1
 NUM_WARMUP = 1
@@ -44,15 +41,13 @@ def main(argv: list[str] | None = None) -> None:
                 rows.append(_measure(num_vocab, num_tokens, budget_mib, arguments))
                 _print_row(rows[-1])
     if arguments.out:
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": kind,
-            "provenance": collect_provenance(),
-            "config": {**vars(arguments), "out": None, "num_threads": torch.get_num_threads()},
-            "rows": rows,
-        }
-        text = json.dumps(to_plain(document), indent=2) + "\n"
-        Path(arguments.out).write_text(text, encoding="utf-8")
+        write_result(
+            arguments.out,
+            kind=kind,
+            schema_version=SCHEMA_VERSION,
+            config={**vars(arguments), "out": None, "num_threads": torch.get_num_threads()},
+            rows=rows,
+        )
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -17,8 +17,6 @@ saved again and again) and kept (below ``min_bytes``).
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -31,8 +29,8 @@ from torch import nn
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 from hf_pyao.metrics import MicroBatchStats
-from hf_pyao.report.provenance import collect_provenance
 from hf_pyao.runtime.transport import BlockingTransport, DoneTicket
+from result_file import write_result
 
 SCHEMA_VERSION = 1
 TARGET_US = 5.0
@@ -188,16 +186,13 @@ def main() -> None:
             f"{row['above_identity_us']:>15.2f}"
         )
     if args.result is not None:
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "hook_cost",
-            "target_above_identity_us": TARGET_US,
-            "provenance": dataclasses.asdict(collect_provenance()),
-            "rows": rows,
-        }
-        args.result.parent.mkdir(parents=True, exist_ok=True)
-        args.result.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.result}")
+        write_result(
+            args.result,
+            kind="hook_cost",
+            schema_version=SCHEMA_VERSION,
+            target_above_identity_us=TARGET_US,
+            rows=rows,
+        )
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ matters less. The cost of a mode is the difference of medians to the plain run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_pyao.integrations.module_map import find_layers
-from hf_pyao.report.provenance import collect_provenance
-from hf_pyao.report.schema import to_plain
 from hf_pyao.runtime.operations import Rules
 from hf_pyao.runtime.tracing import Trace
+from result_file import write_result
 
 SCHEMA_VERSION = 1
 MOST_TIMES_EMPTY = 3.0
@@ -141,16 +138,14 @@ def main(argv: list[str] | None = None) -> None:
             f"trace +{row['trace_cost_us']:5.0f} us: {row['times_empty_mode']:.2f} times that"
         )
     if arguments.result:
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "tracing cost",
-            "provenance": collect_provenance(),
-            "config": {"rounds": arguments.rounds, "calls_per_sample": CALLS_PER_SAMPLE},
-            "target_times_empty_mode": MOST_TIMES_EMPTY,
-            "rows": rows,
-        }
-        text = json.dumps(to_plain(document), indent=2) + "\n"
-        Path(arguments.result).write_text(text, encoding="utf-8")
+        write_result(
+            arguments.result,
+            kind="tracing cost",
+            schema_version=SCHEMA_VERSION,
+            config={"rounds": arguments.rounds, "calls_per_sample": CALLS_PER_SAMPLE},
+            target_times_empty_mode=MOST_TIMES_EMPTY,
+            rows=rows,
+        )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ squared, which CUDA's does not. A figure from here is a count on a CPU, not a me
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.report.provenance import collect_provenance
 from model_sizes import PAPER_SIZES, build_config, find_size
+from result_file import write_result
 
 GIB = 2**30
 SCHEMA_VERSION = 1
@@ -43,15 +41,12 @@ def main() -> None:
             rows.append(row)
             print(_line(row), flush=True)
     if args.result is not None:
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "count_bytes",
-            "provenance": dataclasses.asdict(collect_provenance()),
-            "rows": rows,
-        }
-        args.result.parent.mkdir(parents=True, exist_ok=True)
-        args.result.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.result}")
+        write_result(
+            args.result,
+            kind="count_bytes",
+            schema_version=SCHEMA_VERSION,
+            rows=rows,
+        )
 
 
 def count(

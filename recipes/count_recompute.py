@@ -13,8 +13,6 @@ bytes, not measurements; with a device's own kernels in the place of fake ones t
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_step import operations_of_cuda
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.report.provenance import collect_provenance
 from hf_pyao.report.tables import table
 from model_sizes import PAPER_SIZES, build_config, find_size
+from result_file import write_result
 
 SCHEMA_VERSION = 1
 NUM_LAYERS = 3
@@ -110,13 +108,12 @@ def main(argv: list[str] | None = None) -> None:
     header = ["model", "recomputed", "autograd holds, MB a layer", "stored, MB", "share"]
     print(table(header, cells, num_text_columns=2))
     if arguments.result is not None:
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "recompute_bytes",
-            "provenance": dataclasses.asdict(collect_provenance()),
-            "rows": rows,
-        }
-        arguments.result.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_result(
+            arguments.result,
+            kind="recompute_bytes",
+            schema_version=SCHEMA_VERSION,
+            rows=rows,
+        )
 
 
 if __name__ == "__main__":

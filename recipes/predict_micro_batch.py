@@ -17,8 +17,6 @@ figure from here was measured on a GPU.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,8 +25,8 @@ from typing import Any
 import torch
 
 from fake_step import METHODS, TRAINING_STATES, Method, StepPeak, peak_of_step
-from hf_pyao.report.provenance import collect_provenance
 from model_sizes import PAPER_SIZES
+from result_file import write_result
 
 GIB = 2**30
 SCHEMA_VERSION = 1
@@ -73,21 +71,18 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(_line(row), flush=True)
     print("assumed:", *(f"- {text}" for text in ASSUMPTIONS), sep="\n")
     if args.result is not None:
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "predicted_micro_batch",
-            "is_measured": False,
-            "provenance": dataclasses.asdict(collect_provenance()),
-            "assumptions": ASSUMPTIONS,
-            "sequence_length": args.sequence_length,
-            "device_gib": args.device_gib,
-            "reserve": args.reserve,
-            "limit_bytes": limit_bytes,
-            "rows": rows,
-        }
-        args.result.parent.mkdir(parents=True, exist_ok=True)
-        args.result.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.result}")
+        write_result(
+            args.result,
+            kind="predicted_micro_batch",
+            schema_version=SCHEMA_VERSION,
+            is_measured=False,
+            assumptions=ASSUMPTIONS,
+            sequence_length=args.sequence_length,
+            device_gib=args.device_gib,
+            reserve=args.reserve,
+            limit_bytes=limit_bytes,
+            rows=rows,
+        )
 
 
 def predict(spec: str, method: Method, limit_bytes: int, **options: Any) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ import torch
 from torch import nn
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
-from hf_pyao.report.provenance import collect_provenance
 from hf_pyao.runtime.link_model import GIB, LinkModel, VirtualLink
 from hf_pyao.runtime.simulated import SimulatedTransport
 from hf_pyao.runtime.simulated_device import DeviceModel, SimulatedDevice
 from hf_pyao.runtime.window import ReloadWindow
+from result_file import write_result
 
 SCHEMA_VERSION = 1
 SHRINK = 8192
@@ -272,16 +271,13 @@ def main() -> None:
     print(f"The paper's models, micro-batch {PAPER_MICRO_BATCH}, virtual ms:\n")
     _print(paper)
     if args.result is not None:
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "simulated_schedule",
-            "provenance": dataclasses.asdict(collect_provenance()),
-            "ratio_rows": ratios,
-            "paper_rows": paper,
-        }
-        args.result.parent.mkdir(parents=True, exist_ok=True)
-        args.result.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.result}")
+        write_result(
+            args.result,
+            kind="simulated_schedule",
+            schema_version=SCHEMA_VERSION,
+            ratio_rows=ratios,
+            paper_rows=paper,
+        )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ def _check_weights_fit(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
     except (RuntimeError, NotImplementedError):
-        return  # this model reads values while it is built: it is found out by building it
+        # Some models read values while they are built, or use operations that the meta device has
+        # not: their size is not known beforehand, and building them tells whether they fit.
+        return
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     free_bytes, place = free_memory(setup, device)
     if free_bytes is not None and weight_bytes > free_bytes:

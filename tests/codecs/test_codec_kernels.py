@@ -227,10 +227,14 @@ def test_gpu_never_waits_for_the_host(name: str) -> None:
     codec.decode(encoded.payload, encoded.spec)
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            tensor.sum().item()  # whatever waits is an error now
         encoded = codec.encode(tensor)
-        codec.decode(encoded.payload, encoded.spec)
+        decoded = codec.decode(encoded.payload, encoded.spec)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert decoded.shape == tensor.shape
+    assert decoded.dtype == tensor.dtype
 
 
 @pytest.mark.parametrize("name", [*GROUPED, "bitmask"])

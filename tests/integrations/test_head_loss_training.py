@@ -9,10 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
+import trl
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
@@ -267,7 +269,6 @@ class InstallAtStart(TrainerCallback):
 
 def test_sft_trainer(tmp_path: Path) -> None:
     # TRL fuses the head itself from some release on, and reads the logits of every step before.
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
 
     def run(callback: TrainerCallback | None) -> Any:
         config = trl.SFTConfig(str(tmp_path), **TRAINING, bf16=False, loss_type="nll")

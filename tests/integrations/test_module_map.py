@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -307,7 +308,6 @@ class TestArchitectures:
 
 class TestWrappers:
     def test_lora(self) -> None:
-        peft = pytest.importorskip("peft")
         base = build("opt")
         layers = [layer for _, layer in find_layers(base).layers]
         config = peft.LoraConfig(target_modules=["q_proj", "fc1"], r=2, task_type="CAUSAL_LM")
@@ -324,7 +324,6 @@ class TestWrappers:
         assert roles["self_attn"] == "core_attn"
 
     def test_prompt_tuning(self) -> None:
-        peft = pytest.importorskip("peft")
         base = build("llama")
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         assert unwrap_model(peft.get_peft_model(base, config)) is base
@@ -378,7 +377,6 @@ class TestWrappers:
         check_roles(found)
 
     def test_deepspeed_engine_outside_compile_and_lora(self) -> None:
-        peft = pytest.importorskip("peft")
 
         class DeepSpeedEngine(nn.Module):
             __module__ = "deepspeed.runtime.engine"

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).with_name("run_clm_shape.py")
@@ -59,7 +58,6 @@ def logs_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_script_trains_the_same_with_the_names_swapped(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     swapped = tmp_path / "swapped.py"
     swapped.write_text(with_our_names(SCRIPT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -102,9 +102,12 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
     torch.accelerator.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run_chunked(case, torch.bfloat16, chunk_tokens=64)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            case.hidden.sum().item()  # whatever waits is an error now
+        result = run_chunked(case, torch.bfloat16, chunk_tokens=64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert result.loss.isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

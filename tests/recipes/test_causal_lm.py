@@ -134,7 +134,10 @@ def test_own_file_and_options_from_json(run_recipe: Run, tmp_path: Path) -> None
         pytest.param(
             ["--use_cpu", "false", "--bf16"],
             "Give --use_cpu to compute in bfloat16 on a CPU (slow), or drop --bf16.",
-            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="it can do that"),
+            marks=pytest.mark.skipif(
+                torch.accelerator.is_available(),
+                reason="an accelerator computes in bfloat16, so that nothing is refused",
+            ),
         ),
         (["--load_best_model_at_end"], "requires the save and eval strategy to match"),
     ],

@@ -136,7 +136,6 @@ def test_dataset_without_its_library_says_what_to_install(monkeypatch: pytest.Mo
 @pytest.fixture
 def text_folder(tmp_path: Path) -> str:
     """A folder that `datasets` reads like a dataset of the hub: one row for each line."""
-    pytest.importorskip("datasets")
     write(tmp_path, {"data/train.txt": b"first row\n\nsecond row\nthird row\n"})
     return str(tmp_path / "data")
 

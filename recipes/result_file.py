@@ -1,0 +1,31 @@
+"""The JSON file that a recipe leaves: its figures, and where they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_pyao.report.provenance import collect_provenance
+from hf_pyao.report.schema import to_plain
+
+
+def write_result(path: Path | str, *, kind: str, schema_version: int, **content: Any) -> None:
+    """Write *content* to *path*, behind its kind, version and provenance; say so.
+
+    Args:
+        path: the file; folders on the way to it are made.
+        kind: what the file holds, one word or two.
+        schema_version: of *content*; raised whenever its keys change their meaning.
+        **content: rows, and what they depend on; dataclasses are written as dictionaries.
+    """
+    document = {
+        "schema_version": schema_version,
+        "kind": kind,
+        "provenance": collect_provenance(),
+        **content,
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_plain(document), indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}")
