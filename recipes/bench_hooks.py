@@ -47,7 +47,7 @@ class _TimedCopies(BlockingTransport):
         start = time.perf_counter()
         dst.copy_(src)
         self.copy_s += time.perf_counter() - start
-        return DoneTicket(src.numel())
+        return DoneTicket(src.nbytes)
 
     reload = offload
 

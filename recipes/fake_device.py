@@ -41,12 +41,12 @@ class LateTransport(BlockingTransport):
     def offload(self, src: Tensor, dst: Tensor, **_: Any) -> Any:
         """Copy to the host, later."""
         self._copy("offload", src, dst)
-        return _LateTicket(src.numel(), "offload", next(self._orders))
+        return _LateTicket(src.nbytes, "offload", next(self._orders))
 
     def reload(self, src: Tensor, dst: Tensor, **_: Any) -> Any:
         """Copy to the device, later."""
         self._copy("reload", src, dst)
-        return _LateTicket(src.numel(), "reload", next(self._orders))
+        return _LateTicket(src.nbytes, "reload", next(self._orders))
 
     def wait(self, ticket: Any) -> None:
         """Finish the copy, and those before it in its queue."""

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pyao import PyAOConfig
+from hf_pyao.runtime.layout import bytes_of
 from hf_pyao.runtime.transport import BlockingTransport, DoneTicket
 
 VOCAB = 64
@@ -312,7 +313,7 @@ def linear_relu(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 class RecordingTransport(BlockingTransport):
-    """Copies at once, and keeps the sources of all offloads, so that no address is used twice."""
+    """Copies at once, and keeps the bytes of all offloads, so that no address is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,5 +323,5 @@ class RecordingTransport(BlockingTransport):
         self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: str = ""
     ) -> DoneTicket:
         """Copy to the host, and take note of it."""
-        self.sources.append((label, src))
+        self.sources.append((label, bytes_of(src)))
         return super().offload(src, dst, after=after, label=label)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_pyao.runtime.compiled import uncompiled
 
@@ -97,28 +97,56 @@ class LeaveHook(_Hook):
             self.lifecycle.leave(module, output)
 
 
-class PathHook(_Hook):
-    """Hook of a sub-module: pre-forward with its path, post-forward with None.
+class PathStartHook(_Hook):
+    """Pre-forward hook of a sub-module: notes that it runs.
 
-    Compiled code passes it by, so that it breaks no graph: slots are then named by layer alone.
+    It runs for every sub-module of every layer, so what it does is written out. Compiled code
+    passes it by, so that it breaks no graph: slots are then named by layer alone.
     """
 
-    def __init__(
-        self, lifecycle: Lifecycle, path: str | None, *, has_cast_input: bool = False
-    ) -> None:
+    def __init__(self, lifecycle: Lifecycle, path: str, *, has_cast_input: bool) -> None:
+        """Name the sub-module *path*.
+
+        Args:
+            lifecycle: knows the layer call that runs.
+            path: the sub-module's name in its layer.
+            has_cast_input: its input is what autocast would cast for it.
+        """
         super().__init__(lifecycle)
         self.path = path
-        self.has_cast_input = has_cast_input
+        self._has_cast_input = has_cast_input
+        self._running = lifecycle.running
 
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        """Note the start or the end of the sub-module."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note the start of the sub-module."""
         if torch.compiler.is_compiling():
             return
-        if self.path is None:
-            self.lifecycle.path_pop()
-        else:
-            is_cast = self.has_cast_input and len(args) == 1
-            self.lifecycle.path_push(self.path, args[0] if is_cast else None)
+        tokens = self._running.tokens
+        if tokens:
+            call = tokens[-1].call
+            call.paths.append(self.path)
+            if call.is_autocast:
+                is_cast = self._has_cast_input and len(args) == 1
+                call.cast_input = args[0] if is_cast and isinstance(args[0], Tensor) else None
+
+
+class PathEndHook(_Hook):
+    """Post-forward hook of a sub-module: notes that its parent runs again."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        super().__init__(lifecycle)
+        self._running = lifecycle.running
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note the end of the sub-module."""
+        if torch.compiler.is_compiling():
+            return
+        tokens = self._running.tokens
+        if tokens:
+            call = tokens[-1].call
+            call.cast_input = None
+            if len(call.paths) > 1:
+                call.paths.pop()
 
 
 class CheckpointFunction:

@@ -15,14 +15,18 @@ def shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
     would free nothing. The hidden states are the first positional argument, or go by that name, or
     come first.
     """
-    rest = dict(kwargs)
-    own = args[0] if args else rest.pop("hidden_states", None)
+    own = args[0] if args else kwargs.get("hidden_states")
     if own is None:
-        own = next((value for value in rest.values() if isinstance(value, torch.Tensor)), None)
-    storage = own.untyped_storage()._cdata if _has_storage(own) else None
-    found = list(tensors_in((args[1:], rest)))
-    if storage is None:
-        return found
+        own = next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
+    found: list[torch.Tensor] = []
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, dict | list | tuple):
+            found.extend(tensors_in(value))
+    if own is None or not found or not _has_storage(own):
+        return [tensor for tensor in found if tensor is not own]
+    storage = own.untyped_storage()._cdata
     return [
         tensor
         for tensor in found

@@ -22,8 +22,16 @@ WHOLE_STORAGE_FACTOR = 4
 ROW_PADDING = 64
 """Rows that an attention kernel may add to its logsumexp."""
 
+_STRIDED = torch.strided
+
+_PLAIN_KINDS = frozenset({torch.Tensor, Parameter, FakeTensor})
+"""Types of tensors that are no more than their bytes; of others a copy may lose something."""
+
 _PLAIN_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64})
 """The commonest dtypes; tensors of them are neither quantised nor conjugate."""
+
+_BITWISE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64})
+"""Dtypes whose elements are copied bit by bit on every device."""
 
 SUBCLASS = "tensor subclass"
 UNSUPPORTED = "unsupported layout"
@@ -38,17 +46,30 @@ def reason_not_movable(tensor: torch.Tensor) -> str | None:
     Subclasses (FakeTensor apart) may carry meaning that a copy of their bytes loses; conjugate and
     negative bits live outside the storage.
     """
-    kind = type(tensor)
-    if kind is not torch.Tensor and kind is not Parameter and kind is not FakeTensor:
+    if type(tensor) not in _PLAIN_KINDS:
         return SUBCLASS
     if (
-        tensor.layout is not torch.strided
+        tensor.layout is not _STRIDED
         or tensor.is_nested
         or tensor.is_neg()
         or (tensor.dtype not in _PLAIN_DTYPES and (tensor.is_quantized or tensor.is_conj()))
     ):
         return UNSUPPORTED
     return None
+
+
+def is_copied_as_it_is(tensor: torch.Tensor) -> bool:
+    """Say whether a copy of *tensor*, which is as large as its storage, copies just its bytes.
+
+    It does if the elements are contiguous, and if copying them keeps every bit (that of booleans
+    need not). Such a tensor spares two views: of its bytes, and of the bytes that come back.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype in _BITWISE_DTYPES
+        and tensor.is_contiguous()
+        and not tensor.storage_offset()
+    )
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -109,6 +130,12 @@ def bytes_view(
     """View bytes *start* to *end* of *storage* as a flat uint8 tensor; nothing is copied."""
     flat = torch.empty(0, dtype=torch.uint8, device=device)
     return flat.set_(storage, start, (end - start,), (1,))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View a dense tensor as its bytes: flat, uint8; nothing is copied."""
+    start = byte_offset(tensor)
+    return bytes_view(tensor.untyped_storage(), tensor.device, start, start + tensor.nbytes)
 
 
 def rows_view(

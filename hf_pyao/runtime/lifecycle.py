@@ -34,7 +34,14 @@ from hf_pyao.runtime.compiled import uncompiled
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.equal_casts import casts_its_input
 from hf_pyao.runtime.hook_stack import is_inside_checkpoint, pop_hooks
-from hf_pyao.runtime.hooks import CheckpointFunction, EnterHook, LeaveHook, PathHook, StackHook
+from hf_pyao.runtime.hooks import (
+    CheckpointFunction,
+    EnterHook,
+    LeaveHook,
+    PathEndHook,
+    PathStartHook,
+    StackHook,
+)
 from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.runtime.parameters import FrozenShapes
 from hf_pyao.runtime.recompute import COMPILED, ZERO_3
@@ -43,7 +50,7 @@ from hf_pyao.runtime.tape import Layer, LayerCall
 logger = logging.getLogger(__name__)
 
 
-class _Token:
+class Token:
     """One layer that this thread is inside of."""
 
     __slots__ = ("call", "is_checkpointed", "module", "pack")
@@ -57,11 +64,11 @@ class _Token:
         self.is_checkpointed = is_checkpointed
 
 
-class _Thread(threading.local):
-    """Tokens of the calling thread, innermost last."""
+class Running(threading.local):
+    """The layers that the calling thread is inside of, innermost last."""
 
     def __init__(self) -> None:
-        self.tokens: list[_Token] = []
+        self.tokens: list[Token] = []
 
 
 class Lifecycle:
@@ -88,7 +95,7 @@ class Lifecycle:
     ) -> None:
         self.engine = engine
         self.owner = owner
-        self._thread = _Thread()
+        self.running = Running()
         self._handles: list[Any] = []
         self._wrapped: list[weakref.ref[nn.Module]] = []
         self._may_checkpoint: list[weakref.ref[nn.Module]] = []
@@ -128,8 +135,8 @@ class Lifecycle:
                 continue
             for path, module in named_submodules(layer):
                 if path and module is not layer:
-                    start = PathHook(self, path, has_cast_input=casts_its_input(module))
-                    end = PathHook(self, None)
+                    start = PathStartHook(self, path, has_cast_input=casts_its_input(module))
+                    end = PathEndHook(self)
                     register(module.register_forward_pre_hook(start))
                     register(module.register_forward_hook(end, always_call=True))
 
@@ -195,7 +202,7 @@ class Lifecycle:
         if not module.training or not torch.is_grad_enabled() or _in_backward():
             return
         layer = self._layers.get(module)
-        tokens = self._thread.tokens
+        tokens = self.running.tokens
         if layer is None or is_inside_checkpoint():
             return
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
@@ -215,12 +222,12 @@ class Lifecycle:
         call.is_compiled = is_compiling  # see [Note: Compiled code]
         pack = functools.partial(self._pack_uncompiled if is_compiling else self.engine.pack, call)
         unpack = self._unpack_uncompiled if is_compiling else self.engine.unpack
-        tokens.append(_Token(module, call, pack, is_checkpointed))
+        tokens.append(Token(module, call, pack, is_checkpointed))
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
     def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
         """Switch the saved-tensor hooks of *module*'s layer off. *outputs* is None on failure."""
-        tokens = self._thread.tokens
+        tokens = self.running.tokens
         if not tokens or tokens[-1].module is not module:
             return
         if tokens[-1].is_checkpointed != is_checkpointed:
@@ -234,7 +241,7 @@ class Lifecycle:
 
     def leave_all(self) -> None:
         """Take down what an interrupted forward left behind on this thread."""
-        tokens = self._thread.tokens
+        tokens = self.running.tokens
         while tokens:
             token = tokens.pop()
             pop_hooks(token.pack, token.call.fqn)
@@ -255,30 +262,7 @@ class Lifecycle:
     @property
     def is_inside_layer(self) -> bool:
         """True while this thread is inside of a layer that was entered."""
-        return bool(self._thread.tokens)
-
-    def path_push(self, path: str, cast_input: object = None) -> None:
-        """Note that a sub-module of the current layer starts.
-
-        Args:
-            path: its name in the layer.
-            cast_input: its input, if that is what autocast would cast for it.
-        """
-        if self._thread.tokens:
-            call = self._thread.tokens[-1].call
-            call.paths.append(path)
-            if call.is_autocast and isinstance(cast_input, torch.Tensor):
-                call.cast_input = cast_input
-            else:
-                call.cast_input = None
-
-    def path_pop(self) -> None:
-        """Note that a sub-module of the current layer ends."""
-        if self._thread.tokens:
-            call = self._thread.tokens[-1].call
-            call.cast_input = None
-            if len(call.paths) > 1:
-                call.paths.pop()
+        return bool(self.running.tokens)
 
     def _is_kept(self, layer: Layer) -> bool:
         """Say whether this is a last layer call of the forward.

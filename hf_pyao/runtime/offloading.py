@@ -10,6 +10,7 @@ import torch
 from hf_pyao.codecs import Codec
 from hf_pyao.runtime.layout import (
     bytes_view,
+    is_copied_as_it_is,
     is_row_statistic,
     part_targets,
     place_parts,
@@ -70,30 +71,32 @@ class StorageOffloader:
             slot: names it.
             codec: how to write it, if the codec takes it; else its bytes go as they are.
         """
-        start, end = 0, storage.nbytes()
-        if tensor.nbytes != end:
-            start, end = range_to_move(tensor, end)
-        pool = self._pool
-        nbytes = end - start
+        nbytes = storage.nbytes()
+        span = (0, nbytes)
+        is_whole = tensor.nbytes == nbytes
+        if not is_whole:
+            span = range_to_move(tensor, nbytes)
         if codec.name != "identity":
-            rows = self._rows_to_encode(call, tensor, storage, start, end, codec)
+            rows = self._rows_to_encode(call, tensor, storage, span, codec)
             if rows is not None:
-                record = self._encode(call, tensor, blank, slot, start, end, codec, rows)
+                record = self._encode(call, tensor, blank, storage, slot, span, codec, rows)
                 return self._queued(record)
-        host = pool.acquire(nbytes)
+        pool = self._pool
+        host = pool.acquire(span[1] - span[0])
         if host is None:
             return None
-        try:
-            flat = self._flat(storage, tensor, start, nbytes)
-        except BaseException:
-            pool.release(host)
-            raise
-        record = SavedStorage(call, slot, start, nbytes, tensor, blank, host, self._on_release)
-        record.payload = (flat,)
+        record = SavedStorage(call, slot, span, nbytes, tensor, blank, host, self._on_release)
+        if is_whole and is_copied_as_it_is(tensor):
+            source = record.source
+            target = record.host_view = host.view_like(tensor)
+        else:
+            source = self._flat(storage, tensor, span)
+            target = host.data
+        record.payload = (source,)
         offload = self._transport.offload
         if is_profiling():
             offload = in_range(offload, "offload", slot.layer)
-        record.offload_ticket = offload(flat, host.data, after=pool.barriers, label=slot)
+        record.offload_ticket = offload(source, target, after=pool.barriers, label=slot)
         return self._queued(record)
 
     def _queued(self, record: SavedStorage | None) -> SavedStorage | None:
@@ -108,31 +111,31 @@ class StorageOffloader:
         return record
 
     def _flat(
-        self, storage: torch.UntypedStorage, tensor: torch.Tensor, start: int, nbytes: int
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, span: tuple[int, int]
     ) -> torch.Tensor:
         """View bytes of *storage* as a flat uint8 tensor; nothing is copied."""
+        start, end = span
         device = tensor.device
         blank = self._byte_blanks.get(device)
         if blank is None or type(tensor) is not torch.Tensor:
-            flat = bytes_view(storage, device, start, start + nbytes)
+            flat = bytes_view(storage, device, start, end)
             if type(tensor) is torch.Tensor:
                 self._byte_blanks[device] = torch.empty(0, dtype=torch.uint8, device=device)
             return flat
-        return view_of_storage(blank, storage, start, (nbytes,), (1,))
+        return view_of_storage(blank, storage, start, (end - start,), (1,))
 
     def _rows_to_encode(
         self,
         call: LayerCall,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        start: int,
-        end: int,
+        span: tuple[int, int],
         codec: Codec,
     ) -> torch.Tensor | None:
         """View a storage's bytes as a codec reads them; None if they must stay as they are."""
         if not codec.is_lossless and is_row_statistic(tensor, call.saved_shapes):
             return None
-        rows = rows_view(tensor, storage, start, end)
+        rows = rows_view(tensor, storage, *span)
         if rows is None or not codec.accepts(tensor) or not codec.accepts(rows):
             return None
         return rows
@@ -142,9 +145,9 @@ class StorageOffloader:
         call: LayerCall,
         tensor: torch.Tensor,
         blank: torch.Tensor,
+        storage: torch.UntypedStorage,
         slot: SlotLabel,
-        start: int,
-        end: int,
+        span: tuple[int, int],
         codec: Codec,
         rows: torch.Tensor,
     ) -> SavedStorage | None:
@@ -154,7 +157,10 @@ class StorageOffloader:
         host = self._pool.acquire(nbytes)
         if host is None:
             return None
-        record = SavedStorage(call, slot, start, end - start, tensor, blank, host, self._on_release)
+        record = SavedStorage(
+            call, slot, span, storage.nbytes(), tensor, blank, host, self._on_release
+        )
+        record.let_go_of_source()
         record.codec, record.spec, record.parts = codec, encoded.spec, places
         record.payload = encoded.payload
         record.device_bytes = nbytes

@@ -104,30 +104,34 @@ class Packer:
         reason = reason_not_movable(tensor)
         if reason is not None:
             return self._keep_unmovable(call, tensor, reason)
+        storage = tensor.untyped_storage()
+        table = call.tape.table
+        entries = table.entries(storage)
+        if entries is not None:
+            if not self._codec.is_lossless:
+                call.saved_shapes.add(tuple(tensor.shape))
+            known = self._find(call, tensor, entries)
+            if known is not None:
+                if call.anchor_keys and storage._cdata in call.anchor_keys:
+                    call.anchor_keys.remove(storage._cdata)
+                    stats.would_hold_bytes += storage.nbytes()
+                return known
+            return self._place(call, tensor, storage, entries)
         if is_parameter(tensor, call.frozen_shapes):
             # The object itself: ZeRO-3 exchanges the data of a Parameter behind our back, and a
             # detached copy would pin what it gathered. No node saves a parameter as its own
             # output, so holding it makes no cycle.
             slot = call.layer.slot(call.paths[-1], -1)
             return KeptTensor(tensor, tensor._version, call, slot)
-        storage = tensor.untyped_storage()
         if storage._cdata in self.buffer_keys:
             slot = call.layer.slot(call.paths[-1], -1)
             return KeptTensor(tensor.detach(), tensor._version, call, slot)
         if not self._codec.is_lossless:
             call.saved_shapes.add(tuple(tensor.shape))
-        table = call.tape.table
-        entries = table.entries(storage)
-        if entries is None:
-            entries = table.add(storage)
-            stats.would_hold_bytes += storage.nbytes()
-            if call.cast_input is not None and call.trace is None:
-                return self._pack_cast(call, tensor, call.cast_input, storage, entries)
-        elif (known := self._find(call, tensor, entries)) is not None:
-            if call.anchor_keys and storage._cdata in call.anchor_keys:
-                call.anchor_keys.remove(storage._cdata)
-                stats.would_hold_bytes += storage.nbytes()
-            return known
+        entries = table.add(storage)
+        stats.would_hold_bytes += storage.nbytes()
+        if call.cast_input is not None and call.trace is None:
+            return self._pack_cast(call, tensor, call.cast_input, storage, entries)
         return self._place(call, tensor, storage, entries)
 
     def _pack_cast(
@@ -195,7 +199,9 @@ class Packer:
             assert isinstance(entry, weakref.ref)
             record = entry()
             if record is not None and record.covers(tensor, version):
-                blank = self._blanks.like(tensor)
+                blank = record.blank
+                if tensor.dtype is not blank.dtype:
+                    blank = self._blanks.like(tensor)
                 record.watch_too(tensor, blank)
                 return SavedTensor(record, tensor, blank, call)
         return None

@@ -83,20 +83,21 @@ def is_parameter(tensor: torch.Tensor, frozen_shapes: FrozenShapes) -> bool:
         tensor: a plain strided tensor, as the pack hook gets it.
         frozen_shapes: of the layer that runs, while autocast is on; else empty.
     """
+    base = tensor._base
+    if _is_parameter_object(tensor) or (base is not None and _is_parameter_object(base)):
+        return True
     node = tensor.grad_fn
     if node is None:
-        return _is_parameter_or_view(tensor) or frozen_shapes.has_cast(tensor)
-    if node.name() not in VIEW_OR_CAST_NODES:  # most tensors end here; a parameter has no node
-        base = tensor._base
-        return base is not None and _is_parameter_object(base)
-    return _is_parameter_or_view(tensor) or _leads_to_parameter(node, tensor.numel())
+        return frozen_shapes.has_cast(tensor)
+    if base is not None:
+        node = base.grad_fn or node  # what the view was made of, without the steps in between
+    # Most tensors end here: made by an operation that is neither view nor cast.
+    return node.name() in VIEW_OR_CAST_NODES and _leads_to_parameter(node, tensor.numel())
 
 
 def _is_parameter_or_view(tensor: torch.Tensor) -> bool:
-    if _is_parameter_object(tensor):
-        return True
     base = tensor._base
-    return base is not None and _is_parameter_object(base)
+    return _is_parameter_object(tensor) or (base is not None and _is_parameter_object(base))
 
 
 def _is_parameter_object(tensor: torch.Tensor) -> bool:

@@ -124,8 +124,6 @@ def _num_bytes(anchors: Anchors) -> int:
 class RecomputedStorage(WatchedStorage):
     """One distinct storage that a layer call saved and that was dropped, to be rebuilt."""
 
-    __slots__ = ("value",)
-
     def __init__(
         self,
         call: LayerCall,
@@ -135,6 +133,7 @@ class RecomputedStorage(WatchedStorage):
         blank: torch.Tensor,
     ) -> None:
         super().__init__(call, slot, value.nbytes, tensor, blank)
+        self.let_go_of_source()
         self.value = value
         value.slot = weakref.ref(self)
 

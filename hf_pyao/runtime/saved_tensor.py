@@ -69,12 +69,20 @@ class SavedStorage(WatchedStorage):
     parts: tuple[PartPlace, ...] = ()
     payload: tuple[torch.Tensor, ...] = ()
     """What is being copied to the host; empty once compute is ordered behind the copy."""
+    host_view: torch.Tensor | None = None
+    """The host buffer with the layout of the saved tensor, where that was copied as it is; else
+    None, and bytes are copied."""
     buffer: torch.Tensor | None = None
-    """Reloaded payload: uint8, flat, on the device."""
+    """Reloaded payload, on the device: laid out as ``host_view``, or uint8 and flat."""
     decoded: torch.UntypedStorage | None = None
     """Bytes ``start`` to ``start + nbytes`` of the original storage, on the device."""
     offload_ticket: Any = None
     reload_ticket: Any = None
+    start = 0
+    is_whole = True
+    """True if the whole storage is in here."""
+    decoded_start = 0
+    """Byte of the original storage that ``decoded`` begins with."""
     is_consumed = False
     residency = Residency.OFFLOADING
 
@@ -82,8 +90,8 @@ class SavedStorage(WatchedStorage):
         self,
         call: LayerCall,
         slot: SlotLabel,
-        start: int,
-        nbytes: int,
+        byte_range: tuple[int, int],
+        storage_nbytes: int,
         tensor: torch.Tensor,
         blank: torch.Tensor,
         host: HostBuffer,
@@ -91,13 +99,25 @@ class SavedStorage(WatchedStorage):
     ) -> None:
         self.host: HostBuffer | None = host  # first: from here on it is given back, come what may
         self.on_release = on_release
+        start, end = byte_range
+        nbytes = end - start
         super().__init__(call, slot, nbytes, tensor, blank)
-        self.start = start
-        self.is_whole = start == 0 and nbytes == tensor.untyped_storage().nbytes()
-        self.decoded_start = start
-        """Byte of the original storage that ``decoded`` begins with."""
+        if nbytes != storage_nbytes:
+            self.start = self.decoded_start = start
+            self.is_whole = False
         self.device_bytes = nbytes
         """Bytes that the payload takes on the device when it is brought back."""
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The saved tensor's memory, laid out as it is; without data once it was let go."""
+        return self._counter
+
+    def source_has_left(self) -> None:
+        """Let go of the device copy: compute is ordered behind the copy to the host."""
+        self.payload = ()
+        self._counter.data = self.blank  # as let_go_of_source does
+        self.to(Residency.HOST)
 
     def to(self, residency: Residency) -> None:
         """Go over to *residency*; only the transitions of the life of a buffer are legal."""
@@ -115,6 +135,21 @@ class SavedStorage(WatchedStorage):
             return True
         start, end = byte_span(tensor)
         return self.start <= start and end <= self.start + self.nbytes
+
+    def tensor_on_device(self, handle: SavedTensor) -> torch.Tensor:
+        """Return what *handle* stands for, over the bytes that were brought back."""
+        buffer = self.buffer
+        if buffer is not None and self.host_view is not None:
+            self.decoded = buffer.untyped_storage()
+            self.buffer = None
+            if (
+                handle.size == buffer.size()
+                and handle.stride == buffer.stride()
+                and not handle.offset
+                and handle.blank.dtype == buffer.dtype
+            ):
+                return buffer
+        return handle.view_of(self.device_storage(), self.decoded_start)
 
     def device_storage(self) -> torch.UntypedStorage:
         """Return the bytes on the device, decoding them first if need be.

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.runtime.layout import bytes_of
 from hf_pyao.runtime.link_model import LinkModel, VirtualLink
 from hf_pyao.runtime.transport import Bandwidth
 
@@ -130,9 +131,11 @@ class SimulatedTransport:
         label: object = "",
     ) -> SimulatedTicket:
         """Queue a copy to the host. *dst* holds poison until it is done; *src* is watched."""
-        ticket = self._queue("offload", device=src, host=dst, after=after, label=label)
         with _outside_of_modes():
-            ticket.before = src.clone()
+            source, target = bytes_of(src), bytes_of(dst)
+            before = source.clone()
+        ticket = self._queue("offload", device=source, host=target, after=after, label=label)
+        ticket.before = before
         return self._issued(ticket)
 
     def reload(
@@ -145,8 +148,10 @@ class SimulatedTransport:
     ) -> SimulatedTicket:
         """Queue a copy to the device. *dst* holds poison until it is done."""
         with _outside_of_modes():
-            dst.fill_(POISON_BYTE)
-        return self._issued(self._queue("reload", device=dst, host=src, after=after, label=label))
+            source, target = bytes_of(src), bytes_of(dst)
+            target.fill_(POISON_BYTE)
+        ticket = self._queue("reload", device=target, host=source, after=after, label=label)
+        return self._issued(ticket)
 
     def wait(self, ticket: SimulatedTicket) -> None:
         """Complete the copy, and what must come before it; perhaps more, if the schedule says."""
@@ -222,7 +227,7 @@ class SimulatedTransport:
             label,
             host,
             cast(int, device.untyped_storage()._weak_ref()),
-            int(device.storage_offset()) * device.element_size(),
+            int(device.storage_offset()),
             None,
             tuple(after),
         )

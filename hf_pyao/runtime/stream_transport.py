@@ -142,7 +142,7 @@ class StreamTransport:
             start.record(stream)
             dst.copy_(src, non_blocking=True)
             end.record(stream)
-        nbytes = src.numel()
+        nbytes = src.nbytes
         self._timed.append((kind, nbytes, start, end))
         return StreamTicket(nbytes, stream, next(self._orders), device, compute, end)
 

@@ -54,11 +54,12 @@ class Bandwidth:
 
 @runtime_checkable
 class Transport(Protocol):
-    """Copies flat byte tensors between the device and the host.
+    """Copies dense tensors between the device and the host.
 
-    ``src`` and ``dst`` are uint8 tensors of the same number of elements. The caller keeps ``src``
-    alive and unchanged, and ``dst`` alive and unread, until it has waited for the ticket. ``str()``
-    of ``label`` names the tensor in messages. See [Note: Stream order].
+    ``src`` and ``dst`` have the same dtype, size and contiguous strides, and what counts is their
+    bytes (:func:`~hf_pyao.runtime.layout.bytes_of` views them). The caller keeps ``src`` alive and
+    unchanged, and ``dst`` alive and unread, until it has waited for the ticket. ``str()`` of
+    ``label`` names the tensor in messages. See [Note: Stream order].
     """
 
     name: str
@@ -71,13 +72,13 @@ class Transport(Protocol):
     def offload(
         self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: object = ""
     ) -> Any:
-        """Queue the copy of device bytes *src* to host bytes *dst* and return its ticket."""
+        """Queue the copy of *src*, on the device, to *dst*, on the host; return its ticket."""
         ...
 
     def reload(
         self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: object = ""
     ) -> Any:
-        """Queue the copy of host bytes *src* to device bytes *dst* and return its ticket."""
+        """Queue the copy of *src*, on the host, to *dst*, on the device; return its ticket."""
         ...
 
     def wait(self, ticket: Any) -> None:
@@ -180,7 +181,7 @@ class BlockingTransport:
         start = time.perf_counter()
         dst.copy_(src)
         seconds = time.perf_counter() - start
-        nbytes = src.numel()
+        nbytes = src.nbytes
         self._seconds[direction] += seconds
         self._total_seconds[direction] += seconds
         self._total_bytes[direction] += nbytes

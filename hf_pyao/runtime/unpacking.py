@@ -93,7 +93,10 @@ class Unpacker:
         if residency is not Residency.DEVICE:
             self._wait(record)
         known = record.handed_out_like(handle)
-        tensor = known if known is not None else self._view(handle, record)
+        if known is not None:
+            tensor = known
+        else:
+            tensor = record.hand_out(record.tensor_on_device(handle), handle)
         if not record.is_consumed:
             self._reloads.consumed(record)
             if not self._reloads.is_exhausted or self._offloads.waiting_bytes:
@@ -101,10 +104,6 @@ class Unpacker:
         if self._task == NO_TASK:
             self._drop_device_copy(record)  # looked at outside a backward pass
         return tensor
-
-    def _view(self, handle: SavedTensor, record: SavedStorage) -> torch.Tensor:
-        tensor = handle.view_of(record.device_storage(), record.decoded_start)
-        return record.hand_out(tensor, handle)
 
     def load(self, record: SavedStorage) -> tuple[torch.UntypedStorage, int]:
         """Return the bytes of *record* on the device, and which byte of the original is first."""
@@ -207,14 +206,19 @@ class Unpacker:
                 "backward before detaching the offloader."
             )
         nbytes = record.device_bytes
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=record.device)
+        source = record.host_view
+        if source is not None:
+            buffer = record.blank.new_empty_strided(source.size(), source.stride())
+        else:
+            source = host.data
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=record.device)
         record.to(Residency.RELOADING)
         record.buffer = buffer
         reload = self._transport.reload
         if is_profiling():
             reload = in_range(reload, "reload", record.slot.layer)
         record.reload_ticket = reload(
-            host.data, buffer, after=(record.offload_ticket,), label=record.slot
+            source, buffer, after=(record.offload_ticket,), label=record.slot
         )
         self._reloads.loaded(record)
         stats = record.call.tape.stats

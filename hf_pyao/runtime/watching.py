@@ -62,9 +62,9 @@ class VersionWatch:
 
     def __init__(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
         """Watch *tensor*; *blank* is an empty tensor of its dtype and device."""
-        self._counter = tensor.detach()
+        self._counter = counter = tensor.detach()
         self._version = tensor._version
-        self._counter.data = blank
+        counter.data = blank
 
     @property
     def is_modified(self) -> bool:
@@ -73,23 +73,15 @@ class VersionWatch:
 
 
 class WatchedStorage:
-    """What stands for a saved storage whose device memory was let go.
+    """What stands for a saved storage whose device memory is let go.
 
     In-place changes raise when it is asked for: see [Note: In-place changes].
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_counter",
-        "_handed_out",
-        "_other_watches",
-        "call",
-        "device",
-        "nbytes",
-        "slot",
-        "tensor_address",
-        "version",
-    )
+    _other_watches: list[VersionWatch] | None = None
+    _handed_out: list[tuple[torch.Tensor, int, int]] | None = None
+    """Tensors that backward got, over one rebuilt storage; their versions then; their offsets in
+    the original storage."""
 
     def __init__(
         self,
@@ -99,19 +91,26 @@ class WatchedStorage:
         tensor: torch.Tensor,
         blank: torch.Tensor,
     ) -> None:
+        """Watch *tensor*, which still holds its memory: see :meth:`let_go_of_source`."""
         self.call = call
         self.slot = slot
         self.nbytes = nbytes
-        self.device = tensor.device
+        self.blank = blank
+        """An empty tensor of the dtype and device of the tensor that was saved first."""
         self.version = tensor._version
-        self.tensor_address = tensor._cdata
-        """Of the tensor object that was saved first: it shares its version counter."""
-        self._counter = counter = tensor.detach()  # as VersionWatch does
-        counter.data = blank
-        self._other_watches: list[VersionWatch] | None = None
-        self._handed_out: list[tuple[torch.Tensor, int, int]] | None = None
-        """Tensors that backward got, over one rebuilt storage; their versions then; their offsets
-        in the original storage."""
+        base = tensor._base
+        self.counter_owner = (tensor if base is None else base)._cdata
+        """Address of a tensor object that has the version counter that is watched."""
+        self._counter = tensor.detach()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the storage was."""
+        return self.blank.device
+
+    def let_go_of_source(self) -> None:
+        """Let go of the saved tensor's memory, which the version counter shares so far."""
+        self._counter.data = self.blank
 
     def hand_out(self, tensor: torch.Tensor, handle: SavedTensor) -> torch.Tensor:
         """Take note of *tensor*, which goes to backward; return it.
@@ -157,8 +156,12 @@ class WatchedStorage:
         )
 
     def watch_too(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
-        """Watch another tensor on the storage, which may have a version counter of its own."""
-        if tensor._cdata != self.tensor_address:
+        """Watch another tensor on the storage, which may have a version counter of its own.
+
+        Views share their base's counter, and those made by ``detach`` and ``.data`` do not tell.
+        """
+        base = tensor._base
+        if (tensor if base is None else base)._cdata != self.counter_owner:
             self.watch(tensor, blank)
 
     def watch(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:

@@ -41,23 +41,20 @@ class OffloadWindow:
 
     def add(self, record: SavedStorage, nbytes: int) -> None:
         """Queue the payload of *record* (*nbytes*), whose offload was just issued."""
+        ticket = record.offload_ticket
+        limit_bytes = self._limit_bytes
+        if limit_bytes is not None and not self._queue and self._transport.is_done(ticket):
+            record.source_has_left()
+            return
         with self._lock:
-            self._add(record, nbytes)
-
-    def _add(self, record: SavedStorage, nbytes: int) -> None:
-        is_windowed = self._limit_bytes is not None
-        if is_windowed and not self._queue and self._transport.is_done(record.offload_ticket):
-            record.payload = ()
-            record.to(Residency.HOST)
-            return
-        self._queue.append((weakref.ref(record), record.offload_ticket, record.payload, nbytes))
-        self.waiting_bytes += nbytes
-        if self._limit_bytes is None:
-            return
-        self.release_done()
-        while self.waiting_bytes > self._limit_bytes:
-            self._transport.wait(self._queue[0][1])
-            self._release_oldest()
+            self._queue.append((weakref.ref(record), ticket, record.payload, nbytes))
+            self.waiting_bytes += nbytes
+            if limit_bytes is None:
+                return
+            self.release_done()
+            while self.waiting_bytes > limit_bytes:
+                self._transport.wait(self._queue[0][1])
+                self._release_oldest()
 
     def release_done(self) -> None:
         """Let go of what is known to have left."""
@@ -86,8 +83,7 @@ class OffloadWindow:
         self.waiting_bytes -= nbytes
         record = ref()
         if record is not None and record.residency is Residency.OFFLOADING:
-            record.payload = ()
-            record.to(Residency.HOST)
+            record.source_has_left()
 
 
 class ReloadWindow:

@@ -20,7 +20,7 @@ import threading
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -35,6 +35,10 @@ suits DMA engines."""
 
 MIN_SLAB_BYTES = 32 * 2**20
 """Smallest slab, a power of two: torch's pinned allocator rounds requests up to one."""
+
+
+MAX_VIEWS = 8
+"""Layouts that a host buffer remembers."""
 
 
 class QueuedCopy(Protocol):
@@ -61,6 +65,23 @@ class HostBuffer:
     reserved_bytes: int
     data: torch.Tensor
     """uint8, shape (nbytes,), on the host."""
+    _views: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
+
+    def view_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View the buffer with the dtype, size and stride of *tensor*, a dense one of its bytes.
+
+        Views are remembered: the next step asks for the same ones.
+        """
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        key = (size, stride, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            view = torch.empty(0, dtype=dtype)
+            view.set_(self.data.untyped_storage(), self.offset // dtype.itemsize, size, stride)
+            self._views[key] = view
+        return view
 
 
 class _Slab:

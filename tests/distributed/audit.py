@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from hf_pyao.runtime import layout
 from hf_pyao.runtime.parameters import is_parameter
 from hf_pyao.runtime.transport import BlockingTransport
 
@@ -53,8 +54,8 @@ class RecogniserAudit:
         copy = BlockingTransport.offload
 
         def offload(transport: Any, src: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._payloads.append(src.numpy().tobytes())
-            self.offloaded_bytes += src.numel()
+            self._payloads.append(layout.bytes_of(src).numpy().tobytes())
+            self.offloaded_bytes += src.nbytes
             self.offloaded_layers.add(str(kwargs["label"]).split()[0])
             return copy(transport, src, *args, **kwargs)
 

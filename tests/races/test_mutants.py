@@ -86,8 +86,7 @@ def _source_released_early() -> Any:
     """The device copy is let go when its offload is queued, not when compute is behind it."""
 
     def add(self: OffloadWindow, record: SavedStorage, nbytes: int) -> None:
-        record.payload = ()
-        record.to(Residency.HOST)
+        record.source_has_left()
 
     return mock.patch.object(OffloadWindow, "add", add)
 

@@ -237,6 +237,69 @@ def test_a_version_watch_holds_no_memory() -> None:
     assert storage.expired()
 
 
+class SavesAll(torch.autograd.Function):
+    """Passes x through, and saves all the tensors that it gets."""
+
+    @staticmethod
+    def forward(ctx, x, *tensors):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*tensors)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        assert ctx.saved_tensors
+        return (gradient, *(None for _ in ctx.saved_tensors))
+
+
+ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the tensor": lambda x: x,
+    "a view": lambda x: x.view(16),
+    "a view of a view": lambda x: x.view(16)[:4],
+    "detached": lambda x: x.detach(),
+    "a view of it detached": lambda x: x.detach().view(16),
+    "its data": lambda x: x.data,
+    "a view of its data": lambda x: x.data.view(16),
+}
+
+
+@pytest.mark.parametrize("second", ALIASES)
+@pytest.mark.parametrize("first", ALIASES)
+@pytest.mark.parametrize("changed", ["first", "second"])
+def test_whichever_alias_is_changed_is_seen(first: str, second: str, changed: str) -> None:
+    # Some share a version counter, and some have one of their own.
+    saved: list[torch.Tensor] = []
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        hidden = x @ layer.weight
+        saved[:] = [hidden, ALIASES[first](hidden), ALIASES[second](hidden)]
+        return SavesAll.apply(x @ layer.weight, *saved[1:])  # type: ignore[no-any-return]
+
+    model = Stack(function)
+    with attach(model, EVERY_LAYER) as offloader:
+        loss = model(torch.randn(4, 4)).sum()
+        with torch.no_grad():
+            saved[1 if changed == "first" else 2].add_(1)
+        with pytest.raises(SavedTensorModifiedError):
+            loss.backward()
+    assert offloader.metrics()["offloaded_bytes"] > 0
+
+
+def test_views_of_one_tensor_need_one_watch() -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        hidden = x @ layer.weight
+        return SavesAll.apply(x @ layer.weight, hidden, *hidden.chunk(2), hidden.view(16))  # type: ignore[no-any-return]
+
+    model = Stack(function)
+    with attach(model, EVERY_LAYER) as offloader:
+        loss = model(torch.randn(4, 4)).sum()
+        tape = offloader.engine._tape
+        assert tape is not None
+        records = list(tape.live_records())
+        assert records
+        assert all(record._other_watches is None for record in records)
+        loss.backward()
+
+
 class ChangesInBackward(torch.autograd.Function):
     """Squares, and doubles its saved input in place when it runs backward."""
 

@@ -73,7 +73,9 @@ KEPT: dict[str, tuple[Make, str]] = {
 }
 
 
-def probe(make: Make) -> tuple[torch.Tensor, torch.Tensor, Any, list[tuple[str, torch.Tensor]]]:
+def probe(
+    make: Make, transport: RecordingTransport | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Any, list[tuple[str, torch.Tensor]]]:
     """Send what *make* makes through an attached layer; return it, what came back, and figures."""
     sink: list[Any] = []
     original: list[torch.Tensor] = []
@@ -84,7 +86,7 @@ def probe(make: Make) -> tuple[torch.Tensor, torch.Tensor, Any, list[tuple[str, 
         return Probe.apply(x * layer.weight, sink, tensor)  # type: ignore[no-any-return]
 
     model = Stack(function)
-    transport = RecordingTransport()
+    transport = transport or RecordingTransport()
     with attach(model, EVERY_LAYER, transport=transport) as offloader:
         model(torch.randn(4, 4)).sum().backward()
         stats = offloader.engine.last_stats
@@ -118,6 +120,53 @@ def test_moved_tensors_come_back_as_they_were(kind: str) -> None:
     start, end = range_to_move(original, original.untyped_storage().nbytes())
     assert end - start in [source.numel() for _, source in sources]
     assert stats.reloaded_bytes == stats.offloaded_bytes
+
+
+COPIED_AS_THEY_ARE = ("contiguous", "one number", "int64", "float16")
+
+
+@pytest.mark.parametrize("kind", MOVED)
+def test_contiguous_tensors_are_copied_as_they_are_and_others_as_bytes(kind: str) -> None:
+    layouts: list[tuple[torch.dtype, torch.Size]] = []
+
+    class Looking(RecordingTransport):
+        def offload(self, src: torch.Tensor, dst: torch.Tensor, **how: Any) -> Any:
+            assert (src.dtype, src.size(), src.stride()) == (dst.dtype, dst.size(), dst.stride())
+            layouts.append((src.dtype, src.size()))
+            return super().offload(src, dst, **how)
+
+        def reload(self, src: torch.Tensor, dst: torch.Tensor, **how: Any) -> Any:
+            assert (src.dtype, src.size(), src.stride()) == (dst.dtype, dst.size(), dst.stride())
+            return super().reload(src, dst, **how)
+
+    original, _, _, _ = probe(MOVED[kind], Looking())
+    expected = (original.dtype, original.size())
+    assert (expected in layouts) is (kind in COPIED_AS_THEY_ARE)
+    if kind not in COPIED_AS_THEY_ARE:
+        assert torch.uint8 in [dtype for dtype, _ in layouts]
+
+
+@pytest.mark.parametrize(
+    "bits",
+    [[0x7FC00001, 0x7F800001, 0xFFFFFFFF - 2**32, 0x80000000 - 2**32, 1], [0, 0x00FF, 0x7F81]],
+    ids=["float32", "bfloat16"],
+)
+def test_every_bit_comes_back(bits: list[int]) -> None:
+    kinds = {5: (torch.int32, torch.float32), 3: (torch.int16, torch.bfloat16)}
+    integer, floating = kinds[len(bits)]
+
+    def make(x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(bits * 7, dtype=integer).view(floating).clone()
+
+    original, found, _, _ = probe(make)  # NaNs with a payload, signalling ones, -0, denormals
+    assert torch.equal(found.view(integer), torch.tensor(bits * 7, dtype=integer))
+    assert torch.equal(original.view(integer), found.view(integer))
+
+
+def test_a_size_of_one_may_have_any_stride() -> None:
+    original, found, _, _ = probe(lambda x: base(x).view(1, -1).as_strided((1, 1024), (77, 1)))
+    assert original.stride() == (77, 1)
+    assert_same_layout(found, original)
 
 
 @pytest.mark.parametrize("kind", KEPT)
