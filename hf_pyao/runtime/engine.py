@@ -173,6 +173,7 @@ class OffloadEngine:
 
     def _close(self, call: LayerCall) -> None:
         call.is_open = False
+        call.layer.slots = call.slots
         call.cast_input = None
         call.casts.clear()  # their keys hold the graph, which holds the call
         if self.recomputer is not None:

@@ -7,6 +7,7 @@ left to functions of its own. In-place changes: see [Note: In-place changes] in 
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from hf_pyao.runtime.offloading import StorageOffloader
 from hf_pyao.runtime.parameters import is_parameter
 from hf_pyao.runtime.policy import Candidate, Decision, Keep, Offload, Policy, Recompute
 from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage, SavedTensor
-from hf_pyao.runtime.tape import LayerCall
+from hf_pyao.runtime.tape import LayerCall, Slot
 from hf_pyao.runtime.watching import SlotLabel, WatchedStorage
 
 if TYPE_CHECKING:
@@ -92,7 +93,11 @@ class Packer:
             known = self._find(call, tensor, entries)
             if known is not None and _is_whole(known):
                 return known
-        slot = call.layer.slot(call.paths[-1], -1)
+        label = call.layer.label(call.paths[-1])
+        nbytes = storage.nbytes()
+        layer, path, ordinal = label
+        candidate = Candidate(layer, call.layer.index, path, ordinal, nbytes, tensor.dtype)
+        slot = Slot(label, candidate)
         decision = self._decide(call, tensor, storage, slot)
         if isinstance(decision, Recompute):
             decision = decision.otherwise
@@ -121,11 +126,10 @@ class Packer:
             # The object itself: ZeRO-3 exchanges the data of a Parameter behind our back, and a
             # detached copy would pin what it gathered. No node saves a parameter as its own
             # output, so holding it makes no cycle.
-            slot = call.layer.slot(call.paths[-1], -1)
-            return KeptTensor(tensor, tensor._version, call, slot)
+            return KeptTensor(tensor, tensor._version, call, call.layer.label(call.paths[-1]))
         if storage._cdata in self.buffer_keys:
-            slot = call.layer.slot(call.paths[-1], -1)
-            return KeptTensor(tensor.detach(), tensor._version, call, slot)
+            label = call.layer.label(call.paths[-1])
+            return KeptTensor(tensor.detach(), tensor._version, call, label)
         if not self._codec.is_lossless:
             call.saved_shapes.add(tuple(tensor.shape))
         entries = table.add(storage)
@@ -168,27 +172,24 @@ class Packer:
         entries: list[object],
     ) -> Handle:
         """Decide on a storage that is new to the tape, and act on it."""
-        path = call.paths[-1]
-        ordinal = call.ordinals[path]
-        call.ordinals[path] = ordinal + 1
         call.tape.stats.num_slots += 1
-        slot = call.layer.slot(path, ordinal)
+        slot = call.next_slot(storage.nbytes(), tensor.dtype)
         decision = self._decide(call, tensor, storage, slot)
         if isinstance(decision, Recompute):
-            dropped = self._drop(call, tensor, storage, entries, slot)
+            dropped = self._drop(call, tensor, storage, entries, slot.label)
             if dropped is not None:
                 return dropped
             decision = decision.otherwise
         return self._move_or_keep(call, tensor, storage, entries, slot, decision)
 
     def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
-        slot = call.layer.slot(call.paths[-1], -1)
+        label = call.layer.label(call.paths[-1])
         if reason == SUBCLASS and isinstance(tensor, Parameter):
-            return KeptTensor(tensor, tensor._version, call, slot)
+            return KeptTensor(tensor, tensor._version, call, label)
         nbytes = nbytes_of(tensor) if tensor.layout is torch.strided else 0
         call.tape.stats.would_hold_bytes += nbytes
         call.tape.stats.kept_bytes[reason] += nbytes
-        return KeptTensor(tensor.detach(), tensor._version, call, slot)
+        return KeptTensor(tensor.detach(), tensor._version, call, label)
 
     def _find(self, call: LayerCall, tensor: torch.Tensor, entries: list[object]) -> Handle | None:
         """Return a handle on what *tensor*'s storage became when it was saved before."""
@@ -207,13 +208,13 @@ class Packer:
         return None
 
     def _decide(
-        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, slot: SlotLabel
+        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, slot: Slot
     ) -> Decision:
         """Ask the policy, unless there is a reason of ours to keep *tensor*."""
-        nbytes = storage.nbytes()
+        candidate = slot.candidate
         if call.shared_keys and storage._cdata in call.shared_keys:
             return _KEEP_SHARED
-        if not nbytes or not tensor.numel():
+        if not candidate.nbytes or not tensor.numel():
             return _KEEP_EMPTY
         device = tensor.device
         is_handled = self._handled.get(device)
@@ -223,13 +224,11 @@ class Packer:
             return _KEEP_ELSEWHERE
         if call.is_kept:
             return _KEEP_LAST
-        producer = None
         if self.recomputer is not None:
             producer = self.recomputer.producer_of(call, storage)
-        layer, path, ordinal = slot
-        return self.policy.decide(
-            Candidate(layer, call.layer.index, path, ordinal, nbytes, tensor.dtype, producer)
-        )
+            if producer is not None:
+                candidate = dataclasses.replace(candidate, producer=producer)
+        return self.policy.decide(candidate)
 
     def _drop(
         self,
@@ -254,7 +253,7 @@ class Packer:
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
         entries: list[object],
-        slot: SlotLabel,
+        slot: Slot,
         decision: Keep | Offload,
     ) -> Handle:
         """Store *tensor*'s storage where *decision* says."""
@@ -262,15 +261,15 @@ class Packer:
         if type(decision) is Offload:
             blank = self._blanks.like(tensor)
             codec = decision.codec or self._codec
-            record = self._offloader.offload(call, tensor, blank, storage, slot, codec)
+            record = self._offloader.offload(call, tensor, blank, storage, slot.label, codec)
             if record is not None:
                 entries.append(weakref.ref(record))
                 handle = SavedTensor(record, tensor, blank, call)
         if handle is None:
             reason = decision.reason if isinstance(decision, Keep) else HOST_FULL
-            call.tape.stats.kept_bytes[reason] += storage.nbytes()
-            entries.append(slot)
-            handle = KeptTensor(tensor.detach(), tensor._version, call, slot)
+            call.tape.stats.kept_bytes[reason] += slot.candidate.nbytes
+            entries.append(slot.label)
+            handle = KeptTensor(tensor.detach(), tensor._version, call, slot.label)
         if self.recomputer is not None:
             self.recomputer.note_stored(call, storage, tensor, handle)
         return handle

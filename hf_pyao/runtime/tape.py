@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.runtime.parameters import FrozenShapes
+from hf_pyao.runtime.policy import Candidate
 from hf_pyao.runtime.watching import SlotLabel
 
 if TYPE_CHECKING:
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from hf_pyao.runtime.tracing import Trace
 
 
-@dataclass(frozen=True)
+class Slot(NamedTuple):
+    """One distinct storage that a layer call saves."""
+
+    label: SlotLabel
+    candidate: Candidate
+    """As a policy sees it."""
+
+
+@dataclass(eq=False)
 class Layer:
     """A module whose saved tensors are offloaded."""
 
@@ -29,15 +37,16 @@ class Layer:
     fqn: str
     is_last: bool
     """True if its saved tensors stay: backward starts with it."""
-    _slots: dict[tuple[str, int], SlotLabel] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    slots: list[Slot] = field(default_factory=list, repr=False)
+    """What its newest call saved, in order: the next one is likely to save the same. Never changed
+    in place, since calls on other threads may read it."""
+    _labels: dict[str, SlotLabel] = field(default_factory=dict, repr=False)
 
-    def slot(self, path: str, ordinal: int) -> SlotLabel:
-        """Return the label of a slot of this layer; always the same object."""
-        label = self._slots.get((path, ordinal))
+    def label(self, path: str) -> SlotLabel:
+        """Return the label of what a sub-module saves and what is no slot, such as parameters."""
+        label = self._labels.get(path)
         if label is None:
-            label = self._slots[path, ordinal] = SlotLabel(self.fqn, path, ordinal)
+            label = self._labels[path] = SlotLabel(self.fqn, path, -1)
         return label
 
 
@@ -56,7 +65,10 @@ class LayerCall:
     frozen_shapes: FrozenShapes = field(default_factory=FrozenShapes)
     paths: list[str] = field(default_factory=lambda: [""])
     """Stack of the sub-modules that are running."""
-    ordinals: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    num_slots: int = 0
+    """Distinct storages saved so far."""
+    slots: list[Slot] = field(default_factory=list)
+    """Those, and behind them what its layer's newest call saved besides."""
     records: list[weakref.ref[SavedStorage]] = field(default_factory=list)
     is_autocast: bool = False
     """True if it runs under autocast."""
@@ -83,6 +95,40 @@ class LayerCall:
     def fqn(self) -> str:
         """Qualified name of the layer."""
         return self.layer.fqn
+
+    def next_slot(self, nbytes: int, dtype: torch.dtype) -> Slot:
+        """Return the slot of a storage that was not saved before.
+
+        Mostly it is the one that the layer's call before had at this place.
+        """
+        index = self.num_slots
+        self.num_slots = index + 1
+        if index < len(self.slots):
+            slot = self.slots[index]
+            candidate = slot.candidate
+            if (
+                candidate.path == self.paths[-1]
+                and candidate.nbytes == nbytes
+                and candidate.dtype is dtype
+            ):
+                return slot
+        return self._new_slot(index, nbytes, dtype)
+
+    def _new_slot(self, index: int, nbytes: int, dtype: torch.dtype) -> Slot:
+        layer, path = self.layer, self.paths[-1]
+        if self.slots is layer.slots:
+            self.slots = layer.slots.copy()
+        slots = self.slots
+        if index < len(slots) and slots[index].label.path == path:
+            label = slots[index].label
+        else:
+            del slots[index:]  # from here on it saves other things than the call before
+            ordinal = sum(slot.label.path == path for slot in slots)
+            label = SlotLabel(layer.fqn, path, ordinal)
+        candidate = Candidate(layer.fqn, layer.index, path, label.ordinal, nbytes, dtype)
+        slot = Slot(label, candidate)
+        slots[index : index + 1] = [slot]
+        return slot
 
     def live_records(self) -> list[SavedStorage]:
         """Return the storages that some graph node may still ask for, in pack order."""
@@ -171,7 +217,9 @@ class Tape:
 
     def open_call(self, layer: Layer, is_kept: bool) -> LayerCall:
         """Append a call of *layer*."""
-        call = LayerCall(layer=layer, tape=self, previous=self.last_call, is_kept=is_kept)
+        call = LayerCall(
+            layer=layer, tape=self, previous=self.last_call, is_kept=is_kept, slots=layer.slots
+        )
         self.calls.append(weakref.ref(call))
         self.last_call = call
         return call
