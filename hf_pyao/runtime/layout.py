@@ -19,6 +19,9 @@ RANGE_ALIGNMENT_BYTES = 64
 WHOLE_STORAGE_FACTOR = 4
 """A view is moved with its whole storage unless the storage is more than this many times larger."""
 
+MAX_LAYOUTS = 4096
+"""Layouts that are remembered."""
+
 ROW_PADDING = 64
 """Rows that an attention kernel may add to its logsumexp."""
 
@@ -58,20 +61,6 @@ def reason_not_movable(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def is_copied_as_it_is(tensor: torch.Tensor) -> bool:
-    """Say whether a copy of *tensor*, which is as large as its storage, copies just its bytes.
-
-    It does if the elements are contiguous, and if copying them keeps every bit (that of booleans
-    need not). Such a tensor spares two views: of its bytes, and of the bytes that come back.
-    """
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype in _BITWISE_DTYPES
-        and tensor.is_contiguous()
-        and not tensor.storage_offset()
-    )
-
-
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of its storage that *tensor* reads, and the byte behind the last."""
     itemsize = tensor.dtype.itemsize
@@ -92,21 +81,58 @@ def range_to_move(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
     return start // RANGE_ALIGNMENT_BYTES * RANGE_ALIGNMENT_BYTES, end
 
 
-class Blanks:
-    """Empty tensors, one for each dtype and device, that views of storages are made from."""
+class TensorLayout:
+    """How a tensor lies in its storage: all that it takes to view the storage so again."""
+
+    __slots__ = ("blank", "is_copied_as_it_is", "nbytes", "offset", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        """An empty tensor of its dtype and device, from which views are made."""
+        self.size: torch.Size = tensor.size()
+        self.stride: tuple[int, ...] = tensor.stride()
+        self.offset = int(tensor.storage_offset())
+        """In elements."""
+        self.nbytes = nbytes_of(tensor)
+        self.is_copied_as_it_is = (
+            type(tensor) is torch.Tensor
+            and tensor.dtype in _BITWISE_DTYPES
+            and tensor.is_contiguous()
+            and not self.offset
+        )
+        """True if copying it copies just its bytes, where it is as large as its storage: if it is
+        contiguous, and copies keep every bit (those of booleans need not). Such a tensor spares
+        two views: of its bytes, and of the bytes that come back."""
+
+    def view_of(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
+        """View *storage*, whose first byte is byte *start* of the original one."""
+        offset = self.offset - start // self.blank.itemsize if start else self.offset
+        return view_of_storage(self.blank, storage, offset, self.size, self.stride)
+
+
+class Layouts:
+    """The layouts seen so far: one object for all tensors that lie alike, told by identity."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._known: dict[tuple[object, ...], TensorLayout] = {}
 
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the blank of *tensor*'s dtype and device; of its kind, if it is a FakeTensor."""
-        key = (tensor.dtype, tensor.device)
-        blank = self._known.get(key)
-        if blank is None or type(tensor) is FakeTensor:
-            blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            if type(blank) is torch.Tensor:
-                self._known[key] = blank
-        return blank
+    def of(self, tensor: torch.Tensor) -> TensorLayout:
+        """Return the layout of *tensor*."""
+        key = (
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.device,
+        )
+        layout = self._known.get(key)
+        if type(tensor) is not torch.Tensor:
+            return TensorLayout(tensor)
+        if layout is None:
+            if len(self._known) >= MAX_LAYOUTS:
+                self._known.clear()  # lengths that vary without end
+            layout = self._known[key] = TensorLayout(tensor)
+        return layout
 
 
 def view_of_storage(

@@ -9,8 +9,8 @@ import torch
 
 from hf_pyao.codecs import Codec
 from hf_pyao.runtime.layout import (
+    TensorLayout,
     bytes_view,
-    is_copied_as_it_is,
     is_row_statistic,
     part_targets,
     place_parts,
@@ -20,9 +20,8 @@ from hf_pyao.runtime.layout import (
 )
 from hf_pyao.runtime.ranges import in_range, is_profiling
 from hf_pyao.runtime.saved_tensor import SavedStorage
-from hf_pyao.runtime.tape import LayerCall
+from hf_pyao.runtime.tape import LayerCall, Slot
 from hf_pyao.runtime.transport import Transport
-from hf_pyao.runtime.watching import SlotLabel
 from hf_pyao.runtime.window import OffloadWindow
 from hf_pyao.stores import HostPool
 
@@ -56,9 +55,9 @@ class StorageOffloader:
         self,
         call: LayerCall,
         tensor: torch.Tensor,
-        blank: torch.Tensor,
+        layout: TensorLayout,
         storage: torch.UntypedStorage,
-        slot: SlotLabel,
+        slot: Slot,
         codec: Codec,
     ) -> SavedStorage | None:
         """Queue the copy of *tensor*'s storage to the host; None if the host has no room.
@@ -66,37 +65,35 @@ class StorageOffloader:
         Args:
             call: the layer call that saves it.
             tensor: what autograd saves, plain and dense, on a device that the transport handles.
-            blank: an empty tensor of its dtype and device.
+            layout: that of *tensor*.
             storage: that of *tensor*.
-            slot: names it.
+            slot: its slot in the layer.
             codec: how to write it, if the codec takes it; else its bytes go as they are.
         """
-        nbytes = storage.nbytes()
-        span = (0, nbytes)
-        is_whole = tensor.nbytes == nbytes
-        if not is_whole:
-            span = range_to_move(tensor, nbytes)
+        nbytes = slot.candidate.nbytes
+        is_all = layout.nbytes == nbytes
+        span = (0, nbytes) if is_all else range_to_move(tensor, nbytes)
+        label = slot.label
         if codec.name != "identity":
             rows = self._rows_to_encode(call, tensor, storage, span, codec)
             if rows is not None:
-                record = self._encode(call, tensor, blank, storage, slot, span, codec, rows)
-                return self._queued(record)
+                return self._queued(self._encode(call, tensor, layout, slot, span, codec, rows))
         pool = self._pool
         host = pool.acquire(span[1] - span[0])
         if host is None:
             return None
-        record = SavedStorage(call, slot, span, nbytes, tensor, blank, host, self._on_release)
-        if is_whole and is_copied_as_it_is(tensor):
+        record = SavedStorage(call, label, span, nbytes, tensor, layout, host, self._on_release)
+        if is_all and layout.is_copied_as_it_is:
             source = record.source
-            target = record.host_view = host.view_like(tensor)
+            target = record.host_view = host.view_like(layout)
         else:
             source = self._flat(storage, tensor, span)
             target = host.data
         record.payload = (source,)
         offload = self._transport.offload
         if is_profiling():
-            offload = in_range(offload, "offload", slot.layer)
-        record.offload_ticket = offload(source, target, after=pool.barriers, label=slot)
+            offload = in_range(offload, "offload", label.layer)
+        record.offload_ticket = offload(source, target, after=pool.barriers, label=label)
         return self._queued(record)
 
     def _queued(self, record: SavedStorage | None) -> SavedStorage | None:
@@ -144,9 +141,8 @@ class StorageOffloader:
         self,
         call: LayerCall,
         tensor: torch.Tensor,
-        blank: torch.Tensor,
-        storage: torch.UntypedStorage,
-        slot: SlotLabel,
+        layout: TensorLayout,
+        slot: Slot,
         span: tuple[int, int],
         codec: Codec,
         rows: torch.Tensor,
@@ -157,8 +153,9 @@ class StorageOffloader:
         host = self._pool.acquire(nbytes)
         if host is None:
             return None
+        label, candidate = slot
         record = SavedStorage(
-            call, slot, span, storage.nbytes(), tensor, blank, host, self._on_release
+            call, label, span, candidate.nbytes, tensor, layout, host, self._on_release
         )
         record.let_go_of_source()
         record.codec, record.spec, record.parts = codec, encoded.spec, places
@@ -166,8 +163,8 @@ class StorageOffloader:
         record.device_bytes = nbytes
         offload = self._transport.offload
         if is_profiling():
-            offload = in_range(offload, "offload", slot.layer)
+            offload = in_range(offload, "offload", label.layer)
         for part, target in zip(encoded.payload, part_targets(host.data, places), strict=True):
             source = part.contiguous().view(-1).view(torch.uint8)
-            record.offload_ticket = offload(source, target, after=self._pool.barriers, label=slot)
+            record.offload_ticket = offload(source, target, after=self._pool.barriers, label=label)
         return record

@@ -19,7 +19,7 @@ from hf_pyao.codecs import Codec
 from hf_pyao.runtime.equal_casts import cast_key
 from hf_pyao.runtime.layout import (
     SUBCLASS,
-    Blanks,
+    Layouts,
     nbytes_of,
     reason_not_movable,
 )
@@ -68,7 +68,7 @@ class Packer:
         self._codec = codec
         self._handles = handles
         self._offloader = offloader
-        self._blanks = Blanks()
+        self._layouts = Layouts()
         self._handled: dict[torch.device, bool] = {}
 
     def pack(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
@@ -153,11 +153,11 @@ class Packer:
         ref = call.casts.get(key)
         record = ref() if ref is not None else None
         if record is not None and record.nbytes == storage.nbytes():
-            blank = self._blanks.like(tensor)
-            record.watch(tensor, blank)
+            layout = self._layouts.of(tensor)
+            record.watch(tensor, layout)
             entries.append(ref)
             call.tape.stats.duplicate_bytes += record.nbytes
-            return SavedTensor(record, tensor, blank, call)
+            return SavedTensor(record, layout, call)
         handle = self._place(call, tensor, storage, entries)
         if isinstance(handle, SavedTensor) and _is_whole(handle):
             assert isinstance(handle.storage, SavedStorage)
@@ -200,11 +200,9 @@ class Packer:
             assert isinstance(entry, weakref.ref)
             record = entry()
             if record is not None and record.covers(tensor, version):
-                blank = record.blank
-                if tensor.dtype is not blank.dtype:
-                    blank = self._blanks.like(tensor)
-                record.watch_too(tensor, blank)
-                return SavedTensor(record, tensor, blank, call)
+                layout = self._layouts.of(tensor)
+                record.watch_too(tensor, layout)
+                return SavedTensor(record, layout, call)
         return None
 
     def _decide(
@@ -240,12 +238,12 @@ class Packer:
     ) -> SavedTensor | None:
         """Let *tensor*'s storage go, to be rebuilt; None if it cannot be."""
         assert self.recomputer is not None
-        blank = self._blanks.like(tensor)
-        dropped = self.recomputer.drop(call, tensor, blank, storage, slot)
+        layout = self._layouts.of(tensor)
+        dropped = self.recomputer.drop(call, tensor, layout, storage, slot)
         if dropped is None:
             return None
         entries.append(weakref.ref(dropped))
-        return SavedTensor(dropped, tensor, blank, call)
+        return SavedTensor(dropped, layout, call)
 
     def _move_or_keep(
         self,
@@ -259,12 +257,12 @@ class Packer:
         """Store *tensor*'s storage where *decision* says."""
         handle: Handle | None = None
         if type(decision) is Offload:
-            blank = self._blanks.like(tensor)
+            layout = self._layouts.of(tensor)
             codec = decision.codec or self._codec
-            record = self._offloader.offload(call, tensor, blank, storage, slot.label, codec)
+            record = self._offloader.offload(call, tensor, layout, storage, slot, codec)
             if record is not None:
                 entries.append(weakref.ref(record))
-                handle = SavedTensor(record, tensor, blank, call)
+                handle = SavedTensor(record, layout, call)
         if handle is None:
             reason = decision.reason if isinstance(decision, Keep) else HOST_FULL
             call.tape.stats.kept_bytes[reason] += slot.candidate.nbytes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from hf_pyao.runtime.layout import SUBCLASS, reason_not_movable
+from hf_pyao.runtime.layout import SUBCLASS, TensorLayout, reason_not_movable
 from hf_pyao.runtime.tracing import Trace
 from hf_pyao.runtime.values import Value
 from hf_pyao.runtime.watching import SlotLabel, WatchedStorage
@@ -130,9 +130,9 @@ class RecomputedStorage(WatchedStorage):
         slot: SlotLabel,
         value: Value,
         tensor: torch.Tensor,
-        blank: torch.Tensor,
+        layout: TensorLayout,
     ) -> None:
-        super().__init__(call, slot, value.nbytes, tensor, blank)
+        super().__init__(call, slot, value.nbytes, tensor, layout)
         self.let_go_of_source()
         self.value = value
         value.slot = weakref.ref(self)

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hf_pyao.runtime.layout import TensorLayout
 from hf_pyao.runtime.operations import Rules
 from hf_pyao.runtime.parameters import is_parameter
 from hf_pyao.runtime.policy import RecomputingPolicy
@@ -110,7 +111,7 @@ class Recomputer:
         self,
         call: LayerCall,
         tensor: torch.Tensor,
-        blank: torch.Tensor,
+        layout: TensorLayout,
         storage: torch.UntypedStorage,
         slot: SlotLabel,
     ) -> RecomputedStorage | None:
@@ -127,7 +128,7 @@ class Recomputer:
         for anchor, anchor_tensor in found.items():
             self._anchor(call, anchor, anchor_tensor)
         settle(value)
-        record = RecomputedStorage(call, slot, value, tensor, blank)
+        record = RecomputedStorage(call, slot, value, tensor, layout)
         assert call.replay is not None
         call.replay.add(record)
         call.tape.stats.recomputed_bytes += value.nbytes

@@ -10,17 +10,17 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_pyao.codecs import Codec
 from hf_pyao.runtime.layout import (
     PartPlace,
+    TensorLayout,
     byte_offset,
     byte_span,
     parts_view,
-    view_of_storage,
 )
 from hf_pyao.runtime.watching import SlotLabel, WatchedStorage, modified_error
 from hf_pyao.stores import HostBuffer
@@ -93,19 +93,18 @@ class SavedStorage(WatchedStorage):
         byte_range: tuple[int, int],
         storage_nbytes: int,
         tensor: torch.Tensor,
-        blank: torch.Tensor,
+        layout: TensorLayout,
         host: HostBuffer,
         on_release: Callable[[SavedStorage], None],
     ) -> None:
         self.host: HostBuffer | None = host  # first: from here on it is given back, come what may
         self.on_release = on_release
         start, end = byte_range
-        nbytes = end - start
-        super().__init__(call, slot, nbytes, tensor, blank)
+        self.device_bytes = nbytes = end - start
+        WatchedStorage.__init__(self, call, slot, nbytes, tensor, layout)
         if nbytes != storage_nbytes:
             self.start = self.decoded_start = start
             self.is_whole = False
-        self.device_bytes = nbytes
         """Bytes that the payload takes on the device when it is brought back."""
 
     @property
@@ -116,7 +115,7 @@ class SavedStorage(WatchedStorage):
     def source_has_left(self) -> None:
         """Let go of the device copy: compute is ordered behind the copy to the host."""
         self.payload = ()
-        self._counter.data = self.blank  # as let_go_of_source does
+        self._counter.data = self.layout.blank  # as let_go_of_source does
         self.to(Residency.HOST)
 
     def to(self, residency: Residency) -> None:
@@ -142,14 +141,9 @@ class SavedStorage(WatchedStorage):
         if buffer is not None and self.host_view is not None:
             self.decoded = buffer.untyped_storage()
             self.buffer = None
-            if (
-                handle.size == buffer.size()
-                and handle.stride == buffer.stride()
-                and not handle.offset
-                and handle.blank.dtype == buffer.dtype
-            ):
+            if handle.layout is self.layout:
                 return buffer
-        return handle.view_of(self.device_storage(), self.decoded_start)
+        return handle.layout.view_of(self.device_storage(), self.decoded_start)
 
     def device_storage(self) -> torch.UntypedStorage:
         """Return the bytes on the device, decoding them first if need be.
@@ -197,24 +191,13 @@ class SavedStorage(WatchedStorage):
 class SavedTensor:
     """Handle for one saved tensor whose storage left the device: which view to rebuild."""
 
-    __slots__ = ("blank", "call", "offset", "size", "storage", "stride")
+    __slots__ = ("call", "layout", "storage")
 
-    def __init__(
-        self, storage: WatchedStorage, tensor: torch.Tensor, blank: torch.Tensor, call: LayerCall
-    ) -> None:
+    def __init__(self, storage: WatchedStorage, layout: TensorLayout, call: LayerCall) -> None:
         self.storage = storage
+        self.layout = layout
         self.call = call
         """Who saved it: not always who saved its storage first, which is ``storage.call``."""
-        self.blank = blank
-        """An empty tensor of its dtype and device."""
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = cast(int, tensor.storage_offset())
-
-    def view_of(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
-        """Rebuild the tensor over *storage*, whose first byte is byte *start* of the original."""
-        offset = self.offset - start // self.blank.itemsize if start else self.offset
-        return view_of_storage(self.blank, storage, offset, self.size, self.stride)
 
 
 class KeptTensor:

@@ -86,7 +86,7 @@ class Unpacker:
             return self._rebuild(handle, record)
         residency = record.residency
         if residency is Residency.OFFLOADING:
-            tensor = handle.view_of(*record.payload_storage())
+            tensor = handle.layout.view_of(*record.payload_storage())
             return tensor if self._task == NO_TASK else record.hand_out(tensor, handle)
         if residency is Residency.HOST:
             self._reload(record)
@@ -172,7 +172,7 @@ class Unpacker:
         assert self.recomputer is not None
         storage = self.recomputer.rebuild(record)
         known = record.handed_out_like(handle)
-        tensor = known if known is not None else handle.view_of(storage, 0)
+        tensor = known if known is not None else handle.layout.view_of(storage, 0)
         if known is None:
             record.hand_out(tensor, handle)
         if _current_task() == NO_TASK:
@@ -208,7 +208,8 @@ class Unpacker:
         nbytes = record.device_bytes
         source = record.host_view
         if source is not None:
-            buffer = record.blank.new_empty_strided(source.size(), source.stride())
+            layout = record.layout
+            buffer = layout.blank.new_empty_strided(layout.size, layout.stride)
         else:
             source = host.data
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=record.device)

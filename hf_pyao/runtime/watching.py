@@ -17,6 +17,7 @@ import torch
 from hf_pyao.errors import SavedTensorModifiedError
 
 if TYPE_CHECKING:
+    from hf_pyao.runtime.layout import TensorLayout
     from hf_pyao.runtime.saved_tensor import SavedTensor
     from hf_pyao.runtime.tape import LayerCall
 
@@ -79,8 +80,8 @@ class WatchedStorage:
     """
 
     _other_watches: list[VersionWatch] | None = None
-    _handed_out: list[tuple[torch.Tensor, int, int]] | None = None
-    """Tensors that backward got, over one rebuilt storage; their versions then; their offsets in
+    _handed_out: list[tuple[torch.Tensor, int, TensorLayout]] | None = None
+    """Tensors that backward got, over one rebuilt storage; their versions then; their layouts in
     the original storage."""
 
     def __init__(
@@ -89,14 +90,14 @@ class WatchedStorage:
         slot: SlotLabel,
         nbytes: int,
         tensor: torch.Tensor,
-        blank: torch.Tensor,
+        layout: TensorLayout,
     ) -> None:
         """Watch *tensor*, which still holds its memory: see :meth:`let_go_of_source`."""
         self.call = call
         self.slot = slot
         self.nbytes = nbytes
-        self.blank = blank
-        """An empty tensor of the dtype and device of the tensor that was saved first."""
+        self.layout = layout
+        """Of the tensor that was saved first."""
         self.version = tensor._version
         base = tensor._base
         self.counter_owner = (tensor if base is None else base)._cdata
@@ -106,11 +107,11 @@ class WatchedStorage:
     @property
     def device(self) -> torch.device:
         """Where the storage was."""
-        return self.blank.device
+        return self.layout.blank.device
 
     def let_go_of_source(self) -> None:
         """Let go of the saved tensor's memory, which the version counter shares so far."""
-        self._counter.data = self.blank
+        self._counter.data = self.layout.blank
 
     def hand_out(self, tensor: torch.Tensor, handle: SavedTensor) -> torch.Tensor:
         """Take note of *tensor*, which goes to backward; return it.
@@ -123,7 +124,7 @@ class WatchedStorage:
         """
         if self._handed_out is None:
             self._handed_out = []
-        self._handed_out.append((tensor, tensor._version, handle.offset))
+        self._handed_out.append((tensor, tensor._version, handle.layout))
         return tensor
 
     def handed_out_like(self, handle: SavedTensor) -> torch.Tensor | None:
@@ -132,13 +133,8 @@ class WatchedStorage:
         It shares the version counter of the one before, so that there is one to look at however
         many nodes saved the tensor.
         """
-        for tensor, _, offset in self._handed_out or ():
-            if (
-                offset == handle.offset
-                and tensor.dtype == handle.blank.dtype
-                and tensor.size() == handle.size
-                and tensor.stride() == handle.stride
-            ):
+        for tensor, _, layout in self._handed_out or ():
+            if layout is handle.layout:
                 return tensor.detach()
         return None
 
@@ -155,20 +151,20 @@ class WatchedStorage:
             tensor._version != version for tensor, version, _ in handed_out
         )
 
-    def watch_too(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
+    def watch_too(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
         """Watch another tensor on the storage, which may have a version counter of its own.
 
         Views share their base's counter, and those made by ``detach`` and ``.data`` do not tell.
         """
         base = tensor._base
         if (tensor if base is None else base)._cdata != self.counter_owner:
-            self.watch(tensor, blank)
+            self.watch(tensor, layout)
 
-    def watch(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
+    def watch(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
         """Watch *tensor* too."""
         if self._other_watches is None:
             self._other_watches = []
-        self._other_watches.append(VersionWatch(tensor, blank))
+        self._other_watches.append(VersionWatch(tensor, layout.blank))
 
     def check_unmodified(self) -> None:
         """Raise if a tensor on this storage was changed in place after it was saved."""

@@ -20,7 +20,7 @@ import threading
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -37,8 +37,23 @@ MIN_SLAB_BYTES = 32 * 2**20
 """Smallest slab, a power of two: torch's pinned allocator rounds requests up to one."""
 
 
-MAX_VIEWS = 8
-"""Layouts that a host buffer remembers."""
+class Layout(Protocol):
+    """How a tensor lies in its memory, as far as the pool needs to know it."""
+
+    @property
+    def blank(self) -> torch.Tensor:
+        """An empty tensor of its dtype."""
+        ...
+
+    @property
+    def size(self) -> torch.Size:
+        """Its size."""
+        ...
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Its strides."""
+        ...
 
 
 class QueuedCopy(Protocol):
@@ -65,22 +80,19 @@ class HostBuffer:
     reserved_bytes: int
     data: torch.Tensor
     """uint8, shape (nbytes,), on the host."""
-    _views: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
+    _view: tuple[Layout | None, torch.Tensor | None] = (None, None)
 
-    def view_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View the buffer with the dtype, size and stride of *tensor*, a dense one of its bytes.
+    def view_like(self, layout: Layout) -> torch.Tensor:
+        """View the buffer as a tensor of *layout* that begins where the buffer does.
 
-        Views are remembered: the next step asks for the same ones.
+        The newest view is remembered: the next step asks for the same ones.
         """
-        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
-        key = (size, stride, dtype)
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= MAX_VIEWS:
-                self._views.clear()
-            view = torch.empty(0, dtype=dtype)
-            view.set_(self.data.untyped_storage(), self.offset // dtype.itemsize, size, stride)
-            self._views[key] = view
+        known, view = self._view
+        if known is not layout or view is None:
+            view = torch.empty(0, dtype=layout.blank.dtype)
+            offset = self.offset // view.itemsize
+            view.set_(self.data.untyped_storage(), offset, layout.size, layout.stride)
+            self._view = (layout, view)
         return view
 
 
