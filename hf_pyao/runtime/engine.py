@@ -22,7 +22,13 @@ from hf_pyao.runtime.parameters import FrozenShapes
 from hf_pyao.runtime.policy import Policy, RecomputingPolicy
 from hf_pyao.runtime.ranges import named_range
 from hf_pyao.runtime.recomputer import Recomputer
-from hf_pyao.runtime.saved_tensor import KeptTensor, Residency, SavedStorage, SavedTensor
+from hf_pyao.runtime.saved_tensor import (
+    RELEASED,
+    RELOADING,
+    KeptTensor,
+    SavedStorage,
+    SavedTensor,
+)
 from hf_pyao.runtime.tape import Layer, LayerCall, Tape
 from hf_pyao.runtime.transport import Transport
 from hf_pyao.runtime.unpacking import Unpacker
@@ -245,12 +251,13 @@ class OffloadEngine:
 
         Runs in a destructor: on any thread and inside any other call, so it takes no lock.
         """
-        if record.residency is Residency.RELOADING:
+        if record.residency is RELOADING:
             self.transport.retire(record.reload_ticket)
             self._reloads.consumed(record)
-        record.residency = Residency.RELEASED
-        record.drop_device_copy()
+        record.residency = RELEASED
+        record.buffer = record.decoded = None
         record.payload = ()
-        if record.host is not None:
-            self.pool.release(record.host, record.reload_ticket)
+        host = record.host
+        if host is not None:
             record.host = None
+            self.pool.release(host, record.reload_ticket)

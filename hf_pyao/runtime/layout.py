@@ -97,17 +97,28 @@ class TensorLayout:
         self.is_copied_as_it_is = (
             type(tensor) is torch.Tensor
             and tensor.dtype in _BITWISE_DTYPES
-            and tensor.is_contiguous()
             and not self.offset
+            and _is_dense(self.size, self.stride)
         )
-        """True if copying it copies just its bytes, where it is as large as its storage: if it is
-        contiguous, and copies keep every bit (those of booleans need not). Such a tensor spares
-        two views: of its bytes, and of the bytes that come back."""
+        """True if copying it copies just its bytes, where it is as large as its storage: if its
+        elements are dense, in whatever order, and copies keep every bit (those of booleans need
+        not). Such a tensor spares two views: of its bytes, and of the bytes that come back."""
 
     def view_of(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
         """View *storage*, whose first byte is byte *start* of the original one."""
         offset = self.offset - start // self.blank.itemsize if start else self.offset
         return view_of_storage(self.blank, storage, offset, self.size, self.stride)
+
+
+def _is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Say whether elements that lie so neither overlap nor leave gaps."""
+    expected = 1
+    for step, count in sorted(zip(stride, size, strict=True)):
+        if count != 1:
+            if step != expected:
+                return False
+            expected *= count
+    return True
 
 
 class Layouts:

@@ -123,10 +123,7 @@ class Packer:
                 return known
             return self._place(call, tensor, storage, entries)
         if is_parameter(tensor, call.frozen_shapes):
-            # The object itself: ZeRO-3 exchanges the data of a Parameter behind our back, and a
-            # detached copy would pin what it gathered. No node saves a parameter as its own
-            # output, so holding it makes no cycle.
-            return KeptTensor(tensor, tensor._version, call, call.layer.label(call.paths[-1]))
+            return self._keep_parameter(call, tensor)
         if storage._cdata in self.buffer_keys:
             label = call.layer.label(call.paths[-1])
             return KeptTensor(tensor.detach(), tensor._version, call, label)
@@ -182,13 +179,19 @@ class Packer:
             decision = decision.otherwise
         return self._move_or_keep(call, tensor, storage, entries, slot, decision)
 
+    def _keep_parameter(self, call: LayerCall, tensor: torch.Tensor) -> KeptTensor:
+        # The object itself: ZeRO-3 exchanges the data of a Parameter behind our back, and a
+        # detached copy would pin what it gathered. No node saves a parameter as its own output, so
+        # holding it makes no cycle.
+        return KeptTensor(tensor, tensor._version, call, call.layer.label(call.paths[-1]))
+
     def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
-        label = call.layer.label(call.paths[-1])
         if reason == SUBCLASS and isinstance(tensor, Parameter):
-            return KeptTensor(tensor, tensor._version, call, label)
+            return self._keep_parameter(call, tensor)
         nbytes = nbytes_of(tensor) if tensor.layout is torch.strided else 0
         call.tape.stats.would_hold_bytes += nbytes
         call.tape.stats.kept_bytes[reason] += nbytes
+        label = call.layer.label(call.paths[-1])
         return KeptTensor(tensor.detach(), tensor._version, call, label)
 
     def _find(self, call: LayerCall, tensor: torch.Tensor, entries: list[object]) -> Handle | None:

@@ -56,7 +56,7 @@ class Bandwidth:
 class Transport(Protocol):
     """Copies dense tensors between the device and the host.
 
-    ``src`` and ``dst`` have the same dtype, size and contiguous strides, and what counts is their
+    ``src`` and ``dst`` have the same dtype, size and strides, and no gaps; what counts is their
     bytes (:func:`~hf_pyao.runtime.layout.bytes_of` views them). The caller keeps ``src`` alive and
     unchanged, and ``dst`` alive and unread, until it has waited for the ticket. ``str()`` of
     ``label`` names the tensor in messages. See [Note: Stream order].

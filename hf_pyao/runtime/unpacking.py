@@ -20,7 +20,15 @@ from hf_pyao.errors import ReleasedTensorError
 from hf_pyao.runtime.compiled import uncompiled
 from hf_pyao.runtime.ranges import in_range, is_profiling, named_range
 from hf_pyao.runtime.recompute import RecomputedStorage
-from hf_pyao.runtime.saved_tensor import KeptTensor, Residency, SavedStorage, SavedTensor
+from hf_pyao.runtime.saved_tensor import (
+    DEVICE,
+    HOST,
+    OFFLOADING,
+    RELOADING,
+    KeptTensor,
+    SavedStorage,
+    SavedTensor,
+)
 from hf_pyao.runtime.tape import LayerCall, Tape
 from hf_pyao.runtime.transport import Transport
 from hf_pyao.runtime.window import OffloadWindow, ReloadWindow
@@ -85,12 +93,12 @@ class Unpacker:
             assert isinstance(record, RecomputedStorage)
             return self._rebuild(handle, record)
         residency = record.residency
-        if residency is Residency.OFFLOADING:
+        if residency is OFFLOADING:
             tensor = handle.layout.view_of(*record.payload_storage())
             return tensor if self._task == NO_TASK else record.hand_out(tensor, handle)
-        if residency is Residency.HOST:
+        if residency is HOST:
             self._reload(record)
-        if residency is not Residency.DEVICE:
+        if residency is not DEVICE:
             self._wait(record)
         known = record.handed_out_like(handle)
         if known is not None:
@@ -107,9 +115,9 @@ class Unpacker:
 
     def load(self, record: SavedStorage) -> tuple[torch.UntypedStorage, int]:
         """Return the bytes of *record* on the device, and which byte of the original is first."""
-        if record.residency is Residency.OFFLOADING:
+        if record.residency is OFFLOADING:
             return record.payload_storage()
-        if record.residency is Residency.HOST:
+        if record.residency is HOST:
             self._reload(record)
         self._wait(record)
         storage = record.device_storage()
@@ -187,7 +195,7 @@ class Unpacker:
     def _backward_end(self, call: LayerCall) -> None:
         """End the backward of *call*: what a retained graph still holds leaves the device again."""
         for record in call.live_records():
-            if record.residency is Residency.DEVICE:
+            if record.residency is DEVICE:
                 self._drop_device_copy(record)
         if call.replay is not None:
             call.replay.reset()
@@ -205,16 +213,11 @@ class Unpacker:
                 f"{record.slot}: its buffers were given back while a graph still held it. Run "
                 "backward before detaching the offloader."
             )
-        nbytes = record.device_bytes
         source = record.host_view
-        if source is not None:
-            layout = record.layout
-            buffer = layout.blank.new_empty_strided(layout.size, layout.stride)
-        else:
+        if source is None:
             source = host.data
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=record.device)
-        record.to(Residency.RELOADING)
-        record.buffer = buffer
+        record.buffer = buffer = _device_buffer(record)
+        record.to(RELOADING)
         reload = self._transport.reload
         if is_profiling():
             reload = in_range(reload, "reload", record.slot.layer)
@@ -224,20 +227,28 @@ class Unpacker:
         self._reloads.loaded(record)
         stats = record.call.tape.stats
         stats.reloaded_bytes += record.nbytes
-        stats.link_bytes += nbytes
+        stats.link_bytes += record.device_bytes
 
     def _wait(self, record: SavedStorage) -> None:
         """Order compute behind the reload of *record*, if one is under way."""
-        if record.residency is Residency.RELOADING:
+        if record.residency is RELOADING:
             self._transport.wait(record.reload_ticket)
-            record.to(Residency.DEVICE)
+            record.to(DEVICE)
 
     def _drop_device_copy(self, record: SavedStorage) -> None:
         """Let go of the reloaded copy; the host still has the bytes."""
-        if record.residency is Residency.RELOADING:
+        if record.residency is RELOADING:
             self._transport.retire(record.reload_ticket)
-        elif record.residency is not Residency.DEVICE:
+        elif record.residency is not DEVICE:
             return
         self._reloads.consumed(record)
         record.drop_device_copy()
-        record.to(Residency.HOST)
+        record.to(HOST)
+
+
+def _device_buffer(record: SavedStorage) -> torch.Tensor:
+    """Allocate what the payload of *record* is brought back to, on the compute stream."""
+    if record.host_view is None:
+        return torch.empty(record.device_bytes, dtype=torch.uint8, device=record.device)
+    layout = record.layout
+    return layout.blank.new_empty_strided(layout.size, layout.stride)

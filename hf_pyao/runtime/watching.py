@@ -122,9 +122,11 @@ class WatchedStorage:
             tensor: over a storage that was brought back or rebuilt.
             handle: what it stands for.
         """
+        note = (tensor, tensor._version, handle.layout)
         if self._handed_out is None:
-            self._handed_out = []
-        self._handed_out.append((tensor, tensor._version, handle.layout))
+            self._handed_out = [note]
+        else:
+            self._handed_out.append(note)
         return tensor
 
     def handed_out_like(self, handle: SavedTensor) -> torch.Tensor | None:
@@ -146,10 +148,10 @@ class WatchedStorage:
             self._handed_out = None
 
     def _is_changed_by_backward(self) -> bool:
-        handed_out = self._handed_out
-        return handed_out is not None and any(
-            tensor._version != version for tensor, version, _ in handed_out
-        )
+        for tensor, version, _ in self._handed_out or ():
+            if tensor._version != version:
+                return True
+        return False
 
     def watch_too(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
         """Watch another tensor on the storage, which may have a version counter of its own.
@@ -168,10 +170,10 @@ class WatchedStorage:
 
     def check_unmodified(self) -> None:
         """Raise if a tensor on this storage was changed in place after it was saved."""
-        others = self._other_watches
-        if (
-            self._counter._version != self.version
-            or (others is not None and any(other.is_modified for other in others))
-            or (self._handed_out is not None and self._is_changed_by_backward())
-        ):
+        is_modified = self._counter._version != self.version
+        if self._other_watches is not None:
+            is_modified |= any(other.is_modified for other in self._other_watches)
+        if self._handed_out is not None:
+            is_modified |= self._is_changed_by_backward()
+        if is_modified:
             raise modified_error(self.slot)

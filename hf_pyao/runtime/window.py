@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_pyao.runtime.saved_tensor import Residency, SavedStorage
+from hf_pyao.runtime.saved_tensor import HOST, OFFLOADING, SavedStorage
 
 if TYPE_CHECKING:
     from hf_pyao.runtime.tape import LayerCall
@@ -82,7 +82,7 @@ class OffloadWindow:
         ref, _, _, nbytes = self._queue.popleft()
         self.waiting_bytes -= nbytes
         record = ref()
-        if record is not None and record.residency is Residency.OFFLOADING:
+        if record is not None and record.residency is OFFLOADING:
             record.source_has_left()
 
 
@@ -120,7 +120,7 @@ class ReloadWindow:
                 self.is_exhausted = True
                 return None
             record = self._upcoming.popleft()()
-            if record is not None and record.residency is Residency.HOST:
+            if record is not None and record.residency is HOST:
                 return record
         return None
 

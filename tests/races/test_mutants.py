@@ -19,7 +19,7 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.runtime.saved_tensor import Residency, SavedStorage
 from hf_pyao.runtime.simulated import SimulatedTransport
 from hf_pyao.runtime.tape import StorageTable
-from hf_pyao.runtime.unpacking import Unpacker
+from hf_pyao.runtime.unpacking import Unpacker, _device_buffer
 from hf_pyao.runtime.window import OffloadWindow
 from hf_pyao.stores import HostBuffer, HostPool
 from races.models import SCENARIOS, make_pair
@@ -125,18 +125,14 @@ def _window_overrun_without_wait() -> Any:
 
 
 def _prefetch_into_a_buffer_in_use() -> Any:
-    """Reloads of one size share one device buffer."""
-    buffers: dict[int, torch.Tensor] = {}
-    empty = torch.empty
+    """Reloads of one layout share one device buffer."""
+    buffers: dict[object, torch.Tensor] = {}
 
-    def shared_empty(*size: Any, **kwargs: Any) -> torch.Tensor:
-        if size and isinstance(size[0], int) and size[0] > 0 and "device" in kwargs:
-            if size[0] not in buffers:
-                buffers[size[0]] = empty(*size, **kwargs)
-            return buffers[size[0]]
-        return empty(*size, **kwargs)
+    def shared(record: SavedStorage) -> torch.Tensor:
+        fresh = _device_buffer(record)
+        return buffers.setdefault((fresh.dtype, fresh.size(), fresh.stride()), fresh)
 
-    return mock.patch.object(torch, "empty", shared_empty)
+    return mock.patch("hf_pyao.runtime.unpacking._device_buffer", shared)
 
 
 def _reload_dropped_unawaited() -> Any:

@@ -122,11 +122,14 @@ def test_moved_tensors_come_back_as_they_were(kind: str) -> None:
     assert stats.reloaded_bytes == stats.offloaded_bytes
 
 
-COPIED_AS_THEY_ARE = ("contiguous", "one number", "int64", "float16")
+COPIED_AS_THEY_ARE = (
+    *("contiguous", "transposed", "channels last", "permuted"),
+    *("one number", "int64", "float16"),
+)
 
 
 @pytest.mark.parametrize("kind", MOVED)
-def test_contiguous_tensors_are_copied_as_they_are_and_others_as_bytes(kind: str) -> None:
+def test_dense_tensors_are_copied_as_they_are_and_others_as_bytes(kind: str) -> None:
     layouts: list[tuple[torch.dtype, torch.Size]] = []
 
     class Looking(RecordingTransport):
