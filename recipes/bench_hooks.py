@@ -3,10 +3,17 @@
     python recipes/bench_hooks.py
     python recipes/bench_hooks.py --result recipes/results/hook_cost.json
 
-The same forward and backward run under identity hooks and under the engine, in turns; the cost is
-the difference of the medians, less the time of the copies, divided by the number of saved tensors.
-All that the engine does is in it, module hooks and the release of buffers included. Processor
-time is counted, so that other work on the machine matters less.
+The same forward and backward run in turns in five ways: without hooks; with identity hooks;
+attached, with identity hooks in place of the engine's pack and unpack; attached, with the least
+that hooks in Python do to move a tensor; and attached as usual. Differences of medians, divided by
+the number of saved tensors, tell what each part costs, all that follows from it included (garbage
+collection, colder caches). Processor time is counted, so that other work on the machine matters
+less.
+
+``pack + unpack``: above identity hooks, where the module hooks run in both. ``moving`` is apart:
+what a copy takes besides copying bytes (host buffer, record, device buffer, window, calls of the
+transport). ``module hooks``: entering and leaving layers, and naming sub-modules. ``all`` is the
+sum. ``least``: no window, no prefetch, no pool, no storage told from another (:class:`LeastHooks`).
 
 Two kinds of rows: layers of real models, whose saved tensors are parameters, views of one storage,
 small statistics and activations in the proportions that training has; and chains of operations
@@ -28,28 +35,99 @@ import torch
 from torch import nn
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
-from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.runtime.transport import BlockingTransport, DoneTicket
 from result_file import write_result
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TARGET_US = 5.0
 
 
-class _TimedCopies(BlockingTransport):
-    """Copies, since backward on other numbers takes another time, and counts the time of copies."""
+class Stopwatch:
+    """Sums the time of the copies, and of what moving takes besides."""
 
     def __init__(self) -> None:
+        self.copying_s = 0.0
+        self.moving_s = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return *function*, whose time counts as moving; it calls no other that is timed so."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.moving_s += time.perf_counter() - start
+
+        return run
+
+    def take(self) -> tuple[float, float]:
+        """Return the microseconds of copying, and of moving without it, since the last call."""
+        copying_us, moving_us = self.copying_s * 1e6, self.moving_s * 1e6
+        self.copying_s = self.moving_s = 0.0
+        return copying_us, moving_us - copying_us
+
+
+class TimedCopies(BlockingTransport):
+    """Copies, since backward on other numbers takes another time, and counts the time of copies."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
         super().__init__()
-        self.copy_s = 0.0
+        self.stopwatch = stopwatch
 
     def offload(self, src: torch.Tensor, dst: torch.Tensor, **_: Any) -> DoneTicket:
         start = time.perf_counter()
         dst.copy_(src)
-        self.copy_s += time.perf_counter() - start
+        self.stopwatch.copying_s += time.perf_counter() - start
         return DoneTicket(src.nbytes)
 
     reload = offload
+
+
+class LeastHooks:
+    """The least that hooks in Python do to move a tensor: copy, watch its version, copy back.
+
+    Host memory is used again by layout. Parameters and what is below *min_bytes* are passed on.
+    """
+
+    def __init__(self, min_bytes: int, stopwatch: Stopwatch) -> None:
+        self.min_bytes = min_bytes
+        self.stopwatch = stopwatch
+        self.spare: dict[Any, list[torch.Tensor]] = {}
+        self.blanks: dict[torch.dtype, torch.Tensor] = {}
+
+    def pack(self, call: object, tensor: torch.Tensor) -> Any:
+        """Copy *tensor* to the host and let its memory go."""
+        base = tensor._base
+        owner = tensor if base is None else base
+        if tensor.nbytes < self.min_bytes or type(owner) is nn.Parameter:
+            return tensor
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        spare = self.spare.setdefault((size, stride, dtype), [])
+        host = spare.pop() if spare else torch.empty_strided(size, stride, dtype=dtype)
+        if dtype not in self.blanks:
+            self.blanks[dtype] = torch.empty(0, dtype=dtype)
+        blank = self.blanks[dtype]
+        counter, version = tensor.detach(), tensor._version
+        start = time.perf_counter()
+        host.copy_(counter)
+        self.stopwatch.copying_s += time.perf_counter() - start
+        counter.data = blank
+        return counter, version, host, spare, blank
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        """Copy it back."""
+        if isinstance(handle, torch.Tensor):
+            return handle
+        counter, version, host, spare, blank = handle
+        if counter._version != version:
+            raise RuntimeError("a saved tensor was changed in place")
+        buffer: torch.Tensor = blank.new_empty_strided(host.size(), host.stride())
+        start = time.perf_counter()
+        buffer.copy_(host)
+        self.stopwatch.copying_s += time.perf_counter() - start
+        spare.append(host)
+        return buffer
 
 
 class Chain(nn.Module):
@@ -116,8 +194,13 @@ MIN_BYTES = {"moved": 0, "seen before": 0, "kept": 2**30, "opt": 1024, "gpt2": 1
 default lies in models of real size."""
 
 
+WAYS = ("none", "identity", "attached", "least", "hf_pyao")
+NUM_BLOCKS = 4
+NUM_WARM_UP = 3
+
+
 def measure(kind: str, length: int, rounds: int) -> dict[str, float | str]:
-    """Return the microseconds per saved tensor, pack and unpack, of both ways."""
+    """Return the microseconds per saved tensor of each part."""
     is_model = kind in ("opt", "gpt2", "llama")
     model, inputs = layers_of(kind) if is_model else chain_of(kind, length)
     config = PyAOConfig(min_bytes=MIN_BYTES[kind], keep_last_layers=0)
@@ -128,42 +211,71 @@ def measure(kind: str, length: int, rounds: int) -> dict[str, float | str]:
             output = model(**inputs)
         output = output.logits if is_model else output
         output.backward(torch.ones_like(output))
-        elapsed = time.process_time() - start
+        elapsed_us = (time.process_time() - start) * 1e6
         model.zero_grad()
-        return elapsed * 1e6
+        return elapsed_us
 
-    seen: list[None] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(None), t)[1], lambda t: t):
-        model(**inputs)
-    num_in_forward = len(seen)
-    times: dict[str, list[float]] = {"none": [], "identity": [], "hf_pyao": []}
-    stats = MicroBatchStats()
-    for _ in range(rounds):
-        times["none"].append(run(nullcontext()))
-        times["identity"].append(run(_identity_hooks()))
-        transport = _TimedCopies()
-        with attach(model, config, transport=transport) as offloader:
+    stopwatch = Stopwatch()
+    least = LeastHooks(MIN_BYTES[kind], stopwatch)
+    identity = (lambda call, tensor: tensor), (lambda handle: handle)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    moving: list[float] = []
+    for _ in range(NUM_BLOCKS):
+        for _ in range(rounds // NUM_BLOCKS):
+            times["none"].append(run(nullcontext()))
+            times["identity"].append(run(_identity_hooks()))
+        with attach(model, config, transport=TimedCopies(stopwatch)) as offloader:
+            engine = offloader.engine
+            hooks: dict[str, Any] = {
+                "attached": identity,
+                "least": (least.pack, least.unpack),
+                "hf_pyao": (engine.pack, engine.unpack),
+            }
+            for number in range(-NUM_WARM_UP, rounds // NUM_BLOCKS):
+                for way, (pack, unpack) in hooks.items():
+                    engine.pack, engine.unpack = pack, unpack
+                    stopwatch.take()
+                    elapsed_us = run(nullcontext()) - stopwatch.take()[0]
+                    if number >= 0:
+                        times[way].append(elapsed_us)
+            storages = engine.packer._offloader
+            storages.offload = stopwatch.timed(storages.offload)  # type: ignore[method-assign]
+            storages._on_release = stopwatch.timed(storages._on_release)
+            engine.unpacker._reload = stopwatch.timed(engine.unpacker._reload)  # type: ignore[method-assign]
+            for _ in range(rounds // NUM_BLOCKS):
+                stopwatch.take()
+                run(nullcontext())
+                moving.append(stopwatch.take()[1])
             run(nullcontext())
-            transport.copy_s = 0.0
-            elapsed_us = run(nullcontext())
-            times["hf_pyao"].append(elapsed_us - transport.copy_s * 1e6)
-            run(nullcontext())
-            assert offloader.engine.last_stats is not None
-            stats = offloader.engine.last_stats
-    none_us = statistics.median(times["none"])
-    identity_us = (statistics.median(times["identity"]) - none_us) / num_in_forward
-    above = [(t - none_us) / stats.num_packs - identity_us for t in times["hf_pyao"]]
+            stats = engine.last_stats
+            assert stats is not None
+    per_tensor = {way: statistics.median(times[way]) / stats.num_packs for way in WAYS}
+    above = [t / stats.num_packs - per_tensor["attached"] for t in times["hf_pyao"]]
     quartiles = statistics.quantiles(above, n=4)
+    moving_us = statistics.median(moving) / stats.num_packs
     return {
         "kind": kind,
-        "identity_us": round(identity_us, 3),
-        "above_identity_us": round(quartiles[1], 3),
-        "quartile_1_us": round(quartiles[0], 3),
-        "quartile_3_us": round(quartiles[2], 3),
+        "identity_us": round(per_tensor["identity"] - per_tensor["none"], 3),
+        "pack_and_unpack_us": round(quartiles[1] - moving_us, 3),
+        "moving_us": round(moving_us, 3),
+        "module_hooks_us": round(per_tensor["attached"] - per_tensor["identity"], 3),
+        "all_us": round(quartiles[1] + per_tensor["attached"] - per_tensor["identity"], 3),
+        "least_us": round(per_tensor["least"] - per_tensor["attached"], 3),
+        "quartile_distance_us": round(quartiles[2] - quartiles[0], 3),
         "num_rounds": rounds,
         "num_saved_tensors": stats.num_packs,
         "num_slots": stats.num_slots,
     }
+
+
+COLUMNS = {
+    "num_saved_tensors": "saved tensors",
+    "pack_and_unpack_us": "pack + unpack",
+    "moving_us": "moving",
+    "module_hooks_us": "module hooks",
+    "all_us": "all",
+    "least_us": "least",
+}
 
 
 def main() -> None:
@@ -175,16 +287,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="rounds of each way, in turns (40)")
     parser.add_argument("--result", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
+    if args.rounds < 2 * NUM_BLOCKS:
+        parser.error(f"--rounds is {args.rounds}; expected {2 * NUM_BLOCKS} or more")
     torch.set_num_threads(1)
     register_module_map("HookBenchStack", ModuleMap(layers=("layers",)))
     rows = [measure(kind, args.length, args.rounds) for kind in MIN_BYTES]
-    print("Microseconds per saved tensor (pack + unpack), copies excluded:")
-    print(f"{'':<12} {'saved tensors':>14} {'identity hook':>14} {'above identity':>15}")
+    print("Microseconds per saved tensor above an identity hook, copies excluded:")
+    print(f"{'':<12}" + "".join(f"{title:>15}" for title in COLUMNS.values()))
     for row in rows:
-        print(
-            f"{row['kind']:<12} {row['num_saved_tensors']:>14} {row['identity_us']:>14.2f} "
-            f"{row['above_identity_us']:>15.2f}"
-        )
+        print(f"{row['kind']:<12}" + "".join(f"{row[column]:>15}" for column in COLUMNS))
     if args.result is not None:
         write_result(
             args.result,

@@ -96,7 +96,9 @@ class OffloadEngine:
         if isinstance(policy, RecomputingPolicy):
             self.recomputer = Recomputer(policy, store=self.packer.store, load=self.unpacker.load)
             self.packer.recomputer = self.unpacker.recomputer = self.recomputer
-        self.pack: Callable[[LayerCall, torch.Tensor], KeptTensor | SavedTensor] = self.packer.pack
+        self.pack: Callable[[LayerCall, torch.Tensor], KeptTensor | SavedTensor] = (
+            self.packer.pack if self.recomputer is None else self.packer.pack_traced
+        )
         """Takes over a tensor that autograd saves in a layer call."""
         self.unpack: Callable[[KeptTensor | SavedTensor], torch.Tensor] = self.unpacker.unpack
         """Gives it back."""
@@ -180,6 +182,7 @@ class OffloadEngine:
     def _close(self, call: LayerCall) -> None:
         call.is_open = False
         call.layer.slots = call.slots
+        call.tape.stats.num_slots += call.num_slots
         call.cast_input = None
         call.casts.clear()  # their keys hold the graph, which holds the call
         if self.recomputer is not None:

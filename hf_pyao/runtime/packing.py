@@ -71,14 +71,14 @@ class Packer:
         self._layouts = Layouts()
         self._handled: dict[torch.device, bool] = {}
 
-    def pack(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
-        """Take over *tensor*, which autograd saves in *call*; return what stands for it."""
+    def pack_traced(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
+        """Do as :meth:`pack`, where layers may be traced: what follows is no part of a layer."""
         trace = call.trace
         if trace is None:
-            return self._pack(call, tensor)
-        trace.is_paused = True  # what follows is no part of the layer
+            return self.pack(call, tensor)
+        trace.is_paused = True
         try:
-            return self._pack(call, tensor)
+            return self.pack(call, tensor)
         finally:
             trace.is_paused = False
 
@@ -103,7 +103,8 @@ class Packer:
             decision = decision.otherwise
         return self._move_or_keep(call, tensor, storage, entries, slot, decision)
 
-    def _pack(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
+    def pack(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
+        """Take over *tensor*, which autograd saves in *call*; return what stands for it."""
         stats = call.tape.stats
         stats.num_packs += 1
         reason = reason_not_movable(tensor)
@@ -169,7 +170,6 @@ class Packer:
         entries: list[object],
     ) -> Handle:
         """Decide on a storage that is new to the tape, and act on it."""
-        call.tape.stats.num_slots += 1
         slot = call.next_slot(storage.nbytes(), tensor.dtype)
         decision = self._decide(call, tensor, storage, slot)
         if isinstance(decision, Recompute):

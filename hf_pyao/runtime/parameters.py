@@ -84,8 +84,9 @@ def is_parameter(tensor: torch.Tensor, frozen_shapes: FrozenShapes) -> bool:
         frozen_shapes: of the layer that runs, while autocast is on; else empty.
     """
     base = tensor._base
-    if _is_parameter_object(tensor) or (base is not None and _is_parameter_object(base)):
-        return True
+    if type(tensor) is not torch.Tensor or (base is not None and type(base) is not torch.Tensor):
+        if _is_parameter_or_view(tensor):
+            return True
     node = tensor.grad_fn
     if node is None:
         return frozen_shapes.has_cast(tensor)
