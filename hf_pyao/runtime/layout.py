@@ -104,6 +104,15 @@ class TensorLayout:
         elements are dense, in whatever order, and copies keep every bit (those of booleans need
         not). Such a tensor spares two views: of its bytes, and of the bytes that come back."""
 
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Say whether *tensor*, on the same device, lies so."""
+        return bool(
+            tensor.size() == self.size
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+            and tensor.dtype is self.blank.dtype
+        )
+
     def view_of(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
         """View *storage*, whose first byte is byte *start* of the original one."""
         offset = self.offset - start // self.blank.itemsize if start else self.offset

@@ -27,7 +27,7 @@ from hf_pyao.runtime.offloading import StorageOffloader
 from hf_pyao.runtime.parameters import is_parameter
 from hf_pyao.runtime.policy import Candidate, Decision, Keep, Offload, Policy, Recompute
 from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage, SavedTensor
-from hf_pyao.runtime.tape import LayerCall, Slot
+from hf_pyao.runtime.tape import LayerCall, Note, Slot
 from hf_pyao.runtime.watching import SlotLabel, WatchedStorage
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Packer:
         tensor: torch.Tensor,
         source: torch.Tensor,
         storage: torch.UntypedStorage,
-        entries: list[object],
+        entries: list[Note],
     ) -> Handle:
         """Take over what a projection saves: perhaps a cast equal to one that was moved already."""
         key = cast_key(tensor, source)
@@ -153,7 +153,7 @@ class Packer:
         if record is not None and record.nbytes == storage.nbytes():
             layout = self._layouts.of(tensor)
             record.watch(tensor, layout)
-            entries.append(ref)
+            entries.append(weakref.ref(record))
             call.tape.stats.duplicate_bytes += record.nbytes
             return SavedTensor(record, layout, call)
         handle = self._place(call, tensor, storage, entries)
@@ -167,7 +167,7 @@ class Packer:
         call: LayerCall,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        entries: list[object],
+        entries: list[Note],
     ) -> Handle:
         """Decide on a storage that is new to the tape, and act on it."""
         slot = call.next_slot(storage.nbytes(), tensor.dtype)
@@ -194,16 +194,17 @@ class Packer:
         label = call.layer.label(call.paths[-1])
         return KeptTensor(tensor.detach(), tensor._version, call, label)
 
-    def _find(self, call: LayerCall, tensor: torch.Tensor, entries: list[object]) -> Handle | None:
+    def _find(self, call: LayerCall, tensor: torch.Tensor, entries: list[Note]) -> Handle | None:
         """Return a handle on what *tensor*'s storage became when it was saved before."""
         version = tensor._version
         for entry in entries:
-            if type(entry) is SlotLabel:
+            if isinstance(entry, SlotLabel):
                 return KeptTensor(tensor.detach(), version, call, entry)
-            assert isinstance(entry, weakref.ref)
             record = entry()
             if record is not None and record.covers(tensor, version):
-                layout = self._layouts.of(tensor)
+                layout = record.layout
+                if not layout.is_of(tensor):
+                    layout = self._layouts.of(tensor)
                 record.watch_too(tensor, layout)
                 return SavedTensor(record, layout, call)
         return None
@@ -236,7 +237,7 @@ class Packer:
         call: LayerCall,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        entries: list[object],
+        entries: list[Note],
         slot: SlotLabel,
     ) -> SavedTensor | None:
         """Let *tensor*'s storage go, to be rebuilt; None if it cannot be."""
@@ -253,7 +254,7 @@ class Packer:
         call: LayerCall,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        entries: list[object],
+        entries: list[Note],
         slot: Slot,
         decision: Keep | Offload,
     ) -> Handle:

@@ -137,10 +137,6 @@ class RecomputedStorage(WatchedStorage):
         self.value = value
         value.slot = weakref.ref(self)
 
-    def covers(self, tensor: torch.Tensor, version: int) -> bool:
-        """Say whether the bytes of *tensor*, a view of the storage at *version*, are in here."""
-        return self.version == version
-
     def __del__(self) -> None:
         """Let go of the rebuilt bytes, unless another recipe is about to read them."""
         if self.value.uses <= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_pyao.runtime.replay import Replay
     from hf_pyao.runtime.saved_tensor import SavedStorage
     from hf_pyao.runtime.tracing import Trace
+    from hf_pyao.runtime.watching import WatchedStorage
 
 
 class Slot(NamedTuple):
@@ -135,6 +136,10 @@ class LayerCall:
         return [record for ref in self.records if (record := ref()) is not None]
 
 
+Note: TypeAlias = "SlotLabel | weakref.ref[WatchedStorage]"
+"""What became of a storage: the label under which it was kept, or what stands for it elsewhere."""
+
+
 class StorageTable:
     """What became of each storage seen on a tape, keyed by storage identity.
 
@@ -143,15 +148,15 @@ class StorageTable:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, list[object]] = {}
+        self._entries: dict[int, list[Note]] = {}
 
-    def entries(self, storage: torch.UntypedStorage) -> list[object] | None:
+    def entries(self, storage: torch.UntypedStorage) -> list[Note] | None:
         """Return what was noted for *storage*, or None if it is new."""
         return self._entries.get(storage._cdata)
 
-    def add(self, storage: torch.UntypedStorage) -> list[object]:
+    def add(self, storage: torch.UntypedStorage) -> list[Note]:
         """Start notes for a new storage and return them."""
-        entries: list[object] = []
+        entries: list[Note] = []
         self._entries[storage._weak_ref()] = entries  # type: ignore[index]
         return entries
 

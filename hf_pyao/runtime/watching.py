@@ -113,6 +113,10 @@ class WatchedStorage:
         """Let go of the saved tensor's memory, which the version counter shares so far."""
         self._counter.data = self.layout.blank
 
+    def covers(self, tensor: torch.Tensor, version: int) -> bool:
+        """Say whether the bytes of *tensor*, on the same storage, are in here at *version*."""
+        return self.version == version
+
     def hand_out(self, tensor: torch.Tensor, handle: SavedTensor) -> torch.Tensor:
         """Take note of *tensor*, which goes to backward; return it.
 
