@@ -181,7 +181,7 @@ class OffloadEngine:
 
     def _close(self, call: LayerCall) -> None:
         call.is_open = False
-        call.layer.slots = call.slots
+        call.layer.slots, call.owns_slots = call.slots, False
         call.tape.stats.num_slots += call.num_slots
         call.cast_input = None
         call.casts.clear()  # their keys hold the graph, which holds the call

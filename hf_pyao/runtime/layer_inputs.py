@@ -20,12 +20,14 @@ def shared_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
         own = next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
     found: list[torch.Tensor] = []
     for value in (*args[1:], *kwargs.values()):
+        if value is own:
+            continue
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, dict | list | tuple):
             found.extend(tensors_in(value))
     if own is None or not found or not _has_storage(own):
-        return [tensor for tensor in found if tensor is not own]
+        return found
     storage = own.untyped_storage()._cdata
     return [
         tensor

@@ -110,30 +110,26 @@ class Packer:
         reason = reason_not_movable(tensor)
         if reason is not None:
             return self._keep_unmovable(call, tensor, reason)
-        storage = tensor.untyped_storage()
-        table = call.tape.table
-        entries = table.entries(storage)
-        if entries is not None:
-            if not self._codec.is_lossless:
-                call.saved_shapes.add(tuple(tensor.shape))
-            known = self._find(call, tensor, entries)
-            if known is not None:
-                if call.anchor_keys and storage._cdata in call.anchor_keys:
-                    call.anchor_keys.remove(storage._cdata)
-                    stats.would_hold_bytes += storage.nbytes()
-                return known
-            return self._place(call, tensor, storage, entries)
         if is_parameter(tensor, call.frozen_shapes):
             return self._keep_parameter(call, tensor)
+        storage = tensor.untyped_storage()
         if storage._cdata in self.buffer_keys:
             label = call.layer.label(call.paths[-1])
             return KeptTensor(tensor.detach(), tensor._version, call, label)
         if not self._codec.is_lossless:
             call.saved_shapes.add(tuple(tensor.shape))
-        entries = table.add(storage)
-        stats.would_hold_bytes += storage.nbytes()
-        if call.cast_input is not None and call.trace is None:
-            return self._pack_cast(call, tensor, call.cast_input, storage, entries)
+        table = call.tape.table
+        entries = table.entries(storage)
+        if entries is None:
+            entries = table.add(storage)
+            stats.would_hold_bytes += storage.nbytes()
+            if call.cast_input is not None and call.trace is None:
+                return self._pack_cast(call, tensor, call.cast_input, storage, entries)
+        elif (known := self._find(call, tensor, entries)) is not None:
+            if call.anchor_keys and storage._cdata in call.anchor_keys:
+                call.anchor_keys.remove(storage._cdata)
+                stats.would_hold_bytes += storage.nbytes()
+            return known
         return self._place(call, tensor, storage, entries)
 
     def _pack_cast(

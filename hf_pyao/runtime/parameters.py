@@ -84,16 +84,17 @@ def is_parameter(tensor: torch.Tensor, frozen_shapes: FrozenShapes) -> bool:
         frozen_shapes: of the layer that runs, while autocast is on; else empty.
     """
     base = tensor._base
-    if type(tensor) is not torch.Tensor or (base is not None and type(base) is not torch.Tensor):
-        if _is_parameter_or_view(tensor):
-            return True
+    is_plain = type(tensor) is torch.Tensor and (base is None or type(base) is torch.Tensor)
+    if not is_plain and _is_parameter_or_view(tensor):
+        return True
     node = tensor.grad_fn
     if node is None:
         return frozen_shapes.has_cast(tensor)
-    if base is not None:
-        node = base.grad_fn or node  # what the view was made of, without the steps in between
-    # Most tensors end here: made by an operation that is neither view nor cast.
-    return node.name() in VIEW_OR_CAST_NODES and _leads_to_parameter(node, tensor.numel())
+    if node.name() not in VIEW_OR_CAST_NODES:
+        return False  # most tensors end here: made by an operation that is neither
+    if base is not None and base.grad_fn is not None:
+        node = base.grad_fn  # what the view was made of, without the views in between
+    return _leads_to_parameter(node, tensor.numel())
 
 
 def _is_parameter_or_view(tensor: torch.Tensor) -> bool:

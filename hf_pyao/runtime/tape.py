@@ -70,6 +70,8 @@ class LayerCall:
     """Distinct storages saved so far."""
     slots: list[Slot] = field(default_factory=list)
     """Those, and behind them what its layer's newest call saved besides."""
+    owns_slots: bool = False
+    """True if that list is its own, to be changed; else it is the layer's."""
     records: list[weakref.ref[SavedStorage]] = field(default_factory=list)
     is_autocast: bool = False
     """True if it runs under autocast."""
@@ -117,8 +119,9 @@ class LayerCall:
 
     def _new_slot(self, index: int, nbytes: int, dtype: torch.dtype) -> Slot:
         layer, path = self.layer, self.paths[-1]
-        if self.slots is layer.slots:
-            self.slots = layer.slots.copy()
+        if not self.owns_slots:
+            self.slots = self.slots.copy()
+            self.owns_slots = True
         slots = self.slots
         if index < len(slots) and slots[index].label.path == path:
             label = slots[index].label

@@ -10,6 +10,7 @@ before another asks for it.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -100,8 +101,9 @@ class WatchedStorage:
         """Of the tensor that was saved first."""
         self.version = tensor._version
         base = tensor._base
-        self.counter_owner = (tensor if base is None else base)._cdata
-        """Address of a tensor object that has the version counter that is watched."""
+        self._counter_owner = weakref.ref(tensor if base is None else base)
+        """A tensor that has the version counter that is watched. An address would not do: once the
+        tensor is gone, another one gets it."""
         self._counter = tensor.detach()
 
     @property
@@ -163,7 +165,7 @@ class WatchedStorage:
         Views share their base's counter, and those made by ``detach`` and ``.data`` do not tell.
         """
         base = tensor._base
-        if (tensor if base is None else base)._cdata != self.counter_owner:
+        if (tensor if base is None else base) is not self._counter_owner():
             self.watch(tensor, layout)
 
     def watch(self, tensor: torch.Tensor, layout: TensorLayout) -> None:

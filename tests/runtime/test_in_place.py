@@ -284,6 +284,50 @@ def test_whichever_alias_is_changed_is_seen(first: str, second: str, changed: st
     assert offloader.metrics()["offloaded_bytes"] > 0
 
 
+def _base_gone(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    hidden = x * 1
+    product = hidden.view(4, 4) * weight
+    hidden = hidden.data
+    alias = hidden.data
+    other = alias @ weight
+    alias.add_(1)
+    return product + other
+
+
+def _detached_base_gone(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    base = (x * 1).detach()
+    product = base.view(4, 4) @ weight
+    data = base.data
+    del base
+    alias = data.data
+    other = alias.view(4, 4) @ weight
+    alias.add_(1)
+    return product + other
+
+
+def _tensor_gone(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    hidden = (x * 1).detach()
+    product = hidden @ weight
+    hidden = hidden.data
+    alias = hidden.view(4, 4)
+    other = alias @ weight
+    alias.add_(1)
+    return product + other
+
+
+@pytest.mark.parametrize("function", [_base_gone, _detached_base_gone, _tensor_gone])
+def test_a_tensor_at_the_address_of_one_that_is_gone_is_watched(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    # The allocator hands a tensor's address out again; its version counter is another one.
+    model = Stack(lambda layer, x: function(layer.weight, x))
+    for _ in range(10):
+        with attach(model, EVERY_LAYER):
+            loss = model(torch.randn(4, 4, requires_grad=True)).sum()
+            with pytest.raises(SavedTensorModifiedError):
+                loss.backward()
+
+
 def test_views_of_one_tensor_need_one_watch() -> None:
     def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
         hidden = x @ layer.weight

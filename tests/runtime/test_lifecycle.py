@@ -557,4 +557,5 @@ def test_what_layers_share_is_told_from_their_hidden_states() -> None:
         found = shared_inputs((), {name: hidden, "attention_mask": mask, "cos": cos})
         assert {id(tensor) for tensor in found} == {id(mask), id(cos)}
     assert shared_inputs((), {"mask": mask, "hidden_states": hidden}) == [mask]
+    assert shared_inputs((), {"mask": mask, "hidden_states": (hidden, cos)}) == [mask]
     assert list(tensors_in({"a": [hidden, (mask, 3)], "b": None})) == [hidden, mask]

@@ -7,6 +7,10 @@ FSDP1 and FSDP2: ``tests/distributed``.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -175,3 +179,58 @@ def test_quantised_weights_and_other_parameter_subclasses_stay_as_they_are() -> 
     with attach(model, EVERY_LAYER) as offloader, kept_by(offloader) as kept:
         model(torch.randn(4, 4, requires_grad=True)).sum().backward()
     assert any(tensor is model.layers[0].packed for tensor in kept)
+
+
+@pytest.mark.parametrize("min_bytes", [0, 10**6], ids=["moved", "kept"])
+def test_a_parameter_is_known_behind_an_alias_of_it(min_bytes: int) -> None:
+    # ZeRO-3 exchanges the data of parameters between forward and backward.
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight.detach() + x @ layer.weight
+
+    model = Stack(function)
+    plain = copy.deepcopy(model)
+    gradients = []
+    config = dataclasses.replace(EVERY_LAYER, min_bytes=min_bytes)
+    for each in (plain, model):
+        with attach(each, config) if each is model else contextlib.nullcontext():
+            x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+            loss = each(x).square().sum()
+            for parameter in each.parameters():
+                parameter.data = parameter.data * 2
+            loss.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("change", [torch.clone, cast], ids=["clone", "cast"])
+def test_an_output_over_a_copy_of_a_parameter_makes_no_cycle(change: Any) -> None:
+    marks: list[weakref.ref[Any]] = []
+
+    class Mark:
+        pass
+
+    class SavesItsOutput(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            output = x.view(x.shape)
+            ctx.save_for_backward(output)
+            ctx.mark = Mark()
+            marks.append(weakref.ref(ctx.mark))
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        weight = SavesItsOutput.apply(change(layer.weight))
+        return (x.to(weight.dtype) @ weight).to(x.dtype)
+
+    model = Stack(function)
+    with attach(model, EVERY_LAYER):
+        for _ in range(3):
+            model(torch.randn(4, 4))  # thrown away without backward
+        model(torch.randn(4, 4)).sum().backward()
+    assert len(marks) == 4
+    gc.collect()
+    assert not [mark for mark in marks if mark() is not None]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_pyao import Offloader, attach
-from hf_pyao.runtime.tape import Layer, StorageTable, Tape
+from hf_pyao.runtime.tape import Layer, LayerCall, StorageTable, Tape
 from tests.helpers import EVERY_LAYER, EVERYTHING, RecordingTransport, Stack, linear_relu
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -203,3 +203,46 @@ def test_a_tape_knows_when_a_forward_starts_over() -> None:
     tape.has_run_backward = True
     assert not tape.accepts_forward
     assert not tape.has_live_records()
+
+
+def names_of(call: LayerCall) -> list[str]:
+    return [slot.label.name for slot in call.slots[: call.num_slots]]
+
+
+def save(call: LayerCall, *paths: str, nbytes: int = 64) -> None:
+    for path in paths:
+        call.paths.append(path)
+        slot = call.next_slot(nbytes, torch.float32)
+        assert slot.candidate.slot == slot.label.name
+        assert (slot.candidate.path, slot.candidate.nbytes) == (path, nbytes)
+        call.paths.pop()
+
+
+def test_slots_are_known_from_the_call_before() -> None:
+    tape, layer = Tape(), Layer(0, "layers.0", is_last=False)
+    first = tape.open_call(layer, is_kept=False)
+    save(first, "a", "a", "b", "a")
+    assert names_of(first) == ["a:0", "a:1", "b:0", "a:2"]
+    layer.slots, first.owns_slots = first.slots, False
+    same, longer, other = (tape.open_call(layer, is_kept=False) for _ in range(3))
+    save(same, "a", "a", "b", "a")
+    assert same.slots is layer.slots
+    save(longer, "a", "a", "b", "a", "b", nbytes=128)  # other sizes, and one more
+    assert names_of(longer) == ["a:0", "a:1", "b:0", "a:2", "b:1"]
+    save(other, "a", "b", "b")
+    assert names_of(other) == ["a:0", "b:0", "b:1"]
+    assert names_of(first) == names_of(same) == ["a:0", "a:1", "b:0", "a:2"]
+
+
+def test_calls_of_one_layer_that_are_open_at_once_do_not_change_each_others_slots() -> None:
+    tape, layer = Tape(), Layer(0, "layers.0", is_last=False)
+    first = tape.open_call(layer, is_kept=False)
+    save(first, "a", "a", "b", "b")
+    layer.slots, first.owns_slots = first.slots, False
+    one, two, three = (tape.open_call(layer, is_kept=False) for _ in range(3))
+    save(one, "c")
+    layer.slots, one.owns_slots = one.slots, False  # it ends first
+    save(two, "a", "c")
+    save(three, "a", "a", "b", "b")
+    assert names_of(three) == ["a:0", "a:1", "b:0", "b:1"]
+    assert names_of(two) == ["a:0", "c:0"]
