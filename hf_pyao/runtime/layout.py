@@ -138,6 +138,8 @@ class Layouts:
 
     def of(self, tensor: torch.Tensor) -> TensorLayout:
         """Return the layout of *tensor*."""
+        if type(tensor) is not torch.Tensor:
+            return TensorLayout(tensor)
         key = (
             tensor.size(),
             tensor.stride(),
@@ -146,8 +148,6 @@ class Layouts:
             tensor.device,
         )
         layout = self._known.get(key)
-        if type(tensor) is not torch.Tensor:
-            return TensorLayout(tensor)
         if layout is None:
             if len(self._known) >= MAX_LAYOUTS:
                 self._known.clear()  # lengths that vary without end

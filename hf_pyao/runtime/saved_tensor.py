@@ -104,11 +104,11 @@ class SavedStorage(WatchedStorage):
         self.on_release = on_release
         start, end = byte_range
         self.device_bytes = nbytes = end - start
-        WatchedStorage.__init__(self, call, slot, nbytes, tensor, layout)
+        """Bytes that the payload takes on the device when it is brought back."""
+        super().__init__(call, slot, nbytes, tensor, layout)
         if nbytes != storage_nbytes:
             self.start = self.decoded_start = start
             self.is_whole = False
-        """Bytes that the payload takes on the device when it is brought back."""
 
     @property
     def source(self) -> torch.Tensor:

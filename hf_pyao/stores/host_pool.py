@@ -89,7 +89,7 @@ class HostBuffer:
         """
         known, view = self._view
         if known is not layout or view is None:
-            view = torch.empty(0, dtype=layout.blank.dtype)
+            view = torch.empty(0, dtype=layout.blank.dtype, device=self.data.device)
             offset = self.offset // view.itemsize
             view.set_(self.data.untyped_storage(), offset, layout.size, layout.stride)
             self._view = (layout, view)
