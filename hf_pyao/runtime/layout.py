@@ -180,6 +180,8 @@ def bytes_view(
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """View a dense tensor as its bytes: flat, uint8; nothing is copied."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+        return tensor
     start = byte_offset(tensor)
     return bytes_view(tensor.untyped_storage(), tensor.device, start, start + tensor.nbytes)
 

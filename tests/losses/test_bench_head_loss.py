@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import bench_head_loss
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "recipes" / "results"
@@ -26,14 +25,7 @@ def published(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("extra", [[], ["--curve"]], ids=["time", "curve"])
 def test_smoke(extra: list[str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    recipe = REPOSITORY / "recipes" / "bench_head_loss.py"
-    subprocess.run(
-        [sys.executable, recipe, "--smoke", "--out", out, *extra],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
-        timeout=200,
-    )
+    bench_head_loss.main(["--smoke", "--out", str(out), *extra])
     rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
     if extra:
         assert [len(curve) for curve in rows[0]["curves"]["chunked"]] == [3, 3]

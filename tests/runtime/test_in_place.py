@@ -264,8 +264,7 @@ ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("second", ALIASES)
 @pytest.mark.parametrize("first", ALIASES)
-@pytest.mark.parametrize("changed", ["first", "second"])
-def test_whichever_alias_is_changed_is_seen(first: str, second: str, changed: str) -> None:
+def test_whichever_alias_is_changed_is_seen(first: str, second: str) -> None:
     # Some share a version counter, and some have one of their own.
     saved: list[torch.Tensor] = []
 
@@ -276,12 +275,13 @@ def test_whichever_alias_is_changed_is_seen(first: str, second: str, changed: st
 
     model = Stack(function)
     with attach(model, EVERY_LAYER) as offloader:
-        loss = model(torch.randn(4, 4)).sum()
-        with torch.no_grad():
-            saved[1 if changed == "first" else 2].add_(1)
-        with pytest.raises(SavedTensorModifiedError):
-            loss.backward()
-    assert offloader.metrics()["offloaded_bytes"] > 0
+        for changed in (1, 2):
+            loss = model(torch.randn(4, 4)).sum()
+            with torch.no_grad():
+                saved[changed].add_(1)
+            with pytest.raises(SavedTensorModifiedError):
+                loss.backward()
+        assert offloader.metrics()["offloaded_bytes"] > 0
 
 
 def _base_gone(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
