@@ -8,9 +8,11 @@ import types
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
+import trl
 from torch import Tensor
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -18,9 +20,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_pyao import PyAOConfig, PyAOTrainerMixin
 from tests.integrations.head_loss_models import make_model
 from tests.integrations.test_head_loss_training import TRAINING, logged, tiny_tokenizer
-
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
 
 # TRL sets the older of two names of checkpointing, which transformers 5.23 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is depre:FutureWarning")

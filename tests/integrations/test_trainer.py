@@ -469,8 +469,8 @@ def test_conflicts_are_found_when_the_trainer_is_made(tmp_path: Path) -> None:
 
 
 def test_sft_trainer_with_the_mixin_is_bitwise_the_same(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    trl = pytest.importorskip("trl")
+    import datasets
+    import trl
 
     class OffloadingSFTTrainer(PyAOTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
         pass
@@ -497,7 +497,7 @@ def test_sft_trainer_with_the_mixin_is_bitwise_the_same(tmp_path: Path) -> None:
 
 
 def test_trls_offloading_is_refused_before_trl_sets_it_up(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
+    import trl
 
     class OffloadingSFTTrainer(PyAOTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
         pass
