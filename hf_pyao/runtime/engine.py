@@ -160,6 +160,7 @@ class OffloadEngine:
     def forward_end(self, call: LayerCall, outputs: Sequence[torch.Tensor]) -> None:
         """Close *call*; its backward starts when a gradient reaches one of *outputs*."""
         self._close(call)
+        call.settle()
         with named_range("layer_end", call.fqn):
             self._offloads.layer_end()
 

@@ -84,7 +84,7 @@ def range_to_move(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
 class TensorLayout:
     """How a tensor lies in its storage: all that it takes to view the storage so again."""
 
-    __slots__ = ("blank", "is_copied_as_it_is", "nbytes", "offset", "size", "stride")
+    __slots__ = ("blank", "is_copied_as_it_is", "is_dense", "nbytes", "offset", "size", "stride")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -94,11 +94,13 @@ class TensorLayout:
         self.offset = int(tensor.storage_offset())
         """In elements."""
         self.nbytes = nbytes_of(tensor)
+        self.is_dense = _is_dense(self.size, self.stride)
+        """True if its elements neither overlap nor leave gaps, in whatever order."""
         self.is_copied_as_it_is = (
             type(tensor) is torch.Tensor
             and tensor.dtype in _BITWISE_DTYPES
             and not self.offset
-            and _is_dense(self.size, self.stride)
+            and self.is_dense
         )
         """True if copying it copies just its bytes, where it is as large as its storage: if its
         elements are dense, in whatever order, and copies keep every bit (those of booleans need

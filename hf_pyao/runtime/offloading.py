@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -24,6 +25,8 @@ from hf_pyao.runtime.tape import LayerCall, Slot
 from hf_pyao.runtime.transport import Transport
 from hf_pyao.runtime.window import OffloadWindow
 from hf_pyao.stores import HostPool
+
+HOST_FULL = "host memory full"
 
 
 class StorageOffloader:
@@ -56,63 +59,99 @@ class StorageOffloader:
         call: LayerCall,
         tensor: torch.Tensor,
         layout: TensorLayout,
-        storage: torch.UntypedStorage,
         slot: Slot,
         codec: Codec,
     ) -> SavedStorage | None:
-        """Queue the copy of *tensor*'s storage to the host; None if the host has no room.
+        """Move *tensor*'s storage to the host; None if the host has no room.
+
+        The copy is queued now, or at the end of the layer: see [Note: Regions of a storage].
 
         Args:
             call: the layer call that saves it.
-            tensor: what autograd saves, plain and dense, on a device that the transport handles.
+            tensor: what autograd saves, plain and strided, on a device that the transport handles.
             layout: that of *tensor*.
-            storage: that of *tensor*.
             slot: its slot in the layer.
             codec: how to write it, if the codec takes it; else its bytes go as they are.
         """
         nbytes = slot.candidate.nbytes
-        is_all = layout.nbytes == nbytes
+        is_all = layout.is_dense and layout.nbytes == nbytes
         span = (0, nbytes) if is_all else range_to_move(tensor, nbytes)
-        label = slot.label
+        record = SavedStorage(call, slot.label, span, nbytes, tensor, layout, self._on_release)
+        if is_all or (layout.is_dense and not record.is_whole):
+            if not self._queue(record, codec):
+                return None
+            call.records.append(weakref.ref(record))
+        else:
+            record.put_off(functools.partial(self._queue_late, codec=codec))
+            ref = weakref.ref(record)
+            call.records.append(ref)
+            call.put_off.append(ref)
+        return record
+
+    def _queue_late(self, record: SavedStorage, codec: Codec) -> None:
+        """Queue the copy of *record*; where the host has no room, it stays where it is."""
+        if not self._queue(record, codec):
+            record.call.tape.stats.kept_bytes[HOST_FULL] += record.nbytes
+
+    def _queue(self, record: SavedStorage, codec: Codec) -> bool:
+        """Queue the copy of *record* to the host; say whether the host has room for it."""
         if codec.name != "identity":
-            rows = self._rows_to_encode(call, tensor, storage, span, codec)
+            rows = self._rows_to_encode(record, codec)
             if rows is not None:
-                return self._queued(self._encode(call, tensor, layout, slot, span, codec, rows))
+                return self._queue_encoded(record, codec, rows)
         pool = self._pool
-        host = pool.acquire(span[1] - span[0])
+        host = pool.acquire(record.nbytes)
         if host is None:
-            return None
-        record = SavedStorage(call, label, span, nbytes, tensor, layout, host, self._on_release)
-        if is_all and layout.is_copied_as_it_is:
-            source = record.source
+            return False
+        record.host = host
+        layout = record.layout
+        source = record.source
+        if layout.is_copied_as_it_is and layout.nbytes == record.nbytes and record.is_whole:
             target = record.host_view = host.view_like(layout)
         else:
-            source = self._flat(storage, tensor, span)
+            source = self._flat(source, record.start, record.start + record.nbytes)
             target = host.data
         record.payload = (source,)
         offload = self._transport.offload
         if is_profiling():
-            offload = in_range(offload, "offload", label.layer)
-        record.offload_ticket = offload(source, target, after=pool.barriers, label=label)
-        return self._queued(record)
+            offload = in_range(offload, "offload", record.slot.layer)
+        record.offload_ticket = offload(source, target, after=pool.barriers, label=record.slot)
+        self._count(record)
+        return True
 
-    def _queued(self, record: SavedStorage | None) -> SavedStorage | None:
+    def _queue_encoded(self, record: SavedStorage, codec: Codec, rows: torch.Tensor) -> bool:
+        """Encode *rows* and queue the copy of the payload; say whether the host has room for it."""
+        encoded = codec.encode(rows)
+        places, nbytes = place_parts(encoded.payload)
+        host = self._pool.acquire(nbytes)
+        if host is None:
+            return False
+        record.host = host
+        record.let_go_of_source()
+        record.codec, record.spec, record.parts = codec, encoded.spec, places
+        record.payload = encoded.payload
+        record.device_bytes = nbytes
+        offload = self._transport.offload
+        if is_profiling():
+            offload = in_range(offload, "offload", record.slot.layer)
+        for part, target in zip(encoded.payload, part_targets(host.data, places), strict=True):
+            source = part.contiguous().view(-1).view(torch.uint8)
+            record.offload_ticket = offload(
+                source, target, after=self._pool.barriers, label=record.slot
+            )
+        self._count(record)
+        return True
+
+    def _count(self, record: SavedStorage) -> None:
         """Count *record*, whose copy is queued, and let the window hold its device copy."""
-        if record is None:
-            return None
         stats = record.call.tape.stats
         stats.offloaded_bytes += record.nbytes
         stats.link_bytes += record.device_bytes
-        record.call.records.append(weakref.ref(record))
         self._window.add(record, record.device_bytes)
-        return record
 
-    def _flat(
-        self, storage: torch.UntypedStorage, tensor: torch.Tensor, span: tuple[int, int]
-    ) -> torch.Tensor:
-        """View bytes of *storage* as a flat uint8 tensor; nothing is copied."""
-        start, end = span
-        device = tensor.device
+    def _flat(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """View bytes of *tensor*'s storage as a flat uint8 tensor; nothing is copied."""
+        storage, device = tensor.untyped_storage(), tensor.device
         blank = self._byte_blanks.get(device)
         if blank is None or type(tensor) is not torch.Tensor:
             flat = bytes_view(storage, device, start, end)
@@ -121,50 +160,13 @@ class StorageOffloader:
             return flat
         return view_of_storage(blank, storage, start, (end - start,), (1,))
 
-    def _rows_to_encode(
-        self,
-        call: LayerCall,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        span: tuple[int, int],
-        codec: Codec,
-    ) -> torch.Tensor | None:
+    def _rows_to_encode(self, record: SavedStorage, codec: Codec) -> torch.Tensor | None:
         """View a storage's bytes as a codec reads them; None if they must stay as they are."""
-        if not codec.is_lossless and is_row_statistic(tensor, call.saved_shapes):
+        tensor = record.source
+        if not codec.is_lossless and is_row_statistic(tensor, record.call.saved_shapes):
             return None
-        rows = rows_view(tensor, storage, *span)
+        start, end = record.start, record.start + record.nbytes
+        rows = rows_view(tensor, tensor.untyped_storage(), start, end)
         if rows is None or not codec.accepts(tensor) or not codec.accepts(rows):
             return None
         return rows
-
-    def _encode(
-        self,
-        call: LayerCall,
-        tensor: torch.Tensor,
-        layout: TensorLayout,
-        slot: Slot,
-        span: tuple[int, int],
-        codec: Codec,
-        rows: torch.Tensor,
-    ) -> SavedStorage | None:
-        """Encode *rows* and queue the copy of the payload; None if the host has no room."""
-        encoded = codec.encode(rows)
-        places, nbytes = place_parts(encoded.payload)
-        host = self._pool.acquire(nbytes)
-        if host is None:
-            return None
-        label, candidate = slot
-        record = SavedStorage(
-            call, label, span, candidate.nbytes, tensor, layout, host, self._on_release
-        )
-        record.let_go_of_source()
-        record.codec, record.spec, record.parts = codec, encoded.spec, places
-        record.payload = encoded.payload
-        record.device_bytes = nbytes
-        offload = self._transport.offload
-        if is_profiling():
-            offload = in_range(offload, "offload", label.layer)
-        for part, target in zip(encoded.payload, part_targets(host.data, places), strict=True):
-            source = part.contiguous().view(-1).view(torch.uint8)
-            record.offload_ticket = offload(source, target, after=self._pool.barriers, label=label)
-        return record

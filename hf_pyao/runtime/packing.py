@@ -23,7 +23,7 @@ from hf_pyao.runtime.layout import (
     nbytes_of,
     reason_not_movable,
 )
-from hf_pyao.runtime.offloading import StorageOffloader
+from hf_pyao.runtime.offloading import HOST_FULL, StorageOffloader
 from hf_pyao.runtime.parameters import is_parameter
 from hf_pyao.runtime.policy import Candidate, Decision, Keep, Offload, Policy, Recompute
 from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage, SavedTensor
@@ -32,8 +32,6 @@ from hf_pyao.runtime.watching import SlotLabel, WatchedStorage
 
 if TYPE_CHECKING:
     from hf_pyao.runtime.recomputer import Recomputer
-
-HOST_FULL = "host memory full"
 
 _KEEP_LAST = Keep("last layer")
 _KEEP_SHARED = Keep("shared by layers")
@@ -155,7 +153,8 @@ class Packer:
         handle = self._place(call, tensor, storage, entries)
         if isinstance(handle, SavedTensor) and _is_whole(handle):
             assert isinstance(handle.storage, SavedStorage)
-            call.casts[key] = weakref.ref(handle.storage)
+            if handle.storage.queue_copy is None:
+                call.casts[key] = weakref.ref(handle.storage)
         return handle
 
     def _place(
@@ -197,11 +196,11 @@ class Packer:
             if isinstance(entry, SlotLabel):
                 return KeptTensor(tensor.detach(), version, call, entry)
             record = entry()
-            if record is not None and record.covers(tensor, version):
+            if record is not None and record.version == version and record.covers(tensor):
                 layout = record.layout
                 if not layout.is_of(tensor):
                     layout = self._layouts.of(tensor)
-                record.watch_too(tensor, layout)
+                record.stand_for(tensor, layout)
                 return SavedTensor(record, layout, call)
         return None
 
@@ -259,7 +258,7 @@ class Packer:
         if type(decision) is Offload:
             layout = self._layouts.of(tensor)
             codec = decision.codec or self._codec
-            record = self._offloader.offload(call, tensor, layout, storage, slot, codec)
+            record = self._offloader.offload(call, tensor, layout, slot, codec)
             if record is not None:
                 entries.append(weakref.ref(record))
                 handle = SavedTensor(record, layout, call)

@@ -137,6 +137,13 @@ class RecomputedStorage(WatchedStorage):
         self.value = value
         value.slot = weakref.ref(self)
 
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Say whether this may stand for *tensor*, on the same storage and of the same version."""
+        trace = self.call.trace
+        if trace is None:
+            return super().covers(tensor)
+        return trace.values.get(tensor.untyped_storage()._cdata) is self.value
+
     def __del__(self) -> None:
         """Let go of the rebuilt bytes, unless another recipe is about to read them."""
         if self.value.uses <= 0:

@@ -79,6 +79,7 @@ class SavedStorage(WatchedStorage):
     """Reloaded payload, on the device: laid out as ``host_view``, or uint8 and flat."""
     decoded: torch.UntypedStorage | None = None
     """Bytes ``start`` to ``start + nbytes`` of the original storage, on the device."""
+    host: HostBuffer | None = None
     offload_ticket: Any = None
     reload_ticket: Any = None
     start = 0
@@ -88,6 +89,10 @@ class SavedStorage(WatchedStorage):
     """Byte of the original storage that ``decoded`` begins with."""
     is_consumed = False
     residency: Residency = OFFLOADING
+    queue_copy: Callable[[SavedStorage], None] | None = None
+    """While the copy to the host is put off: queues it. See [Note: Regions of a storage]."""
+    _regions: list[TensorLayout] | None = None
+    """Where the copy was put off: the layouts of all tensors that were saved until then."""
 
     def __init__(
         self,
@@ -97,10 +102,8 @@ class SavedStorage(WatchedStorage):
         storage_nbytes: int,
         tensor: torch.Tensor,
         layout: TensorLayout,
-        host: HostBuffer,
         on_release: Callable[[SavedStorage], None],
     ) -> None:
-        self.host: HostBuffer | None = host  # first: from here on it is given back, come what may
         self.on_release = on_release
         start, end = byte_range
         self.device_bytes = nbytes = end - start
@@ -129,14 +132,32 @@ class SavedStorage(WatchedStorage):
             )
         self.residency = residency
 
-    def covers(self, tensor: torch.Tensor, version: int) -> bool:
-        """Say whether the bytes of *tensor*, on the same storage, are in here at *version*."""
-        if self.version != version:
-            return False
-        if self.is_whole:
-            return True
+    def put_off(self, queue_copy: Callable[[SavedStorage], None]) -> None:
+        """Copy to the host later, when :meth:`settle` is called."""
+        self.payload = (self.source,)
+        self.queue_copy = queue_copy
+        self._regions = [self.layout]
+
+    def settle(self) -> None:
+        """Queue the copy to the host if it was put off."""
+        queue_copy, self.queue_copy = self.queue_copy, None
+        if queue_copy is not None:
+            queue_copy(self)
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Say whether this may stand for *tensor*, on the same storage and of the same version."""
+        if self._regions is None:
+            return super().covers(tensor)
+        if self.queue_copy is None:
+            return any(layout.is_of(tensor) for layout in self._regions)
         start, end = byte_span(tensor)
-        return self.start <= start and end <= self.start + self.nbytes
+        return self.is_whole or (self.start <= start and end <= self.start + self.nbytes)
+
+    def stand_for(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
+        """Stand for another tensor on the storage, which may have a counter of its own."""
+        super().stand_for(tensor, layout)
+        if self.queue_copy is not None and self._regions is not None:
+            self._regions.append(layout)
 
     def tensor_on_device(self, handle: SavedTensor) -> torch.Tensor:
         """Return what *handle* stands for, over the bytes that were brought back."""

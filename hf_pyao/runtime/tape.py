@@ -73,6 +73,8 @@ class LayerCall:
     owns_slots: bool = False
     """True if that list is its own, to be changed; else it is the layer's."""
     records: list[weakref.ref[SavedStorage]] = field(default_factory=list)
+    put_off: list[weakref.ref[SavedStorage]] = field(default_factory=list)
+    """Those whose copy waits for the end of the layer."""
     is_autocast: bool = False
     """True if it runs under autocast."""
     cast_input: torch.Tensor | None = None
@@ -133,6 +135,14 @@ class LayerCall:
         slot = Slot(label, candidate)
         slots[index : index + 1] = [slot]
         return slot
+
+    def settle(self) -> None:
+        """Queue the copies that were put off to the end of the layer."""
+        for ref in self.put_off:
+            record = ref()
+            if record is not None:
+                record.settle()
+        self.put_off.clear()
 
     def live_records(self) -> list[SavedStorage]:
         """Return the storages that some graph node may still ask for, in pack order."""

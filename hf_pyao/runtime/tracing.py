@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import (
 )
 
 from hf_pyao.runtime.operations import NOTHING, Kind, Rule, Rules, generator_for
+from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage
 from hf_pyao.runtime.trace_graph import graph_of
 from hf_pyao.runtime.values import (
     Operation,
@@ -212,15 +213,18 @@ class Trace(TorchDispatchMode):
         return value
 
     def _keep_content(self, args: Any) -> None:
-        """Copy the constants among *args*, which an operation is about to change."""
+        """Keep what recipes read of *args*, which an operation is about to change."""
         for tensor in tensors_of(args):
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
             known = self.values.get(storage._cdata)
-            source = None if known is None else known.source
-            if type(source) is TensorSource and not (source.is_parameter or source.is_copy):
-                assert known is not None
+            if known is None or known.source is None:
+                continue
+            source = known.source
+            if isinstance(source, SavedStorage):
+                source.settle()  # its copy may have been put off
+            elif isinstance(source, KeptTensor) or not (source.is_parameter or source.is_copy):
                 known.source = copied_source(storage, tensor.device)
 
     def _note_state(self, operation: Operation, args: Any, kwargs: dict[str, Any]) -> None:

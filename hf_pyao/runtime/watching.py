@@ -6,6 +6,14 @@ one whose device memory was let go, a detached tensor without data goes on shari
 counter, so that a change at any time before unpack raises as it would without hooks, and does not
 depend on how far a copy had come. What backward itself got is watched too: one node may change it
 before another asks for it.
+
+[Note: Regions of a storage]
+Several saved tensors may be regions of one storage, which is moved once. But regions may be filled
+one after the other without a version telling: ``unsafe_chunk`` and recurrent cells give each chunk
+a counter of its own, kernels fill a slice of a workspace and autograd never hears of it. So a copy
+stands only for bytes that were saved themselves when it was made. Where the first tensor saved
+is a part of its storage with gaps, the copy is put off to the end of the layer, and stands for all
+regions that were saved until then: autograd would read the memory later still.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from hf_pyao.errors import SavedTensorModifiedError
+from hf_pyao.runtime.layout import byte_span
 
 if TYPE_CHECKING:
     from hf_pyao.runtime.layout import TensorLayout
@@ -115,9 +124,31 @@ class WatchedStorage:
         """Let go of the saved tensor's memory, which the version counter shares so far."""
         self._counter.data = self.layout.blank
 
-    def covers(self, tensor: torch.Tensor, version: int) -> bool:
-        """Say whether the bytes of *tensor*, on the same storage, are in here at *version*."""
-        return self.version == version
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Say whether this may stand for *tensor*, on the same storage and of the same version.
+
+        See [Note: Regions of a storage].
+        """
+        return (not self.version or self.shares_counter_with(tensor)) and self._saved(tensor)
+
+    def _saved(self, tensor: torch.Tensor) -> bool:
+        """Say whether the bytes of *tensor* are among those of the tensor that was saved first."""
+        layout = self.layout
+        if layout.is_of(tensor):
+            return True
+        if not layout.is_dense:
+            return False
+        start = layout.offset * layout.blank.itemsize
+        first, last = byte_span(tensor)
+        return start <= first and last <= start + layout.nbytes
+
+    def shares_counter_with(self, tensor: torch.Tensor) -> bool:
+        """Say whether *tensor* is known to share the version counter of the first saved tensor.
+
+        Views share their base's counter; those that ``detach`` made do too, and do not tell.
+        """
+        base = tensor._base
+        return (tensor if base is None else base) is self._counter_owner()
 
     def hand_out(self, tensor: torch.Tensor, handle: SavedTensor) -> torch.Tensor:
         """Take note of *tensor*, which goes to backward; return it.
@@ -159,13 +190,9 @@ class WatchedStorage:
                 return True
         return False
 
-    def watch_too(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
-        """Watch another tensor on the storage, which may have a version counter of its own.
-
-        Views share their base's counter, and those made by ``detach`` and ``.data`` do not tell.
-        """
-        base = tensor._base
-        if (tensor if base is None else base) is not self._counter_owner():
+    def stand_for(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
+        """Stand for another tensor on the storage, which may have a counter of its own."""
+        if not self.shares_counter_with(tensor):
             self.watch(tensor, layout)
 
     def watch(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
