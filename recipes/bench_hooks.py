@@ -2,6 +2,7 @@
 
     python recipes/bench_hooks.py
     python recipes/bench_hooks.py --result recipes/results/hook_cost.json
+    python recipes/bench_hooks.py --against ../hf_pyao-before --rounds 240
 
 The same forward and backward run in turns in five ways: without hooks; with identity hooks;
 attached, with identity hooks in place of the engine's pack and unpack; attached, with the least
@@ -19,15 +20,22 @@ Two kinds of rows: layers of real models, whose saved tensors are parameters, vi
 small statistics and activations in the proportions that training has; and chains of operations
 whose saved tensors are all of one kind: moved (each a storage of its own), seen before (one storage
 saved again and again) and kept (below ``min_bytes``).
+
+``--against`` measures the package of another checkout in the same run, in turns of a few rounds
+each, and prints what pack, unpack and moving cost in both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +204,7 @@ default lies in models of real size."""
 
 WAYS = ("none", "identity", "attached", "least", "hf_pyao")
 NUM_BLOCKS = 4
+ROUNDS_PER_TURN = 12
 NUM_WARM_UP = 3
 
 
@@ -269,6 +278,86 @@ def measure(kind: str, length: int, rounds: int) -> dict[str, float | str]:
     }
 
 
+def costs_of_hooks(kind: str, length: int, rounds: int) -> list[float]:
+    """Return the us per saved tensor above identity hooks, copies apart, of each of *rounds*."""
+    is_model = kind in ("opt", "gpt2", "llama")
+    model, inputs = layers_of(kind) if is_model else chain_of(kind, length)
+    stopwatch = Stopwatch()
+
+    def run() -> float:
+        stopwatch.take()
+        start = time.process_time()
+        output = model(**inputs)
+        output = output.logits if is_model else output
+        output.backward(torch.ones_like(output))
+        elapsed_us = (time.process_time() - start) * 1e6 - stopwatch.take()[0]
+        model.zero_grad()
+        return elapsed_us
+
+    config = PyAOConfig(min_bytes=MIN_BYTES[kind], keep_last_layers=0)
+    costs: list[float] = []
+    with attach(model, config, transport=TimedCopies(stopwatch)) as offloader:
+        engine = offloader.engine
+        own = engine.pack, engine.unpack
+        identity = (lambda call, tensor: tensor), (lambda handle: handle)
+        for number in range(-NUM_WARM_UP, rounds):
+            engine.pack, engine.unpack = identity
+            identity_us = [run(), run()][1]  # what ends with the next forward is its own
+            engine.pack, engine.unpack = own
+            before = engine.num_packs
+            own_us = [run(), run()][1]
+            num_packs = (engine.num_packs - before) / 2
+            if number >= 0:
+                costs.append((own_us - identity_us) / num_packs)
+    return costs
+
+
+def work() -> None:
+    """Answer each line on standard input, the arguments of the function above, with its result."""
+    for line in sys.stdin:
+        print(json.dumps(costs_of_hooks(*json.loads(line))), flush=True)
+
+
+def compare(other: Path, length: int, rounds: int) -> list[dict[str, float | str]]:
+    """Measure this checkout's package and *other*'s in turns; return a row for each kind."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+    here = Path(__file__).resolve().parent.parent
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for checkout in (here, other)
+        ]
+        rows: list[dict[str, float | str]] = []
+        for kind in MIN_BYTES:
+            costs: tuple[list[float], list[float]] = ([], [])
+            for turn in range(-(-rounds // ROUNDS_PER_TURN)):
+                for index in (0, 1) if turn % 2 else (1, 0):
+                    process = workers[index]
+                    assert process.stdin is not None and process.stdout is not None
+                    process.stdin.write(json.dumps([kind, length, ROUNDS_PER_TURN]) + "\n")
+                    process.stdin.flush()
+                    costs[index].extend(json.loads(process.stdout.readline()))
+            now_us, before_us = (statistics.median(each) for each in costs)
+            rows.append(
+                {
+                    "kind": kind,
+                    "here_us": round(now_us, 3),
+                    "against_us": round(before_us, 3),
+                    "ratio": round(now_us / before_us, 3),
+                    "num_rounds": len(costs[0]),
+                }
+            )
+    return rows
+
+
 COLUMNS = {
     "num_saved_tensors": "saved tensors",
     "pack_and_unpack_us": "pack + unpack",
@@ -287,11 +376,30 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=300, help="saved tensors a round (300)")
     parser.add_argument("--rounds", type=int, default=40, help="rounds of each way, in turns (40)")
     parser.add_argument("--result", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--against", type=Path, help="compare with the package in this checkout")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rounds < 2 * NUM_BLOCKS:
         parser.error(f"--rounds is {args.rounds}; expected {2 * NUM_BLOCKS} or more")
     torch.set_num_threads(1)
     register_module_map("HookBenchStack", ModuleMap(layers=("layers",)))
+    if args.worker:
+        work()
+        return
+    if args.against is not None:
+        if not (args.against / "hf_pyao" / "__init__.py").is_file():
+            parser.error(f"--against is {args.against}; expected a checkout of hf_pyao")
+        rows = compare(args.against, args.length, args.rounds)
+        print("Microseconds per saved tensor above an identity hook, copies excluded:")
+        titles = {"here_us": "here", "against_us": "against", "ratio": "ratio"}
+        print(f"{'':<12}" + "".join(f"{title:>15}" for title in titles.values()))
+        for row in rows:
+            print(f"{row['kind']:<12}" + "".join(f"{row[column]:>15}" for column in titles))
+        if args.result is not None:
+            write_result(
+                args.result, kind="hook_cost_comparison", schema_version=SCHEMA_VERSION, rows=rows
+            )
+        return
     rows = [measure(kind, args.length, args.rounds) for kind in MIN_BYTES]
     print("Microseconds per saved tensor above an identity hook, copies excluded:")
     print(f"{'':<12}" + "".join(f"{title:>15}" for title in COLUMNS.values()))

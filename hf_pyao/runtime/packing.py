@@ -83,7 +83,7 @@ class Packer:
     def store(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
         """Store *tensor*, which autograd did not save, to rebuild others from it."""
         storage = tensor.untyped_storage()
-        entries = call.tape.table.entries(storage)
+        entries = call.tape.table.entries.get(storage._cdata)
         if entries is None:
             entries = call.tape.table.add(storage)
             call.anchor_keys.add(storage._cdata)
@@ -111,21 +111,22 @@ class Packer:
         if is_parameter(tensor, call.frozen_shapes):
             return self._keep_parameter(call, tensor)
         storage = tensor.untyped_storage()
-        if storage._cdata in self.buffer_keys:
+        key = storage._cdata
+        if key in self.buffer_keys:
             label = call.layer.label(call.paths[-1])
             return KeptTensor(tensor.detach(), tensor._version, call, label)
         if not self._codec.is_lossless:
             call.saved_shapes.add(tuple(tensor.shape))
         table = call.tape.table
-        entries = table.entries(storage)
+        entries = table.entries.get(key)
         if entries is None:
             entries = table.add(storage)
             stats.would_hold_bytes += storage.nbytes()
             if call.cast_input is not None and call.trace is None:
                 return self._pack_cast(call, tensor, call.cast_input, storage, entries)
         elif (known := self._find(call, tensor, entries)) is not None:
-            if call.anchor_keys and storage._cdata in call.anchor_keys:
-                call.anchor_keys.remove(storage._cdata)
+            if call.anchor_keys and key in call.anchor_keys:
+                call.anchor_keys.remove(key)
                 stats.would_hold_bytes += storage.nbytes()
             return known
         return self._place(call, tensor, storage, entries)
@@ -167,6 +168,8 @@ class Packer:
         """Decide on a storage that is new to the tape, and act on it."""
         slot = call.next_slot(storage.nbytes(), tensor.dtype)
         decision = self._decide(call, tensor, storage, slot)
+        if type(decision) is Keep:
+            return self._keep(call, tensor, storage, entries, slot, decision.reason)
         if isinstance(decision, Recompute):
             dropped = self._drop(call, tensor, storage, entries, slot.label)
             if dropped is not None:
@@ -193,15 +196,21 @@ class Packer:
         """Return a handle on what *tensor*'s storage became when it was saved before."""
         version = tensor._version
         for entry in entries:
-            if isinstance(entry, SlotLabel):
+            if type(entry) is SlotLabel:
                 return KeptTensor(tensor.detach(), version, call, entry)
             record = entry()
-            if record is not None and record.version == version and record.covers(tensor):
-                layout = record.layout
-                if not layout.is_of(tensor):
-                    layout = self._layouts.of(tensor)
-                record.stand_for(tensor, layout)
-                return SavedTensor(record, layout, call)
+            if record is None or record.version != version:
+                continue
+            shares_counter = record.shares_counter_with(tensor)
+            layout = record.layout
+            if not (layout.is_of(tensor) and (shares_counter or not version)):
+                if not record.covers(tensor, shares_counter):
+                    continue
+                layout = self._layouts.of(tensor)
+                record.stand_for(layout)
+            if not shares_counter:
+                record.watch(tensor, layout)
+            return SavedTensor(record, layout, call)
         return None
 
     def _decide(
@@ -211,21 +220,24 @@ class Packer:
         candidate = slot.candidate
         if call.shared_keys and storage._cdata in call.shared_keys:
             return _KEEP_SHARED
-        if not candidate.nbytes or not tensor.numel():
+        if not candidate.nbytes:
             return _KEEP_EMPTY
-        device = tensor.device
-        is_handled = self._handled.get(device)
-        if is_handled is None:
-            is_handled = self._handled[device] = self._handles(device)
-        if not is_handled:
-            return _KEEP_ELSEWHERE
         if call.is_kept:
             return _KEEP_LAST
         if self.recomputer is not None:
             producer = self.recomputer.producer_of(call, storage)
             if producer is not None:
                 candidate = dataclasses.replace(candidate, producer=producer)
-        return self.policy.decide(candidate)
+        decision = self.policy.decide(candidate)
+        if type(decision) is Keep:
+            return decision
+        if not tensor.numel():
+            return _KEEP_EMPTY
+        device = tensor.device
+        is_handled = self._handled.get(device)
+        if is_handled is None:
+            is_handled = self._handled[device] = self._handles(device)
+        return decision if is_handled else _KEEP_ELSEWHERE
 
     def _drop(
         self,
@@ -254,19 +266,32 @@ class Packer:
         decision: Keep | Offload,
     ) -> Handle:
         """Store *tensor*'s storage where *decision* says."""
-        handle: Handle | None = None
-        if type(decision) is Offload:
-            layout = self._layouts.of(tensor)
-            codec = decision.codec or self._codec
-            record = self._offloader.offload(call, tensor, layout, slot, codec)
-            if record is not None:
-                entries.append(weakref.ref(record))
-                handle = SavedTensor(record, layout, call)
-        if handle is None:
-            reason = decision.reason if isinstance(decision, Keep) else HOST_FULL
-            call.tape.stats.kept_bytes[reason] += slot.candidate.nbytes
-            entries.append(slot.label)
-            handle = KeptTensor(tensor.detach(), tensor._version, call, slot.label)
+        if isinstance(decision, Keep):
+            return self._keep(call, tensor, storage, entries, slot, decision.reason)
+        layout = self._layouts.of(tensor)
+        codec = decision.codec or self._codec
+        record = self._offloader.offload(call, tensor, layout, slot, codec)
+        if record is None:
+            return self._keep(call, tensor, storage, entries, slot, HOST_FULL)
+        entries.append(weakref.ref(record))
+        handle = SavedTensor(record, layout, call)
+        if self.recomputer is not None:
+            self.recomputer.note_stored(call, storage, tensor, handle)
+        return handle
+
+    def _keep(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        entries: list[Note],
+        slot: Slot,
+        reason: str,
+    ) -> KeptTensor:
+        """Leave *tensor*'s storage where it is."""
+        call.tape.stats.kept_bytes[reason] += slot.candidate.nbytes
+        entries.append(slot.label)
+        handle = KeptTensor(tensor.detach(), tensor._version, call, slot.label)
         if self.recomputer is not None:
             self.recomputer.note_stored(call, storage, tensor, handle)
         return handle

@@ -137,11 +137,11 @@ class RecomputedStorage(WatchedStorage):
         self.value = value
         value.slot = weakref.ref(self)
 
-    def covers(self, tensor: torch.Tensor) -> bool:
+    def covers(self, tensor: torch.Tensor, shares_counter: bool) -> bool:
         """Say whether this may stand for *tensor*, on the same storage and of the same version."""
         trace = self.call.trace
         if trace is None:
-            return super().covers(tensor)
+            return super().covers(tensor, shares_counter)
         return trace.values.get(tensor.untyped_storage()._cdata) is self.value
 
     def __del__(self) -> None:

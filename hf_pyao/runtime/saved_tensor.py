@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -144,18 +144,18 @@ class SavedStorage(WatchedStorage):
         if queue_copy is not None:
             queue_copy(self)
 
-    def covers(self, tensor: torch.Tensor) -> bool:
+    def covers(self, tensor: torch.Tensor, shares_counter: bool) -> bool:
         """Say whether this may stand for *tensor*, on the same storage and of the same version."""
         if self._regions is None:
-            return super().covers(tensor)
+            return super().covers(tensor, shares_counter)
         if self.queue_copy is None:
-            return any(layout.is_of(tensor) for layout in self._regions)
+            is_saved = any(layout.is_of(tensor) for layout in self._regions)
+            return is_saved and (shares_counter or not self.version)
         start, end = byte_span(tensor)
         return self.is_whole or (self.start <= start and end <= self.start + self.nbytes)
 
-    def stand_for(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
-        """Stand for another tensor on the storage, which may have a counter of its own."""
-        super().stand_for(tensor, layout)
+    def stand_for(self, layout: TensorLayout) -> None:
+        """Take note that this stands for another view of the storage from now on."""
         if self.queue_copy is not None and self._regions is not None:
             self._regions.append(layout)
 
@@ -224,6 +224,7 @@ class SavedTensor:
         """Who saved it: not always who saved its storage first, which is ``storage.call``."""
 
 
+@final
 class KeptTensor:
     """Handle for one saved tensor that stayed on the device."""
 

@@ -161,21 +161,18 @@ class StorageTable:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, list[Note]] = {}
-
-    def entries(self, storage: torch.UntypedStorage) -> list[Note] | None:
-        """Return what was noted for *storage*, or None if it is new."""
-        return self._entries.get(storage._cdata)
+        self.entries: dict[int, list[Note]] = {}
+        """Key of a storage (``_cdata``) -> what was noted for it."""
 
     def add(self, storage: torch.UntypedStorage) -> list[Note]:
         """Start notes for a new storage and return them."""
         entries: list[Note] = []
-        self._entries[storage._weak_ref()] = entries  # type: ignore[index]
+        self.entries[storage._weak_ref()] = entries  # type: ignore[index]
         return entries
 
     def clear(self) -> None:
         """Forget everything."""
-        entries, self._entries = self._entries, {}
+        entries, self.entries = self.entries, {}
         for key in entries:
             torch.UntypedStorage._free_weak_ref(key)  # type: ignore[no-untyped-call]
 

@@ -79,7 +79,7 @@ class Unpacker:
         task = _current_task()
         if call.backward_task != task and task != NO_TASK:
             self.backward_start(call)
-        if isinstance(handle, KeptTensor):
+        if type(handle) is KeptTensor:
             if handle.tensor._version != handle.version:
                 handle.check_unmodified()
             return handle.tensor

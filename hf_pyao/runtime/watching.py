@@ -124,12 +124,16 @@ class WatchedStorage:
         """Let go of the saved tensor's memory, which the version counter shares so far."""
         self._counter.data = self.layout.blank
 
-    def covers(self, tensor: torch.Tensor) -> bool:
+    def covers(self, tensor: torch.Tensor, shares_counter: bool) -> bool:
         """Say whether this may stand for *tensor*, on the same storage and of the same version.
 
         See [Note: Regions of a storage].
+
+        Args:
+            tensor: what autograd saves now.
+            shares_counter: whether it is known to share the version counter that is watched.
         """
-        return (not self.version or self.shares_counter_with(tensor)) and self._saved(tensor)
+        return (shares_counter or not self.version) and self._saved(tensor)
 
     def _saved(self, tensor: torch.Tensor) -> bool:
         """Say whether the bytes of *tensor* are among those of the tensor that was saved first."""
@@ -190,10 +194,8 @@ class WatchedStorage:
                 return True
         return False
 
-    def stand_for(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
-        """Stand for another tensor on the storage, which may have a counter of its own."""
-        if not self.shares_counter_with(tensor):
-            self.watch(tensor, layout)
+    def stand_for(self, layout: TensorLayout) -> None:
+        """Take note that this stands for another view of the storage from now on."""
 
     def watch(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
         """Watch *tensor* too."""

@@ -163,10 +163,10 @@ def test_storages_that_die_are_never_taken_for_others() -> None:
     for _ in range(50):  # the allocator gives the same address again and again
         tensor = torch.empty(1000)
         storage = tensor.untyped_storage()
-        assert table.entries(storage) is None
+        assert storage._cdata not in table.entries
         seen.add(storage._cdata)
         table.add(storage).append("note")
-        assert table.entries(tensor[3:].untyped_storage()) == ["note"]
+        assert table.entries[tensor[3:].untyped_storage()._cdata] == ["note"]
         del tensor, storage
     assert len(seen) == 50, "the table holds on to identities, not to memory"
     table.clear()
