@@ -341,7 +341,8 @@ def compare(other: Path, length: int, rounds: int) -> list[dict[str, float | str
             for turn in range(-(-rounds // ROUNDS_PER_TURN)):
                 for index in (0, 1) if turn % 2 else (1, 0):
                     process = workers[index]
-                    assert process.stdin is not None and process.stdout is not None
+                    assert process.stdin is not None
+                    assert process.stdout is not None
                     process.stdin.write(json.dumps([kind, length, ROUNDS_PER_TURN]) + "\n")
                     process.stdin.flush()
                     costs[index].extend(json.loads(process.stdout.readline()))
