@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.text import one_line, say
 
 DESCRIPTION = """\
 Activation offloading for HuggingFace training: tools beside the library.
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except PyAOError as error:
-        print(f"pyao: {error}", file=sys.stderr)
+        say(f"pyao: {one_line(str(error))}", sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
@@ -101,12 +102,12 @@ def _report(args: argparse.Namespace) -> int:
     if args.output is None:
         from hf_pyao.report.tables import markdown_of
 
-        print("\n".join(markdown_of(document) for document in documents))
+        say("\n".join(markdown_of(document) for document in documents))
         return 0
     from hf_pyao.report.pages import write_page
 
     for path in write_page(documents, args.output, with_plots=not args.no_plots):
-        print(f"written: {path}")
+        say(f"written: {one_line(str(path))}")
     return 0
 
 
@@ -118,9 +119,9 @@ def _doctor(args: argparse.Namespace) -> int:
     machine = doctor.look(args.device)
     findings = doctor.examine(machine)
     if args.json:
-        print(json.dumps(doctor.report_of(machine, findings).to_dict(), indent=2))
+        say(json.dumps(doctor.report_of(machine, findings).to_dict(), indent=2))
     else:
-        print(doctor.render(findings))
+        say(doctor.render(findings))
     return 0
 
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-from collections.abc import Mapping
+import os
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.files import read_json_object
+from hf_pyao.settings import (
+    Choice,
+    Count,
+    FilePath,
+    Gibibytes,
+    Named,
+    Names,
+    Size,
+    setting,
+    settings_of,
+)
+from hf_pyao.text import echo
 
 SCHEMA_VERSION = 1
 """Version of the JSON written by :meth:`PyAOConfig.to_dict`."""
@@ -21,8 +35,23 @@ POLICY_NAMES = ("all", "modules", "off")
 HEAD_LOSS_NAMES = ("auto", "off", "chunked", "liger")
 """Names that ``head_loss`` takes."""
 
+LOG_METRICS_NAMES = ("off", "summary", "all")
+"""Names that ``log_metrics`` takes."""
+
 MIB = 2**20
 GIB = 2**30
+
+REMOVED = {
+    "copy_streams": "it served comparisons alone: remove it, and pass "
+    "attach(model, config, transport=StreamTransport(copy_streams=1)) where one is made",
+}
+"""Settings of earlier versions, and what to do instead."""
+
+
+def _codec_names() -> Sequence[str]:
+    from hf_pyao.codecs import CODECS  # imports torch
+
+    return tuple(CODECS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,109 +59,140 @@ class PyAOConfig:
     """What is offloaded, how, and within which limits.
 
     All fields have defaults that are safe to start with. Values are checked once, here; names that
-    depend on the model (roles and module names) are checked when the model is attached.
+    depend on the model (roles and module names) are checked when the model is attached. The same
+    settings are flags of :class:`~hf_pyao.PyAOArguments` (``--activation_offload_<field>``) and
+    fields and variables of :class:`~hf_pyao.PyAOPlugin` (``PYAO_<FIELD>``).
 
     Raises:
         ConfigError: a value has the wrong type, is out of range, or contradicts another.
     """
 
-    policy: Any = "all"
-    """Which saved tensors leave the device: ``"all"`` that are large enough, or ``"modules"``
-    (only what the roles or module names in ``modules`` save), or ``"off"`` (nothing: what would
-    move is only counted, and ``head_loss`` works alone). A Policy instance is taken too."""
-    codec: Any = "identity"
-    """How tensors are written on the host: a name from ``hf_pyao.codecs.CODECS`` or a Codec.
-    ``"identity"`` is exact. Where the link sets the step time, ``"int8"`` (a scale for each row)
-    moves half the bytes of 16-bit tensors, with about bf16 autocast's own error in gradients;
-    ``"fp8"`` does so for models with ReLU, which int8 does not suit (``codecs/COMPRESSION.md``)."""
-    modules: tuple[str, ...] = ()
-    """Roles (``core_attn``, ``mlp_act``, ...) or module names inside a layer (``mlp.act_fn``, with
-    ``*`` as wildcard); with ``policy="modules"`` only what they save is offloaded."""
-    recompute_modules: tuple[str, ...] = ()
-    """Roles or module names inside a layer, as in ``modules``: what they save or make is dropped
-    and rebuilt in backward, where that needs no matrix product but their own. ``"pointwise"``
-    stands for whatever can be rebuilt without a matrix product. The policy decides on the rest."""
-    keep_last_layers: int = 1
-    """Number of last layers of each forward whose saved tensors stay: backward needs them at once
-    (PyAO paper, section 4.2)."""
-    min_bytes: int = 64 * 1024
-    """Smaller saved tensors stay on the device."""
-    window: str | int = 256 * MIB
-    """Bound on what is in flight. A number of bytes: copies may run on under later layers as long
-    as no more than that many bytes wait to leave, or were brought back ahead of their use.
-    ``"layer"``: compute and copies meet at the end of every layer (PyAO paper, section 4.2)."""
-    copy_streams: int = 2
-    """Streams for copies: 2, one for each direction; 1, both on one; 0, on the compute stream
-    without overlap (for comparison: PyAO paper, Table 3)."""
-    host_memory_gib: float | None = None
-    """Most host memory that saved tensors may take, in GiB (2**30 bytes). None: half of what is
-    available when the model is attached, container limits respected. What does not fit stays."""
-    head_loss: str = "off"
-    """How hidden states become the loss: ``"off"`` leaves the model's own loss alone; ``"chunked"``
-    never holds the logits; ``"liger"`` uses Liger's kernel; ``"auto"`` picks."""
-    report: str | None = None
-    """Write a RunReport (JSON) to this path when training ends."""
+    policy: Any = setting(
+        "all",
+        Named("Policy", lambda: POLICY_NAMES, methods=("decide",)),
+        "Which saved tensors leave the device. 'all': every one that is large enough, the most "
+        "memory freed. 'modules': only those of {modules}; choose it when the link to the host is "
+        "the bottleneck. 'off': none; what would move is only counted, and {head_loss} works "
+        "alone. Python code may give a Policy instead of a name.",
+    )
+    codec: Any = setting(
+        "identity",
+        Named(
+            "Codec",
+            _codec_names,
+            methods=("accepts", "encode", "decode"),
+            attributes=("name", "is_lossless"),
+        ),
+        "How tensors are written on the host. 'identity' is exact. A smaller format moves fewer "
+        "bytes, for when copies and not compute set the step time: 'int8' (a scale for each row) "
+        "halves those of 16-bit tensors, with about the gradient error of bf16 autocast; 'fp8' "
+        "does so for models with ReLU, which int8 does not suit; 'int4' is for experiments. "
+        "'bitmask', exact too, packs dropout masks. Python code may give a Codec instead of a "
+        "name. Measured in codecs/COMPRESSION.md.",
+    )
+    layers: Sequence[str] = setting(
+        (),
+        Names(),
+        "Modules to take as layers: qualified names or patterns, such as down_blocks.* or "
+        "mid_block. Empty: the layers that the module map of the architecture finds.",
+    )
+    modules: Sequence[str] = setting(
+        (),
+        Names(),
+        "With {policy} 'modules': the parts of a layer whose saved tensors leave. Roles such as "
+        "mlp_act or core_attn, or module names inside a layer (mlp.act_fn), with * as wildcard. "
+        "The MLP's (mlp_act, mlp_down) free the most.",
+    )
+    recompute_modules: Sequence[str] = setting(
+        (),
+        Names(),
+        "The parts of a layer whose tensors are neither kept nor moved but computed again in "
+        "backward, where that needs no matrix product but their own; named as in {modules}. "
+        "'pointwise': all that needs no matrix product, the most bytes for the least time. The "
+        "policy decides on the rest.",
+    )
+    keep_last_layers: int = setting(
+        1,
+        Count("layers"),
+        "Number of last layers of each forward whose tensors stay on the device. Backward begins "
+        "with them, so offloading them only costs time (PyAO paper, section 4.2); raise it as far "
+        "as memory allows.",
+    )
+    min_bytes: int | str = setting(
+        64 * 1024,
+        Size(),
+        "Saved tensors smaller than this stay on the device: a number of bytes, or a size such as "
+        "256KiB. Raise it if there are many small copies, lower it only to free the last few MiB.",
+    )
+    window: int | str = setting(
+        256 * MIB,
+        Size(words=("layer",)),
+        "How much may be in flight. A number of bytes, or a size such as 256MiB: copies run on "
+        "under later layers as long as no more than that waits to leave or was brought back ahead "
+        "of its use; faster, and that much more device memory. 'layer': compute and copies meet "
+        "at the end of every layer (PyAO paper, section 4.2), the tightest memory.",
+    )
+    host_memory_gib: float | None = setting(
+        None,
+        Gibibytes(),
+        "Most host memory for offloaded tensors, in GiB (2**30 bytes), for each process; what "
+        "does not fit stays on the device. Set it when several jobs share a host (default: half "
+        "of what is available when the model is attached, container limits respected).",
+    )
+    head_loss: str = setting(
+        "off",
+        Choice(HEAD_LOSS_NAMES),
+        "How the loss is computed from the last hidden states. 'off': as the model does. "
+        "'chunked': without ever holding all logits, which frees much when the vocabulary is "
+        "large. 'liger': by Liger's kernel, if installed. 'auto': 'chunked' where the model's "
+        "head is understood, else 'off'.",
+    )
+    log_metrics: str = setting(
+        "summary",
+        Choice(LOG_METRICS_NAMES),
+        "Which metrics go to the training logs, under pyao/. 'off': none. 'summary': the few that "
+        "say what was moved and what it cost. 'all': every one.",
+    )
+    report: str | os.PathLike[str] | None = setting(
+        None,
+        FilePath(),
+        "Write what was moved, kept and waited for to this JSON file when training ends.",
+    )
+
+    _labels: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __post_init__(self) -> None:
-        """Check every field; see the class docstring."""
-        if isinstance(self.policy, str) and self.policy not in POLICY_NAMES:
-            raise unknown_name("policy", self.policy, POLICY_NAMES)
-        if isinstance(self.codec, str):
-            from hf_pyao.codecs import CODECS
+        """Check every field, and hold it in its plain form; see the class docstring."""
+        for name, declared in settings_of(type(self)).items():
+            value = declared.kind.check(name, getattr(self, name))
+            object.__setattr__(self, name, value)
+        _check_together(self.policy, self.modules, self.label)
 
-            if self.codec not in CODECS:
-                raise unknown_name("codec", self.codec, CODECS)
-        _check_names("modules", self.modules)
-        _check_names("recompute_modules", self.recompute_modules)
-        _check_int("keep_last_layers", self.keep_last_layers, "layers")
-        _check_int("min_bytes", self.min_bytes, "bytes")
-        if isinstance(self.window, str):
-            if self.window != "layer":
-                raise ConfigError(
-                    f"window is {self.window!r}; expected 'layer' or a number of bytes."
-                )
-        else:
-            _check_int("window", self.window, "bytes, or 'layer'")
-        if self.copy_streams not in (0, 1, 2):
-            raise ConfigError(f"copy_streams is {self.copy_streams!r}; expected 0, 1 or 2.")
-        _check_gib("host_memory_gib", self.host_memory_gib)
-        if self.head_loss not in HEAD_LOSS_NAMES:
-            raise unknown_name("head_loss", self.head_loss, HEAD_LOSS_NAMES)
-        if self.report is not None and not isinstance(self.report, str):
-            raise ConfigError(f"report is {self.report!r}; expected a path as a string, or None.")
-        if self.policy == "modules" and not self.modules:
-            raise ConfigError(
-                "policy='modules' offloads only what `modules` names, and `modules` is empty: "
-                "name roles such as 'mlp_act', or choose policy='all'."
-            )
-        if self.modules and self.policy in ("all", "off"):
-            raise ConfigError(
-                f"modules={list(self.modules)} has no effect with policy={self.policy!r}: "
-                "set policy='modules', or drop `modules`."
-            )
+    def label(self, name: str) -> str:
+        """Return a field's name as the user gave it: a flag, a variable, a key of a file."""
+        return self._labels.get(name, name)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PyAOConfig:
+    def from_dict(
+        cls, values: Mapping[str, Any], labels: Mapping[str, str] | None = None
+    ) -> PyAOConfig:
         """Build a configuration from plain values, as :meth:`to_dict` writes them.
+
+        Args:
+            values: by field; what is missing has its default.
+            labels: by field, the name under which messages speak of it, such as a flag.
 
         Raises:
             ConfigError: an unknown key (the nearest known one is named), or a bad value.
         """
-        values = dict(values)
-        version = values.pop("schema_version", SCHEMA_VERSION)
-        if version != SCHEMA_VERSION:
-            raise ConfigError(
-                f"this configuration has schema_version {version!r}; this hf_pyao reads "
-                f"{SCHEMA_VERSION}. Write it again with the version you run."
-            )
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in values:
-            if name not in known:
-                raise unknown_name("PyAOConfig key", name, known)
-        for name in ("modules", "recompute_modules"):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
-        return cls(**values)
+        labels = labels or {}
+        checked = _checked(_known(values), labels)
+        defaults = {name: declared.default for name, declared in SETTINGS.items()}
+        whole = {**defaults, **checked}
+        _check_together(whole["policy"], whole["modules"], lambda name: labels.get(name, name))
+        config = cls(**checked)
+        object.__setattr__(config, "_labels", dict(labels))
+        return config
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> PyAOConfig:
@@ -141,26 +201,7 @@ class PyAOConfig:
         Raises:
             ConfigError: the file is missing, is no JSON object, or holds a bad key or value.
         """
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read the configuration file {str(path)!r}: {error.strerror or error}. "
-                "Give the path of a JSON file such as PyAOConfig().to_json_file(path) writes."
-            ) from error
-        try:
-            values = json.loads(content.decode("utf-8"))
-        except ValueError as error:  # no text, or no JSON
-            raise ConfigError(f"{str(path)!r} is not valid JSON: {error}.") from error
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"{str(path)!r} holds a JSON {type(values).__name__}; expected an object "
-                'such as {"policy": "all"}.'
-            )
-        try:
-            return cls.from_dict(values)
-        except ConfigError as error:
-            raise ConfigError(f"in {str(path)!r}: {error}") from error
+        return cls.from_dict(read_settings(path), file_labels(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain values, with a ``schema_version``.
@@ -168,11 +209,11 @@ class PyAOConfig:
         Policy and codec instances are written by their ``name``.
         """
         values: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("policy", "codec") and not isinstance(value, str):
-                value = getattr(value, "name", type(value).__name__)
-            values[field.name] = list(value) if isinstance(value, tuple) else value
+        for name in SETTINGS:
+            value = getattr(self, name)
+            if name in ("policy", "codec") and not isinstance(value, str):
+                value = value.name
+            values[name] = list(value) if isinstance(value, tuple) else value
         return values
 
     def to_json_file(self, path: str | Path) -> None:
@@ -180,25 +221,80 @@ class PyAOConfig:
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def _check_int(name: str, value: object, unit: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} is {value!r}; expected a whole number of {unit}.")
-    if value < 0:
-        raise ConfigError(f"{name} is {value}; it cannot be negative (unit: {unit}).")
+SETTINGS = settings_of(PyAOConfig)
+"""Every field of the configuration: flags, variables and documents are made of these."""
 
 
-def _check_gib(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{name} is {value!r}; expected a number of GiB (2**30 bytes), or None.")
-    if value < 0:
-        raise ConfigError(f"{name} is {value}; it cannot be negative (unit: GiB).")
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Return what a configuration file says, checked value by value, without its version.
+
+    Raises:
+        ConfigError: the file is missing, is no JSON object, or holds a bad key or value.
+    """
+    values = read_json_object(
+        path,
+        ConfigError,
+        what="the configuration file",
+        expected="Give the path of a JSON file such as PyAOConfig().to_json_file(path) writes.",
+    )
+    return _checked(_known(values, where=f"in {echo(str(path))}: "), file_labels(path))
 
 
-def _check_names(name: str, value: object) -> None:
-    if isinstance(value, str) or not isinstance(value, tuple):
-        raise ConfigError(f"{name} is {value!r}; expected a tuple of names, such as ('mlp_act',).")
-    for entry in value:
-        if not isinstance(entry, str) or not entry:
-            raise ConfigError(f"{name} holds {entry!r}; expected non-empty names.")
+def file_labels(path: str | Path) -> dict[str, str]:
+    """Return, by field, how messages speak of the settings in a file."""
+    return {name: f"{name} in {echo(str(path))}" for name in SETTINGS}
+
+
+def _known(values: object, where: str = "") -> dict[str, Any]:
+    """Return *values* by field; refuse what is none, or of another version."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{where}a configuration is {echo(values)}; expected a mapping of settings, such as "
+            "{'policy': 'all'}."
+        )
+    given = dict(values)
+    version = given.pop("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise ConfigError(
+            f"{where}this configuration has schema_version {echo(version)}; this hf_pyao reads "
+            f"{SCHEMA_VERSION}. Write it again with the version you run."
+        )
+    for name in given:
+        if name in REMOVED:
+            raise ConfigError(f"{where}{name!r} is no setting any more; {REMOVED[name]}.")
+        if name not in SETTINGS:
+            error = unknown_name("PyAOConfig key", name, SETTINGS)
+            raise ConfigError(f"{where}{error}")
+    return given
+
+
+def _checked(values: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return *values*, each checked by itself."""
+    return {n: SETTINGS[n].kind.check(labels.get(n, n), value) for n, value in values.items()}
+
+
+def _check_together(policy: Any, modules: Sequence[str], label: Callable[[str], str]) -> None:
+    """Refuse settings that contradict each other."""
+    if policy == "modules" and not modules:
+        raise ConfigError(
+            f"{label('policy')} is 'modules', which offloads only what {label('modules')} names, "
+            f"and {label('modules')} is empty: name roles such as 'mlp_act', or choose 'all'."
+        )
+    if modules and policy in ("all", "off"):
+        raise ConfigError(
+            f"{label('modules')} is {echo(list(modules))}, which has no effect while "
+            f"{label('policy')} is {policy!r}: choose policy 'modules', or drop the names."
+        )
+
+
+def _described(cls: type) -> str:
+    """Return the class's documentation with its fields, which ``help()`` then shows."""
+    lines = []
+    for name, declared in SETTINGS.items():
+        text = declared.help(lambda other: f"`{other}`")
+        lines += textwrap.wrap(f"{name}: {text}", 88, subsequent_indent="    ")
+    fields = textwrap.indent("\n".join(lines), " " * 8)
+    return f"{cls.__doc__ or ''}\n    Fields:\n{fields}\n"
+
+
+PyAOConfig.__doc__ = _described(PyAOConfig)

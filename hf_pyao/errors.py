@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from hf_pyao.text import echo
+
 
 class PyAOError(Exception):
     """Base class of every error that hf_pyao raises on purpose."""
@@ -30,8 +32,14 @@ class ReleasedTensorError(PyAOError, RuntimeError):
     """Backward asked for a saved tensor whose buffers have already been given back."""
 
 
+_LONGEST_GUESS = 100
+"""Longest name for which the nearest known one is looked for: the search takes quadratic time."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to *name*, or an empty string."""
+    if len(name) > _LONGEST_GUESS:
+        return ""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
@@ -40,4 +48,4 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ConfigError:
     """Build the error for an unknown *kind* of name, with the nearest match and all known ones."""
     options = sorted(known)
     hint = nearest(name, options) if isinstance(name, str) else ""
-    return ConfigError(f"unknown {kind} {name!r}{hint or ';'} known: {', '.join(options)}.")
+    return ConfigError(f"unknown {kind} {echo(name)}{hint or ';'} known: {', '.join(options)}.")

@@ -17,9 +17,10 @@ import hf_pyao
 ROOT = Path(hf_pyao.__file__).parent
 
 LAYERS = (
+    ("text",),
     ("errors",),
-    ("metrics",),
-    ("codecs", "stores", "losses"),
+    ("files", "metrics"),
+    ("codecs", "stores", "losses", "settings"),
     ("config",),
     ("runtime",),
     ("planning", "report"),
@@ -29,7 +30,10 @@ LAYERS = (
 )
 """Parts of the package from the bottom up; each may import those before it, and itself."""
 
-ONLY_TORCH = ("errors", "metrics", "codecs", "stores", "config", "runtime", "losses", "planning")
+ONLY_TORCH = (
+    *("text", "errors", "files", "metrics", "settings", "config"),
+    *("codecs", "stores", "runtime", "losses", "planning"),
+)
 """Parts that import neither transformers nor accelerate, not even inside a function."""
 
 LAZY = {"codecs/kernels.py": {"triton"}}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
+import pydoc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from hf_pyao import PyAOConfig
 from hf_pyao.codecs import CODECS, Codec, get_codec
-from hf_pyao.config import POLICY_NAMES
+from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.errors import ConfigError, PyAOError, unknown_name
 from hf_pyao.runtime.policy import (
     POLICIES,
@@ -23,40 +26,87 @@ from hf_pyao.runtime.policy import (
     OffloadModules,
     make_policy,
 )
+from hf_pyao.text import echo
+
+
+class Nameless:
+    def decide(self, candidate: object) -> None: ...
+
+
+class Undecided:
+    name = "undecided"
+
+
+class Unreadable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text of me")
+
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
-    ({"policy": "al"}, r"unknown policy 'al'; did you mean 'all'\?.*known: all, modules"),
-    ({"policy": "everything at once"}, r"unknown policy 'everything at once'; known: all, modules"),
-    ({"codec": "identitty"}, r"unknown codec 'identitty'; did you mean 'identity'\?"),
+    ({"policy": "al"}, r"policy is 'al'; did you mean 'all'\?.*known: all, modules"),
+    ({"policy": "everything at once"}, r"policy is 'everything at once'; known: all, modules"),
+    ({"policy": 3}, r"policy is 3; expected one of 'all', 'modules', 'off', or a Policy: an obj"),
+    ({"policy": None}, r"policy is None; expected .* with name, decide\(\)\. It lacks 'name'"),
+    ({"policy": False}, r"policy is False; did you mean 'off'\? In YAML, write it with quotes"),
+    ({"policy": OffloadAll}, r"policy is the class OffloadAll; .*Make one of it"),
+    ({"policy": Nameless()}, r"policy is <.*Nameless object.*It lacks 'name'"),
+    ({"policy": Undecided()}, r"policy is <.*Undecided object.*It lacks 'decide'"),
+    ({"policy": Unreadable()}, r"policy is <Unreadable instance.*expected one of"),
+    ({"codec": "identitty"}, r"codec is 'identitty'; did you mean 'identity'\?"),
+    ({"codec": "int8_tensor"}, r"codec is 'int8_tensor'; did you mean 'int8'\?"),
+    ({"codec": None}, r"codec is None; expected one of 'identity', .*, or a Codec: an object with"),
+    ({"codec": 8}, r"codec is 8; expected one of"),
+    ({"codec": Undecided()}, r"codec is <.*It lacks 'is_lossless'"),
     ({"min_bytes": -1}, r"min_bytes is -1; it cannot be negative \(unit: bytes\)"),
     ({"min_bytes": 1.5}, r"min_bytes is 1\.5; expected a whole number of bytes"),
     ({"min_bytes": True}, r"min_bytes is True; expected a whole number"),
-    ({"min_bytes": "64k"}, r"min_bytes is '64k'; expected a whole number of bytes"),
+    ({"min_bytes": None}, r"min_bytes is None; expected a whole number"),
+    ({"min_bytes": "64k"}, r"min_bytes is '64k'; expected .* a size such as '256MiB' \(KiB, MiB"),
+    ({"min_bytes": "layer"}, r"min_bytes is 'layer'; expected a whole number of bytes"),
+    ({"min_bytes": "1.5"}, r"min_bytes is '1\.5'; expected a whole number of bytes"),
+    ({"min_bytes": "-1KiB"}, r"min_bytes is -1024; it cannot be negative"),
+    ({"min_bytes": 10**400}, r"min_bytes is 1000.*000; expected at most 9,223,"),
+    ({"min_bytes": 10**5000}, r"min_bytes is .*; expected at most 9,223,"),
     ({"keep_last_layers": -2}, r"keep_last_layers is -2; it cannot be negative \(unit: layers\)"),
     ({"keep_last_layers": None}, r"keep_last_layers is None; expected a whole number of layers"),
-    ({"window": "layers"}, r"window is 'layers'; expected 'layer' or a number of bytes"),
+    ({"keep_last_layers": "2"}, r"keep_last_layers is '2'; expected a whole number of layers"),
+    ({"window": "layers"}, r"window is 'layers'; expected 'layer' or a whole number of bytes, or"),
+    ({"window": "256 MoB"}, r"window is '256 MoB'; expected 'layer' or"),
+    ({"window": ""}, r"window is ''; expected 'layer' or"),
+    ({"window": "9e9"}, r"window is '9e9'; expected 'layer' or"),
+    ({"window": "8388608TiB"}, r"window is 9223372036854775808; expected at most"),
     ({"window": -5}, r"window is -5; it cannot be negative"),
-    ({"window": None}, r"window is None; expected a whole number of bytes, or 'layer'"),
-    ({"copy_streams": 3}, r"copy_streams is 3; expected 0, 1 or 2"),
+    ({"window": None}, r"window is None; expected 'layer' or a whole number of bytes"),
     ({"host_memory_gib": -0.5}, r"host_memory_gib is -0\.5; it cannot be negative \(unit: GiB\)"),
     ({"host_memory_gib": float("nan")}, r"host_memory_gib is nan; expected a number of GiB"),
     ({"host_memory_gib": float("inf")}, r"host_memory_gib is inf; expected a number of GiB"),
+    ({"host_memory_gib": 1e308}, r"host_memory_gib is 1e\+308; expected .*, below 8,589,934,592"),
+    ({"host_memory_gib": 10**400}, r"host_memory_gib is 1000.*; expected .*, below 8,589,934,592"),
     ({"host_memory_gib": "4"}, r"host_memory_gib is '4'; expected a number of GiB"),
-    ({"head_loss": "chunk"}, r"unknown head_loss 'chunk'; did you mean 'chunked'\?"),
-    (
-        {"modules": "mlp_act"},
-        r"modules is 'mlp_act'; expected a tuple of names, such as \('mlp_act",
-    ),
-    ({"modules": ["mlp_act"]}, r"modules is \['mlp_act'\]; expected a tuple of names"),
+    ({"host_memory_gib": True}, r"host_memory_gib is True; expected a number of GiB"),
+    ({"head_loss": "chunk"}, r"head_loss is 'chunk'; did you mean 'chunked'\?"),
+    ({"head_loss": None}, r"head_loss is None; known: auto, off, chunked, liger"),
+    ({"log_metrics": "al"}, r"log_metrics is 'al'; did you mean 'all'\?"),
+    ({"modules": "mlp_act"}, r"modules is 'mlp_act'; expected a list or tuple.*\('mlp_act',\)"),
+    ({"modules": {"mlp_act": 1}}, r"modules is \{'mlp_act': 1\}; expected a list or tuple of name"),
+    ({"modules": b"ab"}, r"modules is b'ab'; expected a list or tuple of names"),
+    ({"layers": "mid_block"}, r"layers is 'mid_block'; expected a list or tuple.*\('mid_block',\)"),
     ({"modules": ("",)}, r"modules holds ''; expected non-empty names"),
     ({"modules": (3,)}, r"modules holds 3; expected non-empty names"),
-    ({"policy": "modules"}, r"`modules` is empty: name roles such as 'mlp_act', or choose policy="),
-    ({"modules": ("mlp_act",)}, r"no effect with policy='all': set policy='modules', or drop"),
-    ({"report": 3}, r"report is 3; expected a path"),
+    ({"policy": "modules"}, r"modules is empty: name roles such as 'mlp_act', or choose 'all'"),
+    (
+        {"modules": ("mlp_act",)},
+        r"modules is \['mlp_act'\], which has no effect while policy is 'all': choose policy",
+    ),
+    ({"report": 3}, r"report is 3; expected the path of a file"),
+    ({"report": "a\0b.json"}, r"report is 'a\\x00b\.json'; .*without the character NUL"),
+    ({"report": ""}, r"report is '', which names no file"),
+    ({"report": "out/"}, r"report is 'out/', which names no file"),
+    ({"report": "."}, r"report is '\.', which names no file"),
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), BAD_VALUES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES, ids=echo)
 def test_bad_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         PyAOConfig(**values)
@@ -80,14 +130,80 @@ def test_it_cannot_be_changed() -> None:
         PyAOConfig("all")  # type: ignore[misc]
 
 
-def test_every_field_is_documented() -> None:
-    source = Path(PyAOConfig.__init__.__code__.co_filename)
-    import hf_pyao.config
+def test_help_describes_every_field() -> None:
+    text = pydoc.render_doc(PyAOConfig, renderer=pydoc.plaintext)
+    for name, declared in SETTINGS.items():
+        assert len(declared.text) > 60, f"{name}: a text that teaches is longer than this"
+        assert f"\n |      {name}: {declared.text.split()[0]}" in text
+    assert "only those of `modules`;" in text
+    assert set(SETTINGS) == {field.name for field in dataclasses.fields(PyAOConfig)}
 
-    lines = Path(hf_pyao.config.__file__).read_text().splitlines()
-    for field in dataclasses.fields(PyAOConfig):
-        (at,) = [i for i, line in enumerate(lines) if line.startswith(f"    {field.name}: ")]
-        assert lines[at + 1].startswith('    """'), f"{field.name} has no docstring ({source})"
+
+@pytest.mark.parametrize("value", [["mlp_act", "core_attn"], ("mlp_act", "core_attn")])
+def test_names_are_taken_from_any_sequence(value: Any) -> None:
+    config = PyAOConfig(policy="modules", modules=value, layers=value, recompute_modules=value)
+    assert config.modules == config.layers == config.recompute_modules == ("mlp_act", "core_attn")
+    assert hash(config) == hash(dataclasses.replace(config))
+    assert PyAOConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_set_of_names_has_an_order() -> None:
+    """As peft keeps ``target_modules``; configurations are compared, and written to files."""
+    names = {f"module{i}" for i in range(20)}
+    assert PyAOConfig(policy="modules", modules=names).modules == tuple(sorted(names))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        ("256MiB", 256 * 2**20),
+        ("1GiB", 2**30),
+        ("1 GiB", 2**30),
+        (" 2tib ", 2**41),
+        ("64kib", 2**16),
+        ("64KB", 64_000),
+        ("1.5GB", 1_500_000_000),
+        ("0.5MiB", 2**19),
+        ("100B", 100),
+        ("100", 100),
+        ("0", 0),
+    ],
+)
+def test_sizes_may_have_units(size: str, num_bytes: int) -> None:
+    config = PyAOConfig(window=size, min_bytes=size)
+    assert (config.window, config.min_bytes) == (num_bytes, num_bytes)
+    assert config == PyAOConfig(window=num_bytes, min_bytes=num_bytes)
+    assert PyAOConfig.from_dict({"window": size}).to_dict()["window"] == num_bytes
+
+
+def test_a_path_object_is_a_path() -> None:
+    config = PyAOConfig(report=Path("out") / "run.json")
+    assert config.to_dict()["report"] == str(Path("out/run.json"))
+    json.dumps(config.to_dict())
+
+
+def test_what_a_message_repeats_is_short() -> None:
+    long = "x" * 100_000
+    values: list[Any] = [long, [long] * 1000, 10**4000, {long: long}, (long,), long.encode()]
+    for value in values:
+        for name in SETTINGS:
+            for given in (value, [value]):
+                message = ""
+                try:
+                    PyAOConfig(**{name: given})
+                except ConfigError as error:
+                    message = str(error)
+                assert len(message) < 700, name
+    with pytest.raises(ConfigError) as caught:
+        PyAOConfig.from_dict({long: 1})
+    assert len(str(caught.value)) < 700
+
+
+def test_it_is_pickled_and_copied_whole() -> None:
+    config = PyAOConfig.from_dict({"window": "1MiB"}, {"window": "--window"})
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert other == config
+        assert other.label("window") == "--window"
 
 
 # ---- dictionaries and files
@@ -122,7 +238,11 @@ def test_part_of_the_keys_is_enough() -> None:
     ("values", "message"),
     [
         ({"min_byte": 3}, r"unknown PyAOConfig key 'min_byte'; did you mean 'min_bytes'\?"),
-        ({"min_bytes": "3"}, r"min_bytes is '3'"),
+        ({"min_bytes": "3 apples"}, r"min_bytes.* is '3 apples'"),
+        ({"policy": None}, r"policy.* is None; expected one of"),
+        ({"copy_streams": 1}, r"'copy_streams' is no setting any more; .*pass attach\(model, conf"),
+        ({"codec": "narrow"}, r"codec.* is 'narrow'; known: identity, int8, fp8, int4, bitmask"),
+        ({"schema_version": True}, r"schema_version True"),
         ({"schema_version": 99}, r"schema_version 99; this hf_pyao reads 1"),
         ({"schema_version": None}, r"schema_version None"),
     ],
@@ -145,6 +265,10 @@ def test_bad_dictionaries_are_refused(values: dict[str, Any], message: str, tmp_
         (b"[1, 2]", r"holds a JSON list; expected an object"),
         (b'"all"', r"holds a JSON str; expected an object"),
         (b"\xff\xfe\x00", "is not valid JSON"),
+        (b'{"host_memory_gib": NaN}', "is not valid JSON: NaN is no JSON value"),
+        (b'{"min_bytes": ' + b"9" * 5000 + b"}", "is not valid JSON: Exceeds the limit"),
+        (b'{"modules": ' + b"[" * 200_000, "is nested too deep to be read"),
+        (b'{"modules": ' + b"[" * 300 + b"]" * 300 + b"}", "modules.* holds \\[.*non-empty names"),
         (None, r"cannot read the configuration file.*No such file.*Give the path"),
     ],
 )
@@ -155,6 +279,18 @@ def test_bad_files_are_refused(content: bytes | None, message: str, tmp_path: Pa
     with pytest.raises(ConfigError, match=message) as caught:
         PyAOConfig.from_json_file(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a\0b.json", "x" * 300])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        PyAOConfig.from_json_file(name)
+
+
+def test_what_is_no_mapping_is_refused() -> None:
+    for values in (None, [], "all", 3):
+        with pytest.raises(ConfigError, match="expected a mapping of settings"):
+            PyAOConfig.from_dict(values)  # type: ignore[arg-type]
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
@@ -186,15 +322,6 @@ def test_instances_are_taken_where_names_are() -> None:
     assert get_codec(config.codec) is codec
     assert config.to_dict()["policy"] == "keeps all"
     assert config.to_dict()["codec"] == "identity"
-
-
-def test_other_objects_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"policy is 3; expected one of \['all', 'modules', 'off'\]"
-    ):
-        make_policy(PyAOConfig(policy=3))
-    with pytest.raises(ConfigError, match="codec is 3; expected one of"):
-        get_codec(3)  # type: ignore[arg-type]
 
 
 def test_the_nearest_name_is_given_if_any_is_near() -> None:

@@ -20,6 +20,7 @@ from hf_pyao.bench.setup import (
 )
 from hf_pyao.errors import ConfigError
 from hf_pyao.report.tables import bench_markdown
+from hf_pyao.text import one_line, say
 
 SMOKE_MODEL = (
     "llama:hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,"
@@ -119,10 +120,11 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         trials,
         output=output,
         timeout_s=args.timeout,
-        progress=lambda line: print(line, flush=True),  # noqa: T201
+        progress=lambda line: say(one_line(line)),
     )
-    print("\n" + bench_markdown(report))  # noqa: T201
-    print(f"written: {output}\nplot it: pyao report {output} -o report.html")  # noqa: T201
+    say("\n" + bench_markdown(report))
+    name = one_line(str(output))
+    say(f"written: {name}\nplot it: pyao report {name} -o report.html")
     return 0 if all(row.status != "failed" for row in report.rows) else 1
 
 

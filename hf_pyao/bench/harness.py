@@ -12,7 +12,7 @@ from hf_pyao.bench.processes import probe, run_trials
 from hf_pyao.bench.setup import BenchSetup, Trial
 from hf_pyao.report.bench_report import OK, REFERENCE, BenchReport, BenchRow
 from hf_pyao.report.provenance import Provenance, collect_provenance
-from hf_pyao.report.schema import ReportError, to_plain, write_json
+from hf_pyao.report.schema import to_plain, write_json
 
 Progress = Callable[[str], None]
 """Told what happens, a line at a time."""
@@ -98,14 +98,8 @@ class Recorder:
             self._progress(f"[{number}/{self._num_rows}] {done.method}: {describe_row(done)}")
 
     def _write(self) -> None:
-        if self._output is None:
-            return
-        try:
+        if self._output is not None:
             write_json(self._output, self.report)
-        except OSError as error:
-            raise ReportError(
-                f"cannot write {str(self._output)!r}: {error.strerror or error}."
-            ) from error
 
 
 def title_of(setup: BenchSetup, trials: Sequence[Trial]) -> str:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hf_pyao.bench import peers
 from hf_pyao.bench.peers import Installed, MethodUnavailable
 from hf_pyao.bench.setup import parse_value
-from hf_pyao.config import POLICY_NAMES
+from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.settings import Names
+from hf_pyao.text import echo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,25 +53,32 @@ class Method:
 class _PyAO:
     """Installs hf_pyao with one configuration, if asked on top of checkpointing."""
 
-    def __init__(self, *, with_checkpointing: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, *, with_checkpointing: bool = False, copy_streams: int | None = None, **settings: Any
+    ) -> None:
         self.settings = settings
         self.with_checkpointing = with_checkpointing
+        self.copy_streams = copy_streams
 
     @contextmanager
     def __call__(self, model: nn.Module, device: torch.device) -> Iterator[Installed]:
         """Attach; detach at the end."""
         from hf_pyao import PyAOConfig, attach
+        from hf_pyao.runtime.stream_transport import StreamTransport
 
         try:
             config = PyAOConfig(**self.settings)
         except ConfigError as error:
             raise MethodUnavailable(str(error)) from error
-        if device.type == "cpu" and config.copy_streams != 2:
-            raise MethodUnavailable("a CPU has no streams to choose a number of")
+        transport = None
+        if self.copy_streams is not None:
+            if device.type == "cpu":
+                raise MethodUnavailable("a CPU has no streams to choose a number of")
+            transport = StreamTransport(self.copy_streams)
         with ExitStack() as stack:
             if self.with_checkpointing:
                 stack.enter_context(peers.checkpointing(model))
-            offloader = stack.enter_context(attach(model, config))
+            offloader = stack.enter_context(attach(model, config, transport=transport))
             yield Installed(step=nullcontext, metrics=offloader.metrics)
 
 
@@ -159,17 +168,12 @@ def is_lossy(name: str) -> bool:
 
 
 def _custom(name: str) -> Method:
-    import dataclasses
-
-    from hf_pyao.config import PyAOConfig
-
     settings: dict[str, Any] = {}
-    known = {field.name: field.default for field in dataclasses.fields(PyAOConfig)}
     for pair in name.removeprefix(CUSTOM_PREFIX).split(","):
         key, equals, text = pair.partition("=")
-        if not equals or key not in known:
-            raise unknown_name(f"setting in {name!r}:", key, known)
+        if not equals or key not in SETTINGS:
+            raise unknown_name(f"setting in {echo(name)}:", key, SETTINGS)
         # A comma separates settings, so several names are joined with '+'.
-        has_names = isinstance(known[key], tuple)
+        has_names = isinstance(SETTINGS[key].kind, Names)
         settings[key] = tuple(text.split("+")) if has_names else parse_value(text)
     return Method(name, f"hf_pyao, {name.removeprefix(CUSTOM_PREFIX)}", _PyAO(**settings))

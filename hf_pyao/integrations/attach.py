@@ -22,6 +22,7 @@ from hf_pyao.integrations.module_map import (
     named_submodules,
     resolve_selections,
 )
+from hf_pyao.report import check_report_path
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.hooks import StackHook
 from hf_pyao.runtime.layout import reason_not_movable
@@ -75,6 +76,7 @@ def attach(
     if not isinstance(config, PyAOConfig):
         raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
     check_model(model)
+    check_report_path(config.report, config.label("report"))
     found = find_layers(model)
     attached = offloader_of(found.stack)
     if attached is not None:
@@ -114,7 +116,7 @@ class Offloader:
     ) -> None:
         self.config = config
         self.device = _device_of(model)
-        self.transport = transport or transport_for(self.device, config.copy_streams)
+        self.transport = transport or transport_for(self.device)
         self.host_pool = host_pool or _make_pool(config, self.transport, self.device)
         self.layer_names = tuple(fqn for fqn, _ in found.layers)
         self._how_found = found.how
@@ -122,7 +124,7 @@ class Offloader:
         self._num_packs_seen = 0
         if found.roles:
             check_roles(found)
-        selected = resolve_selections(config.modules, found)
+        selected = resolve_selections(config.modules, found, field=config.label("modules"))
         self.engine = OffloadEngine(
             policy=_with_recompute(make_policy(config, selected), config, found),
             codec=get_codec(config.codec),
@@ -267,7 +269,9 @@ def _with_recompute(policy: Policy, config: PyAOConfig, found: FoundLayers) -> P
     names = [name for name in config.recompute_modules if name != POINTWISE]
     return RecomputeSelected(
         policy,
-        resolve_selections(names, found, field="recompute_modules", also=(POINTWISE,)),
+        resolve_selections(
+            names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
+        ),
         is_pointwise=POINTWISE in config.recompute_modules,
     )
 

@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_pyao.config import PyAOConfig
-from hf_pyao.errors import ConfigError, ConflictError, unknown_name
+from hf_pyao.config import SETTINGS, PyAOConfig
+from hf_pyao.errors import ConflictError
 from hf_pyao.integrations.attach import attach
+from hf_pyao.integrations.environment import read_environment, variable_of
+from hf_pyao.integrations.setting_fields import PluginFields
 from hf_pyao.report import write_run_report
+from hf_pyao.settings import Switch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from hf_pyao.integrations.attach import Offloader
 
-ENV_PREFIX = "PYAO_"
-"""``PYAO_<FIELD>`` fills a field of :class:`PyAOPlugin` that was not given."""
-
-_BOOLS = {"1": True, "true": True, "yes": True, "on": True}
-_BOOLS |= {"0": False, "false": False, "no": False, "off": False}
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in _BOOLS:
-        raise ValueError
-    return _BOOLS[text.lower()]
-
-
-def _parse_names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
-
-
-def _parse_window(text: str) -> str | int:
-    return int(text) if text.removeprefix("-").isdecimal() else text
-
-
-def _env(parse: Callable[[str], Any] = str, expected: str = "") -> dict[str, Any]:
-    """Make the metadata of a field whose environment variable *parse* reads."""
-    return {"parse": parse, "expected": expected}
+_ENABLED = Switch()
 
 
 @dataclass(kw_only=True)
-class PyAOPlugin:
+class PyAOPlugin(PluginFields):
     """Offload the models that an ``Accelerator`` prepares.
 
     ```python
@@ -68,24 +47,9 @@ class PyAOPlugin:
         ConfigError: a value is bad, or an unknown ``PYAO_`` variable is set.
     """
 
-    enabled: bool | None = field(default=None, metadata=_env(_parse_bool, "true or false"))
+    enabled: bool | None = None
     """Whether binding does anything; ``PYAO_ENABLED=false`` turns a script's offloading off.
     Default: true."""
-    policy: Any = field(default=None, metadata=_env())
-    codec: Any = field(default=None, metadata=_env())
-    modules: tuple[str, ...] | None = field(default=None, metadata=_env(_parse_names))
-    recompute_modules: tuple[str, ...] | None = field(default=None, metadata=_env(_parse_names))
-    keep_last_layers: int | None = field(
-        default=None, metadata=_env(int, "a whole number of layers")
-    )
-    min_bytes: int | None = field(default=None, metadata=_env(int, "a whole number of bytes"))
-    window: str | int | None = field(default=None, metadata=_env(_parse_window))
-    copy_streams: int | None = field(default=None, metadata=_env(int, "0, 1 or 2"))
-    host_memory_gib: float | None = field(
-        default=None, metadata=_env(float, "a number of GiB (2**30 bytes)")
-    )
-    head_loss: str | None = field(default=None, metadata=_env())
-    report: str | None = field(default=None, metadata=_env())
 
     offloaders: list[Offloader] = field(default_factory=list, init=False, repr=False, compare=False)
     """One for each prepared model, in the order of preparation."""
@@ -94,20 +58,18 @@ class PyAOPlugin:
         default_factory=list, init=False, repr=False, compare=False
     )
 
+    _from_environment: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Names of the fields that the environment filled."""
     _num_packs_seen: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Fill unset fields from the environment, and check everything."""
-        settings = {ENV_PREFIX + f.name.upper(): f for f in fields(self) if f.init}
-        for variable in os.environ:
-            if variable.startswith(ENV_PREFIX) and variable not in settings:
-                raise unknown_name("environment variable", variable, settings)
-        for variable, setting in settings.items():
-            text = os.environ.get(variable, "").strip()
-            if text and getattr(self, setting.name) is None:
-                setattr(self, setting.name, _parse(variable, text, setting.metadata))
-        if self.enabled is None:
-            self.enabled = True
+        kinds = {"enabled": _ENABLED, **{name: s.kind for name, s in SETTINGS.items()}}
+        for name, value in read_environment(kinds).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+                self._from_environment.add(name)
+        self.enabled = True if self.enabled is None else _ENABLED.check("enabled", self.enabled)
         self.config()
 
     def config(self) -> PyAOConfig:
@@ -116,9 +78,11 @@ class PyAOPlugin:
         Raises:
             ConfigError: a value is bad.
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        del given["enabled"]
-        return PyAOConfig.from_dict({name: v for name, v in given.items() if v is not None})
+        given = {name: getattr(self, name) for name in SETTINGS}
+        return PyAOConfig.from_dict(
+            {name: value for name, value in given.items() if value is not None},
+            {name: variable_of(name) for name in self._from_environment},
+        )
 
     def bind(self, accelerator: Accelerator) -> PyAOPlugin:
         """Attach every model that *accelerator* prepares from now on; return the plugin.
@@ -228,14 +192,3 @@ class PyAOPlugin:
 
         setattr(accelerator, name, wrapper)
         self._unwrap_methods.append(unwrap)
-
-
-def _parse(variable: str, text: str, metadata: Any) -> Any:
-    """Parse one environment variable by the rule of its field."""
-    try:
-        return metadata["parse"](text)
-    except ValueError:
-        raise ConfigError(
-            f"the environment variable {variable} is {text!r}; expected {metadata['expected']}. "
-            "Correct it, or unset it."
-        ) from None

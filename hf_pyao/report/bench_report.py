@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import check_keys, check_version, read_json, to_plain
+from hf_pyao.report.schema import check_version, read_fields, read_json, to_plain
+from hf_pyao.text import echo
 
 SCHEMA_VERSION = 1
 """Version of the JSON of a :class:`BenchReport`."""
@@ -112,12 +113,9 @@ class BenchRow:
         """Read plain values.
 
         Raises:
-            ReportError: a key is unknown or missing.
+            ReportError: a key is unknown or missing, or a value of another type.
         """
-        plain = check_keys(cls, values, where)
-        if plain.get("step") is not None:
-            plain["step"] = StepTimes(**check_keys(StepTimes, plain["step"], f"{where}, step"))
-        return cls(**plain)
+        return read_fields(cls, values, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +139,11 @@ class BenchReport:
         """Read plain values, as :func:`~hf_pyao.report.schema.to_plain` makes them.
 
         Raises:
-            ReportError: another schema version, or an unknown or missing key, each by name.
+            ReportError: another schema version, an unknown or missing key, or a value of another
+                type, each by name.
         """
         check_version(values, cls, SCHEMA_VERSION, where)
-        plain = check_keys(cls, values, where)
-        plain["provenance"] = Provenance.from_dict(plain["provenance"], f"{where}, provenance")
-        plain["rows"] = [
-            BenchRow.from_dict(row, f"{where}, row {index}")
-            for index, row in enumerate(plain["rows"])
-        ]
-        return cls(**plain)
+        return read_fields(cls, values, where)
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> BenchReport:
@@ -159,7 +152,7 @@ class BenchReport:
         Raises:
             ReportError: the file cannot be read, or is no BenchReport of this version.
         """
-        return cls.from_dict(read_json(path), repr(str(path)))
+        return cls.from_dict(read_json(path), echo(str(path)))
 
     @property
     def is_search(self) -> bool:
@@ -212,12 +205,11 @@ class FactsReport:
         """Read plain values.
 
         Raises:
-            ReportError: another schema version, or an unknown or missing key, each by name.
+            ReportError: another schema version, an unknown or missing key, or a value of another
+                type, each by name.
         """
         check_version(values, cls, SCHEMA_VERSION, where)
-        plain = check_keys(cls, values, where)
-        plain["provenance"] = Provenance.from_dict(plain["provenance"], f"{where}, provenance")
-        return cls(**plain)
+        return read_fields(cls, values, where)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as JSON holds them."""

@@ -11,6 +11,7 @@ from hf_pyao.errors import nearest
 from hf_pyao.report.bench_report import BenchReport, FactsReport
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.schema import ReportError, read_json
+from hf_pyao.text import echo
 
 Document = RunReport | BenchReport | FactsReport
 
@@ -29,14 +30,14 @@ def read_document(path: str | Path) -> Document:
         ReportError: the file cannot be read, is of an unknown kind or of another version.
     """
     values = read_json(path)
-    kind = values.get("kind")
-    if kind not in KINDS:
-        hint = nearest(str(kind), KINDS) or ";"
+    kind, where = values.get("kind"), echo(str(path))
+    if not isinstance(kind, str) or kind not in KINDS:
+        hint = nearest(kind, KINDS) if isinstance(kind, str) else ""
         raise ReportError(
-            f"{str(path)!r} has kind {kind!r}{hint} known: {', '.join(KINDS)}. Give files that "
-            "hf_pyao wrote (`pyao bench`, or a training run with --activation_offload_report)."
+            f"{where} has kind {echo(kind)}{hint or ';'} known: {', '.join(KINDS)}. Give files "
+            "that hf_pyao wrote (`pyao bench`, or a training run with --activation_offload_report)."
         )
-    return KINDS[str(kind)](values, repr(str(path)))
+    return KINDS[kind](values, where)
 
 
 def read_named_document(path: str | Path) -> Document:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import html
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
+from hf_pyao.files import replace_file
+from hf_pyao.report import markdown
 from hf_pyao.report.bench_report import BenchReport, FactsReport
 from hf_pyao.report.documents import Document
 from hf_pyao.report.plots import figure_of, image_bytes, need_matplotlib
@@ -21,6 +25,7 @@ from hf_pyao.report.tables import (
     reasons,
     run_tables,
 )
+from hf_pyao.text import echo, one_line
 
 
 def write_page(
@@ -34,18 +39,19 @@ def write_page(
         ReportError: the suffix is another one, matplotlib is missing, or a file cannot be written.
     """
     path = Path(output)
-    if path.suffix not in (".md", ".html"):
-        raise ReportError(f"output {str(output)!r}: expected a name that ends in .md or .html.")
+    if path.suffix not in (".md", ".html") or "\0" in str(output):
+        raise ReportError(f"output {echo(str(output))}: expected a name that ends in .md or .html.")
     if with_plots and any(not isinstance(document, FactsReport) for document in documents):
         need_matplotlib()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".html":
-            path.write_text(html_page(documents, with_plots=with_plots), encoding="utf-8")
+            page = html_page(documents, with_plots=with_plots)
+            replace_file(path, page.encode("utf-8"))
             return [path]
         return _write_markdown(documents, path, with_plots=with_plots)
     except OSError as error:
-        raise ReportError(f"cannot write {str(output)!r}: {error.strerror or error}.") from error
+        reason = error.strerror or error
+        raise ReportError(f"cannot write {echo(str(output))}: {reason}.") from error
 
 
 def _write_markdown(documents: Sequence[Document], path: Path, *, with_plots: bool) -> list[Path]:
@@ -55,12 +61,13 @@ def _write_markdown(documents: Sequence[Document], path: Path, *, with_plots: bo
         image = _image(document, "png") if with_plots else None
         if image is not None:
             picture = path.with_name(f"{path.stem}-{index}.png")
-            picture.write_bytes(image)
+            replace_file(picture, image)
             written.append(picture)
             heading, rest = text.split("\n\n", 1)
-            text = f"{heading}\n\n![{document.title}]({picture.name})\n\n{rest}"
+            link = f"![{markdown.escaped(document.title)}]({quote(os.fsencode(picture.name))})"
+            text = f"{heading}\n\n{link}\n\n{rest}"
         parts.append(text)
-    path.write_text("\n".join(parts), encoding="utf-8")
+    replace_file(path, "\n".join(parts).encode("utf-8"))
     return written
 
 
@@ -71,28 +78,37 @@ def html_page(documents: Sequence[Document], *, with_plots: bool = True) -> str:
         ReportError: matplotlib is missing.
     """
     sections = "\n".join(_section(document, with_plots) for document in documents)
-    title = html.escape(documents[0].title if len(documents) == 1 else "hf_pyao: reports")
+    title = _text(documents[0].title if len(documents) == 1 else "hf_pyao: reports")
     return _PAGE.format(title=title, style=_STYLE, sections=sections)
 
 
 def _section(document: Document, with_plots: bool) -> str:
-    parts = [f"<h2>{html.escape(document.title)}</h2>"]
+    parts = [f"<h2>{_text(document.title)}</h2>"]
     if isinstance(document, RunReport):
-        parts.append(f"<p>{html.escape(document.description)}</p>")
+        parts.append(f"<p>{_text(document.description)}</p>")
     image = _image(document, "svg") if with_plots else None
     if image is not None:
         # As an image of its own, so that the identifiers inside two plots cannot meet.
         data = base64.b64encode(image).decode("ascii")
-        alt = html.escape(f"plot: {document.title}", quote=True)
+        alt = _text(f"plot: {document.title}")
         parts.append(f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">')
     parts += [_html_table(header, rows) for header, rows in _tables(document)]
     if isinstance(document, BenchReport) and (notes := reasons(document)):
-        items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+        items = "".join(f"<li>{_text(note)}</li>" for note in notes)
         parts.append(f"<ul>{items}</ul>")
     if isinstance(document, BenchReport):
-        parts.append(f'<p class="source">{html.escape(legend(document))}</p>')
-    parts.append(f'<p class="source">{html.escape(provenance_line(document))}</p>')
+        parts.append(f'<p class="source">{_text(legend(document))}</p>')
+    parts.append(f'<p class="source">{provenance_line(document, text=_text, command=_code)}</p>')
     return "<section>\n" + "\n".join(parts) + "\n</section>"
+
+
+def _text(text: str) -> str:
+    """Return what others wrote as the text of an element, or of a quoted attribute."""
+    return html.escape(one_line(text), quote=True)
+
+
+def _code(text: str) -> str:
+    return f"<code>{_text(text)}</code>"
 
 
 def _tables(document: Document) -> list[tuple[list[str], list[list[str]]]]:
@@ -107,7 +123,7 @@ def _tables(document: Document) -> list[tuple[list[str], list[list[str]]]]:
 
 def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     body = "\n".join(line(row, "td") for row in rows)
     return (

@@ -14,12 +14,15 @@ from hf_pyao.report.labels import place_labels
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.schema import ReportError
 from hf_pyao.report.tables import GIB, MIB, RUN_FIGURES, kept_rows, number
+from hf_pyao.text import describe_error, one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PNG_DPI = 160
+MOST_ROWS = 100
+"""Most rows of a benchmark that a plot shows: an image has a largest size."""
 _INK = "#1f2933"
 _SOFT = "#7b8794"
 _GRID = "#e4e7eb"
@@ -58,10 +61,15 @@ def need_matplotlib() -> None:
     """
     try:
         import matplotlib.figure  # noqa: F401
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ReportError(
             "plots need matplotlib, which is not installed: pip install 'hf_pyao[report]'. With "
             "--no-plots the tables are written without them."
+        ) from error
+    except Exception as error:  # installed, but broken
+        raise ReportError(
+            f"plots need matplotlib, which cannot be imported ({describe_error(error)}): install "
+            "it anew. With --no-plots the tables are written without them."
         ) from error
 
 
@@ -90,6 +98,7 @@ def trade_off_figure(report: BenchReport) -> Figure | None:
     measured = [row for row in report.rows if row.step is not None]
     on_device = [row for row in measured if row.peak_allocated_bytes is not None]
     rows = on_device or [row for row in measured if row.rss_growth_bytes is not None]
+    rows = rows[:MOST_ROWS]
     if not rows:
         return None
     figure, axes = _figure(8.6, 5.4)
@@ -99,8 +108,8 @@ def trade_off_figure(report: BenchReport) -> Figure | None:
         family, step = family_of(row.method), row.step
         assert step is not None
         memory_gib = _memory_bytes(row) / GIB
-        below = step.median_ms - step.lower_quartile_ms
-        above = step.upper_quartile_ms - step.median_ms
+        below = max(0.0, step.median_ms - step.lower_quartile_ms)
+        above = max(0.0, step.upper_quartile_ms - step.median_ms)
         axes.errorbar(
             step.median_ms,
             memory_gib,
@@ -120,7 +129,7 @@ def trade_off_figure(report: BenchReport) -> Figure | None:
             linewidth=0.8,
             zorder=3,
         )
-        points.append((step.median_ms, memory_gib, row.method, family.colour))
+        points.append((step.median_ms, memory_gib, _plain(row.method), family.colour))
         bars.append((step.lower_quartile_ms, step.upper_quartile_ms, memory_gib))
     what = "peak of allocated device memory" if on_device else "growth of host memory (no device)"
     axes.set_xlabel("time of one step, ms: median and quartiles (axes may begin above 0)")
@@ -140,12 +149,13 @@ def largest_figure(report: BenchReport) -> Figure | None:
     rows = [row for row in report.rows if row.num_tried is not None]
     if not rows:
         return None
-    rows = sorted(rows, key=lambda row: row.micro_batch)
+    rows = sorted(rows, key=lambda row: row.micro_batch)[-MOST_ROWS:]
     figure, axes = _figure(8.6, 1.6 + 0.36 * len(rows))
     colours = [family_of(row.method).colour for row in rows]
     bars = axes.barh(
-        [row.method for row in rows], [row.micro_batch for row in rows], color=colours, height=0.66
+        range(len(rows)), [row.micro_batch for row in rows], color=colours, height=0.66
     )
+    axes.set_yticks(range(len(rows)), [_plain(row.method) for row in rows])
     axes.bar_label(bars, [_bar_text(row) for row in rows], padding=4, color=_INK, fontsize=9)
     axes.set_xlim(0, max(1, max(row.micro_batch for row in rows)) * 1.3)
     axes.set_xlabel("largest micro-batch that fits, sequences")
@@ -156,9 +166,9 @@ def largest_figure(report: BenchReport) -> Figure | None:
 
 def run_figure(report: RunReport) -> Figure | None:
     """Return where a micro-batch's bytes were, and what its copies cost."""
-    num_micro_batches = report.totals.get("num_micro_batches", 0)
-    if not num_micro_batches:
+    if not report.totals.get("num_micro_batches"):
         return None
+    num_micro_batches = max(1, report.totals["num_micro_batches"])
     labels = dict(RUN_FIGURES)
 
     def mean(key: str) -> float:
@@ -199,15 +209,27 @@ def run_figure(report: RunReport) -> Figure | None:
 
 def _bars(axes: Axes, rows: list[tuple[str, float, str]]) -> None:
     rows = rows[::-1]  # barh draws from the bottom
-    bars = axes.barh([r[0] for r in rows], [r[1] for r in rows], color=[r[2] for r in rows])
+    bars = axes.barh(range(len(rows)), [r[1] for r in rows], color=[r[2] for r in rows])
+    axes.set_yticks(range(len(rows)), [_plain(r[0]) for r in rows])
     axes.bar_label(bars, [number(r[1]) for r in rows], padding=4, color=_INK, fontsize=9)
     axes.set_xlim(0, max(1e-9, max(r[1] for r in rows)) * 1.22)
     axes.grid(visible=False, axis="y")
 
 
+def _plain(text: str, longest: int = 60) -> str:
+    """Return *text* as a label shows it: in one line, cut, and with no formula in it."""
+    text = one_line(text)
+    text = text if len(text) <= longest else f"{text[: longest - 1]}…"
+    return text.replace("$", r"\$")
+
+
 def _bar_text(row: BenchRow) -> str:
     if row.step is None or row.tokens_per_s is None:
-        return f"{row.micro_batch}   {row.status}" if row.status != "ok" else str(row.micro_batch)
+        return (
+            f"{row.micro_batch}   {_plain(row.status)}"
+            if row.status != "ok"
+            else str(row.micro_batch)
+        )
     return f"{row.micro_batch}   {row.tokens_per_s:,.0f} tokens/s"
 
 
@@ -250,7 +272,7 @@ def _style(axes: Axes) -> None:
 def _title(axes: Axes, report: BenchReport, claim: str) -> None:
     axes.set_title(claim, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=26)
     axes.text(
-        *(0, 1.025, f"{report.title}, on {report.device.get('name')}"),
+        *(0, 1.025, _plain(f"{report.title}, on {report.device.get('name')}", 120)),
         transform=axes.transAxes,
         fontsize=9,
         color=_SOFT,
@@ -260,6 +282,6 @@ def _title(axes: Axes, report: BenchReport, claim: str) -> None:
 def _limits(values: list[float]) -> tuple[float, float]:
     """Return limits around *values*, with room for labels; near points do not fill the plot."""
     low, high = min(values), max(values)
-    spread = max(high - low, 0.2 * high)
+    spread = max(high - low, 0.2 * abs(high)) or 1.0
     middle = (low + high) / 2
     return max(0.0, middle - 0.68 * spread), middle + 0.68 * spread

@@ -15,8 +15,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hf_pyao.report.schema import check_keys
-
 PACKAGES = (
     "torch",
     "transformers",
@@ -62,15 +60,6 @@ class Provenance:
     """Processor, cores and memory (GiB, 2**30 bytes)."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that change speed or memory, where they are set."""
-
-    @classmethod
-    def from_dict(cls, values: object, where: str) -> Provenance:
-        """Read what :func:`~hf_pyao.report.schema.to_plain` made of it.
-
-        Raises:
-            ReportError: a key is unknown or missing.
-        """
-        return cls(**check_keys(cls, values, where))
 
 
 def collect_provenance(argv: Sequence[str] | None = None) -> Provenance:

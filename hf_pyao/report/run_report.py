@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from hf_pyao.errors import ConfigError
 from hf_pyao.report.provenance import Provenance, collect_provenance, now
 from hf_pyao.report.schema import (
     ReportError,
-    check_keys,
     check_version,
+    read_fields,
     read_json,
     to_plain,
     write_json,
 )
+from hf_pyao.text import describe_error, echo
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +93,11 @@ class RunReport:
         """Read plain values, as :meth:`to_dict` writes them.
 
         Raises:
-            ReportError: another schema version, or an unknown or missing key, each by name.
+            ReportError: another schema version, an unknown or missing key, or a value of another
+                type, each by name.
         """
         check_version(values, cls, SCHEMA_VERSION, where)
-        plain = check_keys(cls, values, where)
-        plain["provenance"] = Provenance.from_dict(plain["provenance"], f"{where}, provenance")
-        return cls(**plain)
+        return read_fields(cls, values, where)
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> RunReport:
@@ -104,7 +106,7 @@ class RunReport:
         Raises:
             ReportError: the file cannot be read, or is no RunReport of this version.
         """
-        return cls.from_dict(read_json(path), repr(str(path)))
+        return cls.from_dict(read_json(path), echo(str(path)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as JSON holds them."""
@@ -117,10 +119,7 @@ class RunReport:
         Raises:
             ReportError: the file cannot be written.
         """
-        try:
-            write_json(path, self)
-        except OSError as error:
-            raise ReportError(f"cannot write {str(path)!r}: {error.strerror or error}.") from error
+        write_json(path, self)
 
 
 def make_run_report(
@@ -152,20 +151,55 @@ def write_run_report(
 ) -> RunReport | None:
     """Write what *offloader* moved, kept and waited for as JSON, and return it.
 
-    A file that cannot be written is logged and no error: the training was done all the same.
+    Whatever goes wrong is logged and no error: the training was done all the same.
 
     Args:
         offloader: attached or detached; its configuration, totals and last micro-batch are
             written.
         path: where to; None for the configuration's ``report``, and if that is None, nowhere.
         extra: plain values to put beside: losses, steps, a run's name.
+
+    Returns:
+        The report, also where its file could not be written; None if there is none.
     """
     path = offloader.config.report if path is None else path
     if path is None:
         return None
-    report = make_run_report(offloader, extra)
+    report = None
     try:
+        report = make_run_report(offloader, extra)
         report.to_json_file(path)
     except ReportError as error:
         logger.error("the run report is lost: %s", error)
+    except Exception as error:
+        logger.error("the run report is lost: %s", describe_error(error), exc_info=True)
     return report
+
+
+def check_report_path(path: str | os.PathLike[str] | None, label: str = "report") -> None:
+    """Refuse, before any training, a path that no report can be written to; None is fine.
+
+    Looks at the disk, and only in the process that writes: others may not see the same folders.
+
+    Args:
+        path: the configuration's ``report``.
+        label: what messages call it.
+
+    Raises:
+        ConfigError: it is a folder, or lies in one that cannot be made or written to.
+    """
+    if path is None or os.environ.get("RANK", "0") != "0":
+        return
+    name = echo(os.fspath(path))
+    if os.path.isdir(path):
+        raise ConfigError(f"{label} is {name}, which is a folder; expected a file's path.")
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe, /dev/null
+        return
+    folder = next(str(parent) for parent in Path(path).absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{label} is {name}, and {echo(folder)} is no folder.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{label} is {name}, and this process may not write to {echo(folder)}. Give a path "
+            "in a folder of your own."
+        )

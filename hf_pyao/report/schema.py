@@ -9,12 +9,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
+import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from hf_pyao.errors import PyAOError, nearest
+from hf_pyao.files import read_json_object, replace_file
+from hf_pyao.text import echo
+
+T = TypeVar("T")
+
+LARGEST = 1e100
+"""Largest number that a document may hold."""
+
+DEEPEST = 32
+"""Most levels of nesting in what a document leaves to its writer."""
 
 
 class ReportError(PyAOError, ValueError):
@@ -37,13 +47,23 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def check_keys(cls: type, values: object, where: str) -> dict[str, Any]:
-    """Return *values* as arguments of the dataclass *cls*.
+def read_fields(cls: type[T], values: object, where: str) -> T:
+    """Build the dataclass *cls* from the plain values of its fields; nested ones too.
+
+    Numbers must be finite and no larger than 1e100, so that arithmetic with them is safe. A null
+    in a table of numbers stands for one that is none (see :func:`to_plain`), and is left out.
 
     Raises:
-        ReportError: *values* is no object, has a key that *cls* does not know, or lacks one without
-            a default. The message names the key and the nearest known one.
+        ReportError: *values* is no object; a key is unknown or missing; a value has another type
+            than its field. The message names the key, and for an unknown one the nearest.
     """
+    plain = _check_keys(cls, values, where)
+    types = get_type_hints(cls)
+    read = {key: _read(types[key], value, f"{where}, {key}") for key, value in plain.items()}
+    return cls(**read)
+
+
+def _check_keys(cls: type, values: object, where: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise ReportError(f"{where} holds a JSON {type(values).__name__}; expected an object.")
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -51,8 +71,8 @@ def check_keys(cls: type, values: object, where: str) -> dict[str, Any]:
         if key not in fields:
             hint = nearest(str(key), fields) or ";"
             raise ReportError(
-                f"{where} has the key {key!r}, which {cls.__name__} has not{hint} it was written "
-                "by another version of hf_pyao. Render it with the version that wrote it."
+                f"{where} has the key {echo(key)}, which {cls.__name__} has not{hint} it was "
+                "written by another version of hf_pyao. Render it with the version that wrote it."
             )
     for name, field in fields.items():
         has_default = (
@@ -64,7 +84,69 @@ def check_keys(cls: type, values: object, where: str) -> dict[str, Any]:
                 f"{where} lacks the key {name!r}, which {cls.__name__} needs: the file was cut "
                 "off, or written by another version of hf_pyao."
             )
-    return dict(values)
+    return values
+
+
+def _read(expected: Any, value: Any, where: str, depth: int = 0) -> Any:
+    """Return *value* if it is what the annotation *expected* says.
+
+    Annotations that documents use: Any, plain types, dataclasses, ``list[X]``, ``dict[str, X]``,
+    ``X | None``.
+    """
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin in (Union, types.UnionType):
+        (expected,) = (argument for argument in arguments if argument is not type(None))
+        return None if value is None else _read(expected, value, where, depth)
+    if dataclasses.is_dataclass(expected):
+        return read_fields(cast("type[Any]", expected), value, where)
+    if expected is Any:
+        return _read_any(value, where, depth)
+    if origin is list and isinstance(value, list):
+        return [
+            _read(arguments[0], item, f"{where}[{index}]", depth)
+            for index, item in enumerate(value)
+        ]
+    if origin is dict and isinstance(value, dict):
+        skips_null = arguments[1] is float
+        return {
+            key: _read(arguments[1], item, f"{where}, {echo(key)}", depth)
+            for key, item in value.items()
+            if not (skips_null and item is None)
+        }
+    if _is_plain(origin or expected, value):
+        return value
+    raise ReportError(f"{where} is {echo(value)}; expected {_EXPECTED[origin or expected]}.")
+
+
+_EXPECTED = {
+    bool: "true or false",
+    int: "a whole number, at most 1e100",
+    float: "a number, at most 1e100",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def _is_plain(expected: type, value: object) -> bool:
+    if expected is bool or isinstance(value, bool):
+        return expected is bool and isinstance(value, bool)
+    if expected in (int, float):
+        is_number = isinstance(value, int if expected is int else int | float)
+        return is_number and abs(cast(float, value)) <= LARGEST
+    return expected is str and isinstance(value, str)
+
+
+def _read_any(value: Any, where: str, depth: int) -> Any:
+    if depth > DEEPEST:
+        raise ReportError(f"{where} is nested deeper than {DEEPEST} levels.")
+    if isinstance(value, dict):
+        return _read(dict[str, Any], value, where, depth + 1)
+    if isinstance(value, list):
+        return _read(list[Any], value, where, depth + 1)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _read(float, value, where)
+    return value
 
 
 def check_version(values: Mapping[str, Any], cls: type, version: int, where: str) -> None:
@@ -76,7 +158,7 @@ def check_version(values: Mapping[str, Any], cls: type, version: int, where: str
     found = values.get("schema_version")
     if found != version:
         raise ReportError(
-            f"{where} has schema_version {found!r}; this hf_pyao reads version {version} of a "
+            f"{where} has schema_version {echo(found)}; this hf_pyao reads version {version} of a "
             f"{cls.__name__}. Render it with the version of hf_pyao that wrote it, or measure "
             "again."
         )
@@ -88,29 +170,24 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
     Raises:
         ReportError: the file cannot be read, or holds no JSON object.
     """
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ReportError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise ReportError(f"{str(path)!r} is not valid JSON: {error}.") from error
-    if not isinstance(values, dict):
-        raise ReportError(
-            f"{str(path)!r} holds a JSON {type(values).__name__}; expected an object that hf_pyao "
-            "wrote (`pyao bench`, or a training run with --activation_offload_report)."
-        )
-    return values
+    return read_json_object(
+        path,
+        ReportError,
+        expected="Give a file that hf_pyao wrote (`pyao bench`, or a training run with "
+        "--activation_offload_report).",
+    )
 
 
 def write_json(path: str | Path, document: Any) -> None:
     """Write *document* so that a reader sees the old file or the whole new one, never a part.
 
     Raises:
-        OSError: the file cannot be written.
+        ReportError: the file cannot be written, or *document* holds what JSON has no form for.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    text = json.dumps(to_plain(document), indent=2, allow_nan=False, ensure_ascii=False)
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        text = json.dumps(to_plain(document), indent=2, allow_nan=False, ensure_ascii=False)
+        # A surrogate, of a file's name that is no UTF-8, becomes JSON's escape for it.
+        replace_file(path, (text + "\n").encode("utf-8", "backslashreplace"))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ReportError(f"cannot write {echo(str(path))}: {reason}.") from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_pyao.report.bench_report import OK, REFERENCE, BenchReport, BenchRow, FactsReport
 from hf_pyao.report.documents import Document
+from hf_pyao.report.markdown import code, paragraph, table
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.run_report import RunReport
 
@@ -31,11 +32,11 @@ def bench_markdown(report: BenchReport) -> str:
     """Return the heading, one table row for each method, and the provenance."""
     header, rows = bench_table(report)
     parts = [
-        f"## {report.title}",
+        f"## {paragraph(report.title)}",
         table(header, rows),
-        "\n".join(f"- {line}" for line in reasons(report)),
-        legend(report),
-        provenance_line(report),
+        "\n".join(f"- {paragraph(line)}" for line in reasons(report)),
+        paragraph(legend(report)),
+        provenance_line(report, text=paragraph, command=code),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -83,7 +84,9 @@ def _columns(
     ]
     if not is_search:  # at different micro-batches, times do not compare
         ratio = [
-            ABSENT if s is None or base is None else f"{s.median_ms / base.median_ms:.2f}×"
+            ABSENT
+            if s is None or base is None or not base.median_ms
+            else f"{s.median_ms / base.median_ms:.2f}×"
             for s in step
         ]
         columns.insert(2, ("against nothing", ratio))
@@ -106,10 +109,10 @@ def run_markdown(report: RunReport) -> str:
     return (
         "\n\n".join(
             [
-                f"## {report.title}",
-                report.description,
+                f"## {paragraph(report.title)}",
+                paragraph(report.description),
                 *(table(header, rows) for header, rows in run_tables(report)),
-                provenance_line(report),
+                provenance_line(report, text=paragraph, command=code),
             ]
         )
         + "\n"
@@ -187,7 +190,7 @@ def _by_reason(report: RunReport, prefix: str) -> list[list[str]]:
         for key, value in report.totals.items()
         if key.startswith(prefix) and value
     }
-    num_micro_batches = max(1, report.totals.get("num_micro_batches", 1))
+    num_micro_batches = max(1, report.totals.get("num_micro_batches", 0))
     return [
         [reason, quantity("_bytes", counted[reason] / num_micro_batches)]
         for reason in sorted(counted, key=lambda reason: -counted[reason])
@@ -197,23 +200,32 @@ def _by_reason(report: RunReport, prefix: str) -> list[list[str]]:
 def facts_markdown(report: FactsReport) -> str:
     """Return facts as a table of two columns."""
     rows = [[name, fact_text(value)] for name, value in report.facts.items()]
-    return f"## {report.title}\n\n{table(['', ''], rows)}\n\n{provenance_line(report)}\n"
+    source = provenance_line(report, text=paragraph, command=code)
+    return f"## {paragraph(report.title)}\n\n{table(['', ''], rows)}\n\n{source}\n"
 
 
-def provenance_line(report: Document) -> str:
-    """Return in one paragraph where the figures come from."""
+def provenance_line(
+    report: Document,
+    *,
+    text: Callable[[str], str],
+    command: Callable[[str], str],
+) -> str:
+    """Return in one paragraph where the figures come from.
+
+    *text* and *command* make page text of what the report says: of its words, of a command line.
+    """
     source: Provenance = report.provenance
-    parts = [f"`{source.command}`", source.created_at]
+    parts = [source.created_at]
     if source.commit is None:
         parts.append(f"source {source.source_sha256}")
     else:
         changed = " with changes" if source.is_dirty else ""
         parts.append(f"commit {source.commit[:12]}{changed}, source {source.source_sha256}")
     parts += [f"{name} {version}" for name, version in source.versions.items() if version]
-    if isinstance(report, BenchReport):
-        parts = [*_bench_parts(report), *parts]
     parts.append(f"{source.host.get('processor')}, {source.host.get('num_cores')} cores")
-    return "; ".join(parts) + "."
+    measured = _bench_parts(report) if isinstance(report, BenchReport) else []
+    shown = [*map(text, measured), command(source.command), *map(text, parts)]
+    return "; ".join(shown) + "."
 
 
 def _bench_parts(report: BenchReport) -> list[str]:
@@ -222,24 +234,14 @@ def _bench_parts(report: BenchReport) -> list[str]:
     if device.get("driver"):
         parts[0] += f", driver {device['driver']}"
     link = report.link
-    if link.get("d2h_gib_per_s"):
-        parts.append(
-            f"link {link['d2h_gib_per_s']:.1f} GiB/s to the host, {link['h2d_gib_per_s']:.1f} to "
-            f"the device, {link['both_gib_per_s']:.1f} both together"
-        )
+    speeds = [link.get(f"{name}_gib_per_s") for name in ("d2h", "h2d", "both")]
+    if speeds[0]:
+        d2h, h2d, both = ("?" if speed is None else f"{speed:.1f}" for speed in speeds)
+        parts.append(f"link {d2h} GiB/s to the host, {h2d} to the device, {both} both together")
     steps = {(s.num_steps, s.num_warmup) for row in report.rows if (s := row.step) is not None}
     parts += [f"median of {n} steps after {warm} warm-up steps" for n, warm in sorted(steps)]
     parts.append(f"seed {report.setup.get('seed')}, gradients {report.setup.get('gradients')}")
     return parts
-
-
-def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, num_text_columns: int = 1
-) -> str:
-    """Return a Markdown table; columns after the first *num_text_columns* are right-aligned."""
-    rule = ["---" if i < num_text_columns else "--:" for i in range(len(header))]
-    lines = [header, rule, *rows]
-    return "\n".join("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in lines)
 
 
 def number(value: float) -> str:
@@ -269,10 +271,6 @@ def fact_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(fact_text, value))
     return str(value)
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", " ")
 
 
 def _largest(row: BenchRow) -> str:

@@ -183,8 +183,8 @@ class OffloadNothing:
 
 
 POLICIES: dict[str, Callable[[PyAOConfig, Selection], Policy]] = {
-    "all": lambda config, selected: OffloadAll(config.min_bytes),
-    "modules": lambda config, selected: OffloadModules(config.min_bytes, selected),
+    "all": lambda config, selected: OffloadAll(int(config.min_bytes)),
+    "modules": lambda config, selected: OffloadModules(int(config.min_bytes), selected),
     "off": lambda config, selected: OffloadNothing(),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_pyao.errors import ConfigError
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.runtime.transport import Bandwidth, BlockingTransport, Transport
 
@@ -46,6 +47,8 @@ class StreamTransport:
     needs_pinned_memory = True
 
     def __init__(self, copy_streams: int = 2) -> None:
+        if copy_streams not in (0, 1, 2):
+            raise ConfigError(f"copy_streams is {copy_streams!r}; expected 0, 1 or 2.")
         self.copy_streams = copy_streams
         self._streams: dict[torch.device, _Streams] = {}
         self._orders = itertools.count()

@@ -14,8 +14,13 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 from trl import SFTConfig, TrlParser
 
-from hf_pyao import PyAOArguments, PyAOConfig, PyAOTrainingArguments
+from hf_pyao import PyAOArguments, PyAOConfig, PyAOTrainingArguments, attach
+from hf_pyao.codecs import CODECS
+from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.errors import ConfigError, ConflictError
+from tests.helpers import tiny_model
+from tests.integrations import setting_stubs
+from tests.integrations.setting_stubs import STUBS, stubs
 
 # TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is depre:FutureWarning")
@@ -24,14 +29,15 @@ PREFIX = "activation_offload_"
 EXAMPLES = {
     "policy": "all",
     "codec": "identity",
+    "layers": ["mid_block"],
     "modules": ["mlp_act"],
     "recompute_modules": ["mlp_norm"],
     "keep_last_layers": 2,
     "min_bytes": 1024,
     "window": "layer",
-    "copy_streams": 1,
     "host_memory_gib": 1.5,
     "head_loss": "off",
+    "log_metrics": "all",
     "report": "report.json",
 }
 """One good value for each knob, as a flag's field holds it."""
@@ -89,7 +95,8 @@ def test_help_states_the_defaults_of_the_configuration() -> None:
         assert len(text) > 60, "a help text that teaches is longer than this"
         assert "None" not in text
         if config_field.default not in (None, ()):
-            assert f"(default: {config_field.default})" in text
+            assert f"(default: {SETTINGS[config_field.name].shown_default})" in text
+        assert "{" not in text, "a setting is named that is none"
     assert "bytes" in formatter._expand_help(actions[PREFIX + "min_bytes"])
     assert "GiB" in formatter._expand_help(actions[PREFIX + "host_memory_gib"])
 
@@ -114,7 +121,8 @@ def test_every_knob_parses_from_the_command_line() -> None:
         *("--activation_offload_keep_last_layers", "2", "--activation_offload_min_bytes", "4096"),
         *("--activation_offload_window", "1048576", "--activation_offload_host_memory_gib", "1.5"),
         *("--activation_offload_head_loss", "chunked", "--activation_offload_report", "r.json"),
-        *("--activation_offload_copy_streams", "1"),
+        *("--activation_offload_layers", "down_blocks.*", "mid_block"),
+        *("--activation_offload_log_metrics", "off"),
     )
     assert arguments.pyao_config() == PyAOConfig(
         policy="modules",
@@ -123,7 +131,8 @@ def test_every_knob_parses_from_the_command_line() -> None:
         keep_last_layers=2,
         min_bytes=4096,
         window=1048576,
-        copy_streams=1,
+        layers=("down_blocks.*", "mid_block"),
+        log_metrics="off",
         host_memory_gib=1.5,
         head_loss="chunked",
         report="r.json",
@@ -131,7 +140,7 @@ def test_every_knob_parses_from_the_command_line() -> None:
 
 
 def test_a_negative_window_is_called_that() -> None:
-    with pytest.raises(ConfigError, match=r"window is -1.*negative"):
+    with pytest.raises(ConfigError, match=r"--activation_offload_window is -1.*negative"):
         parse("--activation_offload", "--activation_offload_window", "-1").pyao_config()
 
 
@@ -154,6 +163,109 @@ def test_all_idle_knobs_are_named_at_once() -> None:
 def test_a_bad_value_is_refused_when_parsed() -> None:
     with pytest.raises(ConfigError, match="did you mean 'all'"):
         parse("--activation_offload", "--activation_offload_policy", "al")
+
+
+@pytest.mark.parametrize("size", ["64MiB", "67108864", 2**26, "0.0625 GiB"])
+def test_sizes_may_have_units(size: Any) -> None:
+    arguments = PyAOTrainingArguments(
+        "out", activation_offload=True, activation_offload_window=size, use_cpu=True
+    )
+    assert arguments.pyao_config() == PyAOConfig(window=2**26)
+    flags = ("--activation_offload_min_bytes", str(size))
+    assert parse("--activation_offload", *flags).pyao_config() == PyAOConfig(min_bytes=2**26)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("_policy", "al"), r"--activation_offload_policy is 'al'; did you mean 'all'\?"),
+        (("_codec", "zip"), r"--activation_offload_codec is 'zip'; known: identity"),
+        (("_window", "lyer"), r"--activation_offload_window is 'lyer'; expected 'layer' or"),
+        (("_min_bytes", "64k"), r"--activation_offload_min_bytes is '64k'; expected a whole"),
+        (("_host_memory_gib", "1e308"), r"--activation_offload_host_memory_gib is 1e\+308;"),
+        (("_keep_last_layers", "-1"), r"--activation_offload_keep_last_layers is -1; it cannot"),
+        (("_report", "a\0b"), r"--activation_offload_report is 'a\\x00b'; expected"),
+        (
+            ("_modules", "mlp_act"),
+            r"--activation_offload_modules is \['mlp_act'\], which has no effect while "
+            r"--activation_offload_policy is 'all'",
+        ),
+        (
+            ("_policy", "modules"),
+            r"--activation_offload_policy is 'modules', which offloads only what "
+            r"--activation_offload_modules names",
+        ),
+    ],
+)
+def test_messages_name_the_flag(flags: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse("--activation_offload", f"--activation_offload{flags[0]}", flags[1])
+
+
+def test_messages_name_the_file_beside_flags(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "offload.json", {"modules": ["mlp_act"]})
+    message = r"modules in '.*offload.json' is \['mlp_act'\], .* while --activation_offload_policy"
+    with pytest.raises(ConfigError, match=message):
+        parse("--activation_offload", "--activation_offload_config", path)
+    # The two together are whole.
+    flags = ("--activation_offload_config", path, "--activation_offload_policy", "modules")
+    config = parse("--activation_offload", *flags).pyao_config()
+    assert config == PyAOConfig(policy="modules", modules=("mlp_act",))
+    assert config.label("modules") == f"modules in '{path}'"
+    assert config.label("window") == "--activation_offload_window"
+
+
+def test_an_unknown_role_is_told_of_the_flag_that_names_it() -> None:
+    flags = ("--activation_offload_policy", "modules", "--activation_offload_modules", "mlp_atc")
+    config = parse("--activation_offload", *flags).pyao_config()
+    with pytest.raises(ConfigError, match="^--activation_offload_modules names 'mlp_atc'"):
+        attach(tiny_model("llama"), config)
+
+
+def test_the_head_loss_alone_names_the_way() -> None:
+    with pytest.raises(ConfigError, match="offloading is off") as caught:
+        parse("--activation_offload_head_loss", "chunked")
+    _, _, way = str(caught.value).partition("For the head loss alone: ")
+    config = parse(*way.removesuffix(".").split()).pyao_config()
+    assert config == PyAOConfig(policy="off", head_loss="chunked")
+
+
+def test_off_as_yaml_reads_it_names_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        "output_dir: out\nactivation_offload: true\nactivation_offload_policy: off\n"
+        "bf16: false\nuse_cpu: true\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError, match=r"_policy is False; did you mean 'off'\? In YAML, write"):
+        TrlParser(SFTWithOffload).parse_args_and_config(["--config", str(path)])
+
+
+def test_help_lists_every_name() -> None:
+    text = HfArgumentParser(PyAOArguments).format_help()
+    for names in (POLICY_NAMES, CODECS, ("off", "chunked", "liger"), ("summary",)):
+        for name in names:
+            assert f"'{name}'" in text, name
+    assert "--activation_offload_policy {all,modules,off}" in text
+    assert "--activation_offload_codec {identity,int8,fp8,int4,bitmask}" in text
+    assert "copy_streams" not in text
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, message in {
+        tmp_path: "--activation_offload_report is .*, which is a folder",
+        tmp_path / "file" / "run.json": "file' is no folder",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse("--activation_offload", "--activation_offload_report", str(path))
+    for path in (tmp_path / "new" / "run.json", tmp_path / "file", Path("/dev/null")):
+        parse("--activation_offload", "--activation_offload_report", str(path))
+    assert not (tmp_path / "new").exists(), "a check leaves nothing behind"
+
+
+def test_type_checkers_see_the_same_fields() -> None:
+    assert STUBS.read_text(encoding="utf-8") == stubs(), f"run {setting_stubs.__file__}"
 
 
 def test_modules_given_as_one_string_are_not_split_into_letters() -> None:
@@ -254,9 +366,9 @@ def test_the_fields_are_in_the_dict_and_the_json() -> None:
     arguments = parse("--activation_offload", "--activation_offload_min_bytes", "0")
     as_dict = arguments.to_dict()
     assert as_dict["activation_offload"] is True
-    assert as_dict["activation_offload_min_bytes"] == 0
+    assert as_dict["activation_offload_min_bytes"] == "0"
     assert as_dict["activation_offload_codec"] is None
-    assert json.loads(arguments.to_json_string())["activation_offload_min_bytes"] == 0
+    assert json.loads(arguments.to_json_string())["activation_offload_min_bytes"] == "0"
     assert "activation_offload_min_bytes=0" in str(arguments)
 
 

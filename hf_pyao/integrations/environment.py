@@ -1,0 +1,45 @@
+"""Settings from the environment: ``PYAO_<FIELD>``, which ``accelerate launch`` passes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hf_pyao.config import REMOVED
+from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.settings import Kind
+
+ENV_PREFIX = "PYAO_"
+"""Put before a setting's name in capitals."""
+
+_OTHERS = "PYAO_BENCH_"
+"""Begins the variables that are no settings: those of ``pyao bench``."""
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def read_environment(kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    """Return the settings that the environment gives, checked one by one, by name.
+
+    An empty variable counts as absent.
+
+    Raises:
+        ConfigError: a value is bad, or a variable is no setting; the nearest one is named.
+    """
+    names = {variable_of(name): name for name in kinds}
+    given = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable.startswith(_OTHERS):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name in REMOVED:
+            raise ConfigError(f"{variable} is no setting any more; {REMOVED[name]}.")
+        if variable not in names:
+            raise unknown_name("environment variable", variable, names)
+        if text.strip():
+            given[name] = kinds[name].parse(variable, text.strip())
+    return given

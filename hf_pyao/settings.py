@@ -1,0 +1,339 @@
+"""Settings: what a configuration field may hold, and what users are told about it.
+
+A field is declared once, by :func:`setting`, with its default, its *kind* and its help. The kind
+checks values, reads texts (environment variables) and says which type a command-line flag has. So
+configuration, flags, environment and help cannot disagree.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import numbers
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from hf_pyao.errors import ConfigError, nearest
+from hf_pyao.text import echo
+
+MOST = 2**63 - 1
+"""Largest whole number of a setting; as bytes, more than any machine has."""
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{prefix}ib": 2 ** (10 * power) for power, prefix in enumerate("kmgt", start=1)}
+_UNITS |= {f"{prefix}b": 10 ** (3 * power) for power, prefix in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
+_SIZE_FORMS = (
+    "a whole number of bytes, or a size such as '256MiB' (KiB, MiB, GiB, TiB: powers of 1024; KB, "
+    "MB, GB, TB: of 1000)"
+)
+
+
+class Kind(abc.ABC):
+    """What a setting may hold.
+
+    *label* in its methods is the setting's name as the user gave it: a field, a flag, a variable.
+    """
+
+    flag_type: Any = str
+    """Type of the field behind a flag, without its None."""
+    metavar = "VALUE"
+    """What stands for the value in ``--help``."""
+
+    @abc.abstractmethod
+    def check(self, label: str, value: Any) -> Any:
+        """Return *value* as the configuration holds it.
+
+        Raises:
+            ConfigError: it is of another type, or out of range.
+        """
+
+    def parse(self, label: str, text: str) -> Any:
+        """Return what *text* stands for, checked.
+
+        Raises:
+            ConfigError: it stands for nothing that this setting may hold.
+        """
+        return self.check(label, text)
+
+    def show(self, value: Any) -> str:
+        """Return *value* as a help text states it."""
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of some names."""
+
+    names: tuple[str, ...]
+
+    @property
+    def metavar(self) -> str:  # type: ignore[override]
+        """All names."""
+        return "{" + ",".join(self.names) + "}"
+
+    def check(self, label: str, value: Any) -> str:
+        """Check that *value* is one of the names."""
+        return _check_name(label, value, self.names)
+
+
+@dataclass(frozen=True)
+class Named(Kind):
+    """A name from a table, or an object that has the methods of what the table makes."""
+
+    what: str
+    """The protocol, for messages."""
+    names: Callable[[], Iterable[str]]
+    """The table's names; asked late, since tables import torch."""
+    methods: tuple[str, ...]
+    """What an object must have, besides :attr:`attributes`."""
+    attributes: tuple[str, ...] = ("name",)
+
+    @property
+    def metavar(self) -> str:  # type: ignore[override]
+        """All names."""
+        return "{" + ",".join(self.names()) + "}"
+
+    def check(self, label: str, value: Any) -> Any:
+        """Check that *value* is a known name, or has ``name`` and all methods."""
+        if isinstance(value, str | bool):
+            return _check_name(label, value, tuple(self.names()))
+        expected = (
+            f"expected one of {', '.join(map(repr, self.names()))}, or a {self.what}: an object "
+            f"with {', '.join([*self.attributes, *(f'{m}()' for m in self.methods)])}"
+        )
+        if isinstance(value, type):
+            raise ConfigError(f"{label} is the class {value.__name__}; {expected}. Make one of it.")
+        missing = [a for a in self.attributes if not hasattr(value, a)]
+        missing += [m for m in self.methods if not callable(getattr(value, m, None))]
+        if not missing and not isinstance(value.name, str):
+            missing = ["name"]
+        if missing:
+            raise ConfigError(f"{label} is {echo(value)}; {expected}. It lacks {missing[0]!r}.")
+        return value
+
+
+class Names(Kind):
+    """Several names, in order; kept as a tuple."""
+
+    flag_type = list[str]
+    metavar = "NAME"
+
+    def check(self, label: str, value: Any) -> tuple[str, ...]:
+        """Check that *value* is a list, a tuple or a set of non-empty names; a set is sorted."""
+        if isinstance(value, str):
+            raise ConfigError(
+                f"{label} is {echo(value)}; expected a list or tuple of names, such as "
+                f"({echo(value or 'mlp_act')},)."
+            )
+        if not isinstance(value, Sequence | Set) or isinstance(value, bytes | bytearray):
+            raise ConfigError(
+                f"{label} is {echo(value)}; expected a list or tuple of names, such as "
+                "('mlp_act',)."
+            )
+        for name in value:
+            if not isinstance(name, str) or not name:
+                raise ConfigError(f"{label} holds {echo(name)}; expected non-empty names.")
+        return tuple(sorted(value) if isinstance(value, Set) else value)
+
+    def parse(self, label: str, text: str) -> tuple[str, ...]:
+        """Return the names in *text*, separated by commas."""
+        return self.check(label, [name.strip() for name in text.split(",")])
+
+
+@dataclass(frozen=True)
+class Count(Kind):
+    """A whole number, 0 or more."""
+
+    unit: str
+    flag_type = int
+    metavar = "N"
+
+    def check(self, label: str, value: Any) -> int:
+        """Check that *value* is a whole number, and not negative."""
+        return _check_whole(label, value, self.unit, f"a whole number of {self.unit}")
+
+    def parse(self, label: str, text: str) -> int:
+        """Return the number that *text* is."""
+        try:
+            return self.check(label, int(text))
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            return self.check(label, text)
+
+
+@dataclass(frozen=True)
+class Size(Kind):
+    """Bytes, as a number or with a unit (``"256MiB"``); kept as a whole number. Or some word."""
+
+    words: tuple[str, ...] = ()
+    # `int` comes first: HfArgumentParser takes the second member of such a union as the type to
+    # parse, and "256MiB" is no number.
+    flag_type = int | str
+    metavar = "SIZE"
+
+    def check(self, label: str, value: Any) -> int | str:
+        """Return *value* as bytes, or as the word that it is."""
+        expected = " or ".join([*map(repr, self.words), _SIZE_FORMS])
+        if isinstance(value, str):
+            if value in self.words:
+                return value
+            num_bytes = _parse_size(value)
+            if num_bytes is None:
+                raise ConfigError(f"{label} is {echo(value)}; expected {expected}.")
+            value = num_bytes
+        return _check_whole(label, value, "bytes", expected)
+
+    def show(self, value: Any) -> str:
+        """Return the size in the largest unit that it is a whole number of."""
+        if isinstance(value, int):
+            for unit in ("TiB", "GiB", "MiB", "KiB"):
+                if value and value % _UNITS[unit.lower()] == 0:
+                    return f"{value // _UNITS[unit.lower()]}{unit}"
+        return str(value)
+
+
+class Gibibytes(Kind):
+    """A number of GiB (2**30 bytes), or None."""
+
+    flag_type = float
+    metavar = "GIB"
+
+    def check(self, label: str, value: Any) -> float | None:
+        """Check that *value* is a number that some machine could have."""
+        if value is None:
+            return None
+        expected = "expected a number of GiB (2**30 bytes), or None"
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or value != value:  # NaN is no number of anything
+            raise ConfigError(f"{label} is {echo(value)}; {expected}.")
+        if value < 0:
+            raise ConfigError(f"{label} is {echo(value)}; it cannot be negative (unit: GiB).")
+        most = (MOST + 1) // 2**30
+        if value >= most:  # infinity too
+            raise ConfigError(f"{label} is {echo(value)}; {expected}, below {most:,}.")
+        return value if isinstance(value, int | float) else float(value)
+
+    def parse(self, label: str, text: str) -> float | None:
+        """Return the number that *text* is."""
+        try:
+            number = float(text)
+        except ValueError:
+            return self.check(label, text)
+        return self.check(label, number)
+
+
+class FilePath(Kind):
+    """Where to write a file, or None; kept as a string. The disk is not looked at."""
+
+    metavar = "FILE"
+
+    def check(self, label: str, value: Any) -> str | None:
+        """Check that *value* could be a file's path."""
+        if value is None:
+            return None
+        expected = "expected the path of a file, or None"
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(path, str):
+            raise ConfigError(f"{label} is {echo(value)}; {expected}.")
+        if "\0" in path:
+            raise ConfigError(f"{label} is {echo(path)}; {expected}, without the character NUL.")
+        if Path(path).name in ("", "..") or path.endswith(("/", os.sep)):
+            raise ConfigError(f"{label} is {echo(path)}, which names no file; {expected}.")
+        return path
+
+
+class Switch(Kind):
+    """On or off."""
+
+    flag_type = bool
+    metavar = "BOOL"
+    _TEXTS = dict.fromkeys(("1", "true", "yes", "on"), True)
+    _TEXTS |= dict.fromkeys(("0", "false", "no", "off"), False)
+
+    def check(self, label: str, value: Any) -> bool:
+        """Check that *value* is True or False."""
+        if not isinstance(value, bool):
+            raise ConfigError(f"{label} is {echo(value)}; expected true or false.")
+        return value
+
+    def parse(self, label: str, text: str) -> bool:
+        """Return what *text* says, in any case of letters."""
+        return self.check(label, self._TEXTS.get(text.lower(), text))
+
+
+# ---- a setting, declared and found ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a configuration."""
+
+    name: str
+    default: Any
+    kind: Kind
+    text: str
+    """What it does; ``{name}`` stands for another setting, as the reader knows it."""
+
+    def help(self, label: Callable[[str], str]) -> str:
+        """Return what it does, and the default; *label* gives settings the names to use."""
+        text = re.sub(r"\{(\w+)\}", lambda match: label(match[1]), self.text)
+        return text if self.default in (None, ()) else f"{text} (default: {self.shown_default})"
+
+    @property
+    def shown_default(self) -> str:
+        """The default, as a help text states it."""
+        return self.kind.show(self.default)
+
+
+def setting(default: Any, kind: Kind, text: str) -> Any:
+    """Declare a dataclass field as a setting; *text* is :attr:`Setting.text`."""
+    return dataclasses.field(default=default, metadata={"kind": kind, "text": text})
+
+
+def settings_of(cls: type) -> Mapping[str, Setting]:
+    """Return the settings that a dataclass declares, in order."""
+    return {
+        f.name: Setting(f.name, f.default, f.metadata["kind"], f.metadata["text"])
+        for f in dataclasses.fields(cls)
+        if "kind" in f.metadata
+    }
+
+
+# ---- checks -----------------------------------------------------------------------------------
+
+
+def _check_name(label: str, value: object, names: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in names:
+        return value
+    if value is False and "off" in names:
+        raise ConfigError(f"{label} is False; did you mean 'off'? In YAML, write it with quotes.")
+    hint = nearest(value, names) if isinstance(value, str) else ""
+    raise ConfigError(f"{label} is {echo(value)}{hint or ';'} known: {', '.join(names)}.")
+
+
+def _check_whole(label: str, value: object, unit: str, expected: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ConfigError(f"{label} is {echo(value)}; expected {expected}.")
+    number = int(value)
+    if number < 0:
+        raise ConfigError(f"{label} is {echo(number)}; it cannot be negative (unit: {unit}).")
+    if number > MOST:
+        raise ConfigError(f"{label} is {echo(number)}; expected at most {MOST:,} {unit}.")
+    return number
+
+
+def _parse_size(text: str) -> int | None:
+    """Return the bytes that *text* stands for, rounded down; None if it is no size."""
+    match = _SIZE.fullmatch(text.strip()) if len(text) < 64 else None
+    if match is None or match[2].lower() not in _UNITS:
+        return None
+    num_bytes = Fraction(match[1]) * _UNITS[match[2].lower()]
+    is_fraction_of_byte = "." in match[1] and _UNITS[match[2].lower()] == 1
+    return None if is_fraction_of_byte else int(num_bytes)

@@ -1,0 +1,48 @@
+"""Text for people: bad values and errors in one line, and safe to print."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+import unicodedata
+from typing import TextIO
+
+_LONGEST_ECHO = 120
+"""Most characters of a bad value that a message repeats."""
+
+_ECHO = reprlib.Repr()
+_ECHO.maxstring = _ECHO.maxother = _ECHO.maxlong = _LONGEST_ECHO
+
+_UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode categories that steer a terminal or a page, or have no encoding: controls, marks of
+direction, surrogates, line and paragraph separators."""
+
+
+def echo(value: object) -> str:
+    """Return *value* as a message repeats it: like ``repr``, in one line and never long."""
+    try:
+        text = _ECHO.repr(value)
+    except Exception:  # a bad value may have any __repr__; a whole number, too many digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST_ECHO else f"{text[: _LONGEST_ECHO - 3]}..."
+
+
+def one_line(text: str) -> str:
+    """Return *text* safe to print: in one line, without control characters or escape sequences."""
+    spaced = " ".join(text.split())
+    return "".join("\ufffd" if unicodedata.category(c) in _UNSAFE else c for c in spaced)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print *text*; what the stream's encoding has no form for becomes a question mark."""
+    stream = sys.stdout if stream is None else stream
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    stream.flush()
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error of others in one line: its class, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    name = type(error).__name__
+    return one_line(f"{name}: {lines[0]}")[:300] if lines else name
