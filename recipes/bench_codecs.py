@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from hf_pyao.codecs import CODECS, Codec, get_codec
 from hf_pyao.codecs.backend import kernels_for
+from hf_pyao.codecs.base import BoundedCodec
 from hf_pyao.report.bench_report import StepTimes
 from result_file import write_result
+from study_codecs import STUDY_CODECS, study_codec
 
 SCHEMA_VERSION = 1
 NUM_WARMUP = 3
@@ -32,8 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     tensors = _tensors(arguments.rows, arguments.columns, getattr(torch, arguments.dtype), device)
     rows = []
     for kind, tensor in tensors.items():
-        for name in CODECS:
-            codec = get_codec(name)
+        for name in STUDY_CODECS:
+            codec = study_codec(name)
             if name != "identity" and codec.accepts(tensor):
                 row = {"tensor": kind, **_measure(codec, tensor, arguments.repeats)}
                 rows.append(row)
@@ -79,7 +80,7 @@ def _tensors(
     }
 
 
-def _measure(codec: Codec, tensor: torch.Tensor, repeats: int) -> dict[str, Any]:
+def _measure(codec: BoundedCodec, tensor: torch.Tensor, repeats: int) -> dict[str, Any]:
     encoded = codec.encode(tensor)
     decoded = codec.decode(encoded.payload, encoded.spec)
     raw_bytes = tensor.numel() * tensor.element_size()

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.codecs.int8 import Int8Codec
+from study_codecs import study_codec
 from text_data import Blocks, split_blocks, standard_library
 from tokenization import tokenize_with_own_bpe
 
@@ -87,7 +88,7 @@ class Variant:
         config = PyAOConfig(
             policy="modules" if modules else "all",
             modules=modules,
-            codec=SignKeepingInt8() if self.codec == SIGN_KEEPING else self.codec,
+            codec=SignKeepingInt8() if self.codec == SIGN_KEEPING else study_codec(self.codec),
             min_bytes=0,
             keep_last_layers=0,
         )

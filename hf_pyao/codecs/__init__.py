@@ -7,30 +7,27 @@ row in :data:`CODECS`; the contract tests parametrise over the table.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
-from hf_pyao.codecs.base import Codec, Encoded
+from hf_pyao.codecs.base import BoundedCodec, Codec, Encoded
 from hf_pyao.codecs.bitmask import BitmaskCodec
 from hf_pyao.codecs.fp8 import Fp8Codec
 from hf_pyao.codecs.identity import IdentityCodec
 from hf_pyao.codecs.int4 import Int4Codec
 from hf_pyao.codecs.int8 import Int8Codec
-from hf_pyao.codecs.narrow import NarrowCodec
 from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.text import echo
 
 __all__ = ["CODECS", "Codec", "Encoded", "get_codec"]
 
-CODECS: dict[str, Callable[[], Codec]] = {
+CODECS: dict[str, Callable[[], BoundedCodec]] = {
     "identity": IdentityCodec,
     "int8": Int8Codec,
-    "int8_group": functools.partial(Int8Codec, "group"),
-    "int8_tensor": functools.partial(Int8Codec, "tensor"),
     "fp8": Fp8Codec,
     "int4": Int4Codec,
     "bitmask": BitmaskCodec,
-    "narrow": NarrowCodec,
 }
+"""Codecs that a configuration names. Any other is given to it as an object."""
 
 
 def get_codec(codec: str | Codec) -> Codec:
@@ -44,5 +41,5 @@ def get_codec(codec: str | Codec) -> Codec:
             raise unknown_name("codec", codec, CODECS)
         return CODECS[codec]()
     if not isinstance(codec, Codec):
-        raise ConfigError(f"codec is {codec!r}; expected one of {sorted(CODECS)} or a Codec.")
+        raise ConfigError(f"codec is {echo(codec)}; expected one of {sorted(CODECS)} or a Codec.")
     return codec

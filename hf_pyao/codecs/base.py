@@ -32,15 +32,6 @@ class Codec(Protocol):
     is_lossless: bool
     """True if ``decode(encode(x))`` equals ``x`` bit for bit, NaN payloads included."""
 
-    @property
-    def max_relative_error(self) -> float:
-        """Largest ``|decoded - x|`` over the largest finite ``|x|`` that shares x's scale.
-
-        0.0 if lossless. The codec says for which magnitudes it holds; :meth:`error_bound` holds
-        for all.
-        """
-        ...
-
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Say whether *tensor* (dense, strided) can be encoded; otherwise identity is used.
 
@@ -57,6 +48,22 @@ class Codec(Protocol):
 
         *payload*: tensors with the shapes and dtypes that :meth:`encode` gave, on the device.
         Runs on the payload's device and the current stream. The result may alias the payload.
+        """
+        ...
+
+
+class BoundedCodec(Codec, Protocol):
+    """A codec that publishes how far off its values may be; the contract tests hold it to that.
+
+    All of :data:`~hf_pyao.codecs.CODECS` do. A codec of one's own need not.
+    """
+
+    @property
+    def max_relative_error(self) -> float:
+        """Largest ``|decoded - x|`` over the largest finite ``|x|`` that shares x's scale.
+
+        0.0 if lossless. The codec says for which magnitudes it holds; :meth:`error_bound` holds
+        for all.
         """
         ...
 

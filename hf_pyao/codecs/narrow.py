@@ -34,7 +34,7 @@ class NarrowCodec(Lossless):
     Nothing is assumed: :meth:`encode` narrows, widens again, compares every bit, and sends the
     tensor as it is when no smaller dtype holds it. The answer decides how much memory the payload
     takes, so the host must have it: **encode reads values, and on an accelerator waits for the
-    device**. Ask for it by slot, where a plan has found it worth that, and not for everything.
+    device**. So it is no codec for every step, and no configuration knows it by name.
     Tensors without values (fake, meta) are sent as they are: an upper bound.
     """
 

@@ -22,10 +22,11 @@ import torch
 from codec_tensors import FLOATS, bits, tensors
 from hypothesis import given, settings
 
-from hf_pyao.codecs import backend, get_codec
+from hf_pyao.codecs import backend
 from hf_pyao.codecs.base import flatten
 from hf_pyao.codecs.bitmask import _pack_bits, _unpack_bits
 from hf_pyao.codecs.grouped import MAX_KERNEL_GROUP, GroupedCodec, GroupedSpec
+from study_codecs import study_codec
 
 GROUPED = ["int8", "int8_group", "int8_tensor", "int4", "fp8"]
 examples = settings(max_examples=25, deadline=None)
@@ -62,7 +63,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _assert_same_as_torch(name: str, tensor: torch.Tensor, kernels: Kernels, device: str) -> None:
-    codec = get_codec(name)
+    codec = study_codec(name)
     assert isinstance(codec, GroupedCodec)
     encoded = codec.encode(tensor)
     codes, scales = encoded.payload
@@ -185,7 +186,7 @@ def test_gpu_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
     wide = torch.randn(300, 2048, generator=torch.Generator().manual_seed(0)).to(dtype)
     for tensor in (_awkward(dtype), _awkward(dtype).mT, wide):
         _assert_same_as_torch(name, tensor, _call, device)
-        codec = get_codec(name)
+        codec = study_codec(name)
         expected = codec.encode(tensor)
         on_device = codec.encode(tensor.to(device))
         for one, other in zip(on_device.payload, expected.payload, strict=True):
@@ -200,7 +201,7 @@ def test_gpu_plain_torch_gives_the_same_bits(name: str, monkeypatch: pytest.Monk
     """An accelerator without Triton takes the torch path."""
     monkeypatch.setattr("hf_pyao.codecs.grouped.kernels_for", lambda tensor: None)
     device = torch.accelerator.current_accelerator()
-    codec = get_codec(name)
+    codec = study_codec(name)
     for dtype in FLOATS:
         expected = codec.encode(_awkward(dtype))
         on_device = codec.encode(_awkward(dtype).to(device))
@@ -222,7 +223,7 @@ def test_gpu_never_waits_for_the_host(name: str) -> None:
     device = torch.accelerator.current_accelerator()
     dtype = torch.bool if name == "bitmask" else torch.bfloat16
     tensor = torch.ones(64, 512, device=device).to(dtype)
-    codec = get_codec(name)
+    codec = study_codec(name)
     encoded = codec.encode(tensor)  # builds the kernels
     codec.decode(encoded.payload, encoded.spec)
     torch.cuda.set_sync_debug_mode("error")
@@ -240,7 +241,7 @@ def test_gpu_never_waits_for_the_host(name: str) -> None:
 @pytest.mark.parametrize("name", [*GROUPED, "bitmask"])
 def test_kernels_are_not_looked_for_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_working_kernels", lambda device_type: pytest.fail(device_type))
-    codec = get_codec(name)
+    codec = study_codec(name)
     tensor = torch.ones(8, 64, dtype=torch.bool if name == "bitmask" else torch.float32)
     encoded = codec.encode(tensor)
     assert torch.equal(codec.decode(encoded.payload, encoded.spec), tensor)

@@ -13,10 +13,11 @@ from hf_pyao.codecs import get_codec
 from hf_pyao.codecs.base import flatten
 from hf_pyao.codecs.fp8 import Fp8Codec
 from hf_pyao.codecs.grouped import AMAX_FLOOR
+from study_codecs import study_codec
 
 
 def _round_trip(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    codec = get_codec(name)
+    codec = study_codec(name)
     encoded = codec.encode(tensor)
     return codec.decode(encoded.payload, encoded.spec)
 
@@ -31,7 +32,7 @@ def test_int8_is_textbook_symmetric_quantisation(
 ) -> None:
     tensor = torch.randn(12, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
     tensor = tensor.reshape(-1)[: math.prod(axis_shape)].view(axis_shape)
-    codes, scales = get_codec(name).encode(tensor).payload
+    codes, scales = study_codec(name).encode(tensor).payload
     values = tensor.float().numpy()
     expected_scales = np.abs(values).max(1) * np.float32(1 / 127)
     assert np.array_equal(scales.numpy(), expected_scales)
@@ -81,11 +82,11 @@ def test_flushing_denormals_changes_no_code() -> None:
     tensor[1] *= 1e9
     tensor[2, 0] = 1e-30
     names = ("int8", "int4", "fp8")
-    expected = [get_codec(name).encode(tensor).payload for name in names]
+    expected = [study_codec(name).encode(tensor).payload for name in names]
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush denormals")
     try:
-        flushed = [get_codec(name).encode(tensor).payload for name in names]
+        flushed = [study_codec(name).encode(tensor).payload for name in names]
     finally:
         torch.set_flush_denormal(False)
     for (codes, scales), (flushed_codes, flushed_scales) in zip(expected, flushed, strict=True):
@@ -164,7 +165,7 @@ def test_bitmask_reads_any_nonzero_byte_as_true() -> None:
     ],
 )
 def test_narrow_finds_the_smallest_exact_dtype(values: torch.Tensor, expected: torch.dtype) -> None:
-    encoded = get_codec("narrow").encode(values)
+    encoded = study_codec("narrow").encode(values)
     assert encoded.payload[0].dtype == expected
     assert torch.equal(bits(_round_trip("narrow", values)), bits(values))
 
@@ -193,7 +194,7 @@ def test_negative_views_are_read_as_what_they_show(name: str) -> None:
 def test_the_bound_is_not_a_loose_one(name: str) -> None:
     """On plain data the worst error comes near what is published."""
     tensor = torch.randn(256, 256, generator=torch.Generator().manual_seed(3))
-    codec = get_codec(name)
+    codec = study_codec(name)
     error = (_round_trip(name, tensor).double() - tensor.double()).abs()
     assert (error / codec.error_bound(tensor)).max() > 0.9
     assert (

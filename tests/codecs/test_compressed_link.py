@@ -11,11 +11,11 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
-from hf_pyao.codecs import get_codec
 from hf_pyao.runtime.link_model import LinkModel
 from hf_pyao.runtime.simulated import SimulatedTicket, SimulatedTransport
 from hf_pyao.runtime.simulated_device import DeviceModel, MemoryLedger, SimulatedDevice
 from hf_pyao.stores.host_pool import ALIGNMENT_BYTES
+from study_codecs import study_codec
 
 NUM_LAYERS, NUM_SLOTS = 4, 16
 ROWS, COLUMNS = 16, 256
@@ -106,7 +106,11 @@ def step(codec: str, *, window: str | int = "layer", seed: int = 0) -> Outcome:
     assert transport.link is not None
     stack = CompressedLinkStack().train()
     config = PyAOConfig(
-        codec=codec, min_bytes=0, keep_last_layers=0, window=window, host_memory_gib=0.1
+        codec=study_codec(codec),
+        min_bytes=0,
+        keep_last_layers=0,
+        window=window,
+        host_memory_gib=0.1,
     )
     torch.manual_seed(0)
     x = torch.randn(ROWS, COLUMNS, requires_grad=True)
@@ -180,7 +184,7 @@ def test_copies_take_as_much_less_time(codec: str) -> None:
 
 def test_gradients_are_those_of_values_encoded_and_decoded_once() -> None:
     for name in COMPRESSING:
-        codec = get_codec(name)
+        codec = study_codec(name)
         torch.manual_seed(0)
         x = torch.randn(ROWS, COLUMNS)
         results = []
