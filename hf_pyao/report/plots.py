@@ -108,10 +108,11 @@ def trade_off_figure(report: BenchReport) -> Figure | None:
         family, step = family_of(row.method), row.step
         assert step is not None
         memory_gib = _memory_bytes(row) / GIB
-        below = max(0.0, step.median_ms - step.lower_quartile_ms)
-        above = max(0.0, step.upper_quartile_ms - step.median_ms)
+        median_ms = float(step.median_ms)
+        below = max(0.0, median_ms - step.lower_quartile_ms)
+        above = max(0.0, step.upper_quartile_ms - median_ms)
         axes.errorbar(
-            step.median_ms,
+            median_ms,
             memory_gib,
             xerr=[[below], [above]],
             color=family.colour,
@@ -120,7 +121,7 @@ def trade_off_figure(report: BenchReport) -> Figure | None:
             zorder=2,
         )
         handles[family.label] = axes.scatter(
-            [step.median_ms],
+            [median_ms],
             [memory_gib],
             s=170 if family is NOTHING else 62,
             marker=family.marker,
@@ -129,8 +130,8 @@ def trade_off_figure(report: BenchReport) -> Figure | None:
             linewidth=0.8,
             zorder=3,
         )
-        points.append((step.median_ms, memory_gib, _plain(row.method), family.colour))
-        bars.append((step.lower_quartile_ms, step.upper_quartile_ms, memory_gib))
+        points.append((median_ms, memory_gib, _plain(row.method), family.colour))
+        bars.append((median_ms - below, median_ms + above, memory_gib))
     what = "peak of allocated device memory" if on_device else "growth of host memory (no device)"
     axes.set_xlabel("time of one step, ms: median and quartiles (axes may begin above 0)")
     axes.set_ylabel(f"{what}, GiB")
@@ -153,7 +154,7 @@ def largest_figure(report: BenchReport) -> Figure | None:
     figure, axes = _figure(8.6, 1.6 + 0.36 * len(rows))
     colours = [family_of(row.method).colour for row in rows]
     bars = axes.barh(
-        range(len(rows)), [row.micro_batch for row in rows], color=colours, height=0.66
+        range(len(rows)), [float(row.micro_batch) for row in rows], color=colours, height=0.66
     )
     axes.set_yticks(range(len(rows)), [_plain(row.method) for row in rows])
     axes.bar_label(bars, [_bar_text(row) for row in rows], padding=4, color=_INK, fontsize=9)

@@ -132,7 +132,7 @@ def test_an_old_transformers_is_named() -> None:
 def test_a_policy_that_lacks_a_setting_says_so(bench: Bench) -> None:
     row = run_trial(bench, Trial(method="pyao:policy=modules", micro_batch=2))
     assert row.status == UNAVAILABLE
-    assert "policy='modules' offloads only what `modules` names" in row.reason
+    assert "policy is 'modules', which offloads only what modules names" in row.reason
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.errors import ConfigError
 from hf_pyao.report import ReportError, RunReport, read_document, write_run_report
 from hf_pyao.report.provenance import package_versions, source_digest
 from tests.report.documents import make_run
@@ -153,3 +154,56 @@ def test_reports_and_the_command_line_import_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "message"),
+    [
+        ("a\0b.json", {}, "null byte"),
+        ("x" * 300, {}, "File name too long"),
+        ("run.json", {"model": object()}, "not JSON serializable"),
+        ("run.json", {"x": (loop := [])}, "recursion"),
+    ],
+)
+def test_whatever_goes_wrong_is_logged_and_no_error(
+    path: str,
+    extra: dict[str, object],
+    message: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop.append(loop)
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    with attach(model) as offloader:
+        write_run_report(offloader, tmp_path / path, extra)
+    assert "the run report is lost" in caplog.text
+    assert message in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_cannot_be_made_is_logged_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no provenance")
+
+    monkeypatch.setattr("hf_pyao.report.run_report.collect_provenance", fail)
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    with attach(model) as offloader:
+        assert write_run_report(offloader, tmp_path / "run.json") is None
+    assert "the run report is lost: RuntimeError: no provenance" in caplog.text
+
+
+def test_a_path_that_cannot_be_written_is_refused_when_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = PyAOConfig(report=str(tmp_path / "file" / "run.json"))
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    with pytest.raises(ConfigError, match=r"report is '.*run\.json', and '.*file' is no folder"):
+        attach(model, config)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="this process may not write to"):
+        attach(model, PyAOConfig(report=str(tmp_path / "new" / "run.json")))
+    monkeypatch.setenv("RANK", "1")  # which writes no report, and may see other disks
+    attach(model, config).detach()
