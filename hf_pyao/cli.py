@@ -95,6 +95,19 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _need_torch() -> None:
+    """Say in one line if torch itself cannot be imported.
+
+    Raises:
+        PyAOError: it cannot.
+    """
+    from hf_pyao.bench.packages import import_failure
+
+    failure = import_failure("torch")
+    if failure is not None:
+        raise PyAOError(f"{failure}. Without torch nothing else can be looked at: install it anew.")
+
+
 def _report(args: argparse.Namespace) -> int:
     from hf_pyao.report.documents import read_named_document
 
@@ -114,6 +127,7 @@ def _report(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     import json
 
+    _need_torch()
     from hf_pyao.bench import doctor
 
     machine = doctor.look(args.device)

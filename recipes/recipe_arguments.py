@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,6 +13,7 @@ from transformers import HfArgumentParser
 
 from hf_pyao import PyAOTrainingArguments
 from hf_pyao.errors import ConfigError, nearest, unknown_name
+from hf_pyao.files import read_json_object
 from model_sizes import DEFAULT_SIZE, MODEL_SIZES, PAPER_SIZES
 from text_data import HUB_MIB, LIBRARY_MIB
 from tokenization import default_cache_dir
@@ -214,12 +213,9 @@ def _remedy(reason: str) -> str:
 
 
 def _read_options(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    try:
-        options = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the options file {path!r}: {error}") from error
-    if not isinstance(options, dict):
-        raise ConfigError(f"{path!r} holds a JSON {type(options).__name__}; expected an object.")
+    options = read_json_object(
+        path, ConfigError, what="the options file", expected="--help explains every option."
+    )
     known = set(vars(parser.parse_args([])))
     for name in options:
         if name not in known:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.bench.link import LinkSpeed
-from hf_pyao.bench.processes import probe
+from hf_pyao.bench.packages import REMEDY, Broken
+from hf_pyao.bench.processes import broken_packages, probe
 from hf_pyao.report.bench_report import FactsReport
 from hf_pyao.report.provenance import collect_provenance
 from hf_pyao.stores import available_host_bytes
@@ -53,6 +54,8 @@ class Machine:
     """Most memory that this process may lock; None: no limit, or none known."""
     available_bytes: int
     """Host memory that is free for this process."""
+    broken: tuple[Broken, ...] = ()
+    """Packages that are installed, and cannot be imported."""
 
 
 def look(device: str = "auto") -> Machine:
@@ -74,12 +77,15 @@ def look(device: str = "auto") -> Machine:
         own_cores=_own_cores(),
         locked_bytes=locked_limit_bytes(),
         available_bytes=available_host_bytes(),
+        broken=tuple(broken_packages()),
     )
 
 
 def examine(machine: Machine) -> list[Finding]:
     """Return all findings on *machine*."""
-    steps: Sequence[Callable[[Machine], list[Finding]]] = (_device, _link, _host, _numa, _versions)
+    steps: Sequence[Callable[[Machine], list[Finding]]] = (
+        *(_device, _link, _host, _numa, _versions, _broken),
+    )
     return [finding for step in steps for finding in step(machine)]
 
 
@@ -222,13 +228,20 @@ def _versions(machine: Machine) -> list[Finding]:
     for name, least in (("torch", "2.9"), ("transformers", "4.57.1"), ("accelerate", "1.11")):
         try:
             version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        except (importlib.metadata.PackageNotFoundError, KeyError):
             findings.append(Finding(name, "not installed", f"Install {name} {least} or newer."))
             continue
         is_old = _numbers(version) < _numbers(least)
         advice = f"hf_pyao is tested from {name} {least} on; {version} is older." if is_old else ""
         findings.append(Finding(name, version, advice))
     return findings
+
+
+def _broken(machine: Machine) -> list[Finding]:
+    return [
+        Finding(broken.package, "broken", f"{broken}, and what imports it fails too. {REMEDY}")
+        for broken in machine.broken
+    ]
 
 
 # ---- looking -----------------------------------------------------------------------------------

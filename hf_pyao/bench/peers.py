@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hf_pyao.bench.packages import import_failure
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -202,6 +204,9 @@ def checkpointing(model: Any, **options: Any) -> Iterator[None]:
 def _need_package(name: str, title: str) -> None:
     if importlib.util.find_spec(name) is None:
         raise MethodUnavailable(f"{title} is not installed")
+    failure = import_failure(name)
+    if failure is not None:
+        raise MethodUnavailable(f"{title}: {failure}")
 
 
 def _need_accelerator(device: torch.device, why: str) -> None:

@@ -1,13 +1,21 @@
-"""Imported once by the server that measuring processes are forked from. Touches no device."""
+"""Imported once by the server that measuring processes are forked from. Touches no device.
+
+What cannot be imported is passed over: the server must not die of it, and each process that needs
+it meets the same error, and says so.
+"""
 
 import gc
 
-import transformers.models.gpt2.modeling_gpt2
-import transformers.models.llama.modeling_llama
-import transformers.models.opt.modeling_opt  # noqa: F401
+from hf_pyao.bench.packages import import_failure
 
-import hf_pyao.bench.worker
-import hf_pyao.integrations.attach  # noqa: F401
+for name in (
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.opt.modeling_opt",
+    "hf_pyao.bench.worker",
+    "hf_pyao.integrations.attach",
+):
+    import_failure(name)
 
 # What was imported lives on in every fork: a collector that walks it writes to shared pages, and
 # takes longer than a small step.

@@ -16,23 +16,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from hf_pyao.bench.methods import find_method
+from hf_pyao.bench.packages import CHECKED, REMEDY, Broken, import_failure, is_installed
 from hf_pyao.bench.setup import BenchSetup, Trial
 from hf_pyao.errors import ConfigError
 from hf_pyao.report.bench_report import CRASHED, NOT_REACHED, TIMED_OUT, BenchRow
+from hf_pyao.text import one_line
 
 PRELOAD = ["hf_pyao.bench.preload"]
 SERVER = "hf_pyao.bench.worker:serve"
 PROBE = "hf_pyao.bench.worker:serve_probe"
+IMPORTER = "hf_pyao.bench.packages:serve_imports"
 START_METHOD_VARIABLE = "PYAO_BENCH_START_METHOD"
 """Environment variable that chooses another of multiprocessing's start methods: ``spawn``, if
 forked processes cannot reach the device."""
 
 TAIL_LINES = 3
 """Lines of a crashed process's output that its row shows."""
+
+IMPORT_TIMEOUT_S = 120.0
+"""Most time to import one package."""
 
 START_TIMEOUT_S = 300.0
 """Most time to import, reach the device and build the model."""
@@ -94,6 +101,26 @@ def run_trials(
                     break
 
 
+def broken_packages(names: Sequence[str] = CHECKED, server: str = IMPORTER) -> list[Broken]:
+    """Return the packages, of those installed, that cannot be imported; each is named once.
+
+    They are imported in a process of its own, so that one that takes it down costs no more.
+    """
+    broken: list[Broken] = []
+    todo = [name for name in names if is_installed(name)]
+    while todo:
+        with _Child(server, tuple(todo)) as child:
+            while todo:
+                name = todo.pop(0)
+                _, found = child.receive(IMPORT_TIMEOUT_S)
+                if isinstance(found, _Failure):
+                    broken.append(Broken(name.split(".")[0], found.reason))
+                    break
+                if found is not None and found not in broken:
+                    broken.append(found)
+    return broken
+
+
 def probe(device: str, *, with_link: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a process of its own finds: the device's description, and the link's speeds.
 
@@ -127,7 +154,7 @@ class _Child:
         self._log = Path(log_path)
         self._line, far_end = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_enter, args=(target, far_end, *args, log_path), daemon=True
+            target=_enter, args=(target, log_path, far_end, *args), daemon=True
         )
         self._process.start()
         far_end.close()
@@ -162,7 +189,7 @@ class _Child:
 
     def _tail(self) -> list[str]:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
+        return [one_line(line) for line in lines if line.strip()][-TAIL_LINES:]
 
     def __enter__(self) -> _Child:
         """Return the process, running already."""
@@ -179,11 +206,24 @@ class _Child:
         self._log.unlink(missing_ok=True)
 
 
-def _enter(target: str, *args: Any) -> None:
-    """Run *target*, whose module is imported in the child alone."""
+def _enter(target: str, log_path: str, line: Connection, *args: Any) -> None:
+    """Run *target* in the child, which alone imports its module, with the line to the parent."""
+    _send_output_to(log_path)
     module, _, name = target.partition(":")
+    failure = import_failure(module)
+    if failure is not None:
+        line.send(("broken", f"{failure}. {REMEDY}"))
+        return
     function: Callable[..., None] = getattr(importlib.import_module(module), name)
-    function(*args)
+    function(line, *args)
+
+
+def _send_output_to(log_path: str) -> None:
+    """Send what this process and its libraries print to a file, whose end a crash's row shows."""
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 def _context() -> Any:

@@ -152,5 +152,5 @@ def parse_value(text: str) -> Any:
     """Return *text* as JSON if it is some, else as it stands."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -14,30 +14,34 @@ from typing import Any
 
 import torch
 
+from hf_pyao import text
 from hf_pyao.bench.link import measure_link
 from hf_pyao.bench.measure import Bench
 from hf_pyao.bench.memory import DeviceMemory, pick_device
 from hf_pyao.bench.methods import MethodUnavailable, find_method
 from hf_pyao.bench.models import build_model
+from hf_pyao.bench.packages import MODELS, REMEDY, import_failure
 from hf_pyao.bench.setup import BenchSetup, Trial
 from hf_pyao.errors import PyAOError
 from hf_pyao.report.bench_report import FAILED, OUT_OF_MEMORY, UNAVAILABLE, BenchRow
 from hf_pyao.report.schema import to_plain
+from hf_pyao.text import one_line
 
 CUBLAS_WORKSPACE = ":4096:8"
 """What cuBLAS needs for deterministic products; read when its handle is made."""
 
 
-def serve(
-    connection: Connection, setup: BenchSetup, trials: Sequence[Trial], log_path: str
-) -> None:
+def serve(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:
     """Measure *trials* in this process, and send each row as it comes.
 
     Sends ``("ready", {})`` when the model is built, ``("row", fields)`` for each trial, or
     ``("broken", message)`` if there is no model to measure.
     """
-    _send_output_to(log_path)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+    failure = import_failure(MODELS)
+    if failure is not None:
+        connection.send(("broken", f"no model can be built: {failure}. {REMEDY}"))
+        return
     try:
         bench = make_bench(setup)
     except Exception as error:
@@ -49,9 +53,8 @@ def serve(
         connection.send(("row", to_plain(run_trial(bench, trial))))
 
 
-def serve_probe(connection: Connection, device: str, with_link: bool, log_path: str) -> None:
+def serve_probe(connection: Connection, device: str, with_link: bool) -> None:
     """Send ``("facts", (device, link))``: what the machine has, and the link's speed."""
-    _send_output_to(log_path)
     try:
         picked = pick_device(device)
         link = dataclasses.asdict(measure_link(picked)) if with_link else {}
@@ -182,12 +185,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the error in one line."""
+    """Return the error in one line; its class too, unless the text says what happened."""
     lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
     if isinstance(error, PyAOError | torch.OutOfMemoryError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return one_line(lines[0]) if lines else ""
+    return text.describe_error(error)
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
@@ -218,11 +220,3 @@ def _driver() -> str | None:
         return None
     numbers = [word for word in first.split() if word[:1].isdigit() and "." in word]
     return numbers[0] if numbers else None
-
-
-def _send_output_to(log_path: str) -> None:
-    """Send what this process and its libraries print to a file, whose end a crash's row shows."""
-    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)

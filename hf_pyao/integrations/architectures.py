@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -43,40 +43,41 @@ class ModuleMap:
         ConfigError: a path or role is malformed, or a path is given to two roles.
     """
 
-    layers: tuple[str, ...]
+    layers: Sequence[str]
     """Dotted paths of the containers (ModuleList, ModuleDict, Sequential) whose elements are the
     layers, matched as a suffix: ``"decoder.layers"`` fits ``model.decoder.layers`` too."""
-    roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    roles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Role -> paths of sub-modules inside one layer. A path stands for what that module saves
     itself and what modules below it save, unless a longer path of another role claims them. ``""``
     is what the layer saves itself, and nothing below it."""
-    optional: tuple[str, ...] = ()
+    optional: Sequence[str] = ()
     """Paths of ``roles`` that a layer may lack (cross-attention, a fused activation)."""
 
     def __post_init__(self) -> None:
-        """Check every path and copy ``roles``; see the class docstring."""
-        _check_paths("layers", self.layers)
+        """Check every path, and copy what the caller may change; see the class docstring."""
+        object.__setattr__(self, "layers", _checked_paths("layers", self.layers))
         if not self.layers:
             raise ConfigError("ModuleMap.layers is empty; expected at least one path of a list.")
         if not isinstance(self.roles, Mapping):
             raise ConfigError(f"ModuleMap.roles is {self.roles!r}; expected a dict, role -> paths.")
         owner: dict[str, str] = {}
+        roles: dict[str, tuple[str, ...]] = {}
         for role, paths in self.roles.items():
             if not isinstance(role, str) or not role.isidentifier():
                 raise ConfigError(f"{role!r} is no role name; expected one such as 'mlp_act'.")
-            _check_paths(f"roles[{role!r}]", paths, may_be_layer=True)
-            for path in paths:
+            roles[role] = _checked_paths(f"roles[{role!r}]", paths, may_be_layer=True)
+            for path in roles[role]:
                 if path in owner:
                     raise ConfigError(
                         f"path {path!r} is given to the roles {owner[path]!r} and {role!r}; "
                         "what a module saves has one role."
                     )
                 owner[path] = role
-        _check_paths("optional", self.optional, may_be_layer=True)
+        optional = _checked_paths("optional", self.optional, may_be_layer=True)
+        object.__setattr__(self, "optional", optional)
         if unclaimed := [path for path in self.optional if path not in owner]:
             raise ConfigError(f"optional paths {unclaimed} belong to no role of this map.")
-        # A copy: what the caller does to its dict later must not change the map.
-        object.__setattr__(self, "roles", dict(self.roles))
+        object.__setattr__(self, "roles", roles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +92,19 @@ class FoundLayers:
     stack: nn.Module
     """The smallest module with a forward of its own that holds all layers: ``LlamaModel``,
     ``OPTDecoder``, ``BartModel``; with its own wrapper, if it has one inside the model."""
-    roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    roles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Role -> sub-module paths inside a layer; empty if the architecture has no role map."""
-    optional: tuple[str, ...] = ()
+    optional: Sequence[str] = ()
     """Paths of ``roles`` that a layer may lack."""
     how: str = ""
     """By which rule the layers were found."""
 
 
-def _check_paths(name: str, paths: object, *, may_be_layer: bool = False) -> None:
-    if not isinstance(paths, tuple):
+def _checked_paths(name: str, paths: object, *, may_be_layer: bool = False) -> tuple[str, ...]:
+    if isinstance(paths, str) or not isinstance(paths, Sequence):
         raise ConfigError(
-            f"ModuleMap.{name} is {paths!r}; expected a tuple of paths, such as ('mlp.fc1',)."
+            f"ModuleMap.{name} is {paths!r}; expected a list or tuple of paths, such as "
+            "('mlp.fc1',)."
         )
     for path in paths:
         is_layer = may_be_layer and path == ""
@@ -111,6 +113,7 @@ def _check_paths(name: str, paths: object, *, may_be_layer: bool = False) -> Non
                 f"ModuleMap.{name} holds {path!r}; expected a dotted path without wildcards, "
                 "such as 'decoder.layers' or 'mlp.fc1'."
             )
+    return tuple(paths)
 
 
 def _is_part(part: str) -> bool:

@@ -79,7 +79,7 @@ def find_layers(model: nn.Module) -> FoundLayers:
     if known is not None:
         architecture, module_map = known
         how = f"explicit map for {architecture!r}"
-        hits = list(_outermost(root, _element_of(module_map.layers)))
+        hits = list(_outermost(root, _element_of(tuple(module_map.layers))))
     else:
         module_map, how = None, "GradientCheckpointingLayer rule"
         hits = list(_outermost(root, _is_checkpointing_layer))

@@ -11,7 +11,7 @@ from hf_pyao.errors import ConfigError, nearest
 from hf_pyao.integrations.architectures import ROLES, FoundLayers
 from hf_pyao.integrations.wrappers import named_submodules
 
-Roles = Mapping[str, tuple[str, ...]]
+Roles = Mapping[str, Sequence[str]]
 
 LAYER_ITSELF = "."
 """The name, in a selection, of what a layer saves itself, outside all of its sub-modules."""

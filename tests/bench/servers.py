@@ -14,12 +14,10 @@ from hf_pyao.report.bench_report import BenchRow
 from hf_pyao.report.schema import to_plain
 
 
-def misbehave(
-    connection: Connection, setup: BenchSetup, trials: Sequence[Trial], log_path: str
-) -> None:
+def misbehave(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:
     """Send a row for each trial; hang at ``pyao-layer``, die at ``checkpoint`` and others."""
-    with open(log_path, "a", encoding="utf-8") as log:
-        print("starting", "a segmentation fault", "", sep="\n", file=log)
+    sys.stdout.write("starting\na segmentation fault\n")
+    sys.stdout.flush()
     connection.send(("ready", {}))
     for trial in trials:
         if trial.method == "pyao-layer":
@@ -32,15 +30,11 @@ def misbehave(
         connection.send(("row", to_plain(row)))
 
 
-def break_down(
-    connection: Connection, setup: BenchSetup, trials: Sequence[Trial], log_path: str
-) -> None:
+def break_down(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:
     """Say that there is nothing to measure."""
     connection.send(("broken", "no such model"))
 
 
-def die_early(
-    connection: Connection, setup: BenchSetup, trials: Sequence[Trial], log_path: str
-) -> None:
+def die_early(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:
     """End before the model is built."""
     sys.exit(3)

@@ -548,11 +548,11 @@ class TestRegistration:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"layers": "decoder.layers"}, "expected a tuple"),
+            ({"layers": "decoder.layers"}, "expected a list or tuple"),
             ({"layers": ()}, "layers is empty"),
             ({"layers": ("decoder.*",)}, "without wildcards"),
             ({"layers": ("",)}, "without wildcards"),
-            ({"layers": ("h",), "roles": {"mlp_up": "mlp"}}, "expected a tuple"),
+            ({"layers": ("h",), "roles": {"mlp_up": "mlp"}}, "expected a list or tuple"),
             ({"layers": ("h",), "roles": {"mlp_up": ("mlp.",)}}, "without wildcards"),
             ({"layers": ("h",), "roles": {"mlp.up": ("mlp",)}}, "no role name"),
             ({"layers": ("h",), "roles": [("mlp_up", ("mlp",))]}, "expected a dict"),
@@ -566,6 +566,11 @@ class TestRegistration:
     def test_malformed_maps(self, values: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             ModuleMap(**values)
+
+    def test_lists_of_paths_are_taken(self) -> None:
+        with_lists = ModuleMap(layers=["h"], roles={"mlp_up": ["mix"]}, optional=["mix"])
+        with_tuples = ModuleMap(layers=("h",), roles={"mlp_up": ("mix",)}, optional=("mix",))
+        assert with_lists == with_tuples
 
     def test_map_does_not_follow_the_callers_dict(self) -> None:
         roles = {"mlp_up": ("mix",)}
