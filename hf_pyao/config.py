@@ -137,7 +137,9 @@ class PyAOConfig:
         Gibibytes(),
         "Most host memory for offloaded tensors, in GiB (2**30 bytes), for each process; what "
         "does not fit stays on the device. Set it when several jobs share a host (default: half "
-        "of what is available when the model is attached, container limits respected).",
+        "of what is available when the model is attached, limits of containers and jobs respected, "
+        "divided by the processes that the launcher says it runs on the node; less if others have "
+        "taken most of it by the time it is needed).",
     )
     head_loss: str = setting(
         "off",

@@ -183,8 +183,8 @@ def _host(machine: Machine) -> list[Finding]:
     findings = [
         Finding(
             "host memory available",
-            f"{available_gib:.1f} GiB; saved tensors may take half of it by default "
-            "(host_memory_gib)",
+            f"{available_gib:.1f} GiB; saved tensors may take half of it by default, all ranks of "
+            "the node together (host_memory_gib)",
             ""
             if available_gib >= 8
             else "Little host memory is left: what does not fit stays on the device. Free some, "

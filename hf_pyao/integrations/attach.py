@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import weakref
 from types import TracebackType
@@ -30,16 +31,14 @@ from hf_pyao.runtime.lifecycle import Lifecycle
 from hf_pyao.runtime.policy import POINTWISE, Policy, RecomputeSelected, make_policy
 from hf_pyao.runtime.stream_transport import transport_for
 from hf_pyao.runtime.transport import Transport
-from hf_pyao.stores import HostPool, available_host_bytes
+from hf_pyao.stores import HostPool
+from hf_pyao.stores.host_share import HostShare
 from hf_pyao.stores.numa import node_of_pci_device
 
 if TYPE_CHECKING:
     from hf_pyao.integrations.head_loss import HeadLoss
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_HOST_SHARE = 0.5
-"""Share of the host memory available at attach time that saved tensors may take by default."""
 
 
 def attach(
@@ -190,7 +189,7 @@ class Offloader:
             f"hf_pyao offloads saved tensors of {len(self.layer_names)} layers "
             f"({self.layer_names[0]} .. {self.layer_names[-1]}, {self._how_found}): {what}, "
             f"codec {self.engine.codec.name!r}, the last {config.keep_last_layers} kept, "
-            f"{window}, {place}, at most {self.host_pool.capacity_bytes / GIB:.1f} GiB.{head}"
+            f"{window}, {place}, {_capacity(self.host_pool)}.{head}"
         )
 
     def warn_if_idle(self) -> None:
@@ -285,15 +284,23 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _make_pool(config: PyAOConfig, transport: Transport, device: torch.device) -> HostPool:
     if config.host_memory_gib is None:
-        capacity = int(available_host_bytes() * DEFAULT_HOST_SHARE)
+        share = HostShare.of_this_process(os.environ)
+        capacity = share.capacity_bytes
     else:
+        share = None
         capacity = int(config.host_memory_gib * GIB)
     return HostPool(
         capacity,
         pin=transport.needs_pinned_memory,
         numa_node=_numa_node_of(device),
+        share=share,
         on_release=transport.host_released,
     )
+
+
+def _capacity(pool: HostPool) -> str:
+    how = "" if pool.share is None else f" ({pool.share.describe()})"
+    return f"at most {pool.capacity_bytes / GIB:.1f} GiB{how}"
 
 
 def _numa_node_of(device: torch.device) -> int | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,16 +24,10 @@ from typing import Protocol
 
 import torch
 
-from hf_pyao.stores.numa import running_near
+from hf_pyao.stores.host_share import HostShare
+from hf_pyao.stores.slabs import ALIGNMENT_BYTES, Slab, SlabSource
 
 logger = logging.getLogger(__name__)
-
-ALIGNMENT_BYTES = 512
-"""Buffers start at multiples of this inside a slab; 64 keeps matrix products bit-identical, 512
-suits DMA engines."""
-
-MIN_SLAB_BYTES = 32 * 2**20
-"""Smallest slab, a power of two: torch's pinned allocator rounds requests up to one."""
 
 
 class Layout(Protocol):
@@ -96,39 +89,6 @@ class HostBuffer:
         return view
 
 
-class _Slab:
-    """One reservation, with its free ranges as a sorted list of (offset, nbytes)."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.free: list[tuple[int, int]] = [(0, memory.numel())]
-
-    def take(self, nbytes: int) -> int | None:
-        """Cut *nbytes* from the smallest free range that holds them; None if none does."""
-        best = min(
-            ((size, offset) for offset, size in self.free if size >= nbytes),
-            default=None,
-        )
-        if best is None:
-            return None
-        size, offset = best
-        self.free.remove((offset, size))
-        if size > nbytes:
-            insort(self.free, (offset + nbytes, size - nbytes))
-        return offset
-
-    def put(self, offset: int, nbytes: int) -> None:
-        """Return a range and join it with free neighbours."""
-        insort(self.free, (offset, nbytes))
-        at = self.free.index((offset, nbytes))
-        if at + 1 < len(self.free) and self.free[at + 1][0] == offset + nbytes:
-            nbytes += self.free.pop(at + 1)[1]
-            self.free[at] = (offset, nbytes)
-        if at and sum(self.free[at - 1]) == offset:
-            before, size = self.free[at - 1]
-            self.free[at - 1 : at + 1] = [(before, size + nbytes)]
-
-
 class HostPool:
     """Hands out host buffers from slabs that grow up to a cap and are then reused.
 
@@ -137,6 +97,8 @@ class HostPool:
         pin: page-lock the slabs, so that copies can run beside compute. Where pinning fails the
             pool goes on with pageable memory and says so once.
         numa_node: node of the host that the device hangs on; slabs are reserved there.
+        share: where the capacity is this process's share of the host memory: before the pool grows
+            it asks what the share is by now, and lowers its capacity to that.
         on_release: called with ``(data, after)`` for each buffer given back; test transports
             poison the bytes there.
     """
@@ -147,25 +109,35 @@ class HostPool:
         *,
         pin: bool,
         numa_node: int | None = None,
+        share: HostShare | None = None,
         on_release: Callable[[torch.Tensor, QueuedCopy | None], None] | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
-        self.pin = pin
+        self.share = share
         self.barriers: tuple[QueuedCopy, ...] = ()
         """Newest copy of each queue that may still read a released buffer."""
         self.pool_bytes = 0
         self.used_bytes = 0
         self.peak_used_bytes = 0
         self.num_slab_allocations = 0
-        self._numa_node = numa_node
+        self._source = SlabSource(pin=pin, numa_node=numa_node)
         self._on_release = on_release
-        self._slabs: list[_Slab] = []
+        self._slabs: list[Slab] = []
         self._spare: dict[int, list[HostBuffer]] = {}
         """Buffers that came back, by exact size: the next step asks for the same ones."""
         self._released: deque[tuple[HostBuffer, QueuedCopy | None]] = deque()
         self._lock = threading.Lock()
         self._is_full_logged = False
-        self._is_reserving = False
+
+    @property
+    def pin(self) -> bool:
+        """Whether slabs are page-locked; False once the machine has refused that."""
+        return self._source.pin
+
+    @property
+    def num_refused_slabs(self) -> int:
+        """Reservations that the machine refused; smaller ones were tried in their place."""
+        return self._source.num_refused
 
     def acquire(self, nbytes: int) -> HostBuffer | None:
         """Return a buffer of *nbytes* (uint8), or None if the cap or the machine allows no more.
@@ -205,7 +177,7 @@ class HostPool:
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Say whether *storage* is one of the slabs, or becomes one: memory of the host's."""
-        return self._is_reserving or any(
+        return self._source.is_reserving or any(
             slab.memory.untyped_storage()._cdata == storage._cdata for slab in self._slabs
         )
 
@@ -260,47 +232,34 @@ class HostPool:
         return HostBuffer(index, offset, reserved, slab.memory[offset : offset + nbytes])
 
     def _grow(self, reserved: int) -> bool:
-        room = self.capacity_bytes - self.pool_bytes
-        # Grow with what is there already, so that few slabs serve a run of any size.
-        wanted = max(MIN_SLAB_BYTES, reserved, min(self.pool_bytes, 2**30))
-        wanted = 1 << (wanted - 1).bit_length()
-        nbytes = wanted if wanted <= room else room // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self._is_reserving = True
-        try:
-            with running_near(self._numa_node):
-                memory = self._reserve(nbytes) if nbytes >= reserved else None
-        finally:
-            self._is_reserving = False
+        """Reserve one more slab that holds *reserved* bytes; False where nothing allows it."""
+        memory = self._new_slab(reserved)
         if memory is None:
-            if not self._is_full_logged:
-                self._is_full_logged = True
-                logger.warning(
-                    "host memory for saved tensors is full: %.2f GiB reserved of at most %.2f GiB; "
-                    "what does not fit stays on the device. Raise host_memory_gib if the machine "
-                    "has more.",
-                    self.pool_bytes / 2**30,
-                    self.capacity_bytes / 2**30,
-                )
+            self._log_full()
             return False
-        self._slabs.append(_Slab(memory))
-        self.pool_bytes += nbytes
+        self._slabs.append(Slab(memory))
+        self.pool_bytes += memory.numel()
         self.num_slab_allocations += 1
         return True
 
-    def _reserve(self, nbytes: int) -> torch.Tensor | None:
-        if self.pin:
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                self.pin = False
-                logger.warning(
-                    "cannot pin %.2f GiB of host memory (%s); going on with pageable memory, whose "
-                    "copies do not overlap with compute. Raise the locked-memory limit "
-                    "(`ulimit -l`), or lower host_memory_gib.",
-                    nbytes / 2**30,
-                    str(error).splitlines()[0],
-                )
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        except RuntimeError:
-            return None
+    def _new_slab(self, reserved: int) -> torch.Tensor | None:
+        if self.share is not None and reserved <= self.capacity_bytes - self.pool_bytes:
+            self.capacity_bytes = min(self.capacity_bytes, self.share.limit_bytes(self.pool_bytes))
+        room = self.capacity_bytes - self.pool_bytes
+        # Grow with what is there already, so that few slabs serve a run of any size.
+        wanted = max(reserved, self._source.wanted_bytes(self.pool_bytes))
+        wanted = 1 << (wanted - 1).bit_length()
+        nbytes = wanted if wanted <= room else room // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        return self._source.reserve(nbytes, reserved) if nbytes >= reserved else None
+
+    def _log_full(self) -> None:
+        if not self._is_full_logged:
+            self._is_full_logged = True
+            logger.warning(
+                "host memory for saved tensors is full: %.2f GiB reserved of at most %.2f GiB%s; "
+                "what does not fit stays on the device. Raise host_memory_gib if the machine "
+                "has more.",
+                self.pool_bytes / 2**30,
+                self.capacity_bytes / 2**30,
+                "" if self.share is None else f" ({self.share.describe()} at the start)",
+            )

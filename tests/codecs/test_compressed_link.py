@@ -14,7 +14,7 @@ from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 from hf_pyao.runtime.link_model import LinkModel
 from hf_pyao.runtime.simulated import SimulatedTicket, SimulatedTransport
 from hf_pyao.runtime.simulated_device import DeviceModel, MemoryLedger, SimulatedDevice
-from hf_pyao.stores.host_pool import ALIGNMENT_BYTES
+from hf_pyao.stores.slabs import ALIGNMENT_BYTES
 from study_codecs import study_codec
 
 NUM_LAYERS, NUM_SLOTS = 4, 16

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from hypothesis import strategies as st
 
 from hf_pyao import attach
 from hf_pyao.runtime.layout import Layouts
-from hf_pyao.stores import HostPool, available_host_bytes
-from hf_pyao.stores.host_pool import ALIGNMENT_BYTES, MIN_SLAB_BYTES, HostBuffer
+from hf_pyao.stores import HostPool
+from hf_pyao.stores.host_pool import HostBuffer
+from hf_pyao.stores.slabs import ALIGNMENT_BYTES, MIN_SLAB_BYTES
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,
@@ -205,29 +205,78 @@ def test_a_full_pool_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "host_memory_gib" in record.getMessage()
 
 
-def test_memory_that_cannot_be_pinned_is_used_pageable(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    empty = torch.empty
-    asked: list[bool] = []
+class Machine:
+    """Stands in for torch.empty: gives no piece of memory larger than it has."""
 
-    def refuses_to_pin(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        asked.append(pin_memory)
-        if pin_memory:
+    def __init__(self, *, pinned: int = 10**18, pageable: int = 10**18) -> None:
+        self.largest = {True: pinned, False: pageable}
+        self.asked: list[tuple[bool, int]] = []
+        self._empty = torch.empty
+
+    def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        (nbytes,) = args
+        self.asked.append((pin_memory, nbytes))
+        if nbytes > self.largest[pin_memory]:
             raise RuntimeError("CUDA error: out of memory\nand many more lines")
-        return empty(*args, **kwargs)
+        return self._empty(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "empty", refuses_to_pin)
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(torch, "empty", machine.empty)
+    return machine
+
+
+def test_memory_that_cannot_be_pinned_is_used_pageable(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.largest[True] = 0
     pool = HostPool(256 * MIB, pin=True)
     with caplog.at_level(logging.WARNING, "hf_pyao"):
         assert pool.acquire(MIB) is not None
+        num_asked = len(machine.asked)
         assert pool.acquire(40 * MIB) is not None
-    assert asked == [True, False, False], "it is tried once"
+    assert machine.asked[num_asked:] == [(False, 64 * MIB)], "pinning is tried for one slab"
     assert not pool.pin
     (record,) = caplog.records
     assert "cannot pin" in record.getMessage()
     assert "ulimit -l" in record.getMessage()
     assert "many more lines" not in record.getMessage()
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_slab_that_is_refused_is_tried_smaller(
+    pin: bool, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = HostPool(10**12, pin=pin)
+    assert pool.acquire(512 * MIB) is not None
+    machine.largest[pin] = 70 * MIB
+    machine.asked.clear()
+    with caplog.at_level(logging.WARNING, "hf_pyao"):
+        assert pool.acquire(3 * MIB) is not None
+        assert machine.asked == [(pin, size * MIB) for size in (512, 256, 128, 64)]
+        machine.asked.clear()
+        assert pool.acquire(62 * MIB) is not None
+        assert machine.asked == [(pin, 64 * MIB)], "no size is tried again that was refused"
+        machine.asked.clear()
+        assert pool.acquire(70 * MIB) is not None
+        assert machine.asked == [(pin, 128 * MIB), (pin, 70 * MIB)], "down to what was asked for"
+    assert pool.pin is pin
+    assert pool.pool_bytes == (512 + 64 + 64 + 70) * MIB
+    assert pool.num_refused_slabs == 4
+    (record,) = caplog.records
+    assert "refused 0.500 GiB of host memory in one piece" in record.getMessage()
+    assert "pieces of 0.062 GiB" in record.getMessage()
+    assert "many more lines" not in record.getMessage()
+
+
+def test_slabs_of_a_few_pages_are_not_tried(machine: Machine) -> None:
+    machine.largest[True] = machine.largest[False] = MIB - 1
+    pool = HostPool(10**12, pin=True)
+    assert pool.acquire(100) is None
+    sizes = [32 * MIB >> halves for halves in range(6)]
+    assert machine.asked == [(pin, size) for pin in (True, False) for size in sizes]
 
 
 def test_a_machine_without_memory_is_a_full_pool(
@@ -276,50 +325,6 @@ def test_the_cap_of_the_configuration_is_the_pools() -> None:
     with attach(tiny_model("opt"), replace(EVERYTHING, host_memory_gib=0.25)) as offloader:
         assert offloader.host_pool.capacity_bytes == 2**28
         assert not offloader.host_pool.pin, "on a CPU there is nothing to pin for"
-
-
-# ---- what the machine has
-# ----------------------------------------------------------------------------
-
-MEMINFO = "MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:    4000000 kB\n"
-V2, V1 = "/sys/fs/cgroup/memory.{}", "/sys/fs/cgroup/memory/memory.{}_in_bytes"
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"/proc/meminfo": MEMINFO}, 4_000_000 * 1024),
-        (
-            {"/proc/meminfo": MEMINFO, V2.format("max"): "max", V2.format("current"): "1"},
-            4096 * 10**6,
-        ),
-        (
-            {"/proc/meminfo": MEMINFO, V2.format("max"): "1000\n", V2.format("current"): "300\n"},
-            700,
-        ),
-        ({"/proc/meminfo": MEMINFO, V2.format("max"): "10", V2.format("current"): "30"}, 0),
-        ({"/proc/meminfo": MEMINFO, V1.format("limit"): "900", V1.format("usage"): "100"}, 800),
-        ({V2.format("max"): "1000", V2.format("current"): "300"}, 700),
-    ],
-)
-def test_available_memory_is_the_smaller_of_the_machines_and_the_containers(
-    files: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_text(path: Path, encoding: str | None = None) -> str:
-        if str(path) not in files:
-            raise FileNotFoundError(path)
-        return files[str(path)]
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert available_host_bytes() == expected
-
-
-def test_available_memory_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_text(path: Path, encoding: str | None = None) -> str:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert available_host_bytes() > 2**28
 
 
 def test_a_buffer_remembers_how_it_was_viewed() -> None:
