@@ -76,117 +76,117 @@ def test_available_memory_where_nothing_is_known(tmp_path: Path) -> None:
     assert cgroup_available_bytes(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    {
-        "version 2, the job's own group": (
-            {
-                **own_group("0::/system.slice/slurmstepd.scope/job_1/step_0\n"),
-                **mounts(mount2()),
-                **group2(f"{V2}/system.slice/slurmstepd.scope/job_1", 2000, 500),
-                **group2(f"{V2}/system.slice/slurmstepd.scope/job_1/step_0", "max", 500),
-            },
-            1500,
-        ),
-        "a group above has less left than the own one": (
-            {
-                **own_group("0::/a/b\n"),
-                **mounts(mount2()),
-                **group2(f"{V2}/a", 5000, 4900),
-                **group2(f"{V2}/a/b", 2000, 1000),
-            },
-            100,
-        ),
-        "version 1": (
-            {
-                **own_group("7:cpu,cpuacct:/x\n4:hugetlb,memory:/slurm/uid_7/job_1\n1:name=s:/y\n"),
-                **mounts(mount1(controllers="hugetlb,memory")),
-                **group1(V1, 2**63 - 4096, 999),
-                **group1(f"{V1}/slurm/uid_7/job_1", 3000, 700),
-                **group1(f"{V1}/x", 1, 1),
-            },
-            2300,
-        ),
-        "both, memory under version 1": (
-            {
-                **own_group("4:memory:/job\n0::/job\n"),
-                **mounts(mount2(f"/{V2}/unified"), mount1()),
-                **group1(f"{V1}/job", 3000, 1000),
-            },
-            2000,
-        ),
-        "both, memory under version 2": (
-            {
-                **own_group("4:cpu:/job\n0::/job\n"),
-                **mounts(mount2(f"/{V2}/unified"), mount1(f"/{V2}/cpu", controllers="cpu")),
-                **group2(f"{V2}/unified/job", 3000, 1000),
-            },
-            2000,
-        ),
-        "a container's group, mounted, with its path on the host": (
-            {
-                **own_group("0::/docker/abc/inner\n"),
-                **mounts(mount2(of="/docker/abc")),
-                **group2(V2, 3000, 1000),
-                **group2(f"{V2}/inner", 2500, 1000),
-            },
-            1500,
-        ),
-        "a container's group, mounted, another path than in /proc": (
-            {
-                **own_group("4:memory:/kubepods/pod/abc\n"),
-                **mounts(mount1(of="/docker/xyz")),
-                **group1(V1, 3000, 1000),
-            },
-            2000,
-        ),
-        "moved out of the namespace's root": (
-            {
-                **own_group("0::/../other\n"),
-                **mounts(mount2()),
-                **group2(V2, 3000, 1000),
-                **group2("sys/fs/other", 2, 1),
-                **group2(f"{V2}/other", 2, 1),
-            },
-            2000,
-        ),
-        "the mount begins above the namespace's root": (
-            {
-                **own_group("0::/mine\n"),
-                **mounts(mount2(of="/..")),
-                **group2(V2, 3000, 1000),
-                **group2(f"{V2}/mine", 2, 1),
-            },
-            2000,
-        ),
-        "mounted elsewhere, with a blank in its name; a path with a colon": (
-            {
-                **own_group("0::/a:b\n"),
-                **mounts(mount2(r"/mnt/c\040group")),
-                **group2("mnt/c group/a:b", 3000, 1000),
-            },
-            2000,
-        ),
-        "a later mount at the same place hides the earlier": (
-            {
-                **own_group("0::/docker/abc/inner\n"),
-                **mounts(mount2(), mount2(of="/docker/abc")),
-                **group2(f"{V2}/inner", 2500, 1000),
-            },
-            1500,
-        ),
-        "no list of mounts": (
-            {**own_group("0::/job\n"), **group2(f"{V2}/job", 2000, 500)},
-            1500,
-        ),
-        "memory.high below memory.max": (
-            {**own_group("0::/\n"), **group2(V2, 3000, 1000, high=1800)},
-            800,
-        ),
-        "memory.high alone": ({**own_group("0::/\n"), **group2(V2, "max", 1000, high=1800)}, 800),
-        "no limit anywhere": ({**own_group("0::/a\n"), **group2(f"{V2}/a", "max", 7)}, None),
-    }.values(),
-)
+GROUPS: dict[str, tuple[dict[str, str], int | None]] = {
+    "version 2, the job's own group": (
+        {
+            **own_group("0::/system.slice/slurmstepd.scope/job_1/step_0\n"),
+            **mounts(mount2()),
+            **group2(f"{V2}/system.slice/slurmstepd.scope/job_1", 2000, 500),
+            **group2(f"{V2}/system.slice/slurmstepd.scope/job_1/step_0", "max", 500),
+        },
+        1500,
+    ),
+    "a group above has less left than the own one": (
+        {
+            **own_group("0::/a/b\n"),
+            **mounts(mount2()),
+            **group2(f"{V2}/a", 5000, 4900),
+            **group2(f"{V2}/a/b", 2000, 1000),
+        },
+        100,
+    ),
+    "version 1": (
+        {
+            **own_group("7:cpu,cpuacct:/x\n4:hugetlb,memory:/slurm/uid_7/job_1\n1:name=s:/y\n"),
+            **mounts(mount1(controllers="hugetlb,memory")),
+            **group1(V1, 2**63 - 4096, 999),
+            **group1(f"{V1}/slurm/uid_7/job_1", 3000, 700),
+            **group1(f"{V1}/x", 1, 1),
+        },
+        2300,
+    ),
+    "both, memory under version 1": (
+        {
+            **own_group("4:memory:/job\n0::/job\n"),
+            **mounts(mount2(f"/{V2}/unified"), mount1()),
+            **group1(f"{V1}/job", 3000, 1000),
+        },
+        2000,
+    ),
+    "both, memory under version 2": (
+        {
+            **own_group("4:cpu:/job\n0::/job\n"),
+            **mounts(mount2(f"/{V2}/unified"), mount1(f"/{V2}/cpu", controllers="cpu")),
+            **group2(f"{V2}/unified/job", 3000, 1000),
+        },
+        2000,
+    ),
+    "a container's group, mounted, with its path on the host": (
+        {
+            **own_group("0::/docker/abc/inner\n"),
+            **mounts(mount2(of="/docker/abc")),
+            **group2(V2, 3000, 1000),
+            **group2(f"{V2}/inner", 2500, 1000),
+        },
+        1500,
+    ),
+    "a container's group, mounted, another path than in /proc": (
+        {
+            **own_group("4:memory:/kubepods/pod/abc\n"),
+            **mounts(mount1(of="/docker/xyz")),
+            **group1(V1, 3000, 1000),
+        },
+        2000,
+    ),
+    "moved out of the namespace's root": (
+        {
+            **own_group("0::/../other\n"),
+            **mounts(mount2()),
+            **group2(V2, 3000, 1000),
+            **group2("sys/fs/other", 2, 1),
+            **group2(f"{V2}/other", 2, 1),
+        },
+        2000,
+    ),
+    "the mount begins above the namespace's root": (
+        {
+            **own_group("0::/mine\n"),
+            **mounts(mount2(of="/..")),
+            **group2(V2, 3000, 1000),
+            **group2(f"{V2}/mine", 2, 1),
+        },
+        2000,
+    ),
+    "mounted elsewhere, with a blank in its name; a path with a colon": (
+        {
+            **own_group("0::/a:b\n"),
+            **mounts(mount2(r"/mnt/c\040group")),
+            **group2("mnt/c group/a:b", 3000, 1000),
+        },
+        2000,
+    ),
+    "a later mount at the same place hides the earlier": (
+        {
+            **own_group("0::/docker/abc/inner\n"),
+            **mounts(mount2(), mount2(of="/docker/abc")),
+            **group2(f"{V2}/inner", 2500, 1000),
+        },
+        1500,
+    ),
+    "no list of mounts": (
+        {**own_group("0::/job\n"), **group2(f"{V2}/job", 2000, 500)},
+        1500,
+    ),
+    "memory.high below memory.max": (
+        {**own_group("0::/\n"), **group2(V2, 3000, 1000, high=1800)},
+        800,
+    ),
+    "memory.high alone": ({**own_group("0::/\n"), **group2(V2, "max", 1000, high=1800)}, 800),
+    "no limit anywhere": ({**own_group("0::/a\n"), **group2(f"{V2}/a", "max", 7)}, None),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), GROUPS.values(), ids=list(GROUPS))
 def test_the_group_with_the_least_left_counts(
     files: dict[str, str], expected: int | None, tmp_path: Path
 ) -> None:
@@ -201,33 +201,33 @@ STAT_1 = "cache 11\ninactive_file 5\nactive_file 6\ndirty 1\ntotal_cache 6500\n"
 )
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    {
-        "cache is available; shared memory, unclaimable memory and processes are not": (
-            group2(V2, 8000, 7900, STAT_2),
-            100 + 6300,
-        ),
-        "what must be written first is not": (
-            group2(V2, 8000, 7900, STAT_2 + "file_dirty 250\nfile_writeback 50\n"),
-            100 + 6000,
-        ),
-        "of the group that has the least left then": (
-            {
-                **own_group("0::/a\n"),
-                **group2(V2, 9000, 8500),
-                **group2(f"{V2}/a", 8000, 7900, STAT_2),
-            },
-            500,
-        ),
-        "never more than the limit": (group2(V2, 8000, 100, STAT_2), 8000),
-        "version 1 counts the groups below by other names": (
-            group1(V1, 8000, 7900, STAT_1),
-            100 + 5900,
-        ),
-        "lines of another form": (group2(V2, 8000, 7900, "inactive_file\nactive_file x\n\n"), 100),
-    }.values(),
-)
+CACHES: dict[str, tuple[dict[str, str], int | None]] = {
+    "cache is available; shared memory, unclaimable memory and processes are not": (
+        group2(V2, 8000, 7900, STAT_2),
+        100 + 6300,
+    ),
+    "what must be written first is not": (
+        group2(V2, 8000, 7900, STAT_2 + "file_dirty 250\nfile_writeback 50\n"),
+        100 + 6000,
+    ),
+    "of the group that has the least left then": (
+        {
+            **own_group("0::/a\n"),
+            **group2(V2, 9000, 8500),
+            **group2(f"{V2}/a", 8000, 7900, STAT_2),
+        },
+        500,
+    ),
+    "never more than the limit": (group2(V2, 8000, 100, STAT_2), 8000),
+    "version 1 counts the groups below by other names": (
+        group1(V1, 8000, 7900, STAT_1),
+        100 + 5900,
+    ),
+    "lines of another form": (group2(V2, 8000, 7900, "inactive_file\nactive_file x\n\n"), 100),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), CACHES.values(), ids=list(CACHES))
 def test_files_that_are_merely_cached_count_as_available(
     files: dict[str, str], expected: int, tmp_path: Path
 ) -> None:
