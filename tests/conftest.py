@@ -5,13 +5,37 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort out what runs here, and when."""
+    _mark_sampled(items)
+    _deselect_gpu(config, items)
+
+
+def _mark_sampled(items: list[pytest.Item]) -> None:
+    """Mark as thorough all but one in *every* of the cases of tests marked ``sampled``.
+
+    Where *every* has no divisor in common with the number of values of any parameter, each value
+    of each parameter is among those that are left.
+    """
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            function = item.nodeid.partition("[")[0]
+            if num_cases[function] % sampled.kwargs["every"]:
+                item.add_marker("thorough")
+            num_cases[function] += 1
+
+
+def _deselect_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked ``gpu`` where there is no accelerator; pytest counts them.
 
     ``PYAO_GPU_DRY_RUN=1`` runs one case of each test that has a stand-in for a GPU, ``all`` every

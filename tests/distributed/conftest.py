@@ -1,11 +1,13 @@
-"""Starts the two ranks, once for all tests of this folder."""
+"""Starts the two ranks, once for each group of scenarios."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +22,31 @@ TIMEOUT_S = 300
 Results = list[dict[str, dict[str, Any]]]
 """One per rank: scenario name -> what was seen."""
 
+ResultsOf = Callable[[str], Results]
+"""From the name of a group of scenarios."""
+
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Return what the ranks saw; tests that pytest-xdist spreads over processes share one run."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return _run_ranks(tmp_path_factory.mktemp("distributed"))
-    folder = tmp_path_factory.getbasetemp().parent / "distributed"
-    with FileLock(f"{folder}.lock"):
-        if folder.exists():
-            return _read(folder)
-        folder.mkdir()
-        return _run_ranks(folder)
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> ResultsOf:
+    """Return what gives the ranks' results, group by group; workers of pytest-xdist share a run."""
+    is_shared = "PYTEST_XDIST_WORKER" in os.environ
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if is_shared else root
+
+    @functools.cache
+    def results_of(group: str) -> Results:
+        folder = root / f"distributed_{group}"
+        with FileLock(f"{folder}.lock"):
+            if folder.exists():
+                return _read(folder)
+            folder.mkdir()
+            return _run_ranks(folder, group)
+
+    return results_of
 
 
-def _run_ranks(folder: Path) -> Results:
-    processes = [_start(folder, rank) for rank in range(WORLD_SIZE)]
+def _run_ranks(folder: Path, group: str) -> Results:
+    processes = [_start(folder, group, rank) for rank in range(WORLD_SIZE)]
     try:
         for process in processes:
             process.wait(TIMEOUT_S)
@@ -51,7 +62,7 @@ def _run_ranks(folder: Path) -> Results:
     return _read(folder)
 
 
-def _start(folder: Path, rank: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, group: str, rank: int) -> subprocess.Popen[bytes]:
     environment = {name: v for name, v in os.environ.items() if not name.startswith("PYAO_")}
     environment |= {
         "RANK": str(rank),
@@ -63,7 +74,7 @@ def _start(folder: Path, rank: int) -> subprocess.Popen[bytes]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
     }
-    command = [sys.executable, "-m", "tests.distributed.worker", str(folder)]
+    command = [sys.executable, "-m", "tests.distributed.worker", str(folder), group]
     with (folder / f"rank{rank}.log").open("wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 WORLD_SIZE = 2
@@ -142,3 +143,20 @@ TRAINER = [
 ]
 
 SCENARIOS = [*FSDP2, *FSDP1, *DDP, *TRAINER]
+
+
+def covering(scenarios: Sequence[Scenario]) -> list[Scenario]:
+    """Return a few of *scenarios* that have every value of every field among them."""
+    chosen: list[Scenario] = []
+    seen: set[tuple[int, Any]] = set()
+    for scenario in reversed(scenarios):  # the later ones differ in more from the defaults
+        values = set(enumerate(astuple(scenario)))
+        if not values <= seen:
+            chosen.append(scenario)
+            seen |= values
+    return chosen
+
+
+GROUPS = {"default": covering(SCENARIOS)}
+GROUPS["thorough"] = [scenario for scenario in SCENARIOS if scenario not in GROUPS["default"]]
+"""What runs by default, and what CI runs besides."""

@@ -1,27 +1,48 @@
 """On two ranks, under every kind of data parallelism: same bits as without hf_pyao, and no
 parameter moved, gathered, cast and transposed ones included.
 
-The two ranks run once, over gloo on the CPU; each test reads what they saw.
+The two ranks run once for the few scenarios of the default run, and once for the others, over gloo on
+the CPU; each test reads what they saw.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from tests.distributed.scenarios import DDP, LAYER_CLASSES, SCENARIOS, TRAINER, WORLD_SIZE, Scenario
+from tests.distributed.conftest import ResultsOf
+from tests.distributed.scenarios import (
+    DDP,
+    GROUPS,
+    LAYER_CLASSES,
+    SCENARIOS,
+    TRAINER,
+    WORLD_SIZE,
+    Scenario,
+)
 
 pytestmark = pytest.mark.distributed
 
-Results = list[dict[str, dict[str, Any]]]
-of_all = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+
+def each_of(scenarios: Iterable[Scenario]) -> pytest.MarkDecorator:
+    """Run a test with each of *scenarios*, by default with the few that cover all of their values."""
+    cases = []
+    for scenario in scenarios:
+        marks = () if scenario in GROUPS["default"] else (pytest.mark.thorough,)
+        cases.append(pytest.param(scenario, id=scenario.name, marks=marks))
+    return pytest.mark.parametrize("scenario", cases)
 
 
-def seen(results: Results, scenario: Scenario) -> list[dict[str, Any]]:
+of_all = each_of(SCENARIOS)
+
+
+def seen(results_of: ResultsOf, scenario: Scenario) -> list[dict[str, Any]]:
     """Return what each rank saw in *scenario*."""
-    ranks = [result[scenario.name] for result in results]
+    group = "default" if scenario in GROUPS["default"] else "thorough"
+    ranks = [result[scenario.name] for result in results_of(group)]
     for rank, facts in enumerate(ranks):
         if "error" in facts:
             pytest.fail(f"rank {rank} failed:\n{facts['error']}", pytrace=False)
@@ -33,9 +54,11 @@ def test_scenario_names_are_unique() -> None:
 
 
 @of_all
-def test_the_model_is_wrapped_as_the_scenario_says(results: Results, scenario: Scenario) -> None:
+def test_the_model_is_wrapped_as_the_scenario_says(
+    results_of: ResultsOf, scenario: Scenario
+) -> None:
     plain = LAYER_CLASSES[scenario.model]
-    for facts in seen(results, scenario):
+    for facts in seen(results_of, scenario):
         assert facts["world_size"] == WORLD_SIZE
         if scenario.wrapper.endswith("fsdp2"):
             assert facts["layer_classes"] == [f"FSDP{plain}"]
@@ -50,8 +73,8 @@ def test_the_model_is_wrapped_as_the_scenario_says(results: Results, scenario: S
 
 
 @of_all
-def test_losses_and_gradients_are_bit_identical(results: Results, scenario: Scenario) -> None:
-    for rank, facts in enumerate(seen(results, scenario)):
+def test_losses_and_gradients_are_bit_identical(results_of: ResultsOf, scenario: Scenario) -> None:
+    for rank, facts in enumerate(seen(results_of, scenario)):
         assert facts["offloading_losses"] == facts["losses"], f"rank {rank}"
         assert len(facts["losses"]) >= 2
         assert all(math.isfinite(loss) for loss in facts["losses"])
@@ -59,23 +82,25 @@ def test_losses_and_gradients_are_bit_identical(results: Results, scenario: Scen
         assert facts["num_tensors"] > 0
 
 
-@pytest.mark.parametrize("scenario", [*DDP, *TRAINER], ids=lambda scenario: scenario.name)
-def test_ranks_exchange_gradients(results: Results, scenario: Scenario) -> None:
-    first, second = seen(results, scenario)
+@each_of([*DDP, *TRAINER])
+def test_ranks_exchange_gradients(results_of: ResultsOf, scenario: Scenario) -> None:
+    first, second = seen(results_of, scenario)
     assert first["digest"] == second["digest"], "the ranks trained independently"
     if scenario in DDP:
         assert first["losses"] != second["losses"], "the ranks saw the same data"
 
 
 @of_all
-def test_no_parameter_is_moved(results: Results, scenario: Scenario) -> None:
-    for rank, facts in enumerate(seen(results, scenario)):
+def test_no_parameter_is_moved(results_of: ResultsOf, scenario: Scenario) -> None:
+    for rank, facts in enumerate(seen(results_of, scenario)):
         assert facts["parameters_moved"] == [], f"rank {rank} copied the values of parameters"
 
 
 @of_all
-def test_parameters_and_nothing_else_are_recognised(results: Results, scenario: Scenario) -> None:
-    for rank, facts in enumerate(seen(results, scenario)):
+def test_parameters_and_nothing_else_are_recognised(
+    results_of: ResultsOf, scenario: Scenario
+) -> None:
+    for rank, facts in enumerate(seen(results_of, scenario)):
         assert facts["misses"] == [], f"rank {rank} took parameters for activations"
         assert facts["false_positives"] == [], f"rank {rank} took activations for parameters"
         # A checkpointed layer saves its inputs only.
@@ -84,8 +109,8 @@ def test_parameters_and_nothing_else_are_recognised(results: Results, scenario: 
 
 
 @of_all
-def test_all_layers_but_the_last_offload(results: Results, scenario: Scenario) -> None:
-    for facts in seen(results, scenario):
+def test_all_layers_but_the_last_offload(results_of: ResultsOf, scenario: Scenario) -> None:
+    for facts in seen(results_of, scenario):
         # Hooks that are inside of what is recomputed must do nothing. (Accelerate 1.11 wrapped the
         # sub-modules of layers, which is inside our hooks; later releases wrap the layers.)
         is_inside = "FSDPCheckpointWrapper" in facts.get("layer_parents", ())
@@ -100,6 +125,6 @@ def test_all_layers_but_the_last_offload(results: Results, scenario: Scenario) -
 
 
 @of_all
-def test_no_host_memory_stays_busy(results: Results, scenario: Scenario) -> None:
-    for facts in seen(results, scenario):
+def test_no_host_memory_stays_busy(results_of: ResultsOf, scenario: Scenario) -> None:
+    for facts in seen(results_of, scenario):
         assert facts["busy_host_bytes"] == 0

@@ -1,6 +1,6 @@
-"""One rank: runs every scenario with and without hf_pyao and writes what it saw as JSON.
+"""One rank: runs every scenario of a group with and without hf_pyao and writes what it saw as JSON.
 
-Called as ``python -m tests.distributed.worker FOLDER`` with RANK and WORLD_SIZE in the environment.
+Called as ``python -m tests.distributed.worker FOLDER GROUP`` with RANK and WORLD_SIZE in the environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tests.distributed.audit import RecogniserAudit, bytes_of
 from tests.distributed.models import batch_of, layers_of
-from tests.distributed.scenarios import SCENARIOS, Scenario
+from tests.distributed.scenarios import GROUPS, Scenario
 from tests.distributed.trainer import train
 from tests.distributed.wrapping import Prepared, full_parameters, local_gradients, prepare
 
@@ -132,8 +132,8 @@ def _is_equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return left is not None and right is not None and torch.equal(left, right)
 
 
-def main(folder: Path) -> None:
-    """Run all scenarios; a failing one is written down and the next one runs."""
+def main(folder: Path, group: str) -> None:
+    """Run the scenarios of *group*; a failing one is written down and the next one runs."""
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
@@ -145,7 +145,7 @@ def main(folder: Path) -> None:
     )
     results: dict[str, Any] = {}
     references: dict[Scenario, Run] = {}
-    for scenario in SCENARIOS:
+    for scenario in GROUPS[group]:
         start = time.perf_counter()
         try:
             if scenario.reference not in references:
@@ -162,7 +162,7 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
     status = 1
     try:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), sys.argv[2])
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -39,6 +39,7 @@ def truth_of(model: Any, batch: dict[str, Tensor]) -> Found:
     return loss.detach(), gradients(exact)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_median_error_is_at_most_the_own_losss(name: str, dtype: torch.dtype) -> None:

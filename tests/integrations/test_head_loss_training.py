@@ -427,7 +427,9 @@ def check_fsdp(rank: int) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("check", ["check_ddp", "check_fsdp"])
+@pytest.mark.parametrize(
+    "check", [pytest.param("check_ddp", marks=pytest.mark.thorough), "check_fsdp"]
+)
 def test_two_ranks(check: str, tmp_path: Path) -> None:
     spawn(on_ranks, args=(str(tmp_path), check), nprocs=2)
 

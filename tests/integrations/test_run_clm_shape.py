@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).with_name("run_clm_shape.py")
@@ -57,6 +58,7 @@ def logs_of(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in state["log_history"] if "loss" in entry]
 
 
+@pytest.mark.thorough
 def test_the_script_trains_the_same_with_the_names_swapped(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     swapped = tmp_path / "swapped.py"

@@ -162,6 +162,7 @@ SETTINGS: dict[str, tuple[float, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("architecture", MODELS)
 def test_training_is_bitwise_the_same(architecture: str, setting: str, tmp_path: Path) -> None:
@@ -303,6 +304,7 @@ def test_a_failed_training_leaves_the_model_as_it_was(error: BaseException, tmp_
     attach(model, PyAOConfig(min_bytes=1)).detach()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("make_callbacks", [lambda: [], lambda: [FailsAt(RuntimeError("once"))]])
 def test_a_second_training_is_bitwise_the_same_too(
     make_callbacks: Callable[[], list[TrainerCallback]], tmp_path: Path

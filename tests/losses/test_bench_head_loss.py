@@ -22,6 +22,7 @@ def published(name: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("extra", [[], ["--curve"]], ids=["time", "curve"])
 def test_smoke(extra: list[str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"

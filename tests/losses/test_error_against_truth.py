@@ -20,6 +20,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("factor", [1.0, 1 / 3], ids=["plain", "accumulated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head", HEADS)

@@ -183,6 +183,7 @@ BACKWARDS = (
 )
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("scenario", BACKWARDS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("model_type", MAIN)
 def test_backward_passes(model_type: str, scenario: Callable[[Any], Outcome]) -> None:

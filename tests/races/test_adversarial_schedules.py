@@ -1,10 +1,11 @@
 """Gradients stay bit-identical under every schedule that a pair of streams could produce.
 
-2,000 seeded schedules run here: models x one and two streams x windows x scenarios. A longer run is
-made, and taken up where it was cut off, by
+2,000 seeded schedules run here: models x one and two streams x windows x scenarios; a few of each by
+default, all of them among the thorough tests. A longer run is made, and taken up where it was cut
+off, by
 
     PYAO_TEST_SCHEDULES=100000 PYAO_TEST_SCHEDULES_RECORD=recipes/results/adversarial_schedules \\
-        pytest -n 3 tests/races/test_adversarial_schedules.py
+        pytest -n 3 -m thorough tests/races/test_adversarial_schedules.py
 
 which leaves one file for each architecture; those of the last such run are in the repository.
 """
@@ -33,10 +34,10 @@ VARIANTS = tuple(itertools.product(WINDOWS, (1, 2), SCENARIOS))
 
 
 class Record:
-    """How far a long run has come, in a file; without one, nothing is kept."""
+    """How far a long run has come, in a file of *folder*; without one, nothing is kept."""
 
-    def __init__(self, architecture: str) -> None:
-        self.path = Path(RECORD) / f"{architecture}.json" if RECORD else None
+    def __init__(self, architecture: str, folder: str | None = None) -> None:
+        self.path = Path(folder) / f"{architecture}.json" if folder else None
         self.architecture = architecture
         self.provenance = dataclasses.replace(  # of the code that runs, whatever changes meanwhile
             collect_provenance(),
@@ -68,10 +69,25 @@ class Record:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_gradients_are_bit_identical_under_adversarial_schedules(architecture: str) -> None:
-    model, plain = make_pair(architecture)
-    expected = {name: run(plain) for name, run in SCENARIOS.items()}
     record = Record(architecture)
-    for seed in range(record.num_schedules, -(-NUM_SCHEDULES // len(ARCHITECTURES))):
+    run_schedules(record, 3 * len(VARIANTS))
+    assert record.num_copies > record.num_schedules * 10  # they had something to get wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_are_bit_identical_under_all_schedules(architecture: str) -> None:
+    record = Record(architecture, RECORD)
+    run_schedules(record, -(-NUM_SCHEDULES // len(ARCHITECTURES)))
+    record.write()
+    assert record.num_copies > record.num_schedules * 10
+
+
+def run_schedules(record: Record, num_schedules: int) -> None:
+    """Go on with *record* until it has so many schedules."""
+    model, plain = make_pair(record.architecture)
+    expected = {name: run(plain) for name, run in SCENARIOS.items()}
+    for seed in range(record.num_schedules, num_schedules):
         window, copy_streams, scenario = VARIANTS[seed % len(VARIANTS)]
         transport = SimulatedTransport(seed, copy_streams=copy_streams)
         config = PyAOConfig(min_bytes=0, window=window, keep_last_layers=seed % 2)
@@ -86,8 +102,6 @@ def test_gradients_are_bit_identical_under_adversarial_schedules(architecture: s
         record.num_copies += sum(transport.num_copies.values())
         if record.num_schedules % RECORDED_EVERY == 0:
             record.write()
-    record.write()
-    assert record.num_copies > NUM_SCHEDULES * 10  # the schedules had something to get wrong
 
 
 def test_the_long_run_is_on_record() -> None:
