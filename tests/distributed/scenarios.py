@@ -32,8 +32,9 @@ class Scenario:
     all the same, since gradients pass through it."""
     option: str = ""
     """``resident`` (no resharding after forward), ``accumulate`` (two micro-batches a step),
-    ``two_forwards`` (both before one backward), ``checkpointing`` (by the model), or
-    ``checkpoint_wrapper`` (modules that Accelerate puts around each layer, or into it)."""
+    ``two_forwards`` (both before one backward), ``recompute`` (beside offloading),
+    ``checkpointing`` (by the model), or ``checkpoint_wrapper`` (modules that Accelerate puts around
+    each layer, or into it)."""
     attach: str = "after"
     """``before`` or ``after`` wrapping."""
     keep_last_layers: int = 1
@@ -108,6 +109,7 @@ FSDP2 = [
         Scenario(wrapper="fsdp2", model="llama", precision="policy", option="checkpointing"),
         Scenario(wrapper="accelerate_fsdp2", model="opt"),
         Scenario(wrapper="accelerate_fsdp2", model="llama", precision="policy", tuning="lora"),
+        Scenario(wrapper="fsdp2", model="llama", precision="policy", option="recompute"),
     ),
     *crossed(Scenario(wrapper="accelerate_fsdp2", model="llama", option="checkpoint_wrapper"))[:2],
 ]

@@ -55,6 +55,7 @@ def test_the_table_tells_of_a_chunked_head_loss_and_the_end_of_results(run_recip
     assert run.output.rstrip().splitlines()[-1] == f"results in {run.folder}"
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("architecture", model_sizes.MODEL_SIZES)
 def test_offloading_changes_no_loss_and_no_weight(architecture: str, run_recipe: Run) -> None:
     reference = run_recipe(architecture, "--no_activation_offload", folder="plain")

@@ -56,6 +56,7 @@ def read(path: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.thorough
 def test_smoke_prints_every_table_and_draws(smoke: tuple[Path, str]) -> None:
     out, printed = smoke
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -65,6 +66,7 @@ def test_smoke_prints_every_table_and_draws(smoke: tuple[Path, str]) -> None:
     assert len(re.findall(r"^\| ---", printed, re.MULTILINE)) == 8
 
 
+@pytest.mark.thorough
 def test_controls_are_zero_and_lossy_codecs_are_not(smoke: tuple[Path, str]) -> None:
     document = read(smoke[0])
     check_controls(document["summary"], {"opt"})
@@ -155,6 +157,7 @@ def test_the_page_has_the_codecs_times() -> None:
         assert f"| {row['encode_gib_per_s']:.2f} | {row['decode_gib_per_s']:.2f} |" in page
 
 
+@pytest.mark.thorough
 def test_resume_does_only_what_is_missing(smoke: tuple[Path, str], cache: Path) -> None:
     document = read(smoke[0])
     expected = {name: without_time(run) for name, run in document["runs"].items()}
@@ -175,6 +178,7 @@ def test_resume_does_only_what_is_missing(smoke: tuple[Path, str], cache: Path) 
     assert found == expected
 
 
+@pytest.mark.thorough
 def test_resume_refuses_what_it_cannot_go_on_with(smoke: tuple[Path, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="goes on from the file that --out names, and None is no"):
         compression_error.main(["--smoke", "--resume"])

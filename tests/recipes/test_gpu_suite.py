@@ -30,6 +30,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "results"
 
 
+@pytest.mark.thorough
 def test_every_part_leaves_its_results(smoke: Path) -> None:
     assert sorted(path.name for path in smoke.glob("*.json")) == [
         *("bf16-llama.json", "cap-opt.json", "link.json", "ratio-gpt2.json", "tests.json"),
@@ -38,6 +39,7 @@ def test_every_part_leaves_its_results(smoke: Path) -> None:
     assert len(list(smoke.glob("*.png"))) == 3
 
 
+@pytest.mark.thorough
 def test_every_test_for_a_device_was_tried(smoke: Path) -> None:
     document = read_document(smoke / "tests.json")
     assert isinstance(document, FactsReport)
@@ -50,6 +52,7 @@ def test_every_test_for_a_device_was_tried(smoke: Path) -> None:
     assert document.facts["is_dry_run"] is True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["cap-opt", "ratio-gpt2", "bf16-llama"])
 def test_every_benchmark_has_a_row_for_each_method(smoke: Path, name: str) -> None:
     report = BenchReport.from_json_file(smoke / f"{name}.json")

@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.thorough
 def test_two_ranks_compute_the_same_bits(tmp_path: Path) -> None:
     processes = []
     for rank in range(WORLD_SIZE):

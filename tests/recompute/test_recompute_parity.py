@@ -57,6 +57,7 @@ def reference(model_type: str, attention: str, dropout: float, precision: str) -
     return train(model, STEPS, autocast=autocast)
 
 
+@pytest.mark.sampled(every=4)
 @of_cases
 def test_training_is_bitwise_the_same(model_type: str, names: tuple[str, ...]) -> None:
     recomputed = 0.0
@@ -93,6 +94,7 @@ def two_forwards(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**gradients_of(model), "rng": torch.get_rng_state()}
 
 
+@pytest.mark.sampled(every=5)
 @of_cases
 @pytest.mark.parametrize("base", [ALONE, EVERY_LAYER], ids=["alone", "offloading"])
 def test_two_forwards_and_a_retained_graph(
@@ -107,6 +109,7 @@ def test_two_forwards_and_a_retained_graph(
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama"])
 def test_under_checkpointing_there_is_nothing_to_recompute(
