@@ -22,8 +22,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _mark_sampled(items: list[pytest.Item]) -> None:
     """Mark as thorough all but one in *every* of the cases of tests marked ``sampled``.
 
-    Where *every* has no divisor in common with the number of values of any parameter, each value
-    of each parameter is among those that are left.
+    Of a test with several parameters, those that are left differ in all of them, as long as *every*
+    has no divisor in common with the number of values of any.
     """
     num_cases: Counter[str] = Counter()
     for item in items:

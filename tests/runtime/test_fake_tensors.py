@@ -52,6 +52,7 @@ def figures(
     }
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("model_type", MAIN)
 @pytest.mark.parametrize("config", [EVERYTHING, replace(EVERY_LAYER, window=4096)], ids=["", "4k"])
 def test_figures_are_those_of_real_tensors(model_type: str, config: PyAOConfig) -> None:
