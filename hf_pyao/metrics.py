@@ -6,6 +6,7 @@ All quantities carry their unit in the name; GiB are 2**30 bytes.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -117,3 +118,67 @@ class RunTotals:
             "overlap_efficiency": efficiency,
             "num_micro_batches": self.num_micro_batches,
         }
+
+
+def select_metrics(
+    values: Mapping[str, float], which: str, *, has_device: bool
+) -> dict[str, float]:
+    """Return what of a micro-batch's figures goes to the logs.
+
+    Args:
+        values: as :meth:`MicroBatchStats.as_dict` gives them; empty before the first micro-batch.
+        which: ``PyAOConfig.log_metrics``: ``"all"``, ``"off"``, or ``"summary"``: what moved, what
+            stayed, what was recomputed (if anything), and on a device how long compute waited
+            (``stall_ms``: forward and backward added), how much of the copies it did not wait for,
+            and the peak of memory.
+        has_device: whether there is a device that copies can run beside.
+    """
+    if which == "all":
+        return dict(values)
+    if which == "off" or not values:
+        return {}
+    chosen = {key: values[key] for key in ("offloaded_bytes", "held_bytes")}
+    if values["recomputed_bytes"]:
+        chosen["recomputed_bytes"] = values["recomputed_bytes"]
+    if has_device:
+        chosen["device_peak_bytes"] = values["device_peak_bytes"]
+        chosen["stall_ms"] = values["stall_forward_ms"] + values["stall_backward_ms"]
+        chosen["overlap_efficiency"] = values["overlap_efficiency"]
+    return chosen
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size as people read it, such as ``40.5 MiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:,.0f} bytes"
+
+
+def describe_totals(totals: Mapping[str, float], *, has_device: bool) -> str:
+    """Say in one line what a run came to.
+
+    Args:
+        totals: as :meth:`RunTotals.as_dict` gives them.
+        has_device: whether there is a device that copies can run beside.
+    """
+    count = int(totals.get("num_micro_batches", 0))
+    if not count:
+        return "hf_pyao saw no micro-batch: nothing was offloaded."
+
+    def mean(key: str) -> str:
+        return format_bytes(totals[key] / count)
+
+    recomputed = ""
+    if totals["recomputed_bytes"]:
+        recomputed = f" and recomputed {mean('recomputed_bytes')}"
+    parts = [
+        f"hf_pyao moved {mean('offloaded_bytes')}{recomputed} of the {mean('would_hold_bytes')} "
+        f"that the layers saved for backward, per micro-batch ({count:,} in all)"
+    ]
+    if has_device:
+        stall_ms = (totals["stall_forward_ms"] + totals["stall_backward_ms"]) / count
+        hidden = 100 * totals["overlap_efficiency"]
+        parts.append(f"compute waited {stall_ms:,.1f} ms for copies ({hidden:.0f} % hidden)")
+        parts.append(f"device peak {format_bytes(totals['device_peak_bytes'])}")
+    return "; ".join(parts) + "."

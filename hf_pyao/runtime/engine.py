@@ -7,7 +7,6 @@ begin and end.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from hf_pyao.codecs import Codec
 from hf_pyao.metrics import MicroBatchStats, RunTotals
 from hf_pyao.runtime.compiled import uncompiled
+from hf_pyao.runtime.idle_warnings import IdleWarnings
 from hf_pyao.runtime.layout import reason_not_movable
 from hf_pyao.runtime.offloading import StorageOffloader
 from hf_pyao.runtime.packing import Packer
@@ -34,8 +34,6 @@ from hf_pyao.runtime.transport import Transport
 from hf_pyao.runtime.unpacking import Unpacker
 from hf_pyao.runtime.window import OffloadWindow, ReloadWindow
 from hf_pyao.stores import HostPool
-
-logger = logging.getLogger(__name__)
 
 
 class OffloadEngine:
@@ -69,7 +67,7 @@ class OffloadEngine:
         self.last_stats: MicroBatchStats | None = None
         self.num_layer_calls = 0
         self._num_packs_before = 0
-        self._has_warned_idle = False
+        self.idle_warnings = IdleWarnings()
         self._find_buffer_keys = buffer_keys
         self._tape: Tape | None = None
         self._offloads = OffloadWindow(transport, window_bytes)
@@ -210,32 +208,9 @@ class OffloadEngine:
         """Let go of device copies that have left; for moments in which nothing else would."""
         self._offloads.release_done()
 
-    def warn_eval(self) -> None:
-        """Warn, once, that a forward with gradients on ran in eval mode before any training."""
-        if not self._has_warned_idle:
-            self._has_warned_idle = True
-            logger.warning(
-                "hf_pyao has nothing to offload: the model is in eval mode, as `from_pretrained` "
-                "returns it, while gradients are on. Call model.train() before training, or use "
-                "torch.no_grad() to evaluate."
-            )
-
     def warn_idle(self) -> None:
         """Warn, once, that a step went by in which nothing was packed."""
-        if self._has_warned_idle:
-            return
-        self._has_warned_idle = True
-        seen = (
-            "no layer was seen running in training mode"
-            if not self.num_layer_calls
-            else "the layers ran, and autograd saved nothing in them"
-        )
-        logger.warning(
-            "hf_pyao had nothing to offload in this step: %s. Compiled code may bypass hooks (call "
-            "torch._dynamo.reset() and attach before the first compiled step), the model may be in "
-            "eval mode (call model.train()), or all its layers may be frozen.",
-            seen,
-        )
+        self.idle_warnings.nothing_packed(have_layers_run=self.num_layer_calls > 0)
 
     def _publish(self, tape: Tape) -> None:
         stats = tape.stats
@@ -249,6 +224,8 @@ class OffloadEngine:
         self.pool.reset_peak()
         self.last_stats = stats
         self.totals.add(stats)
+        if not (stats.offloaded_bytes or stats.recomputed_bytes) and self.policy.name != "off":
+            self.idle_warnings.nothing_moved(stats)
 
     def _release(self, record: SavedStorage) -> None:
         """Give back the buffers of a storage that no node can ask for any more.

@@ -32,7 +32,7 @@ def _load_gone() -> Callable[..., None]:
     return _gone
 
 
-class _Hook:
+class ModelHook:
     """A hook that drives one lifecycle. In a copied or unpickled model it becomes inert."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -47,7 +47,7 @@ class _Hook:
         return _load_gone, ()
 
 
-class StackHook(_Hook):
+class StackHook(ModelHook):
     """Pre-forward hook of the stack."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -67,7 +67,7 @@ class StackHook(_Hook):
             self.lifecycle.begin_forward(module)
 
 
-class EnterHook(_Hook):
+class EnterHook(ModelHook):
     """Pre-forward hook of a layer."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -82,7 +82,7 @@ class EnterHook(_Hook):
             self.lifecycle.enter(module, args, kwargs)
 
 
-class LeaveHook(_Hook):
+class LeaveHook(ModelHook):
     """Post-forward hook of a layer."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -97,7 +97,7 @@ class LeaveHook(_Hook):
             self.lifecycle.leave(module, output)
 
 
-class PathStartHook(_Hook):
+class PathStartHook(ModelHook):
     """Pre-forward hook of a sub-module: notes that it runs.
 
     It runs for every sub-module of every layer, so what it does is written out. Compiled code
@@ -130,7 +130,7 @@ class PathStartHook(_Hook):
                 call.cast_input = args[0] if is_cast and isinstance(args[0], Tensor) else None
 
 
-class PathEndHook(_Hook):
+class PathEndHook(ModelHook):
     """Post-forward hook of a sub-module: notes that its parent runs again."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:

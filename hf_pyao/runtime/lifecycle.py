@@ -187,7 +187,7 @@ class Lifecycle:
             self._wrap_checkpointing()
             self.engine.begin_forward()
         elif torch.is_grad_enabled() and not self.engine.num_layer_calls:
-            self.engine.warn_eval()
+            self.engine.idle_warnings.eval_mode()
 
     def enter(
         self,

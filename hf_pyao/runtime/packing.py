@@ -33,7 +33,9 @@ from hf_pyao.runtime.watching import SlotLabel, WatchedStorage
 if TYPE_CHECKING:
     from hf_pyao.runtime.recomputer import Recomputer
 
-_KEEP_LAST = Keep("last layer")
+LAST_LAYER = "last layer"
+
+_KEEP_LAST = Keep(LAST_LAYER)
 _KEEP_SHARED = Keep("shared by layers")
 _KEEP_ELSEWHERE = Keep("not on the device")
 _KEEP_EMPTY = Keep("empty")
