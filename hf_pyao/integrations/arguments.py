@@ -100,7 +100,24 @@ class PyAOArguments(ArgumentFields):
         """
         return self._settings_and_labels()[0]
 
-    # No annotation: this must not become a field, and thereby a flag.
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return what the base class does; warn if a plain Trainer trains, which knows no flags.
+
+        Trainer asks for it when training begins, and it is the only thing that it asks then: by
+        that time one of ours has taken note of its arguments.
+        """
+        if self.activation_offload and not self.is_heeded:
+            logger.warning(
+                "activation_offload is on, and the trainer does not know this flag: nothing is "
+                "offloaded (unless a PyAOCallback was added to it). Train with PyAOTrainer instead "
+                "of Trainer, or with a class that has PyAOTrainerMixin first among its bases."
+            )
+        num_steps: int = super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
+        return num_steps
+
+    # No annotations: these must not become fields, and thereby flags.
+    is_heeded = False
+    """True once a trainer or callback of ours has them."""
     _has_logged_overruled = False
 
     def _settings_and_labels(self) -> tuple[dict[str, Any], dict[str, str]]:

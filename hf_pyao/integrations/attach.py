@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import sys
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from torch import nn
 from hf_pyao.codecs import get_codec
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.integrations.buffer_keys import BufferKeys
 from hf_pyao.integrations.conflicts import check_model
 from hf_pyao.integrations.module_map import (
     FoundLayers,
@@ -23,10 +26,12 @@ from hf_pyao.integrations.module_map import (
     named_submodules,
     resolve_selections,
 )
+from hf_pyao.integrations.run_record import RunRecord
+from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.report import check_report_path
+from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.runtime.hooks import StackHook
-from hf_pyao.runtime.layout import reason_not_movable
+from hf_pyao.runtime.hooks import ModelHook
 from hf_pyao.runtime.lifecycle import Lifecycle
 from hf_pyao.runtime.policy import POINTWISE, Policy, RecomputeSelected, make_policy
 from hf_pyao.runtime.stream_transport import transport_for
@@ -74,28 +79,35 @@ def attach(
     config = config or PyAOConfig()
     if not isinstance(config, PyAOConfig):
         raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
+    found = find_layers(model, config.layers)
     check_model(model)
     check_report_path(config.report, config.label("report"))
-    found = find_layers(model)
-    attached = offloader_of(found.stack)
+    attached = offloader_of(model)
     if attached is not None:
-        if attached.config == config:
+        if attached.config == config and attached.is_of(found):
             return attached
         raise ConflictError(
-            "the model is attached with another configuration already. Detach it first "
-            "(offloader.detach()), or pass the same configuration."
+            "the model, or a part of it, is attached already, with another configuration or other "
+            "layers. Detach it first (offloader.detach()), or pass the same model and "
+            "configuration."
         )
     offloader = Offloader(model, found, config, transport, host_pool)
     logger.info("%s", offloader.describe())
+    if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
+        offloader.engine.idle_warnings.all_layers_kept(
+            config.keep_last_layers, len(offloader.layer_names)
+        )
     return offloader
 
 
-def offloader_of(stack: nn.Module) -> Offloader | None:
-    """Return the offloader attached to a model whose layers run in *stack*, if there is one."""
-    for hook in stack._forward_pre_hooks.values():
-        if isinstance(hook, StackHook):
-            owner: Offloader | None = hook.owner
-            return owner
+def offloader_of(model: nn.Module) -> Offloader | None:
+    """Return the offloader that *model*, or a part of it, is attached to, if there is one."""
+    for module in model.modules():
+        hooks: Iterable[object] = module._forward_pre_hooks.values()
+        for hook in hooks:
+            if isinstance(hook, ModelHook):
+                owner: Offloader | None = hook.lifecycle.owner
+                return owner
     return None
 
 
@@ -117,8 +129,6 @@ class Offloader:
         self.device = _device_of(model)
         self.transport = transport or transport_for(self.device)
         self.host_pool = host_pool or _make_pool(config, self.transport, self.device)
-        self.layer_names = tuple(fqn for fqn, _ in found.layers)
-        self._how_found = found.how
         self._model = weakref.ref(model)
         self._num_packs_seen = 0
         if found.roles:
@@ -130,11 +140,22 @@ class Offloader:
             transport=self.transport,
             pool=self.host_pool,
             window_bytes=None if isinstance(config.window, str) else config.window,
-            buffer_keys=_BufferKeys(model),
+            buffer_keys=BufferKeys(model),
         )
         _forget_compiled_code()
         # After everything that may refuse: a failed attach leaves the model as it was.
         self.head_loss = _install_head_loss(model, config)
+        self.record = record = RunRecord(
+            config, self.engine, self.transport, self.device, self.host_pool
+        )
+        record.layer_names = tuple(fqn for fqn, _ in found.layers)
+        record.how_found = found.how
+        record.head_loss_description = (
+            "" if self.head_loss is None else f" {self.head_loss.describe()}."
+        )
+        self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
+        self._error_at_start = id(sys.exc_info()[1])
+        self._finalizer = weakref.finalize(self, record.end_unseen)
         self._lifecycle: Lifecycle | None = Lifecycle(
             self.engine,
             found.stack,
@@ -149,48 +170,47 @@ class Offloader:
         """False once detached."""
         return self._lifecycle is not None
 
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Qualified names of the layers, in forward order."""
+        return self.record.layer_names
+
+    @property
+    def report_extra(self) -> dict[str, Any]:
+        """Plain values that the report is to hold beside the figures: losses, a run's name."""
+        return self.record.report_extra
+
+    def is_of(self, found: FoundLayers) -> bool:
+        """Say whether *found* are the layers that are offloaded."""
+        ours = [ref() for ref in self._layers]
+        theirs = [layer for _, layer in found.layers]
+        return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+
     def metrics(self) -> dict[str, float]:
         """Return the figures of the last finished micro-batch; empty before the first.
 
         Keys are those of :meth:`hf_pyao.metrics.MicroBatchStats.as_dict`.
         """
-        stats = self.engine.last_stats
-        if stats is None:
-            return {}
-        self.transport.collect(stats)
-        return stats.as_dict()
+        return self.record.metrics()
 
     def totals(self) -> dict[str, float]:
         """Return sums (sizes held at once: peaks) over all micro-batches since attaching."""
-        return self.engine.totals.as_dict()
+        return self.record.totals()
 
     def describe(self) -> str:
         """Say in one line what is offloaded, how, and within which limits."""
-        config = self.config
-        what = f"policy {self.engine.policy.name!r}"
-        if config.modules:
-            what += f" ({', '.join(config.modules)})"
-        if config.recompute_modules:
-            what += f", recomputing {', '.join(config.recompute_modules)}"
-        window = (
-            "meeting copies at each layer's end"
-            if isinstance(config.window, str)
-            else f"{config.window / 2**20:.0f} MiB in flight"
-        )
-        place = (
-            "counting only: on a CPU the host stands in for the device"
-            if self.device.type == "cpu"
-            else f"from {self.device} to {'pinned ' if self.host_pool.pin else ''}host memory"
-        )
-        head = "" if self.head_loss is None else f" {self.head_loss.describe()}."
-        if self.engine.policy.name == "off":
-            return f"hf_pyao offloads nothing (policy 'off').{head}"
-        return (
-            f"hf_pyao offloads saved tensors of {len(self.layer_names)} layers "
-            f"({self.layer_names[0]} .. {self.layer_names[-1]}, {self._how_found}): {what}, "
-            f"codec {self.engine.codec.name!r}, the last {config.keep_last_layers} kept, "
-            f"{window}, {place}, {_capacity(self.host_pool)}.{head}"
-        )
+        return self.record.describe()
+
+    def __repr__(self) -> str:
+        """Say in short what is attached and what it came to; touches no device."""
+        record = self.__dict__.get("record")
+        if record is None:
+            return "<Offloader, being made>"
+        model = self._model()
+        of = "a model that is gone" if model is None else class_name(model)
+        is_attached = self.__dict__.get("_lifecycle") is not None
+        state = "attached" if is_attached else "detached"
+        return f"<Offloader of {of}, {state}, {record.describe_shortly()}>"
 
     def warn_if_idle(self) -> None:
         """Warn once if nothing was packed since the last call: call it after each step.
@@ -202,17 +222,27 @@ class Offloader:
             self.engine.warn_idle()
         self._num_packs_seen = num_packs
 
-    def detach(self) -> None:
+    def detach(self, outcome: str | None = None) -> None:
         """Remove everything that was installed; the model is as before. Twice is fine.
 
-        Graphs that were built before keep their saved tensors and may still be run backward.
+        Graphs that were built before keep their saved tensors and may still be run backward. The
+        report that the configuration asks for is written, with *outcome* as
+        :attr:`~hf_pyao.report.RunReport.outcome`; None: by the error, if any, that this is called
+        in the handling of (``except``, ``finally``). Where detaching is forgotten, the report is
+        written when the model goes or the process ends.
         """
-        if self._lifecycle is not None:
-            self._lifecycle.remove()
-            self._lifecycle = None
-            self.engine.end_micro_batch()
-            if self.head_loss is not None:
-                self.head_loss.uninstall()
+        if self._lifecycle is None:
+            return
+        error = sys.exc_info()[1]
+        if outcome is None:
+            outcome = outcome_of(None if id(error) == self._error_at_start else error)
+        self._lifecycle.remove()
+        self._lifecycle = None
+        self.engine.end_micro_batch()
+        if self.head_loss is not None:
+            self.head_loss.uninstall()
+        if self._finalizer.detach() is not None:
+            self.record.end(outcome)
 
     def __enter__(self) -> Offloader:
         """Return the offloader, attached already."""
@@ -225,7 +255,7 @@ class Offloader:
         traceback: TracebackType | None,
     ) -> None:
         """Detach, also after an error."""
-        self.detach()
+        self.detach(outcome_of(error))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of what holds an offloader has none."""
@@ -238,27 +268,6 @@ def _install_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
     from hf_pyao.integrations.head_loss import install_head_loss  # imports transformers
 
     return install_head_loss(model, config.head_loss)
-
-
-class _BufferKeys:
-    """Finds the storages of a model's buffers; asked anew for each micro-batch.
-
-    Modules exchange their buffers (rotary tables grow), so that the modules' dictionaries are kept
-    and not what is in them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [module._buffers for module in model.modules()]
-
-    def __call__(self) -> frozenset[int]:
-        """Return the storage keys of all plain buffers."""
-        return frozenset(
-            buffer.untyped_storage()._cdata
-            for buffers in self._buffers
-            if buffers
-            for buffer in buffers.values()
-            if buffer is not None and reason_not_movable(buffer) is None
-        )
 
 
 def _with_recompute(policy: Policy, config: PyAOConfig, found: FoundLayers) -> Policy:
@@ -296,11 +305,6 @@ def _make_pool(config: PyAOConfig, transport: Transport, device: torch.device) -
         share=share,
         on_release=transport.host_released,
     )
-
-
-def _capacity(pool: HostPool) -> str:
-    how = "" if pool.share is None else f" ({pool.share.describe()})"
-    return f"at most {pool.capacity_bytes / GIB:.1f} GiB{how}"
 
 
 def _numa_node_of(device: torch.device) -> int | None:

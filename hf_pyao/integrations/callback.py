@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.integrations.announce import announce
+from hf_pyao.integrations.arguments import PyAOArguments
 from hf_pyao.integrations.attach import attach
 from hf_pyao.integrations.conflicts import check_training_arguments, uses_checkpointing
-from hf_pyao.report import write_run_report
+from hf_pyao.integrations.run_record import LOG_PREFIX
+from hf_pyao.report.run_report import FINISHED, UNKNOWN
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,49 +24,62 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOG_PREFIX = "pyao/"
-"""Put before each metric's name in the training logs."""
-
 
 class PyAOCallback(TrainerCallback):
     """Offload while the Trainer trains: ``Trainer(..., callbacks=[PyAOCallback(config)])``.
 
     The model is attached when training begins (it has its final wrapping then) and detached when
     training ends. Two things need :class:`~hf_pyao.PyAOTrainerMixin` instead: a Trainer calls no
-    callback when training *fails*, so that the model stays attached (call :meth:`detach`); and it
-    tells its own reporters (TensorBoard, W&B, ...) the logs before this callback sees them, so that
-    the ``pyao/`` metrics reach only the log history and callbacks added later.
+    callback when training *fails*, so that the model stays attached until :meth:`detach` is called,
+    and the report is written then, or else when the process ends; and it tells its own reporters
+    (TensorBoard, W&B, ...) the logs before this callback sees them, so that the ``pyao/`` metrics
+    reach only the log history and callbacks added later.
 
     Args:
-        config: what to offload and how; None for the defaults.
+        config: what to offload and how; None for what the flags in the training arguments say, if
+            ``activation_offload`` is among them and on, else the defaults.
     """
 
     def __init__(self, config: PyAOConfig | None = None) -> None:
-        self.config = config if config is not None else PyAOConfig()
+        self.config = config
         self.offloader: Offloader | None = None
         self._last_totals: dict[str, float] = {}
         self._has_warned_checkpointing = False
+        self._state: TrainerState | None = None
 
     @property
     def totals(self) -> dict[str, float]:
         """Sums and peaks of the running training, or of the last one when none is running."""
         return self.offloader.totals() if self.offloader is not None else self._last_totals
 
-    def log_metrics(self) -> dict[str, float]:
-        """Return the last micro-batch's metrics under their names in the logs."""
+    def logged_metrics(self) -> dict[str, float]:
+        """Return what of the last micro-batch's metrics goes to the logs, under its names there."""
         if self.offloader is None:
             return {}
-        return {f"{LOG_PREFIX}{key}": value for key, value in self.offloader.metrics().items()}
+        metrics = self.offloader.record.logged_metrics()
+        return {f"{LOG_PREFIX}{key}": value for key, value in metrics.items()}
 
-    def detach(self) -> None:
-        """Remove everything from the model; its totals stay readable. Idempotent."""
+    def detach(self, outcome: str | None = None) -> None:
+        """Remove everything from the model; its totals stay readable. Idempotent.
+
+        Args:
+            outcome: how training ended, for the report, as in :meth:`~hf_pyao.Offloader.detach`.
+        """
         offloader, self.offloader = self.offloader, None
         if offloader is None:
             return
+        self._note_steps(offloader)
         try:
-            self._last_totals = offloader.totals()
+            offloader.detach(outcome)
         finally:
-            offloader.detach()
+            self._last_totals = offloader.totals()
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note in the training arguments, if they have flags of ours, that they are heeded."""
+        if isinstance(args, PyAOArguments):
+            args.is_heeded = True
 
     def on_train_begin(
         self,
@@ -79,7 +96,7 @@ class PyAOCallback(TrainerCallback):
         """
         # With auto_find_batch_size this event comes once per try and the end only once; what a try
         # that ran out of memory left behind must go, and the model may have been wrapped anew.
-        self.detach()
+        self.detach(UNKNOWN)
         check_training_arguments(args)
         if uses_checkpointing(args) and not self._has_warned_checkpointing:
             self._has_warned_checkpointing = True
@@ -90,7 +107,9 @@ class PyAOCallback(TrainerCallback):
                 "5.23 on); TRL's configs switch it on by default."
             )
         assert model is not None, "Trainer passes the model to every event"
-        self.offloader = attach(model, self.config)
+        self._state = state
+        self.offloader = attach(model, self.config or _config_of(args))
+        _show(self.offloader.describe(), args, state)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -98,6 +117,8 @@ class PyAOCallback(TrainerCallback):
         """Warn, once, if a step went by in which nothing was offloaded."""
         if self.offloader is not None:
             self.offloader.warn_if_idle()
+            # As it goes: should training fail, perhaps no one will ask us again.
+            self._note_steps(self.offloader)
 
     def on_log(
         self,
@@ -110,14 +131,31 @@ class PyAOCallback(TrainerCallback):
         """Add the metrics to training logs (those with a ``loss``) and to the log history."""
         if not logs or "loss" not in logs:
             return
-        added = {key: value for key, value in self.log_metrics().items() if key not in logs}
+        added = {key: value for key, value in self.logged_metrics().items() if key not in logs}
         logs.update(added)
         state.log_history[-1].update(added)  # Trainer.log has just put a copy of `logs` there
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the report that the configuration asks for, and detach."""
-        if self.offloader is not None and state.is_world_process_zero:
-            write_run_report(self.offloader, extra={"num_steps": state.global_step})
-        self.detach()
+        """Detach, which writes the report that the configuration asks for."""
+        offloader = self.offloader
+        self.detach(FINISHED)
+        if offloader is not None:
+            _show(offloader.record.describe_end(), args, state)
+
+    def _note_steps(self, offloader: Offloader) -> None:
+        if self._state is not None:
+            offloader.report_extra["num_steps"] = self._state.global_step
+
+
+def _config_of(args: object) -> PyAOConfig:
+    """Return what the flags among training arguments say, if there are any; else the defaults."""
+    config = args.pyao_config() if isinstance(args, PyAOArguments) else None
+    return PyAOConfig() if config is None else config
+
+
+def _show(line: str, args: TrainingArguments, state: TrainerState) -> None:
+    """Show *line* once, where Trainer shows its logs: over the progress bar, or plainly."""
+    if state.is_world_process_zero and args.get_process_log_level() <= logging.WARNING:
+        announce(line, print if args.disable_tqdm else tqdm.write)

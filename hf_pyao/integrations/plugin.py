@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_pyao.config import SETTINGS, PyAOConfig
-from hf_pyao.errors import ConflictError
+from hf_pyao.errors import ConflictError, NoLayersFoundError
+from hf_pyao.integrations.announce import announce
 from hf_pyao.integrations.attach import attach
 from hf_pyao.integrations.environment import read_environment, variable_of
+from hf_pyao.integrations.run_record import LOG_PREFIX
 from hf_pyao.integrations.setting_fields import PluginFields
-from hf_pyao.report import write_run_report
+from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.settings import Switch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from hf_pyao.integrations.attach import Offloader
+
+logger = logging.getLogger(__name__)
 
 _ENABLED = Switch()
 
@@ -61,6 +66,8 @@ class PyAOPlugin(PluginFields):
     _from_environment: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     """Names of the fields that the environment filled."""
     _num_packs_seen: int = field(default=0, init=False, repr=False, compare=False)
+    _num_logged: int = field(default=0, init=False, repr=False, compare=False)
+    """Micro-batches that had ended when metrics were logged last."""
 
     def __post_init__(self) -> None:
         """Fill unset fields from the environment, and check everything."""
@@ -87,9 +94,12 @@ class PyAOPlugin(PluginFields):
     def bind(self, accelerator: Accelerator) -> PyAOPlugin:
         """Attach every model that *accelerator* prepares from now on; return the plugin.
 
-        ``accelerator.free_memory()`` and ``end_training()`` detach them; the latter also writes the
-        report that ``report`` asks for (of further models to ``<name>.model<i>.json``). Binding
-        again to the same accelerator changes nothing.
+        A model without layers is passed over, if another one has them. ``accelerator.log`` gets
+        ``pyao/...`` metrics beside what it is given, as ``log_metrics`` says.
+        ``accelerator.free_memory()`` and ``end_training()`` detach the models, which writes the
+        report that ``report`` asks for (of further models to ``<name>.model<i>.json``); where an
+        error ends the process before, it is written then. Binding again to the same accelerator
+        changes nothing.
 
         Raises:
             ConflictError: the plugin is bound to another accelerator.
@@ -103,11 +113,12 @@ class PyAOPlugin(PluginFields):
             )
         self._accelerator = accelerator
         # `prepare` and not `prepare_model`, which FSDP2 and DeepSpeed go around.
-        self._wrap_method(accelerator, "prepare", after=self._attach_models)
-        self._wrap_method(accelerator, "backward", before=self._warn_if_idle)
+        self._wrap_method(accelerator, "prepare", self._prepare)
+        self._wrap_method(accelerator, "backward", self._backward)
+        self._wrap_method(accelerator, "log", self._log)
         # The offloaders refer to the models, which these two are meant to let go.
-        self._wrap_method(accelerator, "free_memory", before=self._detach_models)
-        self._wrap_method(accelerator, "end_training", before=partial(self._end, accelerator))
+        self._wrap_method(accelerator, "free_memory", self._free_memory)
+        self._wrap_method(accelerator, "end_training", self._end_training)
         return self
 
     def unbind(self) -> None:
@@ -134,53 +145,105 @@ class PyAOPlugin(PluginFields):
             for key, value in offloader.metrics().items()
         }
 
-    def _attach_models(self, prepared: object) -> None:
-        for model in prepared if isinstance(prepared, tuple | list) else (prepared,):
-            if isinstance(model, nn.Module):
-                offloader = attach(model, self.config())
-                if not any(offloader is known for known in self.offloaders):
-                    self.offloaders.append(offloader)
+    def logged_metrics(self) -> dict[str, float]:
+        """Return what goes to the trackers: ``pyao/<key>``, as ``log_metrics`` says.
 
-    def _warn_if_idle(self) -> None:
-        """Warn, once, if none of the models saved anything in the forward before a backward."""
+        With several models the keys of the i-th begin with ``pyao/model<i>/``, from 0.
+        """
+        is_one = len(self.offloaders) == 1
+        return {
+            f"{LOG_PREFIX}{'' if is_one else f'model{index}/'}{key}": value
+            for index, offloader in enumerate(self.offloaders)
+            for key, value in offloader.record.logged_metrics().items()
+        }
+
+    def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        objects = prepared if isinstance(prepared, tuple | list) else (prepared,)
+        self._attach_models([item for item in objects if isinstance(item, nn.Module)])
+        return prepared
+
+    def _attach_models(self, models: list[nn.Module]) -> None:
+        """Attach those of *models* that have layers.
+
+        Raises:
+            NoLayersFoundError: none has, and none was attached before.
+        """
+        without: NoLayersFoundError | None = None
+        for model in models:
+            try:
+                offloader = attach(model, self.config())
+            except NoLayersFoundError as error:
+                without = without or error
+                logger.info("a %s is not offloaded: it has no layers", class_name(model))
+                continue
+            if not any(offloader is known for known in self.offloaders):
+                self._add(offloader)
+        if without is not None and not self.offloaders:
+            raise without
+
+    def _add(self, offloader: Offloader) -> None:
+        index = len(self.offloaders)
+        if index and self.report is not None:
+            path = Path(self.report)
+            name = f"{path.stem}.model{index}{path.suffix}"
+            offloader.record.report_path = str(path.with_name(name))
+        self.offloaders.append(offloader)
+        self._show(offloader.describe())
+
+    def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Warn, once, if none of the models saved anything in the forward before this."""
         num_packs = sum(offloader.engine.num_packs for offloader in self.offloaders)
         if self.offloaders and num_packs == self._num_packs_seen:
             self.offloaders[0].engine.warn_idle()
         self._num_packs_seen = num_packs
+        return backward(*args, **kwargs)
 
-    def _end(self, accelerator: Accelerator) -> None:
-        if self.report is not None and accelerator.is_main_process:
-            path = Path(self.report)
-            for index, offloader in enumerate(self.offloaders):
-                name = f"{path.stem}.model{index}{path.suffix}" if index else path.name
-                write_run_report(offloader, path.with_name(name))
+    def _log(self, log: Callable[..., Any], values: dict[str, Any], *args: Any, **kw: Any) -> Any:
+        """Log the metrics too, unless no micro-batch has ended since they were logged last.
+
+        So evaluation's logs are left alone.
+        """
+        totals = [offloader.engine.totals for offloader in self.offloaders]
+        num_micro_batches = sum(total.num_micro_batches for total in totals)
+        if num_micro_batches != self._num_logged:
+            self._num_logged = num_micro_batches
+            values = {**self.logged_metrics(), **values}
+        return log(values, *args, **kw)
+
+    def _free_memory(self, free_memory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._detach_models()
+        return free_memory(*args, **kwargs)
+
+    def _end_training(self, end_training: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ended = list(self.offloaders)
+        self._detach_models()
+        for offloader in ended:
+            self._show(offloader.record.describe_end())
+        return end_training(*args, **kwargs)
+
+    def _show(self, line: str) -> None:
+        if self._accelerator is not None:
+            announce(line, self._accelerator.print)
 
     def _detach_models(self) -> None:
         while self.offloaders:
             self.offloaders.pop().detach()
 
-    def _wrap_method(
-        self,
-        accelerator: Accelerator,
-        name: str,
-        before: Callable[[], None] | None = None,
-        after: Callable[[object], None] | None = None,
-    ) -> None:
-        """Put a wrapper in the place of one method of this accelerator, on the instance alone."""
+    def _wrap_method(self, accelerator: Accelerator, name: str, around: Callable[..., Any]) -> None:
+        """Put *around* in the place of one method of this accelerator, on the instance alone.
+
+        It gets the method, and what that would get.
+        """
         was_on_instance = name in vars(accelerator)
         method = getattr(accelerator, name)
 
         @wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # Someone may have wrapped the wrapper, and still call it after unbind().
-            is_bound = self._accelerator is accelerator
-            if is_bound and before is not None:
-                before()
-            result = method(*args, **kwargs)
-            if is_bound and after is not None:
-                after(result)
-            return result
+            if self._accelerator is not accelerator:
+                return method(*args, **kwargs)
+            return around(method, *args, **kwargs)
 
         def unwrap() -> None:
             if vars(accelerator).get(name) is not wrapper:

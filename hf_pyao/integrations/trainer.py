@@ -11,6 +11,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.arguments import PyAOArguments
 from hf_pyao.integrations.callback import PyAOCallback
 from hf_pyao.integrations.conflicts import check_training_arguments
+from hf_pyao.report.run_report import FINISHED, outcome_of
 
 if TYPE_CHECKING:
     from hf_pyao.integrations.attach import Offloader
@@ -40,6 +41,25 @@ class PyAOTrainerMixin(_TrainerBase):
         ConflictError: see ``conflicts.py``.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class in which Trainer's methods hide those of the mixin.
+
+        Raises:
+            ConfigError: the mixin comes after the trainer class.
+        """
+        super().__init_subclass__(**kwargs)
+        bases = cls.__mro__
+        if Trainer in bases and bases.index(Trainer) < bases.index(PyAOTrainerMixin):
+            order = ", ".join(
+                base.__name__
+                for base in sorted(cls.__bases__, key=lambda base: issubclass(base, Trainer))
+            )
+            raise ConfigError(
+                f"{cls.__name__} lists PyAOTrainerMixin after the trainer class, whose methods "
+                f"then hide those of the mixin, and nothing would be offloaded. Name the mixin "
+                f"first: class {cls.__name__}({order})."
+            )
+
     def __init__(self, *args: Any, pyao_config: PyAOConfig | None = None, **kwargs: Any) -> None:
         self._pyao_callback: PyAOCallback | None = None
         # Before the base class: preparing data can take long, and TRL sets its offloader up there.
@@ -52,11 +72,17 @@ class PyAOTrainerMixin(_TrainerBase):
         if config is not None:
             self._pyao_callback = PyAOCallback(config)
             self.add_callback(self._pyao_callback)
+            self._pyao_callback.on_init_end(self.args, self.state, self.control)
+
+    @property
+    def pyao_offloader(self) -> Offloader | None:
+        """The attached offloader; None outside :meth:`train`, and when offloading is off."""
+        return self._pyao_callback.offloader if self._pyao_callback is not None else None
 
     @property
     def offloader(self) -> Offloader | None:
-        """The attached offloader; None outside :meth:`train`, and when offloading is off."""
-        return self._pyao_callback.offloader if self._pyao_callback is not None else None
+        """The same as :attr:`pyao_offloader`, which no trainer class uses for something else."""
+        return self.pyao_offloader
 
     @property
     def offload_metrics(self) -> dict[str, float]:
@@ -66,17 +92,21 @@ class PyAOTrainerMixin(_TrainerBase):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does; whatever happens, the model is detached afterwards."""
         try:
-            return super().train(*args, **kwargs)
-        finally:
+            result = super().train(*args, **kwargs)
+        except BaseException as error:
             # Trainer skips on_train_end when training fails or is interrupted.
             if self._pyao_callback is not None:
-                self._pyao_callback.detach()
+                self._pyao_callback.detach(outcome_of(error))
+            raise
+        if self._pyao_callback is not None:
+            self._pyao_callback.detach(FINISHED)
+        return result
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log as the base class does, with the offloading metrics added to training logs."""
         # Here and not in the callback: reporters get the logs before callbacks added by users.
         if self._pyao_callback is not None and "loss" in logs:
-            logs.update(self._pyao_callback.log_metrics())
+            logs.update(self._pyao_callback.logged_metrics())
         super().log(logs, *args, **kwargs)
 
 

@@ -28,6 +28,12 @@ SCHEMA_VERSION = 1
 
 KIND = "run"
 
+FINISHED = "finished"
+INTERRUPTED = "interrupted"
+RUNNING = "running"
+UNKNOWN = "unknown"
+"""The process, or the model, went before anyone said how the run ended."""
+
 
 class ReportedOffloader(Protocol):
     """What a report asks of an :class:`~hf_pyao.Offloader`."""
@@ -35,8 +41,17 @@ class ReportedOffloader(Protocol):
     config: Any
     device: Any
     engine: Any
-    layer_names: tuple[str, ...]
     transport: Any
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The layers, in forward order."""
+        ...
+
+    @property
+    def report_extra(self) -> dict[str, Any]:
+        """Plain values that the report is to hold beside the figures."""
+        ...
 
     def describe(self) -> str:
         """Say in one line what is offloaded."""
@@ -80,6 +95,9 @@ class RunReport:
     provenance: Provenance
     extra: dict[str, Any] = field(default_factory=dict)
     """What the caller added: losses, steps, a run's name."""
+    outcome: str = UNKNOWN
+    """How the run ended: ``"finished"``, ``"interrupted"``, ``"failed: <type of the error>"``;
+    ``"running"`` if it had not, ``"unknown"`` if no one said."""
 
     @property
     def title(self) -> str:
@@ -122,9 +140,16 @@ class RunReport:
         write_json(path, self)
 
 
-def make_run_report(
-    offloader: ReportedOffloader, extra: Mapping[str, Any] | None = None
-) -> RunReport:
+def outcome_of(error: BaseException | None) -> str:
+    """Return how a run ended that *error*, if any, came out of."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return FINISHED
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return f"failed: {type(error).__name__}"
+
+
+def make_run_report(offloader: ReportedOffloader, outcome: str = RUNNING) -> RunReport:
     """Take *offloader*'s figures, as they are now, into a report."""
     provenance = collect_provenance()
     speed = offloader.transport.bandwidth()
@@ -140,7 +165,8 @@ def make_run_report(
         link={"d2h_gib_per_s": speed.d2h_gib_per_s, "h2d_gib_per_s": speed.h2d_gib_per_s},
         versions=provenance.versions,
         provenance=provenance,
-        extra=dict(extra or {}),
+        extra=dict(offloader.report_extra),
+        outcome=outcome,
     )
 
 
@@ -148,16 +174,21 @@ def write_run_report(
     offloader: ReportedOffloader,
     path: str | Path | None = None,
     extra: Mapping[str, Any] | None = None,
+    outcome: str = RUNNING,
 ) -> RunReport | None:
     """Write what *offloader* moved, kept and waited for as JSON, and return it.
 
-    Whatever goes wrong is logged and no error: the training was done all the same.
+    Where the configuration names a ``report``, detaching writes it: there is no need to call this.
+    Whatever goes wrong is logged and no error: the training was done all the same, or has an error
+    of its own.
 
     Args:
         offloader: attached or detached; its configuration, totals and last micro-batch are
             written.
         path: where to; None for the configuration's ``report``, and if that is None, nowhere.
-        extra: plain values to put beside: losses, steps, a run's name.
+        extra: plain values to put beside, over those of ``offloader.report_extra``: losses, steps,
+            a run's name. What detaching writes later has them, too.
+        outcome: how the run ended, see :attr:`RunReport.outcome`.
 
     Returns:
         The report, also where its file could not be written; None if there is none.
@@ -167,7 +198,8 @@ def write_run_report(
         return None
     report = None
     try:
-        report = make_run_report(offloader, extra)
+        offloader.report_extra.update(extra or {})
+        report = make_run_report(offloader, outcome)
         report.to_json_file(path)
     except ReportError as error:
         logger.error("the run report is lost: %s", error)
