@@ -23,7 +23,7 @@ from recipe_arguments import (
 )
 from recipe_model import build_model, check_model_arguments, learning_rate, load_tokenizer
 from recipe_process import run_recipe
-from run_summary import BRIEF_CALLBACKS, RunObserver, RunSummary, format_summary
+from run_summary import RunObserver, RunSummary, format_summary
 from text_data import (
     HUB_MIB,
     LIBRARY_MIB,
@@ -87,9 +87,6 @@ def run(architecture: str, arguments: Arguments) -> None:
         callbacks=[observer],
     )
     observer.trainer = trainer
-    for wordy, brief in BRIEF_CALLBACKS.items():
-        if trainer.pop_callback(wordy) is not None:
-            trainer.add_callback(brief)
     trained = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()

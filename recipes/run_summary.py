@@ -7,11 +7,10 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 if TYPE_CHECKING:
     from hf_pyao import PyAOTrainer
@@ -89,7 +88,7 @@ class RunObserver(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read what the head's loss did, before the trainer takes it off."""
-        offloader = None if self.trainer is None else self.trainer.offloader
+        offloader = None if self.trainer is None else self.trainer.pyao_offloader
         if offloader is not None and offloader.head_loss is not None:
             self.head_loss_metrics = offloader.head_loss.metrics()
 
@@ -97,39 +96,6 @@ class RunObserver(TrainerCallback):
         if self._is_accelerated:
             torch.accelerator.synchronize()
         return time.perf_counter()
-
-
-class _Brief(TrainerCallback):
-    """Print logs without the twenty ``pyao/`` metrics in every line.
-
-    Trackers and ``trainer_state.json`` get them all the same.
-    """
-
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Print the other values."""
-        brief = {key: v for key, v in (logs or {}).items() if not key.startswith("pyao/")}
-        super().on_log(args, state, control, logs=brief, **kwargs)
-
-
-class BriefProgressCallback(_Brief, ProgressCallback):
-    """transformers' progress bar, with brief lines."""
-
-
-class BriefPrinterCallback(_Brief, PrinterCallback):
-    """What transformers prints instead of a progress bar, with brief lines."""
-
-
-BRIEF_CALLBACKS: Mapping[type[TrainerCallback], type[TrainerCallback]] = MappingProxyType(
-    {ProgressCallback: BriefProgressCallback, PrinterCallback: BriefPrinterCallback}
-)
-"""What transformers adds to a Trainer -> what prints the same in brief."""
 
 
 def format_summary(run: RunSummary) -> str:

@@ -103,17 +103,22 @@ class OffloadEngine:
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, is_announced: bool = True) -> None:
         """Note that the model's stack of layers starts a forward.
 
         It belongs to the micro-batch under way if an earlier forward still waits for its backward
         (two forwards before one backward); otherwise the next tape opens.
+
+        Args:
+            is_announced: False if that is only concluded from the order of the layers.
         """
         tape = self._tape
         if tape is None or not tape.accepts_forward or not tape.has_live_records():
             self.end_micro_batch()
             self._tape = Tape()
             self.packer.buffer_keys = self._find_buffer_keys()
+        assert self._tape is not None
+        self._tape.is_announced = is_announced
 
     def forward_start(
         self,
@@ -137,7 +142,7 @@ class OffloadEngine:
         """
         tape = self._tape
         if tape is None or not tape.accepts_forward or tape.starts_over(layer):
-            self.begin_forward()
+            self.begin_forward(is_announced=False)
             tape = self._tape
         assert tape is not None
         self.num_layer_calls += 1

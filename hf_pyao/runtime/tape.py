@@ -196,6 +196,8 @@ class Tape:
         self.last_call: LayerCall | None = None
         self.has_run_backward = False
         self.is_failed = False
+        self.is_announced = False
+        """True if the module that runs the layers told of the newest forward."""
         self.is_published = False
 
     @property
@@ -204,8 +206,14 @@ class Tape:
         return not (self.has_run_backward or self.is_failed)
 
     def starts_over(self, layer: Layer) -> bool:
-        """Say whether a call of *layer* begins a new forward, where no one else tells."""
-        return self.last_call is not None and layer.index < self.last_call.layer.index
+        """Say whether a call of *layer* begins a new forward, where no one else tells.
+
+        Layers need not run in the order of their indices (a UNet's, or where attention and MLP are
+        layers of their own), so that this is asked only where the stack is gone around.
+        """
+        if self.is_announced or self.last_call is None:
+            return False
+        return layer.index < self.last_call.layer.index
 
     def live_records(self) -> Iterator[SavedStorage]:
         """Yield the storages that some graph node may still ask for."""

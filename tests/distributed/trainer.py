@@ -77,7 +77,8 @@ def train(
         if audit is None:
             trainer = Trainer(**common)
         else:
-            trainer = PyAOTrainer(**common, pyao_config=PyAOConfig(**settings_of(scenario)))
+            config = PyAOConfig(**settings_of(scenario), log_metrics="all")
+            trainer = PyAOTrainer(**common, pyao_config=config)
         observer.trainer = trainer
         trainer.train()
     assert isinstance(trainer.model, nn.Module)
