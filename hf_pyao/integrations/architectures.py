@@ -237,6 +237,40 @@ def register_module_map(architecture: str, module_map: ModuleMap) -> None:
     it. A class name wins over a model type, and a registered map over one that comes with hf_pyao
     or was registered under the same name before.
 
+    ```python
+    import torch
+    from torch import nn
+
+    from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+
+        def forward(self, x):
+            return x + self.down(self.act(self.up(x)))
+
+    class MyModel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    register_module_map("MyModel", ModuleMap(layers=("blocks",), roles={"mlp_act": ("act",)}))
+    model = MyModel().train()
+    with attach(model, PyAOConfig(policy="modules", modules=("mlp_act",))) as offloader:
+        model(torch.randn(1024, 64)).backward()
+    print(offloader)
+    ```
+
+    For a single model, or for layers in no list, ``PyAOConfig(layers=...)`` names them without
+    registering anything.
+
     Raises:
         ConfigError: *architecture* is no name, or *module_map* no :class:`ModuleMap`.
     """

@@ -36,7 +36,11 @@ def find_named_layers(root: nn.Module, patterns: Sequence[str]) -> list[Hit]:
     if missing:
         error = ConfigError if any(matches) else NoLayersFoundError
         raise error(_nothing_matches(missing[0], root, by_path))
-    hits = list({id(hit.module): hit for found in matches for hit in found}.values())
+    by_module: dict[int, Hit] = {}
+    for found in matches:
+        for hit in found:
+            by_module.setdefault(id(hit.module), hit)
+    hits = list(by_module.values())
     for hit in hits:
         _check_is_called(hit)
     _check_not_nested(hits)
