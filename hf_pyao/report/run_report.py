@@ -101,10 +101,11 @@ class RunReport:
 
     @property
     def title(self) -> str:
-        """A heading that tells one run from another: name, if any, policy, codec, device."""
+        """A heading that tells one run from another: name, policy, codec, device, a bad end."""
         name = self.extra.get("name") or "one run"
         codec = self.config.get("codec", "identity")
-        return f"Offloading in {name}: policy {self.policy}, codec {codec}, on {self.device}"
+        end = "" if self.outcome in (FINISHED, UNKNOWN) else f" ({self.outcome})"
+        return f"Offloading in {name}: policy {self.policy}, codec {codec}, on {self.device}{end}"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> RunReport:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -338,6 +339,118 @@ def test_a_model_without_layers_is_an_error() -> None:
     accelerator = PyAOAccelerator(cpu=True)
     with pytest.raises(NoLayersFoundError):
         accelerator.prepare(nn.Linear(2, 2))
+
+
+def test_models_without_layers_are_passed_over_beside_one_that_has_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
+    with caplog.at_level(logging.INFO, "hf_pyao"):
+        head, model, noisy = accelerator.prepare(nn.Linear(4, 4), tiny_llama(), nn.RReLU())
+        later = accelerator.prepare(nn.Linear(2, 2))
+    assert [num_hooks(m) > 0 for m in (head, model, noisy, later)] == [False, True, False, False]
+    passed = [r.getMessage() for r in caplog.records if "is not offloaded" in r.getMessage()]
+    assert passed == [
+        f"a {name} is not offloaded: it has no layers" for name in ("Linear", "RReLU", "Linear")
+    ]
+    assert len(accelerator.pyao_plugin.offloaders) == 1
+
+
+def test_named_layers_say_which_model_is_meant() -> None:
+    plugin = PyAOPlugin(**SMALL, layers=("blocks.*",))
+    accelerator = PyAOAccelerator(cpu=True, pyao_plugin=plugin)
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return x
+
+    model, critic = accelerator.prepare(tiny_llama(), Critic())
+    assert num_hooks(model) == 0
+    assert plugin.offloaders[0].layer_names == ("blocks.0", "blocks.1", "blocks.2")
+    assert num_hooks(critic) > 0
+
+
+class Tracker(GeneralTracker):  # type: ignore[misc]
+    """Remembers what it is given, as TensorBoard or W&B would."""
+
+    name = "memory"
+    requires_logging_directory = False
+    main_process_only = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[dict[str, Any], int | None]] = []
+
+    @property
+    def tracker(self) -> Tracker:
+        return self
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.logged.append((dict(values), step))
+
+
+@pytest.mark.parametrize("how", ["plugin", "accelerator"])
+@pytest.mark.parametrize("log_metrics", ["off", "summary", "all"])
+def test_trackers_get_the_metrics(how: str, log_metrics: str) -> None:
+    tracker = Tracker()
+    plugin = PyAOPlugin(**SMALL, log_metrics=log_metrics)
+    if how == "plugin":
+        accelerator = Accelerator(cpu=True, log_with=tracker)
+        plugin.bind(accelerator)
+    else:
+        accelerator = PyAOAccelerator(cpu=True, log_with=tracker, pyao_plugin=plugin)
+    accelerator.init_trackers("a run")
+    (model,) = train(accelerator, tiny_llama(), num_steps=1)
+    given = {"loss": 1.0, "pyao/held_bytes": -1.0}
+    accelerator.log(given, step=7)
+    accelerator.log(values={"eval_loss": 2.0}, step=7)
+    assert given == {"loss": 1.0, "pyao/held_bytes": -1.0}, "the caller's own is left alone"
+    (values, step), evaluated = tracker.logged
+    assert step == 7
+    assert values["pyao/held_bytes"] == -1.0, "what the caller says wins"
+    assert evaluated == ({"eval_loss": 2.0}, 7), "no micro-batch has ended since"
+    found = {key.removeprefix("pyao/") for key in values} - {"loss", "held_bytes"}
+    if log_metrics == "all":
+        assert {"would_hold_bytes", "kept_bytes/last layer"} < found
+    else:
+        assert found == ({"offloaded_bytes"} if log_metrics == "summary" else set())
+    if log_metrics != "off":
+        assert values["pyao/offloaded_bytes"] == plugin.metrics()["offloaded_bytes"] > 0
+    train(accelerator, model, num_steps=1)
+    accelerator.log({"loss": 1.0})
+    assert ("pyao/offloaded_bytes" in tracker.logged[-1][0]) == (log_metrics != "off")
+    plugin.detach()
+    accelerator.log({"loss": 1.0})
+    assert tracker.logged[-1][0] == {"loss": 1.0}
+
+
+def test_trackers_tell_several_models_apart() -> None:
+    tracker = Tracker()
+    accelerator = PyAOAccelerator(cpu=True, log_with=tracker, pyao_plugin=PyAOPlugin(**SMALL))
+    accelerator.init_trackers("a run")
+    train(accelerator, tiny_llama(3), tiny_llama(2))
+    accelerator.log({"loss": 1.0})
+    ((values, _),) = tracker.logged
+    assert values["pyao/model0/offloaded_bytes"] > values["pyao/model1/offloaded_bytes"] > 0
+
+
+def test_each_model_and_the_end_have_their_line(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
+    train(accelerator, tiny_llama())
+    accelerator.end_training()
+    start, end = capsys.readouterr().out.splitlines()
+    assert start.startswith("hf_pyao offloads saved tensors of 3 layers (model.layers.0 ..")
+    assert end.startswith("hf_pyao moved ")
+    assert end.endswith("per micro-batch (2 in all).")
 
 
 @pytest.mark.distributed

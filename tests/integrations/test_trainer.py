@@ -261,16 +261,6 @@ def test_reporters_get_the_metrics(tmp_path: Path) -> None:
     assert [log["pyao/offloaded_bytes"] > 0 for log in seen if "loss" in log] == [True] * 3
 
 
-def test_start_is_announced_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trainer_for(PyAOTrainer, tiny_opt(), arguments(tmp_path), pyao_config=EVERYTHING)
-    with caplog.at_level(logging.INFO, logger="hf_pyao"):
-        trainer.train()
-    (record,) = [r for r in caplog.records if r.name.startswith("hf_pyao")]
-    assert record.levelno == logging.INFO
-    assert record.getMessage()
-    assert "\n" not in record.getMessage()
-
-
 def test_checkpointing_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -383,6 +373,96 @@ def test_a_report_that_cannot_be_written_costs_no_training(
     trainer = trainer_for(PyAOTrainer, tiny_opt(), arguments(tmp_path), pyao_config=config)
     trainer.train()
     assert "the run report is lost" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("log_metrics", "keys"),
+    [
+        ("off", set()),
+        ("summary", {"offloaded_bytes", "held_bytes"}),
+        ("all", {"would_hold_bytes", "link_bytes", "stall_forward_ms", "kept_bytes/last layer"}),
+    ],
+)
+@pytest.mark.parametrize("how", ["trainer", "callback"])
+def test_logs_have_what_was_asked_for(
+    how: str, log_metrics: str, keys: set[str], tmp_path: Path
+) -> None:
+    config = replace(EVERYTHING, log_metrics=log_metrics)
+    cls, more = (
+        (PyAOTrainer, {"pyao_config": config})
+        if how == "trainer"
+        else (Trainer, {"callbacks": [PyAOCallback(config)]})
+    )
+    trainer = trainer_for(cls, tiny_opt(), arguments(tmp_path, max_steps=1), **more)
+    trainer.train()
+    (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    found = {key.removeprefix("pyao/") for key in entry if key.startswith("pyao/")}
+    assert found >= keys if log_metrics == "all" else found == keys
+
+
+def test_a_mixin_after_the_trainer_is_refused_when_the_class_is_made() -> None:
+    class MyTrainer(Trainer):
+        pass
+
+    class Other:
+        pass
+
+    with pytest.raises(ConfigError, match=r"mixin first: class X\(PyAOTrainerMixin, Trainer\)"):
+
+        class X(Trainer, PyAOTrainerMixin):
+            pass
+
+    with pytest.raises(ConfigError, match=r"class Y\(Other, PyAOTrainerMixin, MyTrainer\)"):
+
+        class Y(MyTrainer, Other, PyAOTrainerMixin):
+            pass
+
+    class Part(PyAOTrainerMixin):
+        """A mixin of a user's own that has ours in it."""
+
+    class Right(Part, MyTrainer):
+        pass
+
+    class Also(MyTrainer, PyAOTrainer):
+        """Their methods come first, and call ours."""
+
+    assert issubclass(Right, Trainer)
+    assert issubclass(Also, PyAOTrainer)
+
+
+def flags(folder: Path, **values: Any) -> TrainingArguments:
+    return arguments(
+        folder,
+        PyAOTrainingArguments,
+        activation_offload=True,
+        activation_offload_min_bytes=0,
+        activation_offload_host_memory_gib=0.25,
+        **values,
+    )
+
+
+def test_flags_under_a_plain_trainer_are_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(cls: type[Trainer], args: TrainingArguments, **more: Any) -> int:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "hf_pyao"):
+            trainer_for(cls, tiny_opt(), args, **more).train()
+        return sum("the trainer does not know this flag" in r.getMessage() for r in caplog.records)
+
+    args = flags(tmp_path, max_steps=1)
+    args.get_process_log_level()  # as scripts do before they make a trainer
+    assert warned(Trainer, args) == 1
+    assert warned(PyAOTrainer, flags(tmp_path, max_steps=1)) == 0
+    assert warned(Trainer, flags(tmp_path, max_steps=1), callbacks=[PyAOCallback()]) == 0
+    off = arguments(tmp_path, PyAOTrainingArguments, max_steps=1)
+    assert warned(Trainer, off) == 0
+
+
+def test_a_callback_without_a_configuration_heeds_the_flags(tmp_path: Path) -> None:
+    callback = PyAOCallback()
+    trainer_for(Trainer, tiny_opt(), flags(tmp_path), callbacks=[callback]).train()
+    assert callback.totals["offloaded_bytes"] > 0  # min_bytes=0 is from the flags
 
 
 def test_model_init_gives_every_training_its_own_model(tmp_path: Path) -> None:

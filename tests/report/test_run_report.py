@@ -60,6 +60,11 @@ def test_it_is_read_back_whole(trained: tuple[Path, dict[str, float]]) -> None:
     assert RunReport.from_dict(report.to_dict()) == report
 
 
+def test_the_heading_tells_a_bad_end() -> None:
+    title = make_run(outcome="finished").title
+    assert make_run(outcome="failed: ValueError").title == f"{title} (failed: ValueError)"
+
+
 def test_it_is_valid_json_without_nan(trained: tuple[Path, dict[str, float]]) -> None:
     path, _ = trained
     text = path.read_text(encoding="utf-8")
