@@ -20,7 +20,11 @@ from hf_pyao.integrations import architectures
 from hf_pyao.integrations.module_map import find_layers
 from tests.helpers import EVERYTHING, assert_same_tensors, gradients_of, tiny_batch, tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    # Funnel in transformers 4.57.
+    pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
