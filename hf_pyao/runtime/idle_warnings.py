@@ -61,6 +61,8 @@ class IdleWarnings:
     def nothing_moved(self, stats: MicroBatchStats) -> None:
         """Warn that a micro-batch has ended, and all that its layers saved stayed."""
         reasons = sorted(stats.kept_bytes, key=lambda reason: -stats.kept_bytes[reason])
+        if not stats.would_hold_bytes or not reasons:  # parameters and buffers alone
+            return
         if reasons[0] == LAST_LAYER and not self._has_waited:
             # Which layers run several times in a forward is known from the second one on.
             self._has_waited = True

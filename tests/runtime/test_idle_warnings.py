@@ -12,6 +12,8 @@ from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.runtime.idle_warnings import IdleWarnings
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
 
 
@@ -97,3 +99,10 @@ def test_what_works_as_it_should_is_not_warned_about(
 ) -> None:
     _, warned = warnings_of(caplog, tiny_model("llama"), config)
     assert warned == []
+
+
+def test_a_micro_batch_that_saved_parameters_alone_is_none_of_these(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    IdleWarnings().nothing_moved(MicroBatchStats(num_packs=2))
+    assert not caplog.records
