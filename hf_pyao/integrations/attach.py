@@ -155,7 +155,6 @@ class Offloader:
         )
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
-        self._finalizer = weakref.finalize(self, record.end_unseen)
         self._lifecycle: Lifecycle | None = Lifecycle(
             self.engine,
             found.stack,
@@ -164,6 +163,11 @@ class Offloader:
             keep_last_layers=config.keep_last_layers,
             owner=self,
         )
+        # It holds the engine, which therefore goes a collection later than its cycle with us: only
+        # where there is something to write.
+        self._finalizer = None
+        if config.report is not None:
+            self._finalizer = weakref.finalize(self, record.end_unseen)
 
     @property
     def is_attached(self) -> bool:
@@ -241,8 +245,9 @@ class Offloader:
         self.engine.end_micro_batch()
         if self.head_loss is not None:
             self.head_loss.uninstall()
-        if self._finalizer.detach() is not None:
-            self.record.end(outcome)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self.record.end(outcome)
 
     def __enter__(self) -> Offloader:
         """Return the offloader, attached already."""
