@@ -93,8 +93,9 @@ class PyAOConfig:
     layers: Sequence[str] = setting(
         (),
         Names(),
-        "Modules to take as layers: qualified names or patterns, such as down_blocks.* or "
-        "mid_block. Empty: the layers that the module map of the architecture finds.",
+        "Modules to take as layers, in the order of the forward: qualified names or patterns, such "
+        "as down_blocks.* mid_block up_blocks.*, where * stands for one part of a name. Backward "
+        "begins with the last of them. Empty: the layers that the architecture is known to have.",
     )
     modules: Sequence[str] = setting(
         (),

@@ -79,7 +79,7 @@ def attach(
     config = config or PyAOConfig()
     if not isinstance(config, PyAOConfig):
         raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
-    found = find_layers(model, config.layers)
+    found = find_layers(model, config.layers, field=config.label("layers"))
     check_model(model)
     check_report_path(config.report, config.label("report"))
     attached = offloader_of(model)
@@ -95,7 +95,8 @@ def attach(
     logger.info("%s", offloader.describe())
     if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
         offloader.engine.idle_warnings.all_layers_kept(
-            config.keep_last_layers, len(offloader.layer_names)
+            f"{config.label('keep_last_layers')}={config.keep_last_layers}",
+            len(offloader.layer_names),
         )
     return offloader
 

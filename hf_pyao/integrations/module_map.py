@@ -51,7 +51,9 @@ __all__ = [
 ]
 
 
-def find_layers(model: nn.Module, named: Sequence[str] = ()) -> FoundLayers:
+def find_layers(
+    model: nn.Module, named: Sequence[str] = (), *, field: str = "layers"
+) -> FoundLayers:
     """Find the layers of *model*, wrapped or not.
 
     Where *named* is empty, the module map of the architecture decides, if there is one. Otherwise
@@ -62,6 +64,7 @@ def find_layers(model: nn.Module, named: Sequence[str] = ()) -> FoundLayers:
         model: a model, wrapped or not.
         named: ``PyAOConfig.layers``: names or patterns of the modules that are the layers, see
             :func:`~hf_pyao.integrations.layer_patterns.find_named_layers`.
+        field: what messages call that.
 
     Raises:
         NoLayersFoundError: nothing was found; the message lists the module lists of the model and
@@ -74,7 +77,7 @@ def find_layers(model: nn.Module, named: Sequence[str] = ()) -> FoundLayers:
     architecture, module_map = known if known is not None else (None, None)
     if named:
         how = "as `layers` names them"
-        hits = find_named_layers(root, named)
+        hits = find_named_layers(root, named, field)
         is_mapped = module_map is not None and all(map(_element_of(module_map.layers), hits))
         module_map = module_map if is_mapped else None
     elif module_map is not None:

@@ -132,13 +132,13 @@ class RunReport:
         plain: dict[str, Any] = to_plain(self)
         return plain
 
-    def to_json_file(self, path: str | Path) -> None:
+    def to_json_file(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file that :meth:`from_json_file` reads.
 
         Raises:
             ReportError: the file cannot be written.
         """
-        write_json(path, self)
+        write_json(Path(path), self)
 
 
 def outcome_of(error: BaseException | None) -> str:
@@ -173,7 +173,7 @@ def make_run_report(offloader: ReportedOffloader, outcome: str = RUNNING) -> Run
 
 def write_run_report(
     offloader: ReportedOffloader,
-    path: str | Path | None = None,
+    path: str | os.PathLike[str] | None = None,
     extra: Mapping[str, Any] | None = None,
     outcome: str = RUNNING,
 ) -> RunReport | None:

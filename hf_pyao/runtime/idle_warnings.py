@@ -27,12 +27,11 @@ class IdleWarnings:
         self._has_warned = False
         self._has_waited = False
 
-    def all_layers_kept(self, keep_last_layers: int, num_layers: int) -> None:
-        """Warn that ``keep_last_layers`` leaves no layer to offload."""
+    def all_layers_kept(self, setting: str, num_layers: int) -> None:
+        """Warn that ``keep_last_layers``, whose name and value are *setting*, leaves no layer."""
         self._warn(
-            f"keep_last_layers={keep_last_layers} keeps on the device what all {num_layers} layers "
-            "save: nothing is offloaded, unless a layer runs several times in a forward. Lower "
-            "keep_last_layers."
+            f"{setting} keeps on the device what all {num_layers} layers save: nothing is "
+            "offloaded, unless a layer runs several times in a forward. Lower that number."
         )
 
     def eval_mode(self) -> None:

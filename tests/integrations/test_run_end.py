@@ -106,13 +106,15 @@ def test_a_good_exit_is_no_failure() -> None:
 def test_a_report_that_cannot_be_made_hides_no_error_and_raises_none(
     broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path if broken == "path" else tmp_path / "r.json"
+    path = tmp_path / "r.json"
     config = replace(EVERYTHING, report=str(path))
 
     def train(error: Exception | None) -> None:
         model = tiny_model("llama")
         with attach(model, config) as offloader:
             step(model)
+            if broken == "path":
+                path.mkdir()
             if broken == "figures":
                 offloader.transport.bandwidth = lambda: 1 / 0  # type: ignore[method-assign]
             if broken == "extra":
@@ -123,6 +125,8 @@ def test_a_report_that_cannot_be_made_hides_no_error_and_raises_none(
     train(None)
     assert "the run report is lost" in caplog.text
     caplog.clear()
+    if broken == "path":
+        path.rmdir()
     with pytest.raises(ValueError, match="the user's"):
         train(ValueError("the user's"))
     assert "the run report is lost" in caplog.text
