@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from hf_pyao import PyAOConfig, attach
+from hf_pyao import PyAOConfig, PyAOTrainer, attach
 from hf_pyao.errors import ConfigError
 from hf_pyao.report import ReportError, RunReport, read_document, write_run_report
 from hf_pyao.report.provenance import package_versions, source_digest
@@ -212,3 +212,23 @@ def test_a_path_that_cannot_be_written_is_refused_when_attached(
         attach(model, PyAOConfig(report=str(tmp_path / "new" / "run.json")))
     monkeypatch.setenv("RANK", "1")  # which writes no report, and may see other disks
     attach(model, config).detach()
+
+
+def test_training_ends_well_without_its_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no report")
+
+    monkeypatch.setattr("hf_pyao.report.run_report.make_run_report", fail)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = PyAOTrainer(
+        model=LlamaForCausalLM(LlamaConfig(**SETTINGS)),
+        args=arguments,
+        train_dataset=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8,
+        pyao_config=PyAOConfig(report=str(tmp_path / "run.json")),
+    )
+    assert trainer.train().global_step == 1
+    assert "the run report is lost: RuntimeError: no report" in caplog.text
