@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_pyao.integrations.callers import caller_outside
+from hf_pyao.integrations.exchanged_forwards import (
+    ExchangedForwards,
+    Forward,
+    has_forward_of_its_own,
+    own_forward,
+)
 from hf_pyao.integrations.lazy_outputs import read_lazily, replace_deferred
 from hf_pyao.integrations.liger import liger_can, liger_loss
-from hf_pyao.integrations.output_head import (
-    LossRequest,
-    NotUnderstood,
-    OutputHead,
-    PutOffCall,
-    forward_replaced,
-    understand_head,
-)
+from hf_pyao.integrations.output_head import NotUnderstood, OutputHead, understand_head
+from hf_pyao.integrations.put_off_call import Backwards, LossRequest, PutOffCall
+from hf_pyao.integrations.smoothing import Smoothing, Smoothings
 from hf_pyao.losses import (
     ChunkPlan,
     DeferredLogits,
@@ -31,7 +34,7 @@ from hf_pyao.losses import (
 )
 from hf_pyao.losses.chunking import default_budget_bytes, plan_chunks
 from hf_pyao.losses.options import autocast_dtype
-from hf_pyao.losses.tied_embedding import WaitingGradient, tied_embedding
+from hf_pyao.losses.tied_embedding import WaitingGradient, tie, tied_embedding
 
 _NOT_CALLED = (
     "its forward does not call its head: something else computes the loss from hidden states "
@@ -40,35 +43,37 @@ _NOT_CALLED = (
 _TRL = "TRL's fused LM head computes the loss from hidden states itself, and hf_pyao stands back"
 
 _READ = (
-    "something reads outputs.logits after training forwards: they are computed for it beside the "
-    "chunked loss, which costs their memory and one more matrix product"
+    "something reads outputs.logits after training forwards ({reader}): they are computed for it "
+    "beside the chunked loss, which costs their memory and one more matrix product"
 )
-
-Forward = Callable[..., Any]
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """Types of tensors that are just their elements; fake ones estimate memory."""
 
 
 @dataclass
-class Smoothing:
-    """Label smoothing that is asked for from outside the model."""
+class _Run:
+    """What one forward needs until its outputs are handed out."""
 
-    epsilon: float
-    """Share of each target that is spread evenly over the vocabulary."""
-    applied: bool = False
-    """Whether a loss has had it."""
+    num_items: Tensor | float | None
+    """What the model will divide a summed loss by."""
+    smoothing: Smoothing | None
+    """Label smoothing that is asked for from outside."""
+    calls: list[PutOffCall] = field(default_factory=list)
+    """Calls of the head that were put off."""
+    tied: tuple[Tensor, WaitingGradient] | None = None
+    """Alias of the weight that embedding and head share, once the embedding has been called."""
 
 
 class HeadForward:
-    """Runs training forwards, and counts.
+    """Runs training forwards, and counts. Several threads may run them at a time.
 
     Args:
         use_liger: compute the loss by Liger's kernel where it can.
         chunk_tokens: most tokens per chunk; None: as many as fit the budget.
         budget_bytes: bytes that one chunk may take; None: by the device.
         stand_back: told why a forward keeps the model's own loss.
-        note: told what else is worth saying once.
+        warn: told what is worth a warning once.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class HeadForward:
         chunk_tokens: int | None,
         budget_bytes: int | None,
         stand_back: Callable[[str], None],
-        note: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.num_chunked = 0
         """Forwards whose loss was computed without the logits."""
@@ -88,43 +93,38 @@ class HeadForward:
         """Logits that somebody read although the loss was computed without them."""
         self.last_plan: ChunkPlan | None = None
         """How the last loss was cut."""
-        self.smoothing: Smoothing | None = None
+        self.smoothings = Smoothings()
         """What to add to losses that the model takes unsmoothed."""
         self._use_liger = use_liger
         self._chunk_tokens = chunk_tokens
         self._budget_bytes = budget_bytes
         self._stand_back = stand_back
-        self._note = note
-        self._waiting = WaitingGradient()
-        self._num_items: Tensor | float | None = None
-        self._is_running = False
+        self._warn = warn
+        self._exchanged = ExchangedForwards()
+        self._backwards = Backwards()
+        self._counting = threading.Lock()
 
     def run(self, model: nn.Module, own: Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run ``own(*args, **kwargs)``, a training forward of *model* that is given labels."""
-        if self._is_running:
+        if self._exchanged.num_active:  # the model calls itself
             return own(*args, **kwargs)
-        self._is_running = True
-        try:
-            return self._run(model, own, args, kwargs)
-        finally:
-            self._is_running = False
-
-    def _run(self, model: nn.Module, own: Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         head = understand_head(output_embeddings(model))
         if isinstance(head, NotUnderstood) or kwargs.get("fused_lm_head"):
             self._stand_back(head.reason if isinstance(head, NotUnderstood) else _TRL)
-            self.num_own += 1
+            self._count(num_own=1)
             return own(*args, **kwargs)
-        self._num_items = kwargs.get("num_items_in_batch")
-        calls: list[PutOffCall] = []
-        with ExitStack() as stack:
-            stack.enter_context(forward_replaced(head.inner, self._put_off(head, calls)))
-            if (embedding := _tied_embedding(model, head)) is not None:
-                stack.enter_context(forward_replaced(embedding, self._embed(embedding)))
-            outputs = own(*args, **kwargs)
-        return self._finish(outputs, calls)
+        run = _Run(kwargs.get("num_items_in_batch"), self.smoothings.current())
+        answers = [(head.inner, self._put_off(head, run))]
+        if (embedding := _tied_embedding(model, head)) is not None:
+            answers.append((embedding, _embed(embedding, run)))
+        outputs = self._exchanged.during(answers, own, *args, **kwargs)
+        return self._finish(outputs, run.calls)
 
-    def _put_off(self, head: OutputHead, calls: list[PutOffCall]) -> Forward:
+    def release(self) -> None:
+        """Take back every ``forward`` that an interrupted call may have left exchanged."""
+        self._exchanged.clear()
+
+    def _put_off(self, head: OutputHead, run: _Run) -> Forward:
         """Return a ``forward`` for the head that projects nothing."""
         own_forward = head.own_forward()
 
@@ -140,25 +140,20 @@ class HeadForward:
                 dtype=dtype,
                 device=device,
                 own_forward=own_forward,
-                compute_loss=self._compute_loss,
+                exchanged=self._exchanged,
+                backwards=self._backwards,
+                compute_loss=functools.partial(self._compute_loss, run),
                 note_reading=self._note_reading,
             )
-            calls.append(call)
+            run.calls.append(call)
             return DeferredLogits(hidden, call)
-
-        return forward
-
-    def _embed(self, embedding: nn.Embedding) -> Callable[[Tensor], Tensor]:
-        def forward(ids: Tensor) -> Tensor:
-            return tied_embedding(ids, embedding.weight, embedding.padding_idx, self._waiting)
 
         return forward
 
     def _finish(self, outputs: Any, calls: list[PutOffCall]) -> Any:
         """Compute logits that are handed out without a loss having been taken of them."""
         chunked = bool(calls) and all(call.loss_taken for call in calls)
-        self.num_chunked += chunked
-        self.num_own += not chunked
+        self._count(num_chunked=chunked, num_own=not chunked)
 
         def replace(logits: DeferredLogits) -> Any:
             keep = logits.tensor is None and chunked
@@ -172,24 +167,29 @@ class HeadForward:
                 self._stand_back(f"before its loss it needs the logits for {call.computed_for}")
         return outputs
 
-    def _note_reading(self) -> None:
-        self.num_read += 1
-        self._note(_READ)
+    def _count(self, *, num_chunked: int = 0, num_own: int = 0, num_read: int = 0) -> None:
+        with self._counting:
+            self.num_chunked += num_chunked
+            self.num_own += num_own
+            self.num_read += num_read
 
-    def _compute_loss(self, call: PutOffCall, hidden: Tensor, request: LossRequest) -> Tensor:
+    def _note_reading(self) -> None:
+        if not self.num_read:
+            self._warn(_READ.format(reader=caller_outside("hf_pyao")))
+        self._count(num_read=1)
+
+    def _compute_loss(
+        self, run: _Run, call: PutOffCall, hidden: Tensor, request: LossRequest
+    ) -> Tensor:
         """Compute the loss inside the head's own call, where its weight is whole."""
         inner: Any = call.head.inner
-        if self.smoothing is not None and not request.label_smoothing:
-            request = dataclasses.replace(request, label_smoothing=self.smoothing.epsilon)
-            self.smoothing.applied = True
+        if run.smoothing is not None and not request.label_smoothing:
+            request = dataclasses.replace(request, label_smoothing=run.smoothing.epsilon)
+            run.smoothing.applied = True
         if self._use_liger and call.head.is_linear and liger_can(request):
             return liger_loss(hidden, inner.weight, inner.bias, request)
         chunk_tokens = self._plan(call, hidden, request)
-        # What the model divides a sum by next; only roundings depend on the guess.
-        items = self._num_items if request.reduction == "sum" else None
-        expected = (
-            None if items is None else request.labels.new_ones((), dtype=torch.float32) / items
-        )
+        expected = _expected_factor(run, request)
         if not call.head.is_linear:
             return chunked_module_cross_entropy(
                 hidden,
@@ -202,15 +202,16 @@ class HeadForward:
                 expected_factor=expected,
                 **request.options(),
             )
+        weight, waiting = run.tied or (inner.weight, None)
         return chunked_linear_cross_entropy(
             hidden,
-            inner.weight,
+            weight,
             request.labels,
             inner.bias,
             num_valid_vocab=request.num_valid_vocab,
             chunk_tokens=chunk_tokens,
             expected_factor=expected,
-            waiting=self._waiting if inner.weight.is_leaf else None,
+            waiting=waiting,
             **request.options(),
         )
 
@@ -227,6 +228,30 @@ class HeadForward:
             hidden.shape[0], num_vocab, num_hidden, call.dtype, steps, chunk_tokens
         )
         return chunk_tokens
+
+
+def _expected_factor(run: _Run, request: LossRequest) -> Tensor | None:
+    """Return what the model most likely multiplies a sum by next; only roundings depend on it."""
+    items = run.num_items
+    if items is None or request.reduction != "sum":
+        return None
+    one = request.labels.new_ones((), dtype=torch.float32)
+    return one / (items.to(one.device) if isinstance(items, Tensor) else items)
+
+
+def _embed(embedding: nn.Embedding, run: _Run) -> Forward:
+    """Return a ``forward`` for a tied embedding whose gradient joins the head's."""
+    own = own_forward(embedding)
+
+    def forward(ids: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return own(ids)
+        if run.tied is None:
+            run.tied = tie(embedding.weight)
+        alias, waiting = run.tied
+        return tied_embedding(ids, alias, embedding.padding_idx, waiting)
+
+    return forward
 
 
 def output_embeddings(model: nn.Module) -> nn.Module | None:
@@ -274,7 +299,7 @@ def _tied_embedding(model: nn.Module, head: OutputHead) -> nn.Embedding | None:
     weight = embedding.weight
     plain = (
         type(embedding).forward is nn.Embedding.forward
-        and "forward" not in embedding.__dict__
+        and not has_forward_of_its_own(embedding)
         and type(weight) in _PLAIN
         and weight.is_leaf
         and not (embedding.sparse or embedding.scale_grad_by_freq or embedding.max_norm)

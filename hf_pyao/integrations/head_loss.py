@@ -12,8 +12,8 @@ import inspect
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,15 +21,18 @@ from torch import nn
 
 from hf_pyao.config import HEAD_LOSS_NAMES
 from hf_pyao.errors import ConfigError, unknown_name
-from hf_pyao.integrations.head_forward import Forward, HeadForward, Smoothing, output_embeddings
+from hf_pyao.integrations.exchanged_forwards import Forward
+from hf_pyao.integrations.head_forward import HeadForward, output_embeddings
 from hf_pyao.integrations.liger import check_liger
 from hf_pyao.integrations.output_head import NotUnderstood, understand_head
+from hf_pyao.integrations.smoothing import Smoothing
 from hf_pyao.integrations.wrappers import unwrap_model, wrapped_module
 
 logger = logging.getLogger(__name__)
 
 _HANDLE = "_pyao_head_loss"
 _PREVIOUS = "_pyao_previous_forward"
+_IS_OURS = "_is_pyao_forward"
 
 _COMPILED = (
     "it is compiled as a whole, and compiled code holds the logits; compile its layers instead "
@@ -77,7 +80,7 @@ def install_head_loss(
     if _is_compiled(model, target):
         handle.stand_back(_COMPILED)
     installed: HeadLoss | None = target.__dict__.get(_HANDLE)
-    if installed is None:
+    if installed is None or not _is_exchanged(target):  # never, or interrupted
         handle.install(target)
         return handle
     if installed.settings != handle.settings:
@@ -127,7 +130,6 @@ class HeadLoss:
         self.settings = (mode, chunk_tokens, budget_bytes)
         self._name = type(unwrap_model(model)).__name__
         self._target: weakref.ref[nn.Module] | None = None
-        self._function: Callable[..., Any] | None = None
         self._labels_position = 0
         self._notes: dict[str, None] = {}
         self._head_forward = HeadForward(
@@ -135,7 +137,7 @@ class HeadLoss:
             chunk_tokens=chunk_tokens,
             budget_bytes=budget_bytes,
             stand_back=self.stand_back,
-            note=self._note,
+            warn=self._warn,
         )
 
     @property
@@ -153,28 +155,17 @@ class HeadLoss:
         names = list(inspect.signature(type(target).forward).parameters)
         self._labels_position = names.index("labels") - 1
         target.__dict__[_HANDLE] = self
-        if _PREVIOUS in target.__dict__:
-            return  # A forward of ours is still there, below somebody's; it finds the handle.
-        previous = target.__dict__.get("forward")
-        target.__dict__[_PREVIOUS] = previous
-        own = inspect.signature(target.forward)
-        self._function = _make_forward(own, previous)
-        target.__dict__["forward"] = types.MethodType(self._function, target)
+        _exchange_forward(target)
 
     def uninstall(self) -> None:
-        """Give the model its own ``forward`` back. Harmless if done already."""
+        """Give the model its own ``forward`` back. Harmless if done already, wholly or in part."""
         target = None if self._target is None else self._target()
+        if target is not None:
+            self._head_forward.release()
+            if target.__dict__.get(_HANDLE, self) is self:
+                target.__dict__.pop(_HANDLE, None)
+                _give_forward_back(target)
         self._target = None
-        if target is None:
-            return
-        del target.__dict__[_HANDLE]
-        function = getattr(target.__dict__.get("forward"), "__func__", None)
-        if function is None or function is not self._function:
-            return  # Somebody wrapped our forward since. Without a handle it passes all on.
-        previous = target.__dict__.pop(_PREVIOUS)
-        del target.__dict__["forward"]
-        if previous is not None:
-            target.__dict__["forward"] = previous
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model is a plain model: its ``forward`` finds no handle."""
@@ -188,7 +179,10 @@ class HeadLoss:
         level = logging.INFO if self.mode == "auto" else logging.WARNING
         self._note(f"it keeps its own loss: {reason}", level)
 
-    def _note(self, message: str, level: int = logging.INFO) -> None:
+    def _warn(self, message: str) -> None:
+        self._note(message, logging.WARNING)
+
+    def _note(self, message: str, level: int) -> None:
         if message not in self._notes:
             self._notes[message] = None
             logger.log(level, "Head loss of %s: %s.", self._name, message)
@@ -219,19 +213,14 @@ class HeadLoss:
             "head_loss_chunk_bytes": float(plan.chunk_bytes if plan else 0),
         }
 
-    @contextmanager
-    def smoothing(self, epsilon: float) -> Iterator[Smoothing]:
-        """Smooth the labels of losses that the model computes inside this context.
+    def smoothing(self, epsilon: float) -> AbstractContextManager[Smoothing]:
+        """Smooth the labels of losses that the model computes in this thread inside this context.
 
         For Trainer's ``label_smoothing_factor``, whose own way needs the logits. ``applied`` on
         what this yields tells afterwards whether the loss was chunked and smoothed; if not, it is
         the model's own, unsmoothed one.
         """
-        smoothing = self._head_forward.smoothing = Smoothing(epsilon)
-        try:
-            yield smoothing
-        finally:
-            self._head_forward.smoothing = None
+        return self._head_forward.smoothings.opened(epsilon)
 
     def run(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward *own*, its head put off if only the loss is wanted."""
@@ -249,6 +238,38 @@ class HeadLoss:
         position = self._labels_position
         labels = kwargs.get("labels")
         return labels is not None or (len(args) > position and args[position] is not None)
+
+
+def _is_exchanged(target: nn.Module) -> bool:
+    """Whether calls of *target* come through a ``forward`` of ours, wrapped by others or not.
+
+    What it had before is written down first. So if that is there and the model has another forward,
+    ours is below it; and if the model has that very forward, ours is not there (any more).
+    """
+    forward = target.__dict__.get("forward")
+    return _PREVIOUS in target.__dict__ and forward is not target.__dict__[_PREVIOUS]
+
+
+def _exchange_forward(target: nn.Module) -> None:
+    """Put ours in the place of ``target.forward``, if it is not there or below somebody's."""
+    if _is_exchanged(target):
+        return
+    previous = target.__dict__[_PREVIOUS] = target.__dict__.get("forward")
+    forward = _make_forward(inspect.signature(target.forward), previous)
+    target.__dict__["forward"] = types.MethodType(forward, target)
+
+
+def _give_forward_back(target: nn.Module) -> None:
+    """Undo :func:`_exchange_forward`; below somebody's forward ours stays, and passes all on."""
+    function = getattr(target.__dict__.get("forward"), "__func__", None)
+    if getattr(function, _IS_OURS, False):
+        previous = target.__dict__.get(_PREVIOUS)
+        if previous is None:
+            del target.__dict__["forward"]
+        else:
+            target.__dict__["forward"] = previous
+    if not _is_exchanged(target):
+        target.__dict__.pop(_PREVIOUS, None)
 
 
 def _make_forward(own: inspect.Signature, previous: Forward | None) -> Callable[..., Any]:
@@ -270,6 +291,7 @@ def _make_forward(own: inspect.Signature, previous: Forward | None) -> Callable[
         return type(self).forward(self, *args, **kwargs)
 
     annotated: Any = forward
+    setattr(annotated, _IS_OURS, True)
     # Trainer and generate() read the signature.
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     annotated.__signature__ = own.replace(parameters=[first, *own.parameters.values()])

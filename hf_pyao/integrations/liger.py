@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.integrations.output_head import LossRequest
+from hf_pyao.integrations.put_off_call import LossRequest
 from hf_pyao.losses import Cast, Divide, LogitTransform, Scale, Tanh
 
 

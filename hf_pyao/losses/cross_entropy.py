@@ -86,7 +86,8 @@ def chunked_linear_cross_entropy(
         chunk_tokens: most tokens per chunk; None: by :func:`default_budget_bytes`.
         expected_factor: 0-dim, what a summed loss will most likely be multiplied by, such as
             ``1 / num_items_in_batch``; gradients are right with any other, but for rounding.
-        waiting: where the head's gradient waits for a tied embedding's (tied_embedding.py).
+        waiting: where the head's gradient waits for a tied embedding's; *weight* is the alias that
+            belongs to it then (tied_embedding.py).
 
     Returns:
         0-dim loss, in float32 or what the transforms lead to (half precision included).
@@ -171,14 +172,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         keep = graph_is_kept()
         if not keep:
             ctx.gradients = None
-        scale = gradients.targets.scale(grad_loss)
+        targets = gradients.targets
+        scale = targets.scale(grad_loss)
         hidden = weight = bias = None
         if gradients.hidden is not None and ctx.needs_input_grad[0]:
-            hidden = gradients.hidden.finish(scale, keep=keep)
+            hidden = gradients.hidden.finish(targets.row_scale(grad_loss), keep=keep)
         if gradients.weight is not None and ctx.needs_input_grad[1]:
             weight = gradients.weight.finish(scale, keep=keep)
-            if ctx.waiting is not None:
-                ctx.waiting.head_done(weight)
+            if ctx.waiting is not None and ctx.waiting.put(weight):
+                weight = None
         if gradients.bias is not None and ctx.needs_input_grad[2]:
             bias = (gradients.bias * scale).to(ctx.bias_dtype)
         return hidden, weight, bias, None, None, None

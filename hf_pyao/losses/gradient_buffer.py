@@ -96,7 +96,7 @@ class GradientBuffer:
         """Return ``scale * sums`` in ``dtype``, rounded once.
 
         Args:
-            scale: 0-dim, on any device.
+            scale: 0-dim, or one factor for each row, (num_rows, 1); on any device.
             keep: leave the sums as they are, at the price of a copy; else they are used up.
         """
         result = self._result
@@ -110,7 +110,8 @@ class GradientBuffer:
             return result.zero_()
         flat, scale = result.view(-1), scale.to(result.device)
         for start, sums in self._pieces:
-            _scale_into(flat, start * result.shape[1], sums.reshape(-1), scale)
+            factors = scale if scale.dim() == 0 else scale[start : start + sums.shape[0]]
+            _scale_into(flat, start * result.shape[1], sums, factors)
         result[self._num_valid :].zero_()
         if not keep:
             self._pieces = []
@@ -118,11 +119,16 @@ class GradientBuffer:
 
 
 def _scale_into(flat: Tensor, offset: int, sums: Tensor, scale: Tensor) -> None:
+    """Write ``sums * scale`` to *flat* from *offset* on, a block of rows at a time, front first."""
+    rows = sums.reshape(-1, 1) if scale.dim() == 0 else sums
+    num_cols = rows.shape[1]
     if sums.dtype == flat.dtype:
-        torch.mul(sums, scale, out=flat[offset : offset + sums.numel()])
+        torch.mul(rows, scale, out=flat[offset : offset + rows.numel()].view_as(rows))
         return
-    for start, stop in _blocks(sums.numel(), _BLOCK_ELEMENTS):
-        flat[offset + start : offset + stop] = sums[start:stop] * scale
+    for start, stop in _blocks(rows.shape[0], max(1, _BLOCK_ELEMENTS // max(num_cols, 1))):
+        factor = scale if scale.dim() == 0 else scale[start:stop]
+        room = flat[offset + start * num_cols : offset + stop * num_cols]
+        room.view(-1, num_cols).copy_(rows[start:stop] * factor)
 
 
 def _blocks(length: int, block: int) -> Iterator[tuple[int, int]]:

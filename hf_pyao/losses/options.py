@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_pyao.errors import ConfigError, ConflictError, unknown_name
-from hf_pyao.losses.transforms import LogitTransform
+from hf_pyao.losses.transforms import LogitTransform, largest_gain
 
 REDUCTIONS = ("mean", "sum")
 
 FP16_GRADIENT_UNIT = 1024.0
 """Gradients of float16 logits are formed in this unit, before loss scale and token count are
 applied: probabilities down to 1/2**24 stay normal numbers, and no sum over the vocabulary comes
-near 65504 for weights below 30."""
+near 65504 for weights below 30. Where the logits are scaled up before the loss, the unit is smaller
+by as much, as their gradient is scaled too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,9 @@ class Targets:
         share = one / counts.sum() if options.reduction == "mean" else one
         if options.compute_dtype == torch.float16:
             # No token counts: the share is infinite, and every gradient is zero all the same.
-            unit = torch.where(share.isfinite(), share, 0.0) / FP16_GRADIENT_UNIT
-            return cls(labels, valid, column, counts * FP16_GRADIENT_UNIT, unit, one)
+            grown = FP16_GRADIENT_UNIT / largest_gain(options.transforms)
+            unit = torch.where(share.isfinite(), share, 0.0) / grown
+            return cls(labels, valid, column, counts * grown, unit, one)
         divisor = one
         if options.expected_factor is not None and options.reduction == "sum":
             expected = options.expected_factor.to(one)
@@ -92,11 +94,19 @@ class Targets:
         return cls(labels, valid, column, torch.where(valid, share, 0.0), one, divisor)
 
     def scale(self, factor: Tensor) -> Tensor:
-        """Return what to multiply the gradients by when the loss is multiplied by *factor*.
+        """Return what to multiply the gradients of parameters by if the loss is by *factor*.
 
         Exactly 1 for a factor that was expected: then every gradient has been rounded where the
-        model's own path rounds it, with the factor in it already.
+        model's own path rounds it, with the factor in it already. Zero if no token counts, whatever
+        the factor is: it may be 1/0 then, and the model's own gradients are zeros.
         """
+        return torch.where(self.valid.any(), self._scale(factor), 0.0)
+
+    def row_scale(self, factor: Tensor) -> Tensor:
+        """Return the same for the hidden states, (N, 1): zero for tokens that do not count."""
+        return torch.where(self.valid, self._scale(factor), 0.0).unsqueeze(1)
+
+    def _scale(self, factor: Tensor) -> Tensor:
         return factor.to(self.unit.dtype) / self.divisor * self.unit
 
 

@@ -16,6 +16,9 @@ class TensorStandIn(ABC):
     ``torch`` functions, operators, methods, attributes, numpy, copying and pickling all end at the
     tensor; a subclass adds what needs no elements. Not a Tensor itself: code that walks through
     containers looking for tensors (DDP, FSDP and DeepSpeed on a model's outputs) passes it by.
+
+    What changes a tensor in place (``*=``, ``mul_``, ``out=``, an assignment to a slice or to an
+    attribute) changes the one that :meth:`materialize` returns, for all who hold this object.
     """
 
     _torch_functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
@@ -35,8 +38,10 @@ class TensorStandIn(ABC):
     ) -> Any:
         """Run a ``torch`` function by the method that answers for it, else on the tensor."""
         method = cls._torch_functions.get(func)
-        if method is not None and args and isinstance(args[0], cls):
-            return method(*args, **(kwargs or {}))
+        into = (kwargs or {}).get("out")  # a result that is there already: elements are needed
+        if method is not None and args and isinstance(args[0], cls) and into is None:
+            named = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+            return method(*args, **named)
         name = getattr(func, "__name__", str(func))
         return func(*in_full(tuple(args), name), **in_full(dict(kwargs or {}), name))
 
@@ -45,6 +50,12 @@ class TensorStandIn(ABC):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.materialize(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.materialize(name), name, in_full(value, name))
 
     __hash__ = object.__hash__
 
@@ -94,9 +105,23 @@ def _on_the_tensor(name: str) -> Callable[..., Any]:
     return operator
 
 
+def _in_place(name: str) -> Callable[..., Any]:
+    def operator(self: TensorStandIn, other: Any) -> Any:
+        reason = name.strip("_")
+        tensor = self.materialize(reason)
+        result = getattr(tensor, name)(in_full(other, reason))
+        return self if result is tensor else result
+
+    return operator
+
+
 # Python looks operators up on the class, past __getattr__.
 for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod pow rpow matmul rmatmul "
-    "neg pos abs invert and rand or ror xor rxor ne lt le gt ge float int contains len"
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul "
+    "rmatmul neg pos abs invert and rand or ror xor rxor lshift rshift ne lt le gt ge float int "
+    "complex index contains len reversed"
 ).split():
     setattr(TensorStandIn, f"__{_name}__", _on_the_tensor(f"__{_name}__"))
+# Without these `logits *= x` would bind the name to another object and leave this one as it is.
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():
+    setattr(TensorStandIn, f"__i{_name}__", _in_place(f"__i{_name}__"))

@@ -139,9 +139,10 @@ class _ModuleCrossEntropy(torch.autograd.Function):
             ctx.gradients = None
         needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
         scale = targets.scale(grad_loss)
+        scales = [targets.row_scale(grad_loss), *(scale for _ in buffers[1:])]
         results = [
             buffer.finish(scale, keep=keep).view(shape) if buffer is not None and need else None
-            for buffer, shape, need in zip(buffers, ctx.shapes, needs, strict=True)
+            for buffer, scale, shape, need in zip(buffers, scales, ctx.shapes, needs, strict=True)
         ]
         return results[0], None, None, None, *results[1:]
 

@@ -2,20 +2,19 @@
 
 With tied weights autograd gets two dense gradients of one parameter, vocabulary x hidden each: the
 head's at the start of backward, and the embedding's at its very end, where it sets the peak at
-small micro-batches. Autograd holds the first one until the second has come, then adds them.
+small micro-batches.
 
-[Note: The waiting gradient] While the head's gradient waits inside autograd, the embedding's
-backward adds its rows into it, block by block, and returns nothing. That is right because
-autograd passes a parameter's gradient on only when every node that may contribute has run, and the
-embedding is one of them. If anything is different from the plain case (the head had no part in
-this backward, or had two, or the gradient was summed into another tensor meanwhile), the embedding
-returns its own dense gradient as it always did. The waiting gradient is known by a weak reference,
-so that it dies with autograd's.
+[Note: The waiting gradient] Embedding and head of one forward use an alias of the weight, whose
+node in the graph is ours. The head's backward leaves its gradient with :class:`WaitingGradient` and
+hands nothing to autograd; the embedding's adds its rows into it, block by block; the alias's node,
+which runs when both have, takes it out and passes it on. Until then nobody else has seen that
+tensor: no hook holds it, and autograd cannot have summed it into another one. If anything is
+different from the plain case (the head has no part in this backward, or runs on another stream),
+gradients go the usual way, and autograd adds them.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -26,48 +25,81 @@ _BLOCK_BYTES = 32 * 2**20
 
 
 class WaitingGradient:
-    """The head's gradient of one parameter, while autograd holds it for the embedding's.
+    """The head's gradient of one forward's alias; see [Note: The waiting gradient].
 
-    One object serves one parameter for as long as its head loss is installed.
+    Args:
+        weight: (V, D); what the alias is of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weight: Tensor) -> None:
+        self._stream = _current_stream(weight)  # where the alias's node runs
+        self._device = weight.device
         self._graph_task = -1
-        self._num_heads = 0
-        self._gradient: weakref.ref[Tensor] | None = None
-        self._stream: torch.Stream | None = None
+        self._gradient: Tensor | None = None
 
-    def head_done(self, gradient: Tensor) -> None:
-        """Note that the head's backward hands *gradient* to autograd now."""
-        task = _graph_task()
-        if task != self._graph_task:
-            self._graph_task, self._num_heads = task, 0
-        self._num_heads += 1
-        self._gradient = weakref.ref(gradient)
-        self._stream = _current_stream(gradient)
+    def put(self, gradient: Tensor) -> bool:
+        """Leave *gradient*, which nobody else has; False if it has to go the usual way."""
+        if self._stream != _current_stream(gradient) or gradient.device != self._device:
+            return False
+        waiting = self.peek()
+        if waiting is not None:  # of another loss of the same forward
+            waiting += gradient
+            return True
+        self._graph_task, self._gradient = _graph_task(), gradient
+        return True
+
+    def peek(self) -> Tensor | None:
+        """Return the gradient that waits in the running backward, if there is one."""
+        if self._graph_task != _graph_task():
+            self._gradient = None  # of a backward that did not get to the alias
+        if self._gradient is None or self._stream != _current_stream(self._gradient):
+            return None
+        return self._gradient
 
     def take(self) -> Tensor | None:
-        """Return the gradient that waits in the running backward, if it is the only one."""
-        if self._graph_task != _graph_task() or self._num_heads != 1 or self._gradient is None:
-            return None
-        gradient = self._gradient()
-        if gradient is None or self._stream != _current_stream(gradient):
-            return None
+        """Return the same, and forget it."""
+        gradient, self._gradient = self.peek(), None
         return gradient
 
 
+def tie(weight: Tensor) -> tuple[Tensor, WaitingGradient]:
+    """Return an alias of *weight* for one forward's embedding and head, and where they meet."""
+    waiting = WaitingGradient(weight)
+    alias: Tensor = _Alias.apply(weight, waiting)  # type: ignore[no-untyped-call]
+    return alias, waiting
+
+
+class _Alias(torch.autograd.Function):
+    """See [Note: The waiting gradient]."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, waiting: WaitingGradient) -> Tensor:
+        """Return the same memory."""
+        ctx.set_materialize_grads(False)
+        ctx.waiting = waiting
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        """Pass on what waits, and what came the usual way."""
+        waiting = ctx.waiting.take()
+        if waiting is None:
+            return grad, None
+        return (waiting if grad is None else waiting.add_(grad)), None
+
+
 def tied_embedding(
-    ids: Tensor, weight: Tensor, padding_idx: int | None, waiting: WaitingGradient
+    ids: Tensor, alias: Tensor, padding_idx: int | None, waiting: WaitingGradient
 ) -> Tensor:
-    """Return ``F.embedding(ids, weight, padding_idx)``; its gradient joins the head's.
+    """Return ``F.embedding(ids, alias, padding_idx)``; its gradient joins the head's.
 
     Args:
         ids: (...) int64.
-        weight: (V, D), the parameter that the head has too.
+        alias: (V, D), from :func:`tie`; the head has it too.
         padding_idx: row whose gradient is zero, or None.
-        waiting: where the head's backward notes its gradient; see [Note: The waiting gradient].
+        waiting: from the same call of :func:`tie`.
     """
-    embedded: Tensor = _TiedEmbedding.apply(ids, weight, padding_idx, waiting)  # type: ignore[no-untyped-call]
+    embedded: Tensor = _TiedEmbedding.apply(ids, alias, padding_idx, waiting)  # type: ignore[no-untyped-call]
     return embedded
 
 
@@ -92,7 +124,7 @@ class _TiedEmbedding(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return None, None, None, None
         (ids,) = ctx.saved_tensors
-        waiting = None if torch.is_grad_enabled() else ctx.waiting.take()
+        waiting = None if torch.is_grad_enabled() else ctx.waiting.peek()
         if waiting is not None and waiting.dtype == grad.dtype and waiting.is_contiguous():
             _add_rows(waiting, ids, grad, ctx.padding_idx)
             return None, None, None, None

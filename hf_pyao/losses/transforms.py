@@ -7,6 +7,7 @@ that the model's own code has, and differentiated by the formulas that autograd 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -118,6 +119,17 @@ def apply_all(transforms: Sequence[LogitTransform], logits: Tensor) -> Tensor:
     for transform in transforms:
         logits = transform.apply(logits)
     return logits
+
+
+def largest_gain(transforms: Sequence[LogitTransform]) -> float:
+    """Return the most by which the chain may scale a gradient up on its way back; at least 1."""
+    gain = 1.0
+    for transform in transforms:
+        if isinstance(transform, Scale):
+            gain *= max(1.0, abs(transform.factor))
+        elif isinstance(transform, Divide) and transform.divisor:
+            gain *= max(1.0, abs(1.0 / transform.divisor))
+    return gain if math.isfinite(gain) else 1.0
 
 
 def final_dtype(transforms: Sequence[LogitTransform], dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_pyao.losses import chunked_linear_cross_entropy
 from hf_pyao.losses import tied_embedding as tied_module
-from hf_pyao.losses.tied_embedding import WaitingGradient, tied_embedding
+from hf_pyao.losses.tied_embedding import WaitingGradient, tie, tied_embedding
 from tests.ledger import AllocationLedger
 
 VOCAB, HIDDEN = 50, 8
@@ -26,7 +26,6 @@ class Tied(nn.Module):
             return nn.Parameter(torch.randn(*shape, generator=generator).to(dtype))
 
         self.embedding, self.matrix = normal(num_vocab, HIDDEN), normal(HIDDEN, HIDDEN)
-        self.waiting = WaitingGradient()
 
     def own(self, ids: Tensor, padding_idx: int | None = None) -> Tensor:
         """Loss as models compute it."""
@@ -35,12 +34,13 @@ class Tied(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.roll(1).view(-1))
 
     def hidden(self, ids: Tensor, padding_idx: int | None = None) -> Tensor:
-        embedded = tied_embedding(ids, self.embedding, padding_idx, self.waiting)
+        self.alias, self.waiting = tie(self.embedding)
+        embedded = tied_embedding(ids, self.alias, padding_idx, self.waiting)
         return torch.tanh(embedded @ self.matrix)
 
     def loss(self, ids: Tensor, hidden: Tensor) -> Tensor:
         return chunked_linear_cross_entropy(
-            hidden, self.embedding, ids.roll(1), chunk_tokens=5, waiting=self.waiting
+            hidden, self.alias, ids.roll(1), chunk_tokens=5, waiting=self.waiting
         )
 
     def chunked(self, ids: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -81,7 +81,7 @@ def test_bits_are_those_of_two_gradients_added(
 ) -> None:
     model = Tied(torch.bfloat16)
     joined = torch.autograd.grad(model.chunked(ids), model.embedding)[0]
-    monkeypatch.setattr(WaitingGradient, "take", lambda self: None)
+    monkeypatch.setattr(WaitingGradient, "put", lambda self, gradient: False)
     separate = torch.autograd.grad(model.chunked(ids), model.embedding)[0]
     assert torch.equal(joined, separate)
 
