@@ -8,12 +8,13 @@ several threads can use one model at a time.
 An interrupt may come between any two lines. Therefore what is exchanged is written down before it
 is; taking back goes by what is written down, may be done twice, and finishes what another one has
 begun; and :meth:`ExchangedForwards.during` does it twice, the second time in case that the first
-was interrupted.
+was interrupted. There is no lock, which an interrupt could leave locked. A thread first writes what
+it wants (its answers), then makes the module's ``forward`` agree with what all threads want, and
+does so again as long as that has changed meanwhile: whoever comes last sees the others.
 """
 
 from __future__ import annotations
 
-import threading
 import types
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -23,6 +24,9 @@ from torch import nn
 
 Forward = Callable[..., Any]
 
+_Answers = dict[int, tuple[tuple[nn.Module, Forward], ...]]
+"""Thread -> modules whose calls it answers, and how; the latest last."""
+
 _MISSING = object()
 
 
@@ -30,9 +34,8 @@ class ExchangedForwards:
     """Forwards that answer calls of modules for a while; see [Note: Exchanged forwards]."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._answers: dict[int, list[tuple[nn.Module, Forward]]] = {}  # by thread
-        self._dispatchers: dict[nn.Module, _Dispatcher] = {}  # all that are to be taken back
+        self._answers: _Answers = {}
+        self._touched: dict[nn.Module, None] = {}  # what may have to be taken back
 
     @property
     def num_active(self) -> int:
@@ -50,69 +53,90 @@ class ExchangedForwards:
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        before = self.num_active
+        before = self._answers.get(get_ident(), ())
         try:
             try:
-                self._exchange(answers)
+                self._set((*before, *answers))
                 return call(*args, **kwargs)
             finally:
-                self._take_back(before)
+                self._set(before)
         finally:
-            self._take_back(before)
+            self._set(before)
 
     def clear(self) -> None:
         """Take everything back, whichever thread exchanged it."""
-        with self._lock:
-            self._answers.clear()
-            self._restore_unused()
+        for answers in list(self._answers.values()):
+            self._touched.update((module, None) for module, _ in answers)
+        self._answers.clear()
+        self._agree()
 
-    def _exchange(self, answers: Sequence[tuple[nn.Module, Forward]]) -> None:
-        with self._lock:
-            self._answers.setdefault(get_ident(), []).extend(answers)
-            for module, _ in answers:
-                if module not in self._dispatchers:
-                    self._dispatchers[module] = _Dispatcher(module, self._answers)
-                module.__dict__["forward"] = self._dispatchers[module]
+    def _set(self, answers: tuple[tuple[nn.Module, Forward], ...]) -> None:
+        """Let this thread answer calls by *answers*, and by nothing else."""
+        self._touched.update((module, None) for module, _ in answers)
+        if answers:
+            self._answers[get_ident()] = answers
+        else:
+            self._answers.pop(get_ident(), None)
+        self._agree()
 
-    def _take_back(self, num_left: int) -> None:
-        """Drop what this thread has exchanged after the first *num_left*."""
-        with self._lock:
-            answers = self._answers.get(get_ident(), [])
-            del answers[num_left:]
-            if not answers:
-                self._answers.pop(get_ident(), None)
-            self._restore_unused()
-
-    def _restore_unused(self) -> None:
-        used = {module for answers in self._answers.values() for module, _ in answers}
-        for module in [module for module in self._dispatchers if module not in used]:
-            dispatcher = self._dispatchers[module]
-            dispatcher.is_over = True
-            if module.__dict__.get("forward") is dispatcher:
-                previous = dispatcher.previous
-                while isinstance(previous, _Dispatcher) and previous.is_over:
-                    previous = previous.previous
-                if previous is _MISSING:
-                    del module.__dict__["forward"]
+    def _agree(self) -> None:
+        """Make every touched module's ``forward`` what all threads together want."""
+        for module in list(self._touched):
+            is_wanted = self._is_wanted(module)
+            while True:
+                if is_wanted:
+                    self._touched[module] = None
+                    self._exchange(module)
                 else:
-                    module.__dict__["forward"] = previous
-            del self._dispatchers[module]
+                    self._restore(module)
+                    self._touched.pop(module, None)
+                was_wanted, is_wanted = is_wanted, self._is_wanted(module)
+                if was_wanted == is_wanted:
+                    break
+
+    def _is_wanted(self, module: nn.Module) -> bool:
+        return any(
+            module is answered
+            for answers in list(self._answers.values())
+            for answered, _ in answers
+        )
+
+    def _exchange(self, module: nn.Module) -> None:
+        forward = module.__dict__.get("forward", _MISSING)
+        if not self._is_ours(forward):
+            module.__dict__["forward"] = _Dispatcher(module, forward, self._answers)
+
+    def _restore(self, module: nn.Module) -> None:
+        forward = module.__dict__.get("forward", _MISSING)
+        if not self._is_ours(forward):
+            return  # not exchanged (any more), or below somebody's
+        while isinstance(forward, _Dispatcher) and not forward.answers_any():
+            forward = forward.previous
+        if forward is _MISSING:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = forward
+
+    def _is_ours(self, forward: Any) -> bool:
+        return isinstance(forward, _Dispatcher) and forward.answers is self._answers
 
 
 class _Dispatcher:
-    """Is the ``forward`` of *module* while any thread has exchanged it."""
+    """Is the ``forward`` of *module*, in the place of *previous*, while *answers* has it."""
 
-    def __init__(
-        self, module: nn.Module, answers: dict[int, list[tuple[nn.Module, Forward]]]
-    ) -> None:
-        self.previous = module.__dict__.get("forward", _MISSING)
-        self.is_over = False
-        self._own = own_forward(module)
+    def __init__(self, module: nn.Module, previous: Any, answers: _Answers) -> None:
+        self.previous = previous
+        self.answers = answers
         self._module = module
-        self._answers = answers
+        self._own = own_forward(module)
+
+    def answers_any(self) -> bool:
+        """Whether any thread wants calls of the module to come here."""
+        several = list(self.answers.values())
+        return any(self._module is module for answers in several for module, _ in answers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for module, answer in reversed(self._answers.get(get_ident(), ())):
+        for module, answer in reversed(self.answers.get(get_ident(), ())):
             if module is self._module:
                 return answer(*args, **kwargs)
         return self._own(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_pyao.integrations.callers import caller_outside
+from hf_pyao.integrations.counts import Counts
 from hf_pyao.integrations.exchanged_forwards import (
     ExchangedForwards,
     Forward,
@@ -85,12 +85,8 @@ class HeadForward:
         stand_back: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
-        self.num_chunked = 0
-        """Forwards whose loss was computed without the logits."""
-        self.num_own = 0
-        """Training forwards with labels that kept the model's own loss."""
-        self.num_read = 0
-        """Logits that somebody read although the loss was computed without them."""
+        self.counts = Counts()
+        """How often what was done; see :class:`Counts`."""
         self.last_plan: ChunkPlan | None = None
         """How the last loss was cut."""
         self.smoothings = Smoothings()
@@ -102,7 +98,6 @@ class HeadForward:
         self._warn = warn
         self._exchanged = ExchangedForwards()
         self._backwards = Backwards()
-        self._counting = threading.Lock()
 
     def run(self, model: nn.Module, own: Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run ``own(*args, **kwargs)``, a training forward of *model* that is given labels."""
@@ -111,7 +106,7 @@ class HeadForward:
         head = understand_head(output_embeddings(model))
         if isinstance(head, NotUnderstood) or kwargs.get("fused_lm_head"):
             self._stand_back(head.reason if isinstance(head, NotUnderstood) else _TRL)
-            self._count(num_own=1)
+            self.counts.add("own")
             return own(*args, **kwargs)
         run = _Run(kwargs.get("num_items_in_batch"), self.smoothings.current())
         answers = [(head.inner, self._put_off(head, run))]
@@ -153,7 +148,7 @@ class HeadForward:
     def _finish(self, outputs: Any, calls: list[PutOffCall]) -> Any:
         """Compute logits that are handed out without a loss having been taken of them."""
         chunked = bool(calls) and all(call.loss_taken for call in calls)
-        self._count(num_chunked=chunked, num_own=not chunked)
+        self.counts.add("chunked" if chunked else "own")
 
         def replace(logits: DeferredLogits) -> Any:
             keep = logits.tensor is None and chunked
@@ -167,16 +162,10 @@ class HeadForward:
                 self._stand_back(f"before its loss it needs the logits for {call.computed_for}")
         return outputs
 
-    def _count(self, *, num_chunked: int = 0, num_own: int = 0, num_read: int = 0) -> None:
-        with self._counting:
-            self.num_chunked += num_chunked
-            self.num_own += num_own
-            self.num_read += num_read
-
     def _note_reading(self) -> None:
-        if not self.num_read:
+        if not self.counts.total("read"):
             self._warn(_READ.format(reader=caller_outside("hf_pyao")))
-        self._count(num_read=1)
+        self.counts.add("read")
 
     def _compute_loss(
         self, run: _Run, call: PutOffCall, hidden: Tensor, request: LossRequest

@@ -96,6 +96,11 @@ class _ReadsLazily:
             return _computed(self, key, value)
         return value
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return what is stored by this name, computed; *default* if nothing is."""
+        outputs: Any = self
+        return outputs[key] if key in outputs else default
+
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(str(key), value)  # type: ignore[misc]
 

@@ -25,6 +25,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
+from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.integrations.head_loss import HeadLoss, install_head_loss
 from hf_pyao.losses import DeferredLogits
 from tests.integrations.head_loss_models import (
@@ -421,6 +422,14 @@ def check_fsdp(rank: int) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-11), shard.__name__
         assert handle.metrics()["head_loss_num_chunked"] == 2, handle.describe()
         assert handle.metrics()["head_loss_num_own"] == 0
+        assert handle.metrics()["head_loss_num_logits_read"] == 0, shard.__name__
+        outputs, expected = (model(**make_batch(seed=rank)) for model in models)
+        assert torch.equal(outputs.logits, expected.logits), shard.__name__
+        outputs, _ = models[0](**make_batch(seed=rank)), models[1](**make_batch(seed=rank))
+        outputs.loss.backward()
+        _.loss.backward()
+        with pytest.raises(SavedTensorModifiedError, match="sharded"):
+            outputs.logits  # noqa: B018
         for mine, own in zip(models[0].parameters(), models[1].parameters(), strict=True):
             local = [p.to_local() if isinstance(p, DTensor) else p for p in (mine, own)]
             torch.testing.assert_close(local[0], local[1], rtol=1e-9, atol=1e-11)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.losses import chunked_linear_cross_entropy
+from hf_pyao.losses import Cast, Divide, Scale, chunked_linear_cross_entropy
 from tests.losses.reference import (
     Result,
     make_case,
@@ -317,3 +317,55 @@ def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ConfigError, match=message):
         chunked_linear_cross_entropy(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("factor", [1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_no_token_counts(
+    dtype: torch.dtype, smoothing: float, factor: float, reduction: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 6, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(11, 6, generator=generator).to(dtype).requires_grad_()
+    bias = torch.randn(11, generator=generator).to(dtype).requires_grad_()
+    labels = torch.full((9,), -100)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+    loss = chunked_linear_cross_entropy(hidden, weight, labels, bias, chunk_tokens=4, **options)
+    own = F.cross_entropy(F.linear(hidden, weight, bias).float(), labels, **options)
+    assert loss.isnan() == own.isnan()
+    for grads in (
+        torch.autograd.grad(each * factor, [hidden, weight, bias]) for each in (loss, own)
+    ):
+        assert not any(grad.any() for grad in grads)
+
+
+def test_no_tokens_at_all() -> None:
+    hidden = torch.randn(0, 6, requires_grad=True)
+    weight = torch.randn(11, 6, requires_grad=True)
+    for reduction in ("mean", "sum"):
+        labels = torch.zeros(0, dtype=torch.int64)
+        loss = chunked_linear_cross_entropy(hidden, weight, labels, reduction=reduction)
+        own = F.cross_entropy(F.linear(hidden, weight), labels, reduction=reduction)
+        assert loss.isnan() == own.isnan()
+        got = torch.autograd.grad(loss * 3, [hidden, weight])
+        expected = torch.autograd.grad(own * 3, [hidden, weight])
+        for mine, wanted in zip(got, expected, strict=True):
+            assert torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize("transform", [Scale(200.0), Divide(1 / 200.0)], ids=str)
+def test_float16_logits_that_are_scaled_up_keep_finite_gradients(transform: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(9, 6, generator=generator) / 50).half().requires_grad_()
+    weight = torch.randn(11, 6, generator=generator).half().requires_grad_()
+    labels = torch.arange(9)
+    own = F.cross_entropy(transform.apply(F.linear(hidden, weight)).float(), labels)
+    steps = (transform, Cast(torch.float32))
+    loss = chunked_linear_cross_entropy(hidden, weight, labels, transforms=steps)
+    got = torch.autograd.grad(loss, [hidden, weight])
+    expected = torch.autograd.grad(own, [hidden, weight])
+    for mine, wanted in zip(got, expected, strict=True):
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(mine, wanted, rtol=0.01, atol=0.01 * scale)

@@ -192,3 +192,78 @@ def test_no_second_gradient_of_the_vocabulary_exists(monkeypatch: pytest.MonkeyP
     model.embedding.grad = None
     # The head's gradient is there since forward; a block, and the same again for bookkeeping.
     assert peak_in_backward(model.chunked(ids)) < 2 * gradient_bytes / 16 + 8192
+
+
+# ---- others who hold gradients -------------------------------------------------------------------
+
+
+def watch_nodes(loss: Tensor, seen: list[Tensor]) -> None:
+    """Keep what every node of the graph hands on, as a monitor of gradients does."""
+    pending, known = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if "AccumulateGrad" not in node.name():
+            node.register_hook(lambda handed_on, _: seen.extend(handed_on))
+        pending += [following for following, _ in node.next_functions]
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("penalty", [False, True])
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_somebody_keeps_the_gradients(
+    ids: Tensor, is_watched: bool, penalty: bool, num_losses: int
+) -> None:
+    model = Tied(torch.float64)
+
+    def total(loss: Tensor) -> Tensor:
+        return loss + model.embedding.square().sum() if penalty else loss
+
+    hidden = model.hidden(ids)
+    loss = total(sum((model.loss(ids, hidden) for _ in range(num_losses)), torch.zeros(())))
+    expected = torch.autograd.grad(total(model.own(ids) * num_losses), model.embedding)[0]
+    kept: list[Tensor] = []
+    if is_watched:
+        watch_nodes(loss, kept)
+    loss.backward()
+    torch.testing.assert_close(model.embedding.grad, expected, rtol=1e-6, atol=1e-6)
+    if is_watched:
+        whole = [grad for grad in kept if grad is not None and grad.shape == expected.shape]
+        assert whole, "the monitor sees the gradient of the weight"
+        copies = [grad.clone() for grad in whole]
+        model.own(ids).backward()
+        assert all(torch.equal(a, b) for a, b in zip(copies, whole, strict=True) if a is not b)
+
+
+def test_kept_gradients_stay_as_they_were_seen(ids: Tensor) -> None:
+    model, seen, now = Tied(torch.float64), [], []
+    loss = model.chunked(ids) + model.embedding.square().sum()
+    watch_nodes(loss, seen)
+
+    def copy_all(*_: Tensor) -> None:
+        now.extend(grad.clone() for grad in seen[len(now) :] if grad is not None)
+
+    model.embedding.register_hook(copy_all)
+    loss.backward()
+    kept = [grad for grad in seen if grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=False))
+
+
+def test_a_backward_that_fails_on_the_way_leaves_nothing_to_the_next(ids: Tensor) -> None:
+    model = Tied(torch.float64)
+    expected = torch.autograd.grad(model.own(ids), model.embedding)[0]
+    hidden = model.hidden(ids)
+
+    def fail(grad: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = hidden.register_hook(fail)
+    loss = model.loss(ids, hidden)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    model.embedding.grad = None
+    loss.backward()
+    torch.testing.assert_close(model.embedding.grad, expected, rtol=1e-6, atol=1e-6)
