@@ -274,8 +274,8 @@ def _result_of(
         enabled=torch.is_autocast_enabled(device_type),
         cache_enabled=False,
     )
-    with torch.no_grad(), uncached:
-        row = own_forward(hidden.reshape(-1, hidden.shape[-1])[:1])
+    # Not by `with`: [Note: Modes] in losses/options.py.
+    row = torch.no_grad()(uncached(own_forward))(hidden.reshape(-1, hidden.shape[-1])[:1])
     return row.shape[-1], row.dtype, row.device
 
 

@@ -161,8 +161,7 @@ class PutOffCall:
 
     def _call_head(self, hidden: Tensor, forward: Forward) -> Tensor:
         device_type, dtype, enabled = self._autocast
-        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
-            result: Tensor = self._exchanged.during(
-                [(self.head.inner, forward)], self.head.outer, hidden
-            )
+        # Not by `with`: [Note: Modes] in losses/options.py.
+        call = torch.autocast(device_type, dtype=dtype, enabled=enabled)(self._exchanged.during)
+        result: Tensor = call([(self.head.inner, forward)], self.head.outer, hidden)
         return result

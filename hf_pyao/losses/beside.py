@@ -35,8 +35,7 @@ class LogitsBesideLoss(Tensor):
             several = [wanted] if isinstance(wanted, Tensor) else wanted
             if any(isinstance(item, cls) for item in several):
                 _refuse("torch.autograd.grad(..., outputs.logits)")
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **named)
+        return torch._C._disabled_torch_function_impl(func, (), tuple(args), named)
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Refuse: the hook would miss the gradient of the loss."""
@@ -49,16 +48,14 @@ class LogitsBesideLoss(Tensor):
     @property
     def grad(self) -> Tensor | None:
         """None, as of any tensor in the middle of a graph; refused after ``backward(inputs=)``."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if self.retains_grad:
-                _refuse("outputs.logits.grad")
-            return None
+        if self.retains_grad:
+            _refuse("outputs.logits.grad")
+        return None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            descriptor: Any = Tensor.grad
-            descriptor.__set__(self, value)
+        descriptor: Any = Tensor.grad
+        descriptor.__set__(self, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(Tensor)

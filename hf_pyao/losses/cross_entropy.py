@@ -156,9 +156,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Compute the loss and the gradients; see [Note: Gradients in forward]."""
         ctx.waiting = waiting
         ctx.bias_dtype = None if bias is None else bias.dtype
-        with torch.autocast(hidden.device.type, enabled=False):
-            chunks = _Chunks(hidden, weight, bias, labels, options, ctx.needs_input_grad)
-            loss = chunks.run()
+        chunks = _Chunks(hidden, weight, bias, labels, options, ctx.needs_input_grad)
+        # Not by `with`: [Note: Modes] in options.py.
+        loss: Tensor = torch.autocast(hidden.device.type, enabled=False)(chunks.run)()
         ctx.gradients = chunks.gradients
         return loss
 

@@ -76,10 +76,13 @@ class DeferredLogits(TensorStandIn):
                 forward and this call, so that other logits would come out.
         """
         if self._tensor is None:
-            with torch.enable_grad():
-                for relative in self._relatives.living():
-                    relative._compute(reason)
+            self._compute_relatives(reason)
         return self._compute(reason)
+
+    @torch.enable_grad()  # not by `with`: [Note: Modes] in options.py
+    def _compute_relatives(self, reason: str) -> None:
+        for relative in self._relatives.living():
+            relative._compute(reason)
 
     def _compute(self, reason: str) -> Tensor:
         if self._tensor is None:

@@ -1,4 +1,9 @@
-"""What both ways through the head share: the options of a loss, and what its labels weigh."""
+"""What both ways through the head share: the options of a loss, and what its labels weigh.
+
+[Note: Modes] torch's modes (``no_grad``, ``enable_grad``, ``autocast``) are put around a function,
+not around lines by ``with``: an exception that a tracer raises on the way out of a ``with``, before
+its end is called, would leave the mode on for good.
+"""
 
 from __future__ import annotations
 

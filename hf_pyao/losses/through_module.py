@@ -164,17 +164,8 @@ def _chunk(
     stop: int,
 ) -> Tensor:
     """Return the losses of one chunk's tokens, and add its gradients to *buffers*."""
-    with torch.enable_grad():
-        rows = hidden[start:stop].detach().requires_grad_(buffers[0] is not None)
-        logits = apply_all(options.transforms, project(rows))[:, : options.num_valid_vocab]
-        losses = F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)),
-            targets.labels[start:stop].to(logits.device),
-            ignore_index=options.ignore_index,
-            reduction="none",
-            label_smoothing=options.label_smoothing,
-        )
-        weighted = (losses * targets.weight[start:stop].to(losses.device)).sum()
+    rows = hidden[start:stop].detach().requires_grad_(buffers[0] is not None)
+    losses, weighted = _losses(rows, project, targets, options, start, stop)
     wanted = [(i, tensor) for i, tensor in enumerate([rows, *parameters]) if buffers[i] is not None]
     if wanted:
         tensors = [tensor for _, tensor in wanted]
@@ -188,3 +179,24 @@ def _chunk(
             else:
                 buffer.add(grad)
     return losses.detach()
+
+
+@torch.enable_grad()  # not by `with`: [Note: Modes] in options.py
+def _losses(
+    rows: Tensor,
+    project: Projection,
+    targets: Targets,
+    options: LossOptions,
+    start: int,
+    stop: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of one chunk's tokens, and their weighted sum; both in the graph."""
+    logits = apply_all(options.transforms, project(rows))[:, : options.num_valid_vocab]
+    losses = F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)),
+        targets.labels[start:stop].to(logits.device),
+        ignore_index=options.ignore_index,
+        reduction="none",
+        label_smoothing=options.label_smoothing,
+    )
+    return losses, (losses * targets.weight[start:stop].to(losses.device)).sum()

@@ -38,19 +38,19 @@ class Unchanged:
         )
 
 
+@torch.no_grad()
 def _sample(tensor: Tensor) -> Tensor | None:
     """Return a few elements, in memory of their own; None of tensors that cannot be read so."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type == "meta":
         return None
-    with torch.no_grad():
-        plain = tensor.detach()
-        if not plain.is_contiguous():
-            return plain.select(-1, 0).clone() if plain.dim() > 1 else plain.clone()
-        if plain.dim() > 1 and plain.shape[-1] > 2:
-            step = plain.shape[-1] - 1  # less than a row: the column moves on from row to row
-        else:
-            step = max(1, plain.numel() // _MAX_ELEMENTS)
-        return plain.view(-1)[::step].clone()
+    plain = tensor.detach()
+    if not plain.is_contiguous():
+        return plain.select(-1, 0).clone() if plain.dim() > 1 else plain.clone()
+    if plain.dim() > 1 and plain.shape[-1] > 2:
+        step = plain.shape[-1] - 1  # less than a row: the column moves on from row to row
+    else:
+        step = max(1, plain.numel() // _MAX_ELEMENTS)
+    return plain.view(-1)[::step].clone()
 
 
 def _same_bits(before: Tensor | None, now: Tensor | None) -> bool:

@@ -114,6 +114,9 @@ def check(kind: str, moments: list[tuple[int, ...]]) -> None:
         with pytest.raises(KeyboardInterrupt):
             interrupter.run(lambda: life(model))
         where = "{}:{}".format(*interrupter.lines[at[0]])
+        assert torch.is_grad_enabled(), where
+        assert not torch.is_autocast_enabled("cpu"), where
+        assert torch._C._is_torch_function_enabled(), where
         inside = [name for name in left_behind(model) if not name.startswith(type_of(model))]
         assert len(at) > 1 or not inside, f"{where}: at once {inside}"
         # One more life, as the user's next step is, on what the interrupt has left.
