@@ -23,7 +23,7 @@ from hf_pyao.integrations.exchanged_forwards import (
 from hf_pyao.integrations.lazy_outputs import read_lazily, replace_deferred
 from hf_pyao.integrations.liger import liger_can, liger_loss
 from hf_pyao.integrations.output_head import NotUnderstood, OutputHead, understand_head
-from hf_pyao.integrations.put_off_call import Backwards, LossRequest, PutOffCall
+from hf_pyao.integrations.put_off_call import LossRequest, PutOffCall
 from hf_pyao.integrations.smoothing import Smoothing, Smoothings
 from hf_pyao.losses import (
     ChunkPlan,
@@ -97,7 +97,6 @@ class HeadForward:
         self._stand_back = stand_back
         self._warn = warn
         self._exchanged = ExchangedForwards()
-        self._backwards = Backwards()
 
     def run(self, model: nn.Module, own: Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run ``own(*args, **kwargs)``, a training forward of *model* that is given labels."""
@@ -136,7 +135,6 @@ class HeadForward:
                 device=device,
                 own_forward=own_forward,
                 exchanged=self._exchanged,
-                backwards=self._backwards,
                 compute_loss=functools.partial(self._compute_loss, run),
                 note_reading=self._note_reading,
             )
@@ -164,7 +162,7 @@ class HeadForward:
 
     def _note_reading(self) -> None:
         if not self.counts.total("read"):
-            self._warn(_READ.format(reader=caller_outside("hf_pyao")))
+            self._warn(_READ.format(reader=caller_outside("hf_pyao", "torch.utils", "torch.amp")))
         self.counts.add("read")
 
     def _compute_loss(

@@ -46,17 +46,6 @@ class LossRequest:
         return {name: getattr(self, name) for name in names}
 
 
-class Backwards:
-    """Counts backward passes through the losses of a head."""
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    def count(self, grad: Tensor) -> None:
-        """Count one more; a hook on the loss."""
-        self.num += 1
-
-
 ComputeLoss = Callable[["PutOffCall", Tensor, LossRequest], Tensor]
 
 
@@ -71,7 +60,6 @@ class PutOffCall:
         device: where.
         own_forward: the innermost module's.
         exchanged: exchanges it for the length of a call.
-        backwards: counts the backwards of this head's losses.
         compute_loss: runs inside the head's call; see [Note: Calls through the head].
         note_reading: told if the logits are needed although the loss was taken without them.
     """
@@ -86,7 +74,6 @@ class PutOffCall:
         device: torch.device,
         own_forward: Forward,
         exchanged: ExchangedForwards,
-        backwards: Backwards,
         compute_loss: ComputeLoss,
         note_reading: Callable[[], None],
     ) -> None:
@@ -109,55 +96,51 @@ class PutOffCall:
             torch.get_autocast_dtype(device_type),
             torch.is_autocast_enabled(device_type),
         )
-        # Gathered parameters are other tensors at every call; there the steps of training tell.
-        watched = [] if head.is_gathered else [hidden, *head.inner.parameters()]
-        self._unchanged = Unchanged(watched)
-        self._is_gathered = head.is_gathered
-        self._backwards, self._num_backwards = backwards, backwards.num
+        self._hidden = hidden
+        # Gathered parameters have other versions at every call; their elements tell, inside of it.
+        parameters = [] if head.is_gathered else head.inner.parameters()
+        self._unchanged = Unchanged([hidden, *parameters])
 
     def project(self, hidden: Tensor, reason: str) -> Tensor:
         """Call the head as the model would have, under the autocast state of then.
 
         Raises:
-            SavedTensorModifiedError: the head or the hidden states have changed since, or may have.
+            SavedTensorModifiedError: the head or the hidden states have changed since.
         """
-        self._check_unchanged(reason)
+
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._unchanged.holds(self._sampled()):
+                raise SavedTensorModifiedError(
+                    f"outputs.logits was first read (for {reason!r}) after the model's head or its "
+                    "hidden states had changed, by an optimizer step most likely, or after the "
+                    "head had been sharded again; the logits of the forward can no longer be "
+                    "computed. Read outputs.logits before the step (of a head that FSDP shards: "
+                    "before backward), or set head_loss='off'."
+                )
+            return self.own_forward(hidden, *args, **kwargs)
+
         if self.loss_taken:
             self._note_reading()
         if self.computed_for is None:
             self.computed_for = reason
-        return self._call_head(hidden, self.own_forward)
-
-    def _check_unchanged(self, reason: str) -> None:
-        late = f"outputs.logits was first read (for {reason!r}) after"
-        remedy = "or set head_loss='off'."
-        if self._is_gathered and self._backwards.num != self._num_backwards:
-            raise SavedTensorModifiedError(
-                f"{late} a backward pass, and the model's head is sharded: whether its weight is "
-                "still that of the forward cannot be told, and other logits might come out. Read "
-                f"outputs.logits before backward, {remedy}"
-            )
-        if not self._unchanged.holds():
-            raise SavedTensorModifiedError(
-                f"{late} the model's head or its hidden states had changed, by an optimizer step "
-                "most likely; the logits of the forward can no longer be computed. Read "
-                f"outputs.logits before the step, {remedy}"
-            )
+        return self._call_head(hidden, forward)
 
     def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """Return the loss of (N, D) hidden states and (N,) labels, without their logits."""
         request = LossRequest(labels=labels, **options)
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return self._compute_loss(self, hidden, request)
+            loss = self._compute_loss(self, hidden, request)
+            self._unchanged.sample(self._sampled())  # from now on the logits may be read late
+            return loss
 
         loss = self._call_head(hidden, forward)
-        if loss.requires_grad or not self.requires_grad:
-            self.loss_taken = True
-            self._unchanged.take_samples()  # from now on the logits may be read late
-        if self._is_gathered and loss.requires_grad:
-            loss.register_hook(self._backwards.count)  # type: ignore[no-untyped-call]
+        # One without gradients, of logits that have them, is no loss to train with.
+        self.loss_taken |= loss.requires_grad or not self.requires_grad
         return loss
+
+    def _sampled(self) -> list[Tensor]:
+        return [self._hidden, *self.head.inner.parameters()]
 
     def _call_head(self, hidden: Tensor, forward: Forward) -> Tensor:
         device_type, dtype, enabled = self._autocast

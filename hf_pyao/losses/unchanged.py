@@ -21,20 +21,34 @@ _MAX_ELEMENTS = 2**18
 
 
 class Unchanged:
-    """Remembers *tensors* by their versions; see [Note: Unchanged]. Keeps them alive."""
+    """Remembers what tensors held; see [Note: Unchanged].
+
+    Args:
+        tensors: known by their versions from now on, and kept alive.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._versions = [(tensor, tensor._version) for tensor in tensors]
-        self._samples: list[tuple[Tensor, Tensor | None]] = []
+        self._samples: list[Tensor | None] | None = None
 
-    def take_samples(self) -> None:
-        """Remember a sample of each too, as it is now. Waits for nothing."""
-        self._samples = [(tensor, _sample(tensor)) for tensor, _ in self._versions]
+    def sample(self, tensors: Iterable[Tensor]) -> None:
+        """Remember some elements of *tensors*, as they are now. Waits for nothing."""
+        self._samples = [_sample(tensor) for tensor in tensors]
 
-    def holds(self) -> bool:
-        """Whether all of them are as they were. Waits for the device if there are samples."""
-        return all(tensor._version == version for tensor, version in self._versions) and all(
-            _same_bits(sample, _sample(tensor)) for tensor, sample in self._samples
+    def holds(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether versions and elements are as they were.
+
+        Args:
+            tensors: as they were given to :meth:`sample`, the same ones or others in their place.
+                If there are samples, this waits for the device.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            return False
+        if self._samples is None:
+            return True
+        now = [_sample(tensor) for tensor in tensors]
+        return len(now) == len(self._samples) and all(
+            _same_bits(*pair) for pair in zip(self._samples, now, strict=True)
         )
 
 

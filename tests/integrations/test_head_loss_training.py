@@ -423,16 +423,24 @@ def check_fsdp(rank: int) -> None:
         assert handle.metrics()["head_loss_num_chunked"] == 2, handle.describe()
         assert handle.metrics()["head_loss_num_own"] == 0
         assert handle.metrics()["head_loss_num_logits_read"] == 0, shard.__name__
-        outputs, expected = (model(**make_batch(seed=rank)) for model in models)
-        assert torch.equal(outputs.logits, expected.logits), shard.__name__
-        outputs, _ = models[0](**make_batch(seed=rank)), models[1](**make_batch(seed=rank))
-        outputs.loss.backward()
-        _.loss.backward()
-        with pytest.raises(SavedTensorModifiedError, match="sharded"):
-            outputs.logits  # noqa: B018
         for mine, own in zip(models[0].parameters(), models[1].parameters(), strict=True):
             local = [p.to_local() if isinstance(p, DTensor) else p for p in (mine, own)]
             torch.testing.assert_close(local[0], local[1], rtol=1e-9, atol=1e-11)
+        check_reading(models, shard is not shard_whole, rank)
+
+
+def check_reading(models: list[Any], has_own_group: bool, rank: int) -> None:
+    """Read the logits of sharded models: before backward, after it, and after a step."""
+    outputs, expected = (model(**make_batch(seed=rank)) for model in models)
+    torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-9, atol=1e-9)
+    outputs, late = (models[0](**make_batch(seed=rank)) for _ in range(2))
+    (outputs.loss + late.loss).backward()
+    if has_own_group:  # which gathers the weight for this call, and so before the step
+        torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-9, atol=1e-9)
+        optimizer = torch.optim.SGD(models[0].parameters(), lr=1.0)
+        optimizer.step()
+    with pytest.raises(SavedTensorModifiedError, match="sharded again"):
+        late.logits  # noqa: B018
 
 
 @pytest.mark.distributed
