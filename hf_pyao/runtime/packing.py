@@ -198,7 +198,7 @@ class Packer:
         """Return a handle on what *tensor*'s storage became when it was saved before."""
         version = tensor._version
         for entry in entries:
-            if type(entry) is SlotLabel:
+            if isinstance(entry, SlotLabel):
                 return KeptTensor(tensor.detach(), version, call, entry)
             record = entry()
             if record is None or record.version != version:

@@ -369,8 +369,16 @@ def test_the_report_is_written_when_training_ends(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_written_costs_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = replace(EVERYTHING, report=str(tmp_path))  # a folder
-    trainer = trainer_for(PyAOTrainer, tiny_opt(), arguments(tmp_path), pyao_config=config)
+    path = tmp_path / "report.json"
+
+    class Folder(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            path.mkdir(exist_ok=True)
+
+    config = replace(EVERYTHING, report=str(path))
+    trainer = trainer_for(
+        *(PyAOTrainer, tiny_opt(), arguments(tmp_path)), pyao_config=config, callbacks=[Folder()]
+    )
     trainer.train()
     assert "the run report is lost" in caplog.text
 
