@@ -22,6 +22,7 @@ class _LateTicket:
     nbytes: int
     queue: str
     order: int
+    compute: None = None
 
 
 class LateTransport(BlockingTransport):

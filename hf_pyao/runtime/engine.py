@@ -14,6 +14,7 @@ import torch
 from hf_pyao.codecs import Codec
 from hf_pyao.metrics import MicroBatchStats, RunTotals
 from hf_pyao.runtime.compiled import uncompiled
+from hf_pyao.runtime.compute_streams import ComputeStreams
 from hf_pyao.runtime.idle_warnings import IdleWarnings
 from hf_pyao.runtime.layout import reason_not_movable
 from hf_pyao.runtime.offloading import StorageOffloader
@@ -70,7 +71,8 @@ class OffloadEngine:
         self.idle_warnings = IdleWarnings()
         self._find_buffer_keys = buffer_keys
         self._tape: Tape | None = None
-        self._offloads = OffloadWindow(transport, window_bytes)
+        self._streams = streams = ComputeStreams()
+        self._offloads = OffloadWindow(transport, window_bytes, streams)
         self._reloads = ReloadWindow(window_bytes)
         self.packer = Packer(
             policy=policy,
@@ -80,6 +82,7 @@ class OffloadEngine:
                 transport=transport,
                 pool=pool,
                 window=self._offloads,
+                streams=streams,
                 on_release=self._release,
             ),
         )
@@ -201,6 +204,7 @@ class OffloadEngine:
         if tape is not None:
             self._num_packs_before += tape.stats.num_packs
             tape.close()
+            self._streams.forget()
             if tape.has_run_backward:
                 self._publish(tape)
 
@@ -240,10 +244,17 @@ class OffloadEngine:
         if record.residency is RELOADING:
             self.transport.retire(record.reload_ticket)
             self._reloads.consumed(record)
+        if record.home is not None:
+            if record.lingering is not None:
+                record.home.await_everywhere()
+            else:
+                record.home.await_visitors()
         record.residency = RELEASED
-        record.buffer = record.decoded = None
+        record.lingering = record.buffer = record.decoded = None
         record.payload = ()
         host = record.host
         if host is not None:
             record.host = None
-            self.pool.release(host, record.reload_ticket)
+            # The newest copy that uses it stands for the one before.
+            last = record.offload_ticket if record.reload_ticket is None else record.reload_ticket
+            self.pool.release(host, last)

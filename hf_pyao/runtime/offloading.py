@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
 from hf_pyao.codecs import Codec
+from hf_pyao.runtime.compute_streams import ComputeStreams, current_stream
 from hf_pyao.runtime.layout import (
     TensorLayout,
     bytes_view,
@@ -20,6 +22,7 @@ from hf_pyao.runtime.layout import (
     view_of_storage,
 )
 from hf_pyao.runtime.ranges import in_range, is_profiling
+from hf_pyao.runtime.recompute import RecomputedStorage
 from hf_pyao.runtime.saved_tensor import SavedStorage
 from hf_pyao.runtime.tape import LayerCall, Slot
 from hf_pyao.runtime.transport import Transport
@@ -36,6 +39,7 @@ class StorageOffloader:
         transport: copies bytes.
         pool: host memory.
         window: device copies that wait to leave.
+        streams: the compute streams seen so far.
         on_release: called with each storage that no graph node can ask for any more, from its
             destructor.
     """
@@ -46,11 +50,13 @@ class StorageOffloader:
         transport: Transport,
         pool: HostPool,
         window: OffloadWindow,
+        streams: ComputeStreams,
         on_release: Callable[[SavedStorage], None],
     ) -> None:
         self._transport = transport
         self._pool = pool
         self._window = window
+        self._streams = streams
         self._on_release = on_release
         self._byte_blanks: dict[torch.device, torch.Tensor] = {}
 
@@ -82,6 +88,9 @@ class StorageOffloader:
                 return None
             call.records.append(weakref.ref(record))
         else:
+            stream = current_stream(record.device)
+            if stream is not None:
+                record.home = self._streams.home_on(stream)
             record.put_off(functools.partial(self._queue_late, codec=codec))
             ref = weakref.ref(record)
             call.records.append(ref)
@@ -90,7 +99,12 @@ class StorageOffloader:
 
     def _queue_late(self, record: SavedStorage, codec: Codec) -> None:
         """Queue the copy of *record*; where the host has no room, it stays where it is."""
-        if not self._queue(record, codec):
+        home = record.home
+        if home is not None:
+            home.meet_visitors()  # they may have filled other regions
+        with nullcontext() if home is None else home.stream:
+            is_queued = self._queue(record, codec)
+        if not is_queued:
             record.call.tape.stats.kept_bytes[HOST_FULL] += record.nbytes
 
     def _queue(self, record: SavedStorage, codec: Codec) -> bool:
@@ -135,18 +149,35 @@ class StorageOffloader:
         if is_profiling():
             offload = in_range(offload, "offload", record.slot.layer)
         for part, target in zip(encoded.payload, part_targets(host.data, places), strict=True):
-            source = part.contiguous().view(-1).view(torch.uint8)
+            flat = part.contiguous().view(-1).view(torch.uint8)
             record.offload_ticket = offload(
-                source, target, after=self._pool.barriers, label=record.slot
+                flat, target, after=self._pool.barriers, label=record.slot
             )
         self._count(record)
+        if self._streams.are_several:
+            self._window.let_go(record, rows.untyped_storage())
         return True
+
+    def let_go_of_dropped(self, record: RecomputedStorage, storage: torch.UntypedStorage) -> None:
+        """Let go of *storage*, the source of *record*, which is not copied but rebuilt."""
+        stream = current_stream(record.device)
+        if stream is None:
+            return
+        replay = record.call.replay
+        assert replay is not None
+        if replay.stream is None:
+            replay.stream = stream
+        record.home = self._streams.home_on(replay.stream)
+        record.home.note_visitor()
+        self._window.let_go(record, storage)
 
     def _count(self, record: SavedStorage) -> None:
         """Count *record*, whose copy is queued, and let the window hold its device copy."""
         stats = record.call.tape.stats
         stats.offloaded_bytes += record.nbytes
         stats.link_bytes += record.device_bytes
+        if record.home is None:
+            record.home = self._streams.home_of(record.offload_ticket)
         self._window.add(record, record.device_bytes)
 
     def _flat(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:

@@ -150,6 +150,8 @@ class Packer:
         if record is not None and record.nbytes == storage.nbytes():
             layout = self._layouts.of(tensor)
             record.watch(tensor, layout)
+            if record.home is not None:
+                record.home.note_visitor()
             entries.append(weakref.ref(record))
             call.tape.stats.duplicate_bytes += record.nbytes
             return SavedTensor(record, layout, call)
@@ -212,6 +214,8 @@ class Packer:
                 record.stand_for(layout)
             if not shares_counter:
                 record.watch(tensor, layout)
+            if record.home is not None:
+                record.home.note_visitor()
             return SavedTensor(record, layout, call)
         return None
 
@@ -255,6 +259,7 @@ class Packer:
         dropped = self.recomputer.drop(call, tensor, layout, storage, slot)
         if dropped is None:
             return None
+        self._offloader.let_go_of_dropped(dropped, storage)
         entries.append(weakref.ref(dropped))
         return SavedTensor(dropped, layout, call)
 

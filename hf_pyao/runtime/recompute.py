@@ -146,5 +146,7 @@ class RecomputedStorage(WatchedStorage):
 
     def __del__(self) -> None:
         """Let go of the rebuilt bytes, unless another recipe is about to read them."""
+        if self.home is not None:
+            self.home.await_everywhere()  # its recipe may hold what was kept on another stream
         if self.value.uses <= 0:
             self.value.rebuilt = None

@@ -30,6 +30,8 @@ class Replay:
     def __init__(self) -> None:
         self._slots: list[weakref.ref[RecomputedStorage]] = []
         self._is_counted = False
+        self.stream: torch.Stream | None = None
+        """The compute stream on which all of it is rebuilt; None on a CPU, or before the first."""
 
     def add(self, record: RecomputedStorage) -> None:
         """Take *record* in."""
@@ -61,6 +63,8 @@ class Replay:
         slots = self.live_slots()
         for record in slots:
             record.forget_handed_out()
+            if record.home is not None:
+                record.home.await_visitors()
         pending = [record.value for record in slots]
         seen: set[Value] = set()
         while pending:

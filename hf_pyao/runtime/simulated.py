@@ -65,6 +65,8 @@ class SimulatedTicket:
     is_done: bool = False
     booking: object = None
     """The copy's place on the virtual link, if there is one."""
+    compute: None = None
+    """Tensors of a CPU know no streams."""
 
     def __del__(self) -> None:
         """Let go of the weak reference to the device storage."""

@@ -1,4 +1,4 @@
-"""Copies on streams beside compute. The only place that knows about streams and events."""
+"""Copies on streams beside compute. See [Note: Stream order] in ``transport``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.runtime.compute_streams import current_stream
 from hf_pyao.runtime.transport import Bandwidth, BlockingTransport, Transport
 
 
@@ -73,10 +74,10 @@ class StreamTransport:
         return self._copy("reload", self._of(dst.device).h2d, dst.device, src, dst, after)
 
     def wait(self, ticket: StreamTicket) -> None:
-        """Make the current stream wait for the copy's event."""
+        """Make the stream that the copy was queued from wait for the copy's event."""
         if ticket.end.query():
             return
-        stream = torch.accelerator.current_stream(ticket.device)
+        stream = ticket.compute
         before, behind = self._event(ticket.device), self._event(ticket.device)
         before.record(stream)
         stream.wait_event(ticket.end)
@@ -85,7 +86,7 @@ class StreamTransport:
         self._timed.append(("backward" if in_backward else "forward", 0, before, behind))
 
     def retire(self, ticket: StreamTicket) -> None:
-        """Make the stream that the target was allocated on wait for the copy's event."""
+        """Make the stream that the copy was queued from wait for the copy's event."""
         ticket.compute.wait_event(ticket.end)
 
     def is_done(self, ticket: StreamTicket) -> bool:
@@ -133,7 +134,8 @@ class StreamTransport:
         dst: torch.Tensor,
         after: Sequence[StreamTicket],
     ) -> StreamTicket:
-        compute = torch.accelerator.current_stream(device)
+        compute = current_stream(device)
+        assert compute is not None
         ready = torch.Event(device)
         ready.record(compute)
         stream.wait_event(ready)
@@ -155,7 +157,8 @@ class StreamTransport:
     def _of(self, device: torch.device) -> _Streams:
         streams = self._streams.get(device)
         if streams is None:
-            compute = torch.accelerator.current_stream(device)
+            compute = current_stream(device)
+            assert compute is not None
             d2h = torch.Stream(device) if self.copy_streams else compute
             h2d = torch.Stream(device) if self.copy_streams == 2 else d2h
             streams = self._streams[device] = _Streams(d2h, h2d)

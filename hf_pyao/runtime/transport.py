@@ -1,15 +1,32 @@
 """Transports: how bytes cross the link; what they promise, and the one that copies at once.
 
 [Note: Stream order]
-Three queues run beside each other: compute (the user's current stream, asked for live at every
-call), device-to-host copies, and host-to-device copies.
-- A copy to the host starts behind the compute that produced its source, and behind the last copy
-  that still reads the host buffer it writes (``after``).
-- A copy to the device starts behind the compute queued so far, because its target may be memory
-  that compute has just finished with (targets are allocated on the compute stream), and behind the
-  copy that filled its host buffer (``after``).
-- Compute reads a reloaded buffer, or reuses the memory of an offloaded one, behind ``wait``.
-Every wait is an event wait on a stream. Nothing here stops the host.
+Queues run beside each other: compute (one stream or several, the user's), device-to-host copies,
+and host-to-device copies. Memory that is let go returns to the stream that it was allocated on, and
+what that stream runs next may write to it at once. Hence:
+- A storage has a home (``compute_streams.Home``): the stream that was current when it was packed,
+  on which autograd runs the nodes that saved it. What is made for it on the device (its encoded
+  payload, the target of its reload, decoded or rebuilt bytes) is allocated on its home and written
+  there, whichever stream is current when that happens.
+- A copy belongs to the compute stream that it was queued from (``Ticket.compute``): the home, too,
+  since that is made current meanwhile.
+- A copy to the host starts behind what its compute stream has queued, which produced its source,
+  and behind the copies that still use the host buffer it writes (``after``).
+- A copy to the device starts behind what its compute stream has queued, which may still use the
+  memory of its target, and behind the copy that filled its host buffer (``after``).
+- ``wait`` orders the copy's compute stream behind it, before that reads a reloaded buffer, or
+  before memory that the copy uses is let go.
+- Other streams may ask for a storage, too (nodes on two streams saved it, or a prefetch): visitors.
+  A visitor waits for the home before it reads; the home waits for its visitors before memory of the
+  home's is let go.
+- The source of a copy to the host is the user's, and may have been allocated on any stream. Where
+  several compute streams were seen, all of them wait for the home (and its visitors) before it is
+  let go. It is let go only once nothing else holds it (``let_linger``): who still holds it may yet
+  queue readers, which autograd's hold on a saved tensor would have protected.
+- A host buffer is written behind the newest copy of each queue that used it before, whichever
+  transport that queue belongs to ([Note: Buffer lifetime] in ``stores.host_pool``).
+Every wait is an event wait on a stream. Nothing here stops the host. What is not covered: a stream
+that allocates what layers save and never runs anything of a layer that is saved is not known.
 """
 
 from __future__ import annotations
@@ -22,6 +39,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.runtime.compute_streams import current_stream
 
 
 @runtime_checkable
@@ -41,6 +59,11 @@ class Ticket(Protocol):
     @property
     def order(self) -> int:
         """Position in its queue."""
+        ...
+
+    @property
+    def compute(self) -> torch.Stream | None:
+        """The compute stream that was current when it was queued; None on a CPU."""
         ...
 
 
@@ -82,13 +105,13 @@ class Transport(Protocol):
         ...
 
     def wait(self, ticket: Any) -> None:
-        """Order what compute does from now on behind the copy."""
+        """Order what the ticket's compute stream does from now on behind the copy."""
         ...
 
     def retire(self, ticket: Any) -> None:
         """Order whatever reuses the memory of a reload's target behind the copy.
 
-        For targets that are let go unread; it may be called on any thread.
+        As :meth:`wait`, for targets that are let go unread; it may be called on any thread.
         """
         ...
 
@@ -114,6 +137,7 @@ class DoneTicket:
     """A copy that had finished when the call returned."""
 
     nbytes: int
+    compute: torch.Stream | None = None
     queue: object = None
     order: int = 0
 
@@ -178,6 +202,7 @@ class BlockingTransport:
         return self._total_bytes[direction] / 2**30 / seconds if seconds else None
 
     def _copy(self, direction: str, src: torch.Tensor, dst: torch.Tensor) -> DoneTicket:
+        compute = current_stream((src if direction == "offload" else dst).device)
         start = time.perf_counter()
         dst.copy_(src)
         seconds = time.perf_counter() - start
@@ -185,4 +210,4 @@ class BlockingTransport:
         self._seconds[direction] += seconds
         self._total_seconds[direction] += seconds
         self._total_bytes[direction] += nbytes
-        return DoneTicket(nbytes)
+        return DoneTicket(nbytes, compute)

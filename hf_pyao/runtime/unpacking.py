@@ -83,8 +83,16 @@ class Unpacker:
             if handle.tensor._version != handle.version:
                 handle.check_unmodified()
             return handle.tensor
+        home = handle.storage.home
+        visitor = None if home is None else home.visitor()
         with self._lock:
-            return self._unpack(handle)
+            if visitor is None:
+                return self._unpack(handle)
+            assert home is not None
+            with home.stream:
+                tensor = self._unpack(handle)
+            home.receive(visitor)
+            return tensor
 
     def _unpack(self, handle: SavedTensor) -> torch.Tensor:
         record = handle.storage
@@ -115,6 +123,17 @@ class Unpacker:
 
     def load(self, record: SavedStorage) -> tuple[torch.UntypedStorage, int]:
         """Return the bytes of *record* on the device, and which byte of the original is first."""
+        home = record.home
+        visitor = None if home is None else home.visitor()
+        if visitor is None:
+            return self._load(record)
+        assert home is not None
+        with home.stream:
+            loaded = self._load(record)
+        home.receive(visitor)
+        return loaded
+
+    def _load(self, record: SavedStorage) -> tuple[torch.UntypedStorage, int]:
         if record.residency is OFFLOADING:
             return record.payload_storage()
         if record.residency is HOST:
@@ -206,7 +225,15 @@ class Unpacker:
             self._reload(record)
 
     def _reload(self, record: SavedStorage) -> None:
-        """Queue the copy of a storage back to the device, into memory of the compute stream."""
+        """Queue the copy of a storage back to the device, into memory of its home's."""
+        home = record.home
+        if home is None or home.visitor() is None:
+            self._queue_reload(record)
+        else:
+            with home.stream:
+                self._queue_reload(record)
+
+    def _queue_reload(self, record: SavedStorage) -> None:
         host = record.host
         if host is None:
             raise ReleasedTensorError(
@@ -230,7 +257,7 @@ class Unpacker:
         stats.link_bytes += record.device_bytes
 
     def _wait(self, record: SavedStorage) -> None:
-        """Order compute behind the reload of *record*, if one is under way."""
+        """Order the home of *record* behind its reload, if one is under way."""
         if record.residency is RELOADING:
             self._transport.wait(record.reload_ticket)
             record.to(DEVICE)
@@ -242,12 +269,14 @@ class Unpacker:
         elif record.residency is not DEVICE:
             return
         self._reloads.consumed(record)
+        if record.home is not None:
+            record.home.await_visitors()
         record.drop_device_copy()
         record.to(HOST)
 
 
 def _device_buffer(record: SavedStorage) -> torch.Tensor:
-    """Allocate what the payload of *record* is brought back to, on the compute stream."""
+    """Allocate what the payload of *record* is brought back to, on the current stream."""
     if record.host_view is None:
         return torch.empty(record.device_bytes, dtype=torch.uint8, device=record.device)
     layout = record.layout

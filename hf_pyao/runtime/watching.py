@@ -27,6 +27,7 @@ from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.runtime.layout import byte_span
 
 if TYPE_CHECKING:
+    from hf_pyao.runtime.compute_streams import Home
     from hf_pyao.runtime.layout import TensorLayout
     from hf_pyao.runtime.saved_tensor import SavedTensor
     from hf_pyao.runtime.tape import LayerCall
@@ -89,6 +90,10 @@ class WatchedStorage:
     In-place changes raise when it is asked for: see [Note: In-place changes].
     """
 
+    home: Home | None = None
+    """The compute stream that its memory belongs to; None on a CPU. See [Note: Stream order]."""
+    lingering: torch.UntypedStorage | None = None
+    """Its source, which others held yet when it was let go; with several compute streams only."""
     _other_watches: list[VersionWatch] | None = None
     _handed_out: list[tuple[torch.Tensor, int, TensorLayout]] | None = None
     """Tensors that backward got, over one rebuilt storage; their versions then; their layouts in

@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_pyao.runtime.compute_streams import ComputeStreams, Home, let_linger
 from hf_pyao.runtime.saved_tensor import HOST, OFFLOADING, SavedStorage
+from hf_pyao.runtime.watching import WatchedStorage
 
 if TYPE_CHECKING:
     from hf_pyao.runtime.tape import LayerCall
@@ -31,11 +33,15 @@ class OffloadWindow:
     reads it, or the copy is known to be done. See [Note: Stream order].
     """
 
-    def __init__(self, transport: Transport, limit_bytes: int | None) -> None:
+    def __init__(
+        self, transport: Transport, limit_bytes: int | None, streams: ComputeStreams
+    ) -> None:
         """Bound the queue to *limit_bytes*; None: until the end of the layer."""
         self._transport = transport
         self._limit_bytes = limit_bytes
-        self._queue: deque[tuple[weakref.ref[SavedStorage], object, Payload, int]] = deque()
+        self._streams = streams
+        self._queue: deque[tuple[weakref.ref[SavedStorage], Any, Payload, int]] = deque()
+        self._lingering: list[weakref.ref[WatchedStorage]] = []
         self._lock = threading.RLock()  # forwards may run on several threads
         self.waiting_bytes = 0
 
@@ -43,7 +49,12 @@ class OffloadWindow:
         """Queue the payload of *record* (*nbytes*), whose offload was just issued."""
         ticket = record.offload_ticket
         limit_bytes = self._limit_bytes
-        if limit_bytes is not None and not self._queue and self._transport.is_done(ticket):
+        if (
+            limit_bytes is not None
+            and not self._queue
+            and not self._streams.are_several
+            and self._transport.is_done(ticket)
+        ):
             record.source_has_left()
             return
         with self._lock:
@@ -61,6 +72,8 @@ class OffloadWindow:
         with self._lock:
             while self._queue and self._transport.is_done(self._queue[0][1]):
                 self._release_oldest()
+            if self._lingering:
+                self._release_lingering()
 
     def layer_end(self) -> None:
         """Meet the copies at the end of a layer, if that is the rule; else see what has left."""
@@ -72,18 +85,46 @@ class OffloadWindow:
     def drain(self) -> None:
         """Order compute behind everything that waits, and let it go."""
         with self._lock:
-            if self._queue:
+            if self._streams.are_several:
+                for _, ticket, _, _ in self._queue:
+                    self._transport.wait(ticket)
+            elif self._queue:
                 # Copies to the host run in one queue: the newest stands for all before it.
                 self._transport.wait(self._queue[-1][1])
             while self._queue:
                 self._release_oldest()
+            if self._lingering:
+                self._release_lingering()
+
+    def let_go(self, record: WatchedStorage, storage: torch.UntypedStorage) -> None:
+        """Let go of *storage*, the source of *record*, which no copy reads."""
+        if self._streams.are_several and not let_linger(record, storage):
+            with self._lock:
+                self._lingering.append(weakref.ref(record))
 
     def _release_oldest(self) -> None:
-        ref, _, _, nbytes = self._queue.popleft()
+        ref, ticket, payload, nbytes = self._queue.popleft()
         self.waiting_bytes -= nbytes
         record = ref()
-        if record is not None and record.residency is OFFLOADING:
+        if record is None or record.residency is not OFFLOADING:
+            if ticket.compute is not None:
+                Home(self._streams, ticket.compute).await_everywhere()
+            return
+        if not self._streams.are_several or record.codec is not None:
             record.source_has_left()
+            return
+        storage = payload[0].untyped_storage()
+        del payload
+        record.source_has_left()
+        self.let_go(record, storage)
+
+    def _release_lingering(self) -> None:
+        """Let go of the sources that no one else holds any more."""
+        refs, self._lingering = self._lingering, []
+        for ref in refs:
+            record = ref()
+            if record is not None and record.lingering is not None:
+                self.let_go(record, record.lingering)
 
 
 class ReloadWindow:

@@ -217,7 +217,7 @@ class HostPool:
     def _raise_barrier(self, copy: QueuedCopy) -> None:
         others = []
         for barrier in self.barriers:
-            if barrier.queue != copy.queue:
+            if barrier.queue is not copy.queue:
                 others.append(barrier)
             elif barrier.order >= copy.order:
                 return

@@ -1,0 +1,147 @@
+"""The streams that compute runs on: whose memory is whose, and who waits for whom before it goes.
+
+See [Note: Stream order] in ``transport``. With one compute stream nothing here does anything; on a
+CPU, which has none, a storage has no :class:`Home` at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from hf_pyao.runtime.watching import WatchedStorage
+
+_num_holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda key: 1)
+"""How many tensors and storage objects hold a storage; where torch does not tell: one."""
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream that compute on *device* is queued on now; None on a CPU."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return torch.accelerator.current_stream(device.index)  # an index is found faster than a device
+
+
+class Queued(Protocol):
+    """A copy, as far as it matters here."""
+
+    @property
+    def compute(self) -> torch.Stream | None:
+        """The stream that was current when it was queued; None on a CPU."""
+        ...
+
+
+class ComputeStreams:
+    """The compute streams of the micro-batches under way, as they were seen.
+
+    A stream is seen once something that a layer saves was moved, or asked for, on it.
+    """
+
+    def __init__(self) -> None:
+        self.are_several = False
+        """True once two streams of one device were seen."""
+        self._seen: tuple[torch.Stream, ...] = ()
+
+    def home_of(self, copy: Queued) -> Home | None:
+        """Return a home on the stream that *copy* was queued from; None where there are none."""
+        return None if copy.compute is None else self.home_on(copy.compute)
+
+    def home_on(self, stream: torch.Stream) -> Home:
+        """Return a home on *stream*."""
+        self.note(stream)
+        return Home(self, stream)
+
+    def note(self, stream: torch.Stream) -> None:
+        """Take note of a stream that compute runs on."""
+        seen = self._seen
+        if not seen:
+            self._seen = (stream,)
+        elif stream != seen[0] and stream not in seen:
+            self._seen = (*seen, stream)
+            self.are_several |= any(stream.device == other.device for other in seen)
+
+    def beside(self, stream: torch.Stream) -> list[torch.Stream]:
+        """Return the other streams seen on the device of *stream*."""
+        return [other for other in self._seen if other != stream and other.device == stream.device]
+
+    def forget(self) -> None:
+        """Forget the streams seen so far: the next micro-batch may run on others."""
+        self._seen = ()
+        self.are_several = False
+
+
+class Home:
+    """The compute stream that the memory of one storage belongs to, and those that visit it.
+
+    All that is made on the device for a storage is allocated and written on its home. Visitors
+    wait for the home before they read, and the home for them before memory is let go.
+    """
+
+    __slots__ = ("_streams", "_visitors", "stream")
+
+    def __init__(self, streams: ComputeStreams, stream: torch.Stream) -> None:
+        self.stream = stream
+        self._streams = streams
+        self._visitors: tuple[torch.Stream, ...] = ()
+
+    def visitor(self) -> torch.Stream | None:
+        """Return the current stream if it is not the home; else None."""
+        stream = torch.accelerator.current_stream(self.stream.device_index)
+        return None if stream == self.stream else stream
+
+    def note_visitor(self) -> None:
+        """Take note that the current stream reads the storage, too."""
+        stream = self.visitor()
+        if stream is not None and stream not in self._visitors:
+            self._streams.note(stream)
+            self._visitors = (*self._visitors, stream)
+
+    def receive(self, visitor: torch.Stream) -> None:
+        """Let *visitor* read what the home has queued so far."""
+        visitor.wait_stream(self.stream)
+        self._streams.note(visitor)
+        if visitor not in self._visitors:
+            self._visitors = (*self._visitors, visitor)
+
+    def meet_visitors(self) -> None:
+        """Order the home behind what visitors have queued: it reads what they may have written."""
+        for visitor in self._visitors:
+            self.stream.wait_stream(visitor)
+
+    def await_visitors(self) -> None:
+        """Order the home behind what visitors have queued: memory of the home's is let go."""
+        self.meet_visitors()
+        self._visitors = ()
+
+    def await_everywhere(self) -> None:
+        """Order every stream behind the home and its visitors: memory is let go, of whose no one
+        knows."""
+        self.await_visitors()
+        others = self._streams.beside(self.stream)
+        if others:
+            event = self.stream.record_event()
+            for other in others:
+                other.wait_event(event)
+
+
+def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
+    """Say whether anything but *storage*, a Python object, holds the memory that it stands for."""
+    return _num_holders(storage._cdata) > 1
+
+
+def let_linger(record: WatchedStorage, storage: torch.UntypedStorage) -> bool:
+    """Let *storage*, the source of *record*, go; False if others hold it yet.
+
+    Autograd would have held it until backward. Whoever holds it still may queue readers of which
+    the stream that it was allocated on knows nothing, so it lingers until no one else does.
+    """
+    if is_held_elsewhere(storage):
+        record.lingering = storage
+        return False
+    record.lingering = None
+    if record.home is not None:
+        record.home.await_everywhere()
+    return True
