@@ -124,9 +124,8 @@ def _drain(device: torch.device) -> None:
 
 
 def _describe(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return str(device)
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(device) if name is None else str(name(device))
 
 
 def _print_row(row: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,11 +73,10 @@ class DeviceMemory:
         return torch.accelerator.max_memory_reserved(self._device) if self._counts else None
 
     def total_bytes(self) -> int | None:
-        """Return the device's memory."""
-        if not self._counts:
-            return None
-        module = torch.get_device_module(self._device)
-        return int(module.get_device_properties(self._device).total_memory)
+        """Return the device's memory; None where nobody tells."""
+        properties = device_properties(self._device) if self._counts else None
+        total_bytes = getattr(properties, "total_memory", None)
+        return None if total_bytes is None else int(total_bytes)
 
     def free_bytes(self) -> int | None:
         """Return the bytes of the device that nobody holds; None where nobody tells."""
@@ -91,19 +91,23 @@ class DeviceMemory:
         """Let the allocator hold at most *cap_gib* GiB; None: all there is.
 
         Raises:
-            ConfigError: this device's allocator takes no cap.
+            ConfigError: a cap is asked for, and this device's allocator takes none.
         """
-        if cap_gib is None and not self._counts:
-            return
-        module = torch.get_device_module(self._device)
+        set_fraction = None
+        if self._counts:
+            module = torch.get_device_module(self._device)
+            set_fraction = getattr(module, "set_per_process_memory_fraction", None)
         total_bytes = self.total_bytes()
-        if total_bytes is None or not hasattr(module, "set_per_process_memory_fraction"):
-            raise ConfigError(
-                f"memory_cap_gib is {cap_gib}, and the allocator of {self._device} takes no cap. "
-                "Drop the cap, or measure on a GPU."
-            )
+        if set_fraction is None or total_bytes is None:
+            if cap_gib is not None:
+                raise ConfigError(
+                    f"memory_cap_gib is {cap_gib}, and the allocator of {self._device} takes no "
+                    "cap. Drop the cap, or measure on a device whose allocator takes one, as "
+                    "CUDA's does."
+                )
+            return
         fraction = 1.0 if cap_gib is None else min(1.0, cap_gib * 2**30 / total_bytes)
-        module.set_per_process_memory_fraction(fraction, self._device)
+        set_fraction(fraction, self._device)
 
     def release_caches(self, *, keep_pinned: bool = False) -> None:
         """Give back what nobody uses: dead objects, cached device memory and pinned memory."""
@@ -116,11 +120,21 @@ class DeviceMemory:
             torch._C._host_emptyCache()
 
 
+def device_properties(device: torch.device) -> Any:
+    """Return what torch tells of a device; None for a CPU, and where it tells nothing."""
+    if device.type == "cpu":
+        return None
+    tell = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if tell is None else tell(device)
+
+
 class HostMemory:
     """What the process takes of host memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._counts_pinned = device.type == "cuda"
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._pinned_stats = getattr(module, "host_memory_stats", None)
+        self._reset_pinned_peaks = getattr(module, "reset_peak_host_memory_stats", None)
 
     def rss_bytes(self) -> int | None:
         """Return the resident bytes now."""
@@ -132,8 +146,8 @@ class HostMemory:
             _CLEAR_REFS.write_text("5", encoding="ascii")  # resets VmHWM; see man 5 proc
         except OSError:
             pass  # the peak is then that of the process, which has one trial as a rule
-        if self._counts_pinned:
-            torch.cuda.memory.reset_peak_host_memory_stats()
+        if self._reset_pinned_peaks is not None:
+            self._reset_pinned_peaks()
 
     def peak_rss_bytes(self) -> int | None:
         """Return the most resident bytes since the reset."""
@@ -146,10 +160,13 @@ class HostMemory:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def pinned_bytes(self) -> int | None:
-        """Return the most bytes that torch's pinned allocator owned, cached ones included."""
-        if not self._counts_pinned:
+        """Return the most bytes that torch's pinned allocator owned, cached ones included.
+
+        None where nobody counts them.
+        """
+        if self._pinned_stats is None:
             return None
-        stats = torch.cuda.memory.host_memory_stats()
+        stats = self._pinned_stats()
         # Releases differ in the name of what the allocator owns; the first is the older one.
         for key in ("reserved_bytes.peak", "allocated_bytes.peak"):
             if key in stats:

@@ -17,7 +17,7 @@ import torch
 from hf_pyao import text
 from hf_pyao.bench.link import measure_link
 from hf_pyao.bench.measure import Bench
-from hf_pyao.bench.memory import DeviceMemory, pick_device
+from hf_pyao.bench.memory import DeviceMemory, device_properties, pick_device
 from hf_pyao.bench.methods import MethodUnavailable, find_method
 from hf_pyao.bench.models import build_model
 from hf_pyao.bench.packages import MODELS, REMEDY, import_failure
@@ -197,10 +197,10 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {"device": str(device), "name": "CPU", "memory_gib": None}
     if device.type == "cpu":
         return facts
-    module = torch.get_device_module(device)
-    properties = module.get_device_properties(device)
-    facts["name"] = str(module.get_device_name(device))
-    facts["memory_gib"] = round(properties.total_memory / 2**30, 2)
+    properties = device_properties(device)
+    facts["name"] = str(getattr(properties, "name", device.type))
+    total_bytes = DeviceMemory(device).total_bytes()
+    facts["memory_gib"] = None if total_bytes is None else round(total_bytes / 2**30, 2)
     if device.type == "cuda":
         facts["compute_capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
         facts["cuda"] = torch.version.cuda or torch.version.hip

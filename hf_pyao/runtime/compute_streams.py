@@ -14,13 +14,16 @@ import torch
 if TYPE_CHECKING:
     from hf_pyao.runtime.watching import WatchedStorage
 
+WITHOUT_STREAMS = ("cpu", "meta")
+"""Types of devices that have no streams."""
+
 _num_holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda key: 1)
 """How many tensors and storage objects hold a storage; where torch does not tell: one."""
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream that compute on *device* is queued on now; None on a CPU."""
-    if device.type in ("cpu", "meta"):
+    if device.type in WITHOUT_STREAMS:
         return None
     return torch.accelerator.current_stream(device.index)  # an index is found faster than a device
 

@@ -15,6 +15,7 @@ from hf_pyao.bench.arguments import SMOKE_MODEL, add_bench_arguments
 from hf_pyao.bench.memory import DeviceMemory, HostMemory, pick_device
 from hf_pyao.bench.models import build_model, free_memory, make_batch
 from hf_pyao.bench.setup import BenchSetup, Trial, parse_model
+from hf_pyao.bench.worker import describe_device
 from hf_pyao.errors import ConfigError
 
 SIZES = {"llama": {"tiny": SimpleNamespace(settings={"hidden_size": 8})}}
@@ -164,6 +165,45 @@ def test_a_cpu_counts_no_device_memory_and_takes_no_cap() -> None:
     memory.cap(None)
     with pytest.raises(ConfigError, match="takes no cap"):
         memory.cap(1.0)
+
+
+@pytest.mark.parametrize("total_bytes", [None, 8 * 2**30])
+def test_a_device_whose_allocator_takes_no_cap_is_refused_only_if_one_is_asked_for(
+    total_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(total_memory=total_bytes)
+    driver = SimpleNamespace(get_device_properties=lambda device: properties)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: driver)
+    memory = DeviceMemory(torch.device("xpu", 0))
+    memory.cap(None)
+    with pytest.raises(ConfigError, match=r"memory_cap_gib is 1.0, .* of xpu:0 takes no cap. Drop"):
+        memory.cap(1.0)
+
+
+def test_a_cap_is_a_fraction_of_the_device_and_goes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[tuple[float, torch.device]] = []
+    driver = SimpleNamespace(
+        get_device_properties=lambda device: SimpleNamespace(total_memory=8 * 2**30),
+        set_per_process_memory_fraction=lambda *call: fractions.append(call),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: driver)
+    device = torch.device("cuda", 1)
+    memory = DeviceMemory(device)
+    for cap_gib in (2.0, 16.0, None):
+        memory.cap(cap_gib)
+    assert fractions == [(0.25, device), (1.0, device), (1.0, device)]
+
+
+def test_a_device_that_tells_little_is_described_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    device = torch.device("xpu", 0)
+    assert describe_device(device) == {"device": "xpu:0", "name": "xpu", "memory_gib": None}
+    host = HostMemory(device)
+    host.reset_peaks()
+    assert host.pinned_bytes() is None
+    assert DeviceMemory(device).total_bytes() is None
 
 
 def test_host_memory_grows_by_what_is_touched() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from hf_pyao.runtime.simulated import SimulatedTransport
@@ -61,10 +63,12 @@ class Device(ABC):
 
 
 class Gpu(Device):
-    """The first CUDA device (ROCm goes by that name too)."""
+    """The first device of the accelerator that torch finds."""
 
     def __init__(self) -> None:
-        self.torch_device = torch.device("cuda", 0)
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        self.torch_device = torch.device(accelerator.type, 0)
 
     def transport(self, copy_streams: int = 2) -> Transport:
         return StreamTransport(copy_streams)
@@ -73,23 +77,23 @@ class Gpu(Device):
         return SleptTransport(seed, waits=waits)
 
     def sleep(self, sleep_ms: float) -> None:
-        torch.cuda._sleep(int(sleep_ms * CYCLES_PER_MS))
+        sleep_on(self.torch_device, sleep_ms)
 
     def finish(self) -> None:
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
     def left_allocated(self, run: Callable[[], Any]) -> tuple[int, Any]:
         self.finish()
-        before = torch.cuda.memory_allocated()
+        before = torch.accelerator.memory_allocated()
         result = run()
         self.finish()
-        return torch.cuda.memory_allocated() - before, result
+        return torch.accelerator.memory_allocated() - before, result
 
     def rng_state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state()
+        return torch.get_device_module(self.torch_device).get_rng_state()
 
     def activities(self) -> list[torch.profiler.ProfilerActivity]:
-        return [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        return sorted(torch.profiler.supported_activities(), key=str)
 
 
 class StandIn(Device):
@@ -148,7 +152,7 @@ class SleptTransport(StreamTransport):
 
     def _sleep(self, stream: torch.Stream) -> None:
         with stream:
-            torch.cuda._sleep(int(self._random.choice((0.0, 0.1, 1.0)) * CYCLES_PER_MS))
+            sleep_on(stream.device, self._random.choice((0.0, 0.1, 1.0)))
 
 
 class _NeverWaiting(SimulatedTransport):
@@ -156,6 +160,27 @@ class _NeverWaiting(SimulatedTransport):
 
     def wait(self, ticket: Any) -> None:
         pass
+
+
+def sleep_on(device: torch.device, sleep_ms: float) -> None:
+    """Queue a pause on the current stream, by torch's own test kernel."""
+    sleep = getattr(torch.get_device_module(device), "_sleep", None)
+    if sleep is None:
+        pytest.skip(f"torch has no sleeping kernel for {device.type}")
+    sleep(int(sleep_ms * CYCLES_PER_MS))
+
+
+@contextmanager
+def no_host_waits(device: torch.device) -> Iterator[None]:
+    """Make whatever waits for *device* an error, as torch offers it for CUDA."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "set_sync_debug_mode"):
+        pytest.skip(f"torch does not tell what waits for {device.type}")
+    module.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        module.set_sync_debug_mode("default")
 
 
 def is_dry_run(environment: dict[str, str]) -> bool:

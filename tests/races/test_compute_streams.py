@@ -1,0 +1,357 @@
+"""Several compute streams: what one of them lets go is not yet the other's, and the reverse.
+
+The real :class:`StreamTransport` runs on streams that are watched (``fake_streams``). As for copies,
+engines with one deliberate fault each show that the watching has teeth.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.runtime import compute_streams
+from hf_pyao.runtime.compute_streams import ComputeStreams, Home
+from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.stream_transport import StreamTransport
+from hf_pyao.runtime.unpacking import Unpacker
+from hf_pyao.runtime.window import OffloadWindow
+from tests.helpers import FunctionLayer, Stack
+from tests.races.fake_streams import FakeStream, FakeStreamTransport, World, backward, fake_streams
+
+WINDOWS = ("layer", 0, 2_000, 2**20)
+SIZE = 16
+
+
+def inputs(count: int) -> list[torch.Tensor]:
+    return [torch.randn(4, SIZE) for _ in range(count)]
+
+
+def plain_layer(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(x @ layer.weight)
+    return torch.relu(hidden @ layer.weight) * hidden + x
+
+
+def one_stream(world: World, model: Stack) -> None:
+    for x in inputs(3):
+        backward(world, model(x).sum())
+
+
+def micro_batches(world: World, model: Stack) -> None:
+    """Each micro-batch on a stream of its own, and one backward over all."""
+    streams, xs = [world.stream() for _ in range(3)], inputs(3)
+    losses = []
+    for stream, x in zip(streams, xs, strict=True):
+        stream.wait_stream(world.current)
+        with stream:
+            losses.append(model(x).sum())
+    for stream in streams:
+        world.current.wait_stream(stream)
+    backward(world, sum(losses))  # type: ignore[arg-type]
+
+
+def backward_under_another(world: World, model: Stack) -> None:
+    """Forward under one stream; backward is called under another, and runs on the first."""
+    one, other, xs = world.stream(), world.stream(), inputs(3)
+    for x in xs:
+        one.wait_stream(world.current)
+        with one:
+            loss = model(x).sum()
+        other.wait_stream(one)
+        with other:
+            backward(world, loss)
+        world.current.wait_stream(other)
+
+
+def retained(world: World, model: Stack) -> None:
+    """A graph of one stream, gone through again after a micro-batch of another."""
+    one, other = world.stream(), world.stream()
+    first, second = inputs(2)
+    for stream in (one, other):
+        stream.wait_stream(world.current)
+    with one:
+        kept = model(first).sum()
+        backward(world, kept, retain_graph=True)
+    other.wait_stream(one)
+    with other:
+        backward(world, model(second).sum())
+    one.wait_stream(other)
+    with one:
+        backward(world, kept)
+    world.current.wait_stream(one)
+
+
+def abandoned(world: World, model: Stack) -> None:
+    """A forward whose graph goes while its copies are under way, then a step on another stream."""
+    one, other = world.stream(), world.stream()
+    first, second = inputs(2)
+    for stream in (one, other):
+        stream.wait_stream(world.current)
+    with one:
+        model(first)
+    with other:
+        backward(world, model(second).sum())
+    for stream in (one, other):
+        world.current.wait_stream(stream)
+
+
+class Forked:
+    """A layer of which a part runs on a side stream, on an input that both parts save."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.side = world.stream()
+
+    def __call__(self, layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        world, side, main = self.world, self.side, self.world.current
+        hidden = x + 1.0  # saves nothing: the parts alone ask for it in backward
+        side.wait_stream(main)
+        world.record_stream(hidden, side)
+        right = torch.sigmoid(hidden @ layer.weight)
+        with side:
+            left = torch.relu(hidden @ layer.weight)
+        main.wait_stream(side)
+        world.record_stream(left, main)
+        return left * right + x
+
+
+class Staged(Stack):
+    """Two layers on streams of their own: a micro-batch is on the second while the next is on the
+    first. What passes between them is then held by the graph alone."""
+
+    streams: tuple[FakeStream, FakeStream]
+
+    def forward(self, xs: list[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        one, two = self.streams
+        results = []
+        for x in xs:
+            with one:
+                hidden = self.layers[0](x)
+            two.wait_stream(one)
+            with two:
+                results.append(self.layers[1](hidden))
+            del hidden
+            with one:
+                torch.zeros(1)  # by now its memory may be another tensor's
+        return results
+
+
+def staged(world: World, model: Staged) -> None:
+    xs = inputs(3)
+    model.streams = (world.stream(), world.stream())
+    for stream in model.streams:
+        stream.wait_stream(world.current)
+    results = model(xs)  # type: ignore[arg-type]
+    for stream in model.streams:
+        world.current.wait_stream(stream)
+    for result in results:
+        world.record_stream(result, world.current)
+    backward(world, sum(result.sum() for result in results))  # type: ignore[arg-type]
+
+
+def forked(world: World, model: Stack) -> None:
+    part = Forked(world)
+    for layer in model.layers:
+        layer.function = part  # type: ignore[assignment]
+    for _ in range(2):
+        (x,) = inputs(1)
+        loss = model(x).sum()
+        backward(world, loss, retain_graph=True)
+        backward(world, loss)
+
+
+def two_models(world: World, model: Stack) -> None:
+    """Two models on two streams take host buffers from one pool; some graphs are given up."""
+    owner = next(iter(model._forward_pre_hooks.values())).owner  # type: ignore[attr-defined]
+    other = Stack(plain_layer, plain_layer, size=SIZE)
+    with attach(other, owner.config, transport=FakeStreamTransport(), host_pool=owner.host_pool):
+        xs, streams = inputs(6), [world.stream(), world.stream()]
+        for stream in streams:
+            stream.wait_stream(world.current)
+        for step, x in enumerate(xs):
+            for stream, one in zip(streams, (model, other), strict=True):
+                with stream:
+                    loss = one(x).sum()
+                    if step % 3:
+                        backward(world, loss)
+                    del loss
+        for stream in streams:
+            world.current.wait_stream(stream)
+
+
+Scenario = Callable[[World, Any], None]
+SCENARIOS: dict[str, Scenario] = {
+    scenario.__name__: scenario
+    for scenario in (
+        one_stream,
+        micro_batches,
+        backward_under_another,
+        retained,
+        abandoned,
+        forked,
+        staged,
+        two_models,
+    )
+}
+PLAIN_IS_ORDERED = {
+    "one_stream",
+    "micro_batches",
+    "backward_under_another",
+    "retained",
+    "abandoned",
+}
+"""In the others a saved tensor crosses streams; autograd lets go of those as it pleases."""
+
+
+def races(
+    scenario: str, window: str | int, seed: int, *, is_attached: bool = True, **options: Any
+) -> list[str]:
+    """Return what was out of order in *scenario*."""
+    torch.manual_seed(seed)
+    with fake_streams(seed) as world:
+        make = Staged if scenario == "staged" else Stack
+        model = make(plain_layer, plain_layer, plain_layer, size=SIZE)
+        config = PyAOConfig(
+            min_bytes=0, window=window, keep_last_layers=0, host_memory_gib=2**-10, **options
+        )
+        offloader = None
+        if is_attached:
+            transport = FakeStreamTransport(config.copy_streams)
+            offloader = attach(model, config, transport=transport)
+        SCENARIOS[scenario](world, model)
+        gc.collect()
+        if offloader is not None:
+            assert offloader.totals()["offloaded_bytes"] > 0
+            offloader.detach()
+    return world.races
+
+
+@pytest.mark.parametrize("scenario", sorted(PLAIN_IS_ORDERED))
+def test_without_offloading_all_is_in_order(scenario: str) -> None:
+    assert races(scenario, "layer", 0, is_attached=False) == []
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_all_is_in_order(scenario: str, window: str | int) -> None:
+    assert races(scenario, window, seed=0) == []
+
+
+@pytest.mark.parametrize("codec", ["int8", "narrow"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_encoded_tensors_are_in_order(scenario: str, codec: str) -> None:
+    assert races(scenario, 2_000, seed=1, codec=codec) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("codec", ["identity", "int8", "bitmask"])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_all_is_in_order_whatever_the_host_sees(
+    scenario: str, window: str | int, codec: str
+) -> None:
+    for seed in range(10):
+        for copy_streams in (0, 1, 2):
+            found = races(scenario, window, seed, codec=codec, copy_streams=copy_streams)
+            assert found == [], f"seed {seed}, {copy_streams} copy streams"
+
+
+# ---- engines with one fault ------------------------------------------------------------------------
+
+
+def _wait_on_the_current_stream() -> Any:
+    """Whoever asks is ordered behind a copy, and not the stream whose memory it is."""
+
+    def wait(self: StreamTransport, ticket: Any) -> None:
+        torch.accelerator.current_stream().wait_event(ticket.end)
+
+    return mock.patch.object(StreamTransport, "wait", wait)
+
+
+def _target_on_the_current_stream() -> Any:
+    """A prefetch takes memory of the stream that prefetches."""
+    return mock.patch.object(Unpacker, "_reload", Unpacker._queue_reload)
+
+
+def _no_one_visits() -> Any:
+    """All streams are taken for the home of what they ask for."""
+    return mock.patch.object(Home, "visitor", lambda self: None)
+
+
+def _visitors_do_not_wait() -> Any:
+    """A second stream reads what the first was made to wait for."""
+    return mock.patch.object(Home, "receive", lambda self, visitor: None)
+
+
+def _visitors_are_not_awaited() -> Any:
+    """Memory goes back to its home while a visitor reads it."""
+    return mock.patch.object(Home, "await_visitors", lambda self: None)
+
+
+def _sources_are_the_homes() -> Any:
+    """A source is let go as if the stream that saved it had allocated it."""
+    return mock.patch.object(ComputeStreams, "beside", lambda self, stream: [])
+
+
+def _nothing_lingers() -> Any:
+    """A source is let go while others hold it, and only the graph kept it from then on."""
+    return mock.patch.object(compute_streams, "is_held_elsewhere", lambda storage: False)
+
+
+def _encoded_sources_go_at_once() -> Any:
+    """What was encoded is let go without a look at other streams."""
+    return mock.patch.object(OffloadWindow, "let_go", lambda self, record, storage: None)
+
+
+def _newest_copy_stands_for_all() -> Any:
+    """Where the layer ends, the newest copy's stream waits, and the others do not."""
+
+    def drain(self: OffloadWindow) -> None:
+        if self._queue:
+            self._transport.wait(self._queue[-1][1])
+        while self._queue:
+            self._release_oldest()
+
+    return mock.patch.object(OffloadWindow, "drain", drain)
+
+
+def _buffers_return_before_they_are_written() -> Any:
+    """A host buffer is another model's while a copy to it is under way."""
+    release = OffloadEngine._release
+
+    def early(self: OffloadEngine, record: Any) -> None:
+        if record.reload_ticket is None:
+            record.offload_ticket = None
+        release(self, record)
+
+    return mock.patch.object(OffloadEngine, "_release", early)
+
+
+SHOWN_BY: dict[Callable[[], Any], str] = {
+    _wait_on_the_current_stream: "micro_batches",
+    _target_on_the_current_stream: "micro_batches",
+    _no_one_visits: "micro_batches",
+    _visitors_do_not_wait: "forked",
+    _visitors_are_not_awaited: "forked",
+    _sources_are_the_homes: "staged",
+    _nothing_lingers: "staged",
+    _encoded_sources_go_at_once: "staged",
+    _newest_copy_stands_for_all: "micro_batches",
+    _buffers_return_before_they_are_written: "two_models",
+}
+
+
+@pytest.mark.parametrize("mutant", SHOWN_BY, ids=lambda mutant: mutant.__name__.replace("_", " "))
+def test_mutant_is_caught(mutant: Callable[[], Any]) -> None:
+    cases = [("layer", {}), (2_000, {}), (2_000, {"codec": "int8"})]
+    for seed in range(3):
+        for window, options in cases:
+            with mutant():
+                if races(SHOWN_BY[mutant], window, seed, **options):
+                    return
+    pytest.fail("no case shows it")
