@@ -103,18 +103,26 @@ def abandoned(world: World, model: Stack) -> None:
 class Forked:
     """A layer of which a part runs on a side stream, on an input that both parts save."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, num_parts: int) -> None:
         self.world = world
         self.side = world.stream()
+        self.num_parts = num_parts
+
+    def parts(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what main and side stream read: the same, or a half each."""
+        parts = hidden.chunk(self.num_parts, dim=1)
+        return parts[0], parts[-1]
 
     def __call__(self, layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
         world, side, main = self.world, self.side, self.world.current
         hidden = x + 1.0  # saves nothing: the parts alone ask for it in backward
         side.wait_stream(main)
         world.record_stream(hidden, side)
-        right = torch.sigmoid(hidden @ layer.weight)
+        ours, theirs = self.parts(hidden)
+        weight = layer.weight[: ours.shape[1]]
+        right = torch.sigmoid(ours @ weight)
         with side:
-            left = torch.relu(hidden @ layer.weight)
+            left = torch.relu(theirs @ weight)
         main.wait_stream(side)
         world.record_stream(left, main)
         return left * right + x
@@ -154,8 +162,8 @@ def staged(world: World, model: Staged) -> None:
     backward(world, sum(result.sum() for result in results))  # type: ignore[arg-type]
 
 
-def forked(world: World, model: Stack) -> None:
-    part = Forked(world)
+def forked(world: World, model: Stack, num_parts: int = 1) -> None:
+    part = Forked(world, num_parts)
     for layer in model.layers:
         layer.function = part  # type: ignore[assignment]
     for _ in range(2):
@@ -163,6 +171,11 @@ def forked(world: World, model: Stack) -> None:
         loss = model(x).sum()
         backward(world, loss, retain_graph=True)
         backward(world, loss)
+
+
+def forked_parts(world: World, model: Stack) -> None:
+    """Two streams save parts of one storage, which is copied at the end of the layer."""
+    forked(world, model, num_parts=2)
 
 
 def two_models(world: World, model: Stack) -> None:
@@ -194,6 +207,7 @@ SCENARIOS: dict[str, Scenario] = {
         retained,
         abandoned,
         forked,
+        forked_parts,
         staged,
         two_models,
     )
