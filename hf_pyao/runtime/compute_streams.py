@@ -7,12 +7,9 @@ CPU, which has none, a storage has no :class:`Home` at all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from hf_pyao.runtime.watching import WatchedStorage
 
 WITHOUT_STREAMS = ("cpu", "meta")
 """Types of devices that have no streams."""
@@ -133,18 +130,3 @@ class Home:
 def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
     """Say whether anything but *storage*, a Python object, holds the memory that it stands for."""
     return _num_holders(storage._cdata) > 1
-
-
-def let_linger(record: WatchedStorage, storage: torch.UntypedStorage) -> bool:
-    """Let *storage*, the source of *record*, go; False if others hold it yet.
-
-    Autograd would have held it until backward. Whoever holds it still may queue readers of which
-    the stream that it was allocated on knows nothing, so it lingers until no one else does.
-    """
-    if is_held_elsewhere(storage):
-        record.lingering = storage
-        return False
-    record.lingering = None
-    if record.home is not None:
-        record.home.await_everywhere()
-    return True

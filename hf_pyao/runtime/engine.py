@@ -71,7 +71,7 @@ class OffloadEngine:
         self.idle_warnings = IdleWarnings()
         self._find_buffer_keys = buffer_keys
         self._tape: Tape | None = None
-        self._streams = streams = ComputeStreams()
+        streams = ComputeStreams()
         self._offloads = OffloadWindow(transport, window_bytes, streams)
         self._reloads = ReloadWindow(window_bytes)
         self.packer = Packer(
@@ -204,7 +204,7 @@ class OffloadEngine:
         if tape is not None:
             self._num_packs_before += tape.stats.num_packs
             tape.close()
-            self._streams.forget()
+            self._offloads.forget_streams()
             if tape.has_run_backward:
                 self._publish(tape)
 

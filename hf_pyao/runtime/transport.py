@@ -21,7 +21,7 @@ what that stream runs next may write to it at once. Hence:
   home's is let go.
 - The source of a copy to the host is the user's, and may have been allocated on any stream. Where
   several compute streams were seen, all of them wait for the home (and its visitors) before it is
-  let go. It is let go only once nothing else holds it (``let_linger``): who still holds it may yet
+  let go. It is let go only once nothing else holds it (``OffloadWindow.let_go``): who does may yet
   queue readers, which autograd's hold on a saved tensor would have protected.
 - A host buffer is written behind the newest copy of each queue that used it before, whichever
   transport that queue belongs to ([Note: Buffer lifetime] in ``stores.host_pool``).

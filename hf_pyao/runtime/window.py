@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_pyao.runtime.compute_streams import ComputeStreams, Home, let_linger
+from hf_pyao.runtime.compute_streams import ComputeStreams, Home, is_held_elsewhere
 from hf_pyao.runtime.saved_tensor import HOST, OFFLOADING, SavedStorage
 from hf_pyao.runtime.watching import WatchedStorage
 
@@ -97,10 +97,26 @@ class OffloadWindow:
                 self._release_lingering()
 
     def let_go(self, record: WatchedStorage, storage: torch.UntypedStorage) -> None:
-        """Let go of *storage*, the source of *record*, which no copy reads."""
-        if self._streams.are_several and not let_linger(record, storage):
+        """Let go of *storage*, the source of *record*, which no copy reads.
+
+        Autograd would have held it until backward. With several compute streams it lingers until no
+        one else holds it: whoever does may yet queue readers of which the stream that it was
+        allocated on knows nothing.
+        """
+        record.lingering = None
+        if not self._streams.are_several:
+            return
+        if is_held_elsewhere(storage):
+            record.lingering = storage
             with self._lock:
                 self._lingering.append(weakref.ref(record))
+        elif record.home is not None:
+            record.home.await_everywhere()
+
+    def forget_streams(self) -> None:
+        """Forget which compute streams there were: the next micro-batch may run on others."""
+        if not self._lingering:
+            self._streams.forget()
 
     def _release_oldest(self) -> None:
         ref, ticket, payload, nbytes = self._queue.popleft()

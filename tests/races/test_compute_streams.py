@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.runtime import compute_streams
 from hf_pyao.runtime.compute_streams import ComputeStreams, Home
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.stream_transport import StreamTransport
@@ -142,7 +141,7 @@ class Staged(Stack):
                 hidden = self.layers[0](x)
             two.wait_stream(one)
             with two:
-                results.append(self.layers[1](hidden))
+                results.append(self.layers[1](hidden) + hidden)  # what reads it last saves nothing
             del hidden
             with one:
                 torch.zeros(1)  # by now its memory may be another tensor's
@@ -256,6 +255,19 @@ def test_all_is_in_order(scenario: str, window: str | int) -> None:
     assert races(scenario, window, seed=0) == []
 
 
+def test_one_stream_waits_for_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one compute stream, no stream is made to wait for another one's compute."""
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda *_: pytest.fail("a needless wait"))
+    monkeypatch.setattr(FakeStream, "record_event", lambda *_: pytest.fail("a needless event"))
+    with fake_streams() as world, world.stream():
+        model = Stack(plain_layer, plain_layer, size=SIZE)
+        config = PyAOConfig(min_bytes=0, window=2_000, keep_last_layers=0, host_memory_gib=2**-10)
+        with attach(model, config, transport=FakeStreamTransport()) as offloader:
+            for x in inputs(2):
+                model(x).sum().backward()
+            assert offloader.totals()["reloaded_bytes"] > 0
+
+
 @pytest.mark.parametrize("codec", ["int8", "narrow"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_encoded_tensors_are_in_order(scenario: str, codec: str) -> None:
@@ -278,6 +290,14 @@ def test_all_is_in_order_whatever_the_host_sees(
 # ---- engines with one fault ------------------------------------------------------------------------
 
 
+def _nothing(*_: Any) -> None:
+    """Stand for a call that does nothing. A mock would keep its arguments alive."""
+
+
+def _none_of_them(*_: Any) -> list[Any]:
+    return []
+
+
 def _wait_on_the_current_stream() -> Any:
     """Whoever asks is ordered behind a copy, and not the stream whose memory it is."""
 
@@ -294,32 +314,32 @@ def _target_on_the_current_stream() -> Any:
 
 def _no_one_visits() -> Any:
     """All streams are taken for the home of what they ask for."""
-    return mock.patch.object(Home, "visitor", lambda self: None)
+    return mock.patch.object(Home, "visitor", _nothing)
 
 
 def _visitors_do_not_wait() -> Any:
     """A second stream reads what the first was made to wait for."""
-    return mock.patch.object(Home, "receive", lambda self, visitor: None)
+    return mock.patch.object(Home, "receive", _nothing)
 
 
 def _visitors_are_not_awaited() -> Any:
     """Memory goes back to its home while a visitor reads it."""
-    return mock.patch.object(Home, "await_visitors", lambda self: None)
+    return mock.patch.object(Home, "await_visitors", _nothing)
 
 
 def _sources_are_the_homes() -> Any:
     """A source is let go as if the stream that saved it had allocated it."""
-    return mock.patch.object(ComputeStreams, "beside", lambda self, stream: [])
+    return mock.patch.object(ComputeStreams, "beside", _none_of_them)
 
 
 def _nothing_lingers() -> Any:
     """A source is let go while others hold it, and only the graph kept it from then on."""
-    return mock.patch.object(compute_streams, "is_held_elsewhere", lambda storage: False)
+    return mock.patch("hf_pyao.runtime.window.is_held_elsewhere", _nothing)
 
 
 def _encoded_sources_go_at_once() -> Any:
     """What was encoded is let go without a look at other streams."""
-    return mock.patch.object(OffloadWindow, "let_go", lambda self, record, storage: None)
+    return mock.patch.object(OffloadWindow, "let_go", _nothing)
 
 
 def _newest_copy_stands_for_all() -> Any:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from hf_pyao import attach
 from hf_pyao.runtime.layout import Layouts
+from hf_pyao.runtime.simulated import SimulatedTransport
 from hf_pyao.stores import HostPool
 from hf_pyao.stores.host_pool import HostBuffer
 from hf_pyao.stores.slabs import ALIGNMENT_BYTES, MIN_SLAB_BYTES
@@ -135,6 +136,25 @@ def test_the_newest_copy_of_each_queue_stands_for_the_others() -> None:
         pool.release(buffer, after)
     pool.settle()
     assert sorted((c.queue, c.order) for c in pool.barriers) == [("a", 3), ("b", 7)]
+
+
+def test_queues_of_two_transports_that_look_alike_are_two() -> None:
+    """Two models with one pool: neither's copies stand for the other's."""
+    pool = HostPool(64 * MIB, pin=False)
+    tickets = []
+    for order in (9, 1):
+        transport = SimulatedTransport()
+        source, target = torch.zeros(8), torch.zeros(8)
+        for _ in range(order):
+            ticket = transport.offload(source, target)
+        transport.finish()
+        tickets.append(ticket)
+        buffer = pool.acquire(100)
+        assert buffer is not None
+        pool.release(buffer, ticket)
+    assert tickets[0].queue == tickets[1].queue, "they do not look alike"
+    pool.settle()
+    assert set(pool.barriers) == set(tickets)
 
 
 def test_whoever_asked_hears_of_every_release() -> None:
