@@ -32,7 +32,7 @@ from hf_pyao.report import check_report_path
 from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.hooks import ModelHook
-from hf_pyao.runtime.lifecycle import Lifecycle
+from hf_pyao.runtime.lifecycle import Lifecycle, clear_thread
 from hf_pyao.runtime.policy import POINTWISE, Policy, RecomputeSelected, make_policy
 from hf_pyao.runtime.stream_transport import transport_for
 from hf_pyao.runtime.transport import Transport
@@ -79,10 +79,14 @@ def attach(
     config = config or PyAOConfig()
     if not isinstance(config, PyAOConfig):
         raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
+    clear_thread()
     found = find_layers(model, config.layers, field=config.label("layers"))
     check_model(model)
     check_report_path(config.report, config.label("report"))
     attached = offloader_of(model)
+    if attached is not None and not attached.is_attached:
+        attached.detach()  # it was interrupted as it was made, or as it was detached
+        attached = None
     if attached is not None:
         if attached.config == config and attached.is_of(found):
             return attached
@@ -92,13 +96,17 @@ def attach(
             "configuration."
         )
     offloader = Offloader(model, found, config, transport, host_pool)
-    logger.info("%s", offloader.describe())
-    if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
-        offloader.engine.idle_warnings.all_layers_kept(
-            f"{config.label('keep_last_layers')}={config.keep_last_layers}",
-            len(offloader.layer_names),
-        )
-    return offloader
+    try:
+        logger.info("%s", offloader.describe())
+        if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
+            offloader.engine.idle_warnings.all_layers_kept(
+                f"{config.label('keep_last_layers')}={config.keep_last_layers}",
+                len(offloader.layer_names),
+            )
+        return offloader
+    except BaseException:
+        offloader.detach()
+        raise
 
 
 def offloader_of(model: nn.Module) -> Offloader | None:
@@ -143,19 +151,16 @@ class Offloader:
             window_bytes=None if isinstance(config.window, str) else config.window,
             buffer_keys=BufferKeys(model),
         )
-        _forget_compiled_code()
-        # After everything that may refuse: a failed attach leaves the model as it was.
-        self.head_loss = _install_head_loss(model, config)
+        self.head_loss: HeadLoss | None = None
         self.record = record = RunRecord(
             config, self.engine, self.transport, self.device, self.host_pool
         )
         record.layer_names = tuple(fqn for fqn, _ in found.layers)
         record.how_found = found.how
-        record.head_loss_description = (
-            "" if self.head_loss is None else f" {self.head_loss.describe()}."
-        )
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
+        self._finalizer: weakref.finalize[Any, Offloader] | None = None
+        self._is_attached = False
         self._lifecycle: Lifecycle | None = Lifecycle(
             self.engine,
             found.stack,
@@ -164,16 +169,26 @@ class Offloader:
             keep_last_layers=config.keep_last_layers,
             owner=self,
         )
-        # It holds the engine, which therefore goes a collection later than its cycle with us: only
-        # where there is something to write.
-        self._finalizer = None
-        if config.report is not None:
-            self._finalizer = weakref.finalize(self, record.end_unseen)
+        _forget_compiled_code()
+        # After everything that may refuse: a failed attach leaves the model as it was.
+        try:
+            self.head_loss = _install_head_loss(model, config)
+            if self.head_loss is not None:
+                record.head_loss_description = f" {self.head_loss.describe()}."
+            self._lifecycle.install()
+            # It holds the engine, which therefore goes a collection later than its cycle with us:
+            # only where there is something to write.
+            if config.report is not None:
+                self._finalizer = weakref.finalize(self, record.end_unseen)
+            self._is_attached = True
+        except BaseException:
+            self.detach()
+            raise
 
     @property
     def is_attached(self) -> bool:
-        """False once detached."""
-        return self._lifecycle is not None
+        """False before all is installed, and from the moment on in which it is detached."""
+        return self._is_attached
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -235,17 +250,37 @@ class Offloader:
         :attr:`~hf_pyao.report.RunReport.outcome`; None: by the error, if any, that this is called
         in the handling of (``except``, ``finally``). Where detaching is forgotten, the report is
         written when the model goes or the process ends.
+
+        An interrupt is raised when all is removed; should another one come, call it again.
         """
+        was_attached, self._is_attached = self._is_attached, False
         if self._lifecycle is None:
             return
         error = sys.exc_info()[1]
         if outcome is None:
             outcome = outcome_of(None if id(error) == self._error_at_start else error)
-        self._lifecycle.remove()
-        self._lifecycle = None
-        self.engine.end_micro_batch()
-        if self.head_loss is not None:
-            self.head_loss.uninstall()
+        try:
+            self._take_down()
+        except BaseException:
+            self._take_down()  # from where it was interrupted
+            raise
+        finally:
+            if was_attached:
+                self._end_record(outcome)
+
+    def _take_down(self) -> None:
+        """Remove what is installed still. It may be called again, also where it was interrupted."""
+        try:
+            if self.head_loss is not None:
+                self.head_loss.uninstall()
+        finally:
+            if self._lifecycle is not None:
+                self._lifecycle.leave_all()
+                self.engine.end()
+                self._lifecycle.remove()
+                self._lifecycle = None
+
+    def _end_record(self, outcome: str) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()
         self.record.end(outcome)

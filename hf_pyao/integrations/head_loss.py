@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
+import typing
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -172,7 +173,9 @@ class HeadLoss:
         return None
 
     def __reduce__(self) -> Any:
-        return _nothing, ()
+        # None, by a function that returns its second argument: a pickled model must load where
+        # hf_pyao is not installed.
+        return typing.cast, (None, None)
 
     def stand_back(self, reason: str) -> None:
         """Say once that the model keeps its own loss, and why."""
@@ -299,7 +302,3 @@ def _make_forward(own: inspect.Signature, previous: Forward | None) -> Callable[
         # accelerate takes its autocast wrapper off by following this.
         annotated.__wrapped__ = previous
     return forward
-
-
-def _nothing() -> None:
-    return None

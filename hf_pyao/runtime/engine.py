@@ -7,6 +7,8 @@ begin and end.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,6 +37,14 @@ from hf_pyao.runtime.transport import Transport
 from hf_pyao.runtime.unpacking import Unpacker
 from hf_pyao.runtime.window import OffloadWindow, ReloadWindow
 from hf_pyao.stores import HostPool
+
+
+class _Here(threading.local):
+    """What the engine is at on the calling thread."""
+
+    tape: Tape | None = None
+    """Takes the thread's forwards. Each thread has its own: they are no one micro-batch, and what
+    one does ends nothing of the other's."""
 
 
 class OffloadEngine:
@@ -70,7 +80,10 @@ class OffloadEngine:
         self._num_packs_before = 0
         self.idle_warnings = IdleWarnings()
         self._find_buffer_keys = buffer_keys
-        self._tape: Tape | None = None
+        self.passed_over = ""
+        """Why hooks stayed off when a layer was entered last in vain; empty if that never was."""
+        self._here = _Here()
+        self._open_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         streams = ComputeStreams()
         self._offloads = OffloadWindow(transport, window_bytes, streams)
         self._reloads = ReloadWindow(window_bytes)
@@ -115,13 +128,15 @@ class OffloadEngine:
         Args:
             is_announced: False if that is only concluded from the order of the layers.
         """
-        tape = self._tape
+        tape = self._here.tape
         if tape is None or not tape.accepts_forward or not tape.has_live_records():
             self.end_micro_batch()
-            self._tape = Tape()
+            tape = Tape()
+            self._open_tapes.add(tape)
+            self._here.tape = tape
             self.packer.buffer_keys = self._find_buffer_keys()
-        assert self._tape is not None
-        self._tape.is_announced = is_announced
+        assert self._here.tape is not None
+        self._here.tape.is_announced = is_announced
 
     def forward_start(
         self,
@@ -143,13 +158,27 @@ class OffloadEngine:
             reason_not_traceable: asked where something is to be recomputed: says why the layer's
                 operations cannot be seen, or returns None.
         """
-        tape = self._tape
+        tape = self._here.tape
         if tape is None or not tape.accepts_forward or tape.starts_over(layer):
             self.begin_forward(is_announced=False)
-            tape = self._tape
+            tape = self._here.tape
         assert tape is not None
         self.num_layer_calls += 1
         call = tape.open_call(layer, is_kept)
+        try:
+            self._prepare(call, shared, frozen_shapes, reason_not_traceable)
+            return call
+        except BaseException:
+            self.abort(call)  # the caller has no hold of it yet
+            raise
+
+    def _prepare(
+        self,
+        call: LayerCall,
+        shared: Sequence[torch.Tensor],
+        frozen_shapes: FrozenShapes | None,
+        reason_not_traceable: Callable[[], str | None],
+    ) -> None:
         if frozen_shapes is not None:
             call.is_autocast = True
             call.frozen_shapes = frozen_shapes
@@ -159,9 +188,8 @@ class OffloadEngine:
                 for tensor in shared
                 if reason_not_movable(tensor) is None
             )
-        if self.recomputer is not None and not is_kept:
+        if self.recomputer is not None and not call.is_kept:
             self.recomputer.open(call, reason_not_traceable, self.packer.buffer_keys)
-        return call
 
     def forward_end(self, call: LayerCall, outputs: Sequence[torch.Tensor]) -> None:
         """Close *call*; its backward starts when a gradient reaches one of *outputs*."""
@@ -182,36 +210,49 @@ class OffloadEngine:
 
     def abort(self, call: LayerCall) -> None:
         """Close *call*, whose forward failed. What it saved goes as its graph goes."""
-        self._close(call)
         call.tape.is_failed = True
+        self._close(call)
         self._offloads.drain()
 
     def _close(self, call: LayerCall) -> None:
-        call.is_open = False
-        call.layer.slots, call.owns_slots = call.slots, False
-        call.tape.stats.num_slots += call.num_slots
+        """End what goes on in *call*; it may be called again, also where it was interrupted."""
+        if self.recomputer is not None:
+            self.recomputer.close(call)  # first: it sees every operation of this thread
+        if call.is_open:
+            call.is_open = False
+            call.layer.slots, call.owns_slots = call.slots, False
+            call.tape.stats.num_slots += call.num_slots
         call.cast_input = None
         call.casts.clear()  # their keys hold the graph, which holds the call
-        if self.recomputer is not None:
-            self.recomputer.close(call)
 
     # ---- ends ----------------------------------------------------------------------------------
 
     def end_micro_batch(self) -> None:
-        """Close the tape, whatever its state: after a failure, or before the next one opens."""
-        tape, self._tape = self._tape, None
+        """Close this thread's tape, whatever its state: after a failure, or before the next."""
+        tape, self._here.tape = self._here.tape, None
         self.unpacker.finalize_backward()
         if tape is not None:
+            self._close_tape(tape)
+
+    def end(self) -> None:
+        """Close the tapes of all threads: nothing more comes."""
+        self.end_micro_batch()
+        for tape in list(self._open_tapes):
+            self._close_tape(tape)
+
+    def _close_tape(self, tape: Tape) -> None:
+        if tape in self._open_tapes:
+            self._open_tapes.discard(tape)
             self._num_packs_before += tape.stats.num_packs
-            tape.close()
-            self._offloads.forget_streams()
-            if tape.has_run_backward:
-                self._publish(tape)
+        tape.close()
+        self._offloads.forget_streams()
+        if tape.has_run_backward:
+            self._publish(tape)
 
     @property
     def num_packs(self) -> int:
-        """Calls of the pack hook so far, in all micro-batches."""
-        return self._num_packs_before + (self._tape.stats.num_packs if self._tape else 0)
+        """Calls of the pack hook so far, in all micro-batches of all threads."""
+        return self._num_packs_before + sum(tape.stats.num_packs for tape in list(self._open_tapes))
 
     def release_done(self) -> None:
         """Let go of device copies that have left; for moments in which nothing else would."""
@@ -219,7 +260,9 @@ class OffloadEngine:
 
     def warn_idle(self) -> None:
         """Warn, once, that a step went by in which nothing was packed."""
-        self.idle_warnings.nothing_packed(have_layers_run=self.num_layer_calls > 0)
+        self.idle_warnings.nothing_packed(
+            have_layers_run=self.num_layer_calls > 0, passed_over=self.passed_over
+        )
 
     def _publish(self, tape: Tape) -> None:
         stats = tape.stats

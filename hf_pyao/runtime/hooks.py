@@ -6,7 +6,9 @@ their guarded twins: see [Note: Compiled code] in ``compiled``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import typing
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +23,34 @@ if TYPE_CHECKING:
 
 def _gone(module: nn.Module, *_: Any) -> None:
     """Stand in for a hook in a copy of the model: takes itself off when first called."""
+    _take_off(module, lambda hook: hook is _gone)
+
+
+def take_off(module: nn.Module, lifecycle: Lifecycle) -> None:
+    """Take the hooks of *lifecycle* off *module*."""
+    _take_off(module, lambda hook: isinstance(hook, ModelHook) and hook.lifecycle is lifecycle)
+
+
+def take_off_inert(module: nn.Module) -> None:
+    """Take off what stands for hooks of ours in a copied or unpickled model."""
+    _take_off(
+        module,
+        lambda hook: (
+            hook is _gone or isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)
+        ),
+    )
+
+
+def _take_off(module: nn.Module, is_meant: Callable[[Any], bool]) -> None:
+    """Take hooks off, what torch notes about them first: it may be interrupted, and called again.
+
+    ``RemovableHandle`` would not do: an interrupt may come before we have it.
+    """
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook is _gone]:
-            del hooks[key]
+        for key in [key for key, hook in hooks.items() if is_meant(hook)]:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
             module._forward_hooks_always_called.pop(key, None)
-
-
-def _load_gone() -> Callable[..., None]:
-    return _gone
+            hooks.pop(key, None)
 
 
 class ModelHook:
@@ -43,8 +64,11 @@ class ModelHook:
         return _gone
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the unpickled model a plain one."""
-        return _load_gone, ()
+        """Leave the unpickled model a plain one, also where hf_pyao is not installed.
+
+        What takes any arguments and does nothing, and comes with Python: a context's exit.
+        """
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class StackHook(ModelHook):
@@ -74,8 +98,12 @@ class EnterHook(ModelHook):
         super().__init__(lifecycle)
         self._enter_uncompiled = uncompiled(lifecycle.enter)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Enter the layer."""
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Enter the layer; *kwargs* are missing if an interrupt came as this was put on or off."""
+        if kwargs is None:
+            return
         if torch.compiler.is_compiling():
             self._enter_uncompiled(module, args, kwargs, is_compiling=True)
         else:
@@ -177,8 +205,4 @@ class CheckpointFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the unpickled model a plain one."""
-        return _identity, (self.function,)
-
-
-def _identity(value: Any) -> Any:
-    return value
+        return typing.cast, (None, self.function)  # a function that returns its second argument

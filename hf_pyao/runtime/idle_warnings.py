@@ -42,13 +42,17 @@ class IdleWarnings:
             "torch.no_grad() to evaluate."
         )
 
-    def nothing_packed(self, *, have_layers_run: bool) -> None:
-        """Warn that a step went by in which autograd saved nothing in a layer."""
-        seen = (
-            "the layers ran, and autograd saved nothing in them"
-            if have_layers_run
-            else "no layer was seen running in training mode"
-        )
+    def nothing_packed(self, *, have_layers_run: bool, passed_over: str) -> None:
+        """Warn that a step went by in which autograd saved nothing in a layer.
+
+        Args:
+            have_layers_run: whether a layer was ever entered.
+            passed_over: why hooks stayed off when one was not; empty if that never was.
+        """
+        if have_layers_run:
+            seen = "the layers ran, and autograd saved nothing in them"
+        else:
+            seen = passed_over or "no layer was seen running in training mode"
         self._warn(
             f"hf_pyao had nothing to offload in this step: {seen}. Compiled code may bypass hooks "
             "(call torch._dynamo.reset() and attach before the first compiled step), the model may "

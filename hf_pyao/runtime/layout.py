@@ -26,6 +26,7 @@ ROW_PADDING = 64
 """Rows that an attention kernel may add to its logsumexp."""
 
 _STRIDED = torch.strided
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 _PLAIN_KINDS = frozenset({torch.Tensor, Parameter, FakeTensor})
 """Types of tensors that are no more than their bytes; of others a copy may lose something."""
@@ -59,6 +60,15 @@ def reason_not_movable(tensor: torch.Tensor) -> str | None:
     ):
         return UNSUPPORTED
     return None
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Say whether copying *tensor* now copies bytes.
+
+    Forward-mode AD makes zeros whose storage has no memory; to read it would end the process. While
+    a graph is traced (``make_fx``, ``torch.func.linearize``), copies would become a part of it.
+    """
+    return not tensor._is_zerotensor() and torch._C._get_dispatch_mode(_PROXY) is None
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:

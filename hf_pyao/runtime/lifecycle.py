@@ -8,20 +8,22 @@ layer, to know who is running when a tensor is saved.
 A layer's hooks are a pre-forward and a post-forward hook (``always_call``). The post-forward hook
 does not run on KeyboardInterrupt, and runs without its partner if an earlier pre-forward hook
 raised. Hence a stack of tokens per thread: leaving without a token does nothing, and whatever was
-left behind is taken down when the next forward begins (or when the offloader is detached).
+left behind is taken down when the next forward begins (or when the offloader is detached). A token
+is there before anything is switched on, and goes after everything was switched off; see also
+[Note: Interrupts] in ``torch_stacks``.
 
 [Note: Checkpointing]
 transformers checkpoints a layer inside ``forward`` since 5.23, so that our hooks sit outside and
 only the layer's inputs are saved. Before, it checkpointed ``__call__``: our hooks would run inside
 and catch what the checkpoint means to drop. There the checkpointing function itself is wrapped, so
 that the layer is entered outside it. Hooks that find a checkpoint on top of the saved-tensor stack,
-or that run inside a backward pass (recomputation), do nothing.
+or that run in a recomputation, do nothing: see ``passing_over``.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +35,13 @@ from torch import nn
 from hf_pyao.runtime.compiled import uncompiled
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.equal_casts import casts_its_input
-from hf_pyao.runtime.hook_stack import is_inside_checkpoint, pop_hooks
+from hf_pyao.runtime.hook_stack import (
+    Pack,
+    pack_hook,
+    pop_hooks,
+    pop_left_behind,
+    push_hooks,
+)
 from hf_pyao.runtime.hooks import (
     CheckpointFunction,
     EnterHook,
@@ -41,11 +49,15 @@ from hf_pyao.runtime.hooks import (
     PathEndHook,
     PathStartHook,
     StackHook,
+    take_off,
+    take_off_inert,
 )
 from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.runtime.parameters import FrozenShapes
+from hf_pyao.runtime.passing_over import explain_failure, is_recomputing, reason_to_pass_over
 from hf_pyao.runtime.recompute import COMPILED, ZERO_3
 from hf_pyao.runtime.tape import Layer, LayerCall
+from hf_pyao.runtime.tracing import stop_left_behind
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +68,7 @@ class Token:
     __slots__ = ("call", "is_checkpointed", "module", "pack")
 
     def __init__(
-        self, module: nn.Module, call: LayerCall, pack: Callable[..., Any], is_checkpointed: bool
+        self, module: nn.Module, call: LayerCall, pack: Pack, is_checkpointed: bool
     ) -> None:
         self.module = module
         self.call = call
@@ -65,14 +77,20 @@ class Token:
 
 
 class Running(threading.local):
-    """The layers that the calling thread is inside of, innermost last."""
+    """What the calling thread is at."""
 
     def __init__(self) -> None:
         self.tokens: list[Token] = []
+        """The layers that it is inside of, innermost last."""
+        self.calls_per_forward: dict[int, int] = {}
+        """How often each layer object has run in this forward, by the layer's index."""
+        self.calls_last_forward: dict[int, int] = {}
+        self.num_packs_seen = -1
+        """Tensors that had been packed when its newest forward began."""
 
 
 class Lifecycle:
-    """Installs hooks on a model's layers and drives *engine* with them.
+    """Drives *engine* with hooks on a model's layers, from :meth:`install` until :meth:`remove`.
 
     Args:
         engine: receives ``begin_forward``, ``forward_start``, ``forward_end``, ``abort``.
@@ -96,62 +114,64 @@ class Lifecycle:
         self.engine = engine
         self.owner = owner
         self.running = Running()
-        self._handles: list[Any] = []
-        self._wrapped: list[weakref.ref[nn.Module]] = []
-        self._may_checkpoint: list[weakref.ref[nn.Module]] = []
+        self._is_removed = False
+        self._named_submodules = named_submodules
         self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
         self._stack = weakref.ref(stack)
         first_kept = len(layers) - keep_last_layers
         for index, (fqn, module) in enumerate(layers):
             self._layers[module] = Layer(index, fqn, is_last=index >= first_kept)
-        self._calls_per_forward: dict[int, int] = {}
-        self._calls_last_forward: dict[int, int] = {}
-        self._num_packs_seen = -1
+        self._modules = [
+            weakref.ref(module)
+            for module in dict.fromkeys(m for m in (stack, *self._layers) for m in m.modules())
+        ]
+        """All that may get a hook. Which have one is looked up there: see [Note: Interrupts]."""
+        self._may_checkpoint = [
+            ref for ref in self._modules if hasattr(ref(), "gradient_checkpointing")
+        ]
         self._has_warned_abandoned = False
         self._pack_uncompiled = uncompiled(engine.pack)
         self._unpack_uncompiled = uncompiled(engine.unpack)
-        self._install(stack, [module for _, module in layers], named_submodules)
 
     # ---- installing ----------------------------------------------------------------------------
 
-    def _install(
-        self,
-        stack: nn.Module,
-        layers: Iterable[nn.Module],
-        named_submodules: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
-    ) -> None:
-        self._may_checkpoint = [
-            weakref.ref(module)
-            for module in stack.modules()
-            if hasattr(module, "gradient_checkpointing")
-        ]
-        register = self._handles.append
-        register(stack.register_forward_pre_hook(StackHook(self), prepend=True))
-        for layer in layers:
-            enter, leave = EnterHook(self), LeaveHook(self)
-            register(layer.register_forward_pre_hook(enter, with_kwargs=True))
-            register(layer.register_forward_hook(leave, always_call=True))
+    def install(self) -> None:
+        """Put the hooks on. If it raises, :meth:`remove` takes down what was put on so far."""
+        stack = self._stack()
+        if stack is None:
+            return
+        for ref in self._modules:
+            if (module := ref()) is not None:
+                take_off_inert(module)
+        stack.register_forward_pre_hook(StackHook(self), prepend=True)
+        for layer in list(self._layers):
+            layer.register_forward_pre_hook(EnterHook(self), with_kwargs=True)
+            layer.register_forward_hook(LeaveHook(self), always_call=True)
             if _is_compiled(layer):
                 continue
-            for path, module in named_submodules(layer):
+            for path, module in self._named_submodules(layer):
                 if path and module is not layer:
                     start = PathStartHook(self, path, has_cast_input=casts_its_input(module))
-                    end = PathEndHook(self)
-                    register(module.register_forward_pre_hook(start))
-                    register(module.register_forward_hook(end, always_call=True))
+                    module.register_forward_pre_hook(start)
+                    module.register_forward_hook(PathEndHook(self), always_call=True)
 
     def remove(self) -> None:
-        """Take every hook down; the model is as it was before."""
+        """Take everything down; the model is as it was before.
+
+        It may be called again, also where it was interrupted. The stack's hook goes last: by it the
+        rest is found again.
+        """
+        self._is_removed = True
         self.leave_all()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for ref in self._wrapped:
+        for ref in self._may_checkpoint:
             module = ref()
             wrapper = module.__dict__.get("_gradient_checkpointing_func") if module else None
-            if isinstance(wrapper, CheckpointFunction) and module is not None:
-                module._gradient_checkpointing_func = wrapper.function  # type: ignore[assignment]
-        self._wrapped.clear()
+            if isinstance(wrapper, CheckpointFunction) and wrapper.lifecycle is self:
+                module._gradient_checkpointing_func = wrapper.function  # type: ignore
+        for ref in reversed(self._modules):
+            module = ref()
+            if module is not None:
+                take_off(module, self)
 
     def _wrap_checkpointing(self) -> None:
         """Enter layers outside of the checkpoint where it runs around ``__call__``.
@@ -167,23 +187,25 @@ class Lifecycle:
                 continue
             wrapper = CheckpointFunction(self, function)
             module._gradient_checkpointing_func = wrapper  # type: ignore[assignment]
-            self._wrapped.append(weakref.ref(module))
 
     # ---- moments -------------------------------------------------------------------------------
 
     def begin_forward(self, stack: nn.Module) -> None:
         """Note that the stack of layers starts a forward."""
-        if stack is not self._stack() or _in_backward():
+        if self._is_removed:
+            self.remove()  # which was interrupted, or the hook would not be there
+            return
+        if stack is not self._stack() or is_recomputing():
             return
         self.leave_all()
         self.engine.release_done()
         if stack.training and torch.is_grad_enabled():
-            num_packs = self.engine.num_packs
-            if num_packs == self._num_packs_seen:
+            running, num_packs = self.running, self.engine.num_packs
+            if num_packs == running.num_packs_seen:
                 self.engine.warn_idle()
-            self._num_packs_seen = num_packs
-            self._calls_last_forward = self._calls_per_forward
-            self._calls_per_forward = {}
+            running.num_packs_seen = num_packs
+            running.calls_last_forward = running.calls_per_forward
+            running.calls_per_forward = {}
             self._wrap_checkpointing()
             self.engine.begin_forward()
         elif torch.is_grad_enabled() and not self.engine.num_layer_calls:
@@ -199,31 +221,39 @@ class Lifecycle:
         is_compiling: bool = False,
     ) -> None:
         """Switch the saved-tensor hooks of *module*'s layer on."""
-        if not module.training or not torch.is_grad_enabled() or _in_backward():
+        if not module.training or not torch.is_grad_enabled():
             return
         layer = self._layers.get(module)
         tokens = self.running.tokens
-        if layer is None or is_inside_checkpoint():
+        if layer is None or self._is_removed:
             return
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            return  # torch.func's transforms cannot do with any
+        reason = reason_to_pass_over()
+        if reason is not None:
+            self.engine.passed_over = reason
+            return
         if tokens:
             if tokens[-1].is_checkpointed and tokens[-1].module is module:
                 return
             self._warn_abandoned(tokens[-1].call.fqn, layer.fqn)
             self.leave_all()
-        call = self.engine.forward_start(
-            layer,
-            is_kept=self._is_kept(layer),
-            shared=shared_inputs(args, kwargs),
-            frozen_shapes=_frozen_shapes(module),
-            reason_not_traceable=lambda: _reason_not_traceable(module, is_compiling),
-        )
-        call.is_compiled = is_compiling  # see [Note: Compiled code]
-        pack = functools.partial(self._pack_uncompiled if is_compiling else self.engine.pack, call)
-        unpack = self._unpack_uncompiled if is_compiling else self.engine.unpack
-        tokens.append(Token(module, call, pack, is_checkpointed))
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        call = None
+        try:
+            call = self.engine.forward_start(
+                layer,
+                is_kept=self._is_kept(layer),
+                shared=shared_inputs(args, kwargs),
+                frozen_shapes=_frozen_shapes(module),
+                reason_not_traceable=lambda: _reason_not_traceable(module, is_compiling),
+            )
+            call.is_compiled = is_compiling  # see [Note: Compiled code]
+            pack = pack_hook(self._pack_uncompiled if is_compiling else self.engine.pack, call)
+            tokens.append(Token(module, call, pack, is_checkpointed))
+            push_hooks(pack, self._unpack_uncompiled if is_compiling else self.engine.unpack)
+        except BaseException:
+            self.leave_all()
+            if call is not None:
+                self.engine.abort(call)
+            raise
 
     def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
         """Switch the saved-tensor hooks of *module*'s layer off. *outputs* is None on failure."""
@@ -232,20 +262,28 @@ class Lifecycle:
             return
         if tokens[-1].is_checkpointed != is_checkpointed:
             return
-        token = tokens.pop()
-        pop_hooks(token.pack, token.call.fqn)
-        if outputs is None:
-            self.engine.abort(token.call)
-        else:
-            self.engine.forward_end(token.call, list(tensors_in(outputs)))
+        token = tokens[-1]
+        try:
+            if outputs is None:
+                explain_failure(sys.exc_info()[1], token.call.fqn)
+                self.leave_all()
+            else:
+                pop_hooks(token.pack, token.call.fqn)
+                self.engine.forward_end(token.call, list(tensors_in(outputs)))
+                tokens.pop()
+        except BaseException:
+            self.leave_all()
+            raise
 
     def leave_all(self) -> None:
         """Take down what an interrupted forward left behind on this thread."""
         tokens = self.running.tokens
         while tokens:
-            token = tokens.pop()
+            token = tokens[-1]
             pop_hooks(token.pack, token.call.fqn)
             self.engine.abort(token.call)
+            if tokens and tokens[-1] is token:
+                tokens.pop()
 
     def _warn_abandoned(self, outer: str, inner: str) -> None:
         """Warn, once, that a layer is entered while another has not ended."""
@@ -272,18 +310,21 @@ class Lifecycle:
         """
         if not layer.is_last:
             return False
-        count = self._calls_per_forward.get(layer.index, 0) + 1
-        self._calls_per_forward[layer.index] = count
-        return count >= self._calls_last_forward.get(layer.index, 1)
+        running = self.running
+        count = running.calls_per_forward.get(layer.index, 0) + 1
+        running.calls_per_forward[layer.index] = count
+        return count >= running.calls_last_forward.get(layer.index, 1)
+
+
+def clear_thread() -> None:
+    """Take down what an interrupt left on this thread of any model's; no layer may be running."""
+    pop_left_behind()
+    stop_left_behind()
 
 
 def _frozen_shapes(module: nn.Module) -> FrozenShapes | None:
     """Return the shapes by which autocast copies of frozen weights are known."""
     return FrozenShapes(module) if torch._C._is_any_autocast_enabled() else None
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _is_compiled(module: nn.Module) -> bool:

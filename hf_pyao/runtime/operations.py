@@ -161,6 +161,8 @@ class Rule:
     has_mask: bool
     """True if its second output is drawn without looking at the first argument."""
     is_reinterpreting: bool
+    takes_tensor: bool
+    """True if its first argument is a tensor."""
 
 
 class Rules(dict[Any, Rule]):
@@ -179,6 +181,7 @@ class Rules(dict[Any, Rule]):
             is_shape_only=name in SHAPE_ONLY,
             has_mask=name == "native_dropout",
             is_reinterpreting=name in REINTERPRETING,
+            takes_tensor=_takes_tensor(func._schema),
         )
         return rule
 
@@ -229,6 +232,10 @@ def generator_for(device: torch.device, given: Any) -> torch.Generator | None:
 def _position_of(name: str, schema: Any) -> int | None:
     names = [argument.name for argument in schema.arguments]
     return names.index(name) if name in names else None
+
+
+def _takes_tensor(schema: Any) -> bool:
+    return bool(schema.arguments) and str(schema.arguments[0].type) == "Tensor"
 
 
 def _running_statistics(schema: Any) -> slice:

@@ -19,7 +19,9 @@ from hf_pyao.codecs import Codec
 from hf_pyao.runtime.equal_casts import cast_key
 from hf_pyao.runtime.layout import (
     SUBCLASS,
+    UNSUPPORTED,
     Layouts,
+    has_bytes,
     nbytes_of,
     reason_not_movable,
 )
@@ -275,6 +277,8 @@ class Packer:
         """Store *tensor*'s storage where *decision* says."""
         if isinstance(decision, Keep):
             return self._keep(call, tensor, storage, entries, slot, decision.reason)
+        if not has_bytes(tensor):
+            return self._keep(call, tensor, storage, entries, slot, UNSUPPORTED)
         layout = self._layouts.of(tensor)
         codec = decision.codec or self._codec
         record = self._offloader.offload(call, tensor, layout, slot, codec)

@@ -132,9 +132,9 @@ class RecomputedStorage(WatchedStorage):
         tensor: torch.Tensor,
         layout: TensorLayout,
     ) -> None:
+        self.value = value  # first: the destructor asks for it
         super().__init__(call, slot, value.nbytes, tensor, layout)
         self.let_go_of_source()
-        self.value = value
         value.slot = weakref.ref(self)
 
     def covers(self, tensor: torch.Tensor, shares_counter: bool) -> bool:
@@ -146,7 +146,10 @@ class RecomputedStorage(WatchedStorage):
 
     def __del__(self) -> None:
         """Let go of the rebuilt bytes, unless another recipe is about to read them."""
+        value = vars(self).get("value")
+        if value is None:
+            return  # it was interrupted as it was made
         if self.home is not None:
             self.home.await_everywhere()  # its recipe may hold what was kept on another stream
-        if self.value.uses <= 0:
-            self.value.rebuilt = None
+        if value.uses <= 0:
+            value.rebuilt = None

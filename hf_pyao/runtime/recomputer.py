@@ -79,11 +79,12 @@ class Recomputer:
 
     def close(self, call: LayerCall) -> None:
         """End the trace of *call*. Recipes keep of it what they need."""
-        trace, call.trace = call.trace, None
+        trace = call.trace
         if trace is not None:
-            trace.stop()
+            trace.stop()  # first: an interrupt must leave it where it is found again
             if self.on_trace is not None:
                 self.on_trace(call, trace)
+            call.trace = None
             trace.close()
 
     def note_stored(
@@ -120,6 +121,12 @@ class Recomputer:
         found: Anchors | Refused = Refused(call.reason_not_traced or LOST)
         if call.trace is not None:
             value = call.trace.value_of(tensor, storage)
+            dropped: RecomputedStorage | None = None if value.slot is None else value.slot()
+            if dropped is not None:  # what was noted for its storage is gone: the tape was closed
+                dropped.stand_for(layout)
+                if not dropped.shares_counter_with(tensor):
+                    dropped.watch(tensor, layout)
+                return dropped
             found = RecipeFinder(call.trace).find(value)
         if value is None or isinstance(found, Refused):
             assert isinstance(found, Refused)

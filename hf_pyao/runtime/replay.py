@@ -15,6 +15,7 @@ import torch
 
 from hf_pyao.errors import PyAOError, SavedTensorModifiedError
 from hf_pyao.runtime.layout import bytes_view
+from hf_pyao.runtime.numeric_settings import Settings, apply_settings, current_settings
 from hf_pyao.runtime.operations import Kind
 from hf_pyao.runtime.recompute import RecomputedStorage
 from hf_pyao.runtime.values import Operation, Ref, TensorSource, Value
@@ -35,6 +36,7 @@ class Replay:
 
     def add(self, record: RecomputedStorage) -> None:
         """Take *record* in."""
+        self.reset()  # a backward inside of the layer: it did not know of this one
         self._slots.append(weakref.ref(record))
 
     def live_slots(self) -> list[RecomputedStorage]:
@@ -43,15 +45,16 @@ class Replay:
 
     def rebuild(self, record: RecomputedStorage, storage_of: StorageOf) -> torch.UntypedStorage:
         """Return the bytes of *record*, replaying what is needed and was not replayed yet."""
-        if not self._is_counted:
-            self._is_counted = True
-            self._count_uses()
-        value = record.value
-        if value.rebuilt is None:
-            # Operations are noted below autocast: their arguments have been cast already.
-            with torch.no_grad(), torch._C._DisableAutocast():
-                for operation in _in_order(value):
-                    _run(operation, value, storage_of)
+        try:
+            if not self._is_counted:
+                self._is_counted = True
+                self._count_uses()
+            value = record.value
+            if value.rebuilt is None:
+                _run_all(_in_order(value), value, storage_of)
+        except BaseException:
+            self.reset()  # half of it was counted or run
+            raise
         assert value.rebuilt is not None
         return value.rebuilt
 
@@ -124,6 +127,30 @@ def _in_order(target: Value) -> list[Operation]:
     return list(order)
 
 
+def _run_all(operations: list[Operation], target: Value, storage_of: StorageOf) -> None:
+    """Run *operations* as forward ran them."""
+    before, has_grad = current_settings(), torch.is_grad_enabled()
+    settings = before
+    try:
+        torch._C._set_grad_enabled(False)
+        # Operations are noted below autocast: their arguments have been cast already.
+        with torch._C._DisableAutocast():
+            for operation in operations:
+                if operation.settings is not settings:
+                    apply_settings(settings, operation.settings)
+                    settings = operation.settings
+                _run(operation, target, storage_of)
+        _restore(before, has_grad)
+    except BaseException:
+        _restore(before, has_grad)
+        raise
+
+
+def _restore(settings: Settings, has_grad: bool) -> None:
+    torch._C._set_grad_enabled(has_grad)
+    apply_settings(current_settings(), settings)
+
+
 def _run(operation: Operation, target: Value, storage_of: StorageOf) -> None:
     """Run *operation* and keep those results that are needed."""
     args = [_thawed(arg, storage_of) for arg in operation.args[1:]]
@@ -156,8 +183,8 @@ def _call(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if generator is None or operation.state is None:
         return operation.func(*args, **kwargs)
     now = generator.get_state()
-    generator.set_state(operation.state)
     try:
+        generator.set_state(operation.state)
         return operation.func(*args, **kwargs)
     finally:
         generator.set_state(now)

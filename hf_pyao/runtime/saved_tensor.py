@@ -57,6 +57,10 @@ _LEGAL = (
 """Where each residency may lead to, in the order of the enum."""
 
 
+def _not_made_yet(record: SavedStorage) -> None:
+    """Release nothing: an interrupt came as *record* was made."""
+
+
 class SavedStorage(WatchedStorage):
     """One distinct storage (or byte range of one) that a layer call saved and that was offloaded.
 
@@ -89,6 +93,7 @@ class SavedStorage(WatchedStorage):
     """Byte of the original storage that ``decoded`` begins with."""
     is_consumed = False
     residency: Residency = OFFLOADING
+    on_release: Callable[[SavedStorage], None] = staticmethod(_not_made_yet)
     queue_copy: Callable[[SavedStorage], None] | None = None
     """While the copy to the host is put off: queues it. See [Note: Regions of a storage]."""
     _regions: list[TensorLayout] | None = None
@@ -120,9 +125,9 @@ class SavedStorage(WatchedStorage):
 
     def source_has_left(self) -> None:
         """Let go of the device copy: compute is ordered behind the copy to the host."""
+        self.to(HOST)  # first: an interrupt may come, and the bytes are looked for where it says
         self.payload = ()
         self._counter.data = self.layout.blank  # as let_go_of_source does
-        self.to(HOST)
 
     def to(self, residency: Residency) -> None:
         """Go over to *residency*; only the transitions of the life of a buffer are legal."""

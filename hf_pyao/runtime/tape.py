@@ -178,7 +178,8 @@ class StorageTable:
 
     def __del__(self) -> None:
         """Let go of the weak references."""
-        self.clear()
+        if "entries" in vars(self):  # else an interrupt came as it was made
+            self.clear()
 
 
 class Tape:

@@ -21,13 +21,17 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_pyao.runtime.dispatch_modes import (
+    current_mode,
+    flags_of_modes,
+    modes_on,
+    restore_flags_of_modes,
+    take_out_mode,
+)
+from hf_pyao.runtime.layout import has_bytes
+from hf_pyao.runtime.numeric_settings import Settings, current_settings
 from hf_pyao.runtime.operations import NOTHING, Kind, Rule, Rules, generator_for
 from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage
 from hf_pyao.runtime.trace_graph import graph_of
@@ -46,6 +50,8 @@ MAX_COPIED_BYTES = 64
 
 MAX_CONSTANT_BYTES = 1024
 """Tensors up to this size that need no gradient are held as they are."""
+
+_NUMBERS = frozenset({bool, int, float, complex})
 
 _PLAIN = (torch.Tensor, Parameter, FakeTensor)
 
@@ -73,6 +79,8 @@ class Trace(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.is_paused = False
         self.is_running = False
+        self._flags_before: dict[str, bool] = {}
+        self._settings = current_settings()
         self._paths = paths
         self._product_paths = product_paths
         self._is_constant = is_constant
@@ -80,20 +88,29 @@ class Trace(TorchDispatchMode):
 
     def start(self) -> None:
         """See operations from here on."""
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self._flags_before = flags_of_modes()
         self.is_running = True
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """See no more."""
+        """See no more. It may be called again, also where it was interrupted."""
         if not self.is_running:
             return
+        if current_mode() is self:
+            try:
+                self.__exit__(None, None, None)
+            except BaseException:
+                self._tear_off()
+                raise
+        else:
+            # Modes that were entered inside the layer are still on, after an interrupt; or we were
+            # never on, or are no longer.
+            self._tear_off()
         self.is_running = False
-        above = []  # modes that were entered inside the layer and not left, after an interrupt
-        while _get_current_dispatch_mode() not in (self, None):
-            above.append(_pop_mode())
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        for mode in reversed(above):
-            _push_mode(mode)
+
+    def _tear_off(self) -> None:
+        take_out_mode(lambda mode: mode is self)
+        restore_flags_of_modes(self._flags_before)
 
     def close(self) -> None:
         """Forget everything but what recipes hold."""
@@ -104,7 +121,8 @@ class Trace(TorchDispatchMode):
 
     def __del__(self) -> None:
         """Let go of the weak references on storages."""
-        self.close()
+        if "values" in vars(self):  # else an interrupt came as it was made
+            self.close()
 
     # ---- recording -----------------------------------------------------------------------------
 
@@ -117,6 +135,10 @@ class Trace(TorchDispatchMode):
             return func(*args, **kwargs)
         rule = self._rules[func]
         kind = rule.kind
+        if args and type(args[0]) in _NUMBERS and rule.takes_tensor:
+            # torch makes a number of a tensor that holds one, where a kernel calls another, and
+            # then does not take it (seen where zeros without memory are added to).
+            args = (torch.tensor(args[0]), *args[1:])
         if not torch.is_grad_enabled() or (types and not _are_plain(types)):
             return self._run_unseen(func, rule, args, kwargs)
         if kind is Kind.VIEW:
@@ -129,6 +151,7 @@ class Trace(TorchDispatchMode):
             [self._frozen(arg) for arg in args],
             {key: self._frozen(arg) for key, arg in kwargs.items()} if kwargs else kwargs,
             self._paths[-1],
+            self._settings_for(kind),
         )
         if rule.is_random:
             self._note_state(operation, args, kwargs)
@@ -144,6 +167,18 @@ class Trace(TorchDispatchMode):
             self._bind_several(operation, out)
         return out
 
+    def _settings_for(self, kind: Kind) -> Settings:
+        """Return the settings under which an operation runs now.
+
+        Only the default dtype is asked for each time; the others matter where sums are long.
+        """
+        known = self._settings
+        if kind is Kind.PRODUCT or torch.get_default_dtype() is not known[0]:
+            now = current_settings()
+            if now != known:
+                self._settings = now
+        return self._settings
+
     def _bind_several(self, operation: Operation, out: Any) -> None:
         for index, item in enumerate(out if isinstance(out, tuple | list) else (out,)):
             if not isinstance(item, torch.Tensor):
@@ -154,7 +189,14 @@ class Trace(TorchDispatchMode):
 
     def _mask_of(self, dropout: Operation) -> Operation:
         """Note an operation that stands for a dropout's mask, which does not need its input."""
-        mask = Operation(dropout.func, dropout.rule, dropout.args, dropout.kwargs, dropout.path)
+        mask = Operation(
+            dropout.func,
+            dropout.rule,
+            dropout.args,
+            dropout.kwargs,
+            dropout.path,
+            dropout.settings,
+        )
         mask.generator, mask.state = dropout.generator, dropout.state
         mask.is_mask = True
         self.operations.append(mask)
@@ -174,9 +216,10 @@ class Trace(TorchDispatchMode):
         else:
             key = cast(int, storage._weak_ref())
         value = Value(operation, index, storage.nbytes(), tensor.device, weakref.ref(tensor))
-        if tensor.dtype.is_complex:
+        if tensor.dtype.is_complex or tensor._is_zerotensor():
             value.producer = None
             value.is_blocked = True  # a view may be conjugated, which its bytes do not show
+            value.is_readable = tensor.dtype.is_complex  # or there are no bytes
         else:
             operation.outputs.append((index, weakref.ref(value)))
         self.values[key] = value
@@ -199,7 +242,9 @@ class Trace(TorchDispatchMode):
         owner = tensor if base is None else base
         value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
         self.values[cast(int, storage._weak_ref())] = value
-        if isinstance(tensor, Parameter):
+        if not has_bytes(tensor):
+            value.is_readable, value.is_blocked = False, True
+        elif isinstance(tensor, Parameter):
             value.source = source_of(tensor, is_parameter=True)
         elif isinstance(base, Parameter):
             value.source = source_of(base, is_parameter=True)
@@ -219,7 +264,7 @@ class Trace(TorchDispatchMode):
                 continue
             storage = tensor.untyped_storage()
             known = self.values.get(storage._cdata)
-            if known is None or known.source is None:
+            if known is None or known.source is None or not has_bytes(tensor):
                 continue
             source = known.source
             if isinstance(source, SavedStorage):
@@ -288,7 +333,8 @@ class Trace(TorchDispatchMode):
         value.is_readable, value.is_blocked = known.is_readable, known.is_blocked
         if is_changed:
             known.is_readable = False
-            if value.nbytes <= MAX_COPIED_BYTES and not tensor.requires_grad:
+            is_small = value.nbytes <= MAX_COPIED_BYTES
+            if is_small and not tensor.requires_grad and has_bytes(tensor):
                 value.source = copied_source(storage, tensor.device)
         self.values[storage._cdata] = value
         return value
@@ -315,6 +361,13 @@ class Trace(TorchDispatchMode):
         if operation.rule.kind is Kind.PRODUCT and operation.path not in self._product_paths:
             return False
         return operation.is_repeatable
+
+
+def stop_left_behind() -> None:
+    """Stop all traces; for moments in which no layer of this thread runs."""
+    for mode in modes_on():
+        if isinstance(mode, Trace):
+            mode.stop()
 
 
 def _unreadable(tensor: torch.Tensor) -> Value:

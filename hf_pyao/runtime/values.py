@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hf_pyao.runtime.layout import bytes_view
+from hf_pyao.runtime.numeric_settings import Settings
 from hf_pyao.runtime.operations import Kind, Rule
 
 
@@ -138,11 +139,18 @@ class Operation:
         "outputs",
         "path",
         "rule",
+        "settings",
         "state",
     )
 
     def __init__(
-        self, func: Any, rule: Rule, args: list[Any], kwargs: dict[str, Any], path: str
+        self,
+        func: Any,
+        rule: Rule,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        path: str,
+        settings: Settings,
     ) -> None:
         self.func = func
         self.rule = rule
@@ -150,6 +158,8 @@ class Operation:
         self.kwargs = kwargs
         self.path = path
         """Sub-module that ran it; empty for the layer itself."""
+        self.settings = settings
+        """Those under which it ran; one object for operations that ran under the same."""
         self.outputs: list[tuple[int, weakref.ref[Value]]] = []
         self.generator: torch.Generator | None = None
         self.state: torch.Tensor | None = None

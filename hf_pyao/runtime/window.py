@@ -93,6 +93,7 @@ class OffloadWindow:
                 self._transport.wait(self._queue[-1][1])
             while self._queue:
                 self._release_oldest()
+            self.waiting_bytes = 0  # an interrupt may have come between the queue and the count
             if self._lingering:
                 self._release_lingering()
 

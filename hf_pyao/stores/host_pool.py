@@ -11,15 +11,17 @@ orders the write behind them (``Transport.offload(..., after=pool.barriers)``). 
 queue run in order, so the newest one stands for all before it.
 Buffers are released from destructors, which may run on any thread and inside any other call of
 this pool; hence releasing only appends to a queue, and :meth:`acquire` empties it.
+An interrupt may come between two notes of this pool, or lose a buffer before anyone has it. What
+counts is then which buffers exist: what is used and what is free is worked out anew from them.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -63,17 +65,19 @@ class QueuedCopy(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
 class HostBuffer:
     """A piece of a slab that its holder may use until it is released."""
 
-    slab: int
-    offset: int
-    """Byte offset inside the slab."""
-    reserved_bytes: int
-    data: torch.Tensor
-    """uint8, shape (nbytes,), on the host."""
-    _view: tuple[Layout | None, torch.Tensor | None] = (None, None)
+    __slots__ = ("__weakref__", "_view", "data", "offset", "reserved_bytes", "slab")
+
+    def __init__(self, slab: int, offset: int, reserved_bytes: int, data: torch.Tensor) -> None:
+        self.slab = slab
+        self.offset = offset
+        """Byte offset inside the slab."""
+        self.reserved_bytes = reserved_bytes
+        self.data = data
+        """uint8, shape (nbytes,), on the host."""
+        self._view: tuple[Layout | None, torch.Tensor | None] = (None, None)
 
     def view_like(self, layout: Layout) -> torch.Tensor:
         """View the buffer as a tensor of *layout* that begins where the buffer does.
@@ -87,6 +91,19 @@ class HostBuffer:
             view.set_(self.data.untyped_storage(), offset, layout.size, layout.stride)
             self._view = (layout, view)
         return view
+
+
+def _gaps(nbytes: int, taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges (offset, nbytes) of a slab of *nbytes* that *taken*, sorted, leaves."""
+    gaps = []
+    start = 0
+    for offset, size in taken:
+        if offset > start:
+            gaps.append((start, offset - start))
+        start = offset + size
+    if start < nbytes:
+        gaps.append((start, nbytes - start))
+    return gaps
 
 
 class HostPool:
@@ -126,6 +143,11 @@ class HostPool:
         self._spare: dict[int, list[HostBuffer]] = {}
         """Buffers that came back, by exact size: the next step asks for the same ones."""
         self._released: deque[tuple[HostBuffer, QueuedCopy | None]] = deque()
+        self._buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+        """All that are cut from the slabs now; an interrupt may have lost some."""
+        self._num_buffers = 0
+        self._is_torn = False
+        """True if an interrupt may have left these notes half made."""
         self._lock = threading.Lock()
         self._is_full_logged = False
 
@@ -145,22 +167,28 @@ class HostPool:
         Bytes of the buffer may still be read by :attr:`barriers`; order writes behind them.
         """
         reserved = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        with self._lock:
-            if self._released:
-                self._reap()
-            spare = self._spare.get(nbytes)
-            if spare:
-                self.used_bytes += reserved
-                if self.used_bytes > self.peak_used_bytes:
-                    self.peak_used_bytes = self.used_bytes
-                return spare.pop()
-            buffer = self._cut_anywhere(nbytes, reserved)
-            if buffer is None and self._spare:
-                self._join_spare()
+        try:
+            with self._lock:
+                if self._is_torn:
+                    self._take_stock()
+                if self._released:
+                    self._reap()
+                spare = self._spare.get(nbytes)
+                if spare:
+                    self.used_bytes += reserved
+                    if self.used_bytes > self.peak_used_bytes:
+                        self.peak_used_bytes = self.used_bytes
+                    return spare.pop()
                 buffer = self._cut_anywhere(nbytes, reserved)
-            if buffer is None and self._grow(reserved):
-                buffer = self._cut(len(self._slabs) - 1, nbytes, reserved)
-            return buffer
+                if buffer is None and (self._spare or self._has_lost):
+                    self._join_spare()
+                    buffer = self._cut_anywhere(nbytes, reserved)
+                if buffer is None and self._grow(reserved):
+                    buffer = self._cut(len(self._slabs) - 1, nbytes, reserved)
+                return buffer
+        except BaseException:
+            self._is_torn = True
+            raise
 
     def release(self, buffer: HostBuffer, after: QueuedCopy | None = None) -> None:
         """Give *buffer* back; *after* is the last copy that reads it, if one may be pending.
@@ -171,9 +199,15 @@ class HostPool:
 
     def settle(self) -> int:
         """Take back everything released so far and return the bytes still in use."""
-        with self._lock:
-            self._reap()
-            return self.used_bytes
+        try:
+            with self._lock:
+                if self._is_torn or self._has_lost:
+                    self._take_stock()
+                self._reap()
+                return self.used_bytes
+        except BaseException:
+            self._is_torn = True
+            raise
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Say whether *storage* is one of the slabs, or becomes one: memory of the host's."""
@@ -187,20 +221,39 @@ class HostPool:
 
     def _reap(self) -> None:
         while self._released:
-            buffer, after = self._released.popleft()
+            buffer, after = self._released[0]
             if after is not None:
-                self._raise_barrier(after)
+                self._raise_barrier(after)  # first: a buffer that is lost from here on is free
             if self._on_release is not None:
                 self._on_release(buffer.data, after)
+            self._released.popleft()
             self._spare.setdefault(buffer.data.numel(), []).append(buffer)
             self.used_bytes -= buffer.reserved_bytes
 
     def _join_spare(self) -> None:
         """Give the spare buffers back to their slabs, so that other sizes can be cut from them."""
         for buffers in self._spare.values():
-            for buffer in buffers:
-                self._slabs[buffer.slab].put(buffer.offset, buffer.reserved_bytes)
+            self._buffers.difference_update(buffers)
         self._spare.clear()
+        self._take_stock()
+
+    @property
+    def _has_lost(self) -> bool:
+        """True if a buffer that was handed out is gone without having been released."""
+        return len(self._buffers) != self._num_buffers
+
+    def _take_stock(self) -> None:
+        """Work out what is used and what is free from the buffers that exist."""
+        buffers = list(self._buffers)
+        spare = sum(b.reserved_bytes for group in self._spare.values() for b in group)
+        for index, slab in enumerate(self._slabs):
+            slab.free = _gaps(
+                slab.memory.numel(),
+                sorted((b.offset, b.reserved_bytes) for b in buffers if b.slab == index),
+            )
+        self.used_bytes = sum(buffer.reserved_bytes for buffer in buffers) - spare
+        self._num_buffers = len(buffers)
+        self._is_torn = False
 
     def _count(self, reserved: int) -> None:
         self.used_bytes += reserved
@@ -229,7 +282,10 @@ class HostPool:
         if offset is None:
             return None
         self._count(reserved)
-        return HostBuffer(index, offset, reserved, slab.memory[offset : offset + nbytes])
+        buffer = HostBuffer(index, offset, reserved, slab.memory[offset : offset + nbytes])
+        self._buffers.add(buffer)
+        self._num_buffers += 1
+        return buffer
 
     def _grow(self, reserved: int) -> bool:
         """Reserve one more slab that holds *reserved* bytes; False where nothing allows it."""

@@ -218,7 +218,8 @@ def test_a_full_pool_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     pool = HostPool(MIB, pin=False)
     with caplog.at_level(logging.WARNING, "hf_pyao"):
         assert pool.acquire(2 * MIB) is None
-        assert pool.acquire(MIB) is not None
+        held = pool.acquire(MIB)
+        assert held is not None
         assert pool.acquire(1) is None
     (record,) = caplog.records
     assert "host memory for saved tensors is full" in record.getMessage()

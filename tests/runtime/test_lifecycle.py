@@ -6,9 +6,12 @@ import copy
 import io
 import logging
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import ConflictError, NoLayersFoundError
+from hf_pyao.runtime.hooks import CheckpointFunction
 from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.stores import HostPool
 from tests.helpers import (
@@ -152,8 +156,9 @@ def test_a_copy_is_a_plain_model(duplicate: Callable[[nn.Module], nn.Module]) ->
         calls = offloader.engine.num_layer_calls
         copied = duplicate(model)
         assert_same_tensors(step(copied), expected, "copy")
-        # Inert hooks take themselves off when first called.
-        assert hooks_of(copied).keys() == hooks_of(plain).keys()
+        # Inert hooks take themselves off when first called; pickled ones are inert, and stay.
+        if duplicate not in (as_pickled, as_saved):
+            assert hooks_of(copied).keys() == hooks_of(plain).keys()
         assert offloader.engine.num_layer_calls == calls, "the copy ran in the original's engine"
         with torch.no_grad():
             for parameter in copied.parameters():
@@ -163,6 +168,54 @@ def test_a_copy_is_a_plain_model(duplicate: Callable[[nn.Module], nn.Module]) ->
             assert other is not offloader
             step(copied)
             assert other.metrics()["offloaded_bytes"] > 0
+        assert hooks_of(copied).keys() == hooks_of(plain).keys()
+
+
+LOADS_WITHOUT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("hf_pyao", "tests"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Absent())
+import torch
+
+folder = sys.argv[1]
+batch = torch.load(f"{folder}/batch.pt")
+for name in sys.argv[2:]:
+    model = torch.load(f"{folder}/{name}.pt", weights_only=False)
+    model(**batch, use_cache=False).loss.backward()
+    torch.save({n: p.grad for n, p in model.named_parameters()}, f"{folder}/{name} gradients.pt")
+assert not any(name.startswith("hf_pyao") for name in sys.modules)
+"""
+
+
+def test_an_attached_model_loads_where_hf_pyao_is_missing(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    expected = step(model)
+    model.zero_grad()
+    settings: dict[str, dict[str, Any]] = {"plain": {}, "head loss": {"head_loss": "chunked"}}
+    for name, changes in settings.items():
+        with attach(model, replace(EVERYTHING, **changes)):
+            model(**BATCH, use_cache=False)
+            torch.save(model, tmp_path / f"{name}.pt")
+    torch.save(BATCH, tmp_path / "batch.pt")
+    subprocess.run([sys.executable, "-c", LOADS_WITHOUT, tmp_path, *settings], check=True)
+    for name in settings:
+        found = torch.load(tmp_path / f"{name} gradients.pt")
+        assert_same_tensors(found, expected, f"{name}, where hf_pyao is missing")
+
+
+def test_a_checkpointing_function_is_pickled_as_what_it_wraps() -> None:
+    model: Any = tiny_model("llama")
+    enable_checkpointing(model, use_reentrant=False)
+    with attach(model, EVERYTHING) as offloader:
+        wrapper = CheckpointFunction(offloader._lifecycle, torch.utils.checkpoint.checkpoint)  # type: ignore[arg-type]
+        pickled = pickle.dumps(wrapper)
+        assert b"hf_pyao" not in pickled
+        assert pickle.loads(pickled) is torch.utils.checkpoint.checkpoint
 
 
 def test_state_dict_has_nothing_of_ours() -> None:

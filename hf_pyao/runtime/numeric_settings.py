@@ -1,0 +1,81 @@
+"""Settings of torch, for the whole process or thread, that change what an operation computes.
+
+A replay gives forward's numbers only under forward's settings, whatever they are by the time of
+backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Settings = tuple[Any, ...]
+"""Values of all settings at some moment."""
+
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+"""How one is asked for, and how it is set."""
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch._C._get_deterministic_algorithms(), (
+        torch._C._get_deterministic_algorithms_warn_only()
+    )
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _matmul_precision() -> str | None:
+    """Return the precision of fp32 products; None where torch's newer setting is in use.
+
+    That one torch does not let be mixed with the older, so that it is left as it is.
+    """
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        torch._C._set_float32_matmul_precision(value)
+
+
+def _set_parts(setter: Callable[..., object], value: Any) -> None:
+    """Set what older releases of torch have as one value, and newer ones as several."""
+    setter(*value) if isinstance(value, tuple) else setter(value)
+
+
+_SETTINGS: tuple[Setting, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_deterministic, _set_deterministic),
+    (_matmul_precision, _set_matmul_precision),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        functools.partial(_set_parts, torch._C._set_cublas_allow_fp16_reduced_precision_reduction),
+    ),
+    (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        functools.partial(_set_parts, torch._C._set_cublas_allow_bf16_reduced_precision_reduction),
+    ),
+)
+
+
+def current_settings() -> Settings:
+    """Return the settings as they are now; the first is the default dtype."""
+    return tuple([get() for get, _ in _SETTINGS])
+
+
+def apply_settings(now: Settings, wanted: Settings) -> None:
+    """Make the settings *wanted*, where they are *now*."""
+    for (_, put), before, after in zip(_SETTINGS, now, wanted, strict=True):
+        if before != after:
+            put(after)
