@@ -644,3 +644,25 @@ def test_liger_sums_half_precision_gradients_in_float32(liger_calls: list[dict[s
     install(model, "liger")
     model(**make_batch()).loss.backward()
     assert liger_calls[0]["accum_dtype"] == torch.float32
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "qwen2"])
+def test_a_monitor_that_keeps_gradients_and_a_penalty_on_a_tied_weight(name: str) -> None:
+    mine, own = pair(name, torch.float64)
+    install(mine)
+    kept: list[Any] = []
+    for model in (mine, own):
+        loss = model(**make_batch()).loss
+        pending, known = [loss.grad_fn], set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in known:
+                continue
+            known.add(node)
+            if "AccumulateGrad" not in node.name():
+                node.register_hook(lambda grads, _: kept.append(grads))
+            pending += [following for following, _ in node.next_functions]
+        (loss + 1e-2 * model.get_output_embeddings().weight.square().sum()).backward()
+    assert kept
+    for parameter, grad in gradients(own).items():
+        torch.testing.assert_close(gradients(mine)[parameter], grad, rtol=1e-6, atol=1e-9)
