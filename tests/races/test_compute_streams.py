@@ -222,7 +222,13 @@ PLAIN_IS_ORDERED = {
 
 
 def races(
-    scenario: str, window: str | int, seed: int, *, is_attached: bool = True, **options: Any
+    scenario: str,
+    window: str | int,
+    seed: int,
+    *,
+    is_attached: bool = True,
+    copy_streams: int = 2,
+    **options: Any,
 ) -> list[str]:
     """Return what was out of order in *scenario*."""
     torch.manual_seed(seed)
@@ -234,7 +240,7 @@ def races(
         )
         offloader = None
         if is_attached:
-            transport = FakeStreamTransport(config.copy_streams)
+            transport = FakeStreamTransport(copy_streams)
             offloader = attach(model, config, transport=transport)
         SCENARIOS[scenario](world, model)
         gc.collect()
@@ -249,7 +255,7 @@ def test_without_offloading_all_is_in_order(scenario: str) -> None:
     assert races(scenario, "layer", 0, is_attached=False) == []
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", ["layer", 2_000])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_all_is_in_order(scenario: str, window: str | int) -> None:
     assert races(scenario, window, seed=0) == []
@@ -268,10 +274,9 @@ def test_one_stream_waits_for_copies_alone(monkeypatch: pytest.MonkeyPatch) -> N
             assert offloader.totals()["reloaded_bytes"] > 0
 
 
-@pytest.mark.parametrize("codec", ["int8", "narrow"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_encoded_tensors_are_in_order(scenario: str, codec: str) -> None:
-    assert races(scenario, 2_000, seed=1, codec=codec) == []
+def test_encoded_tensors_are_in_order(scenario: str) -> None:
+    assert races(scenario, 2_000, seed=1, codec="int8") == []
 
 
 @pytest.mark.thorough

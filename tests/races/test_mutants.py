@@ -6,6 +6,7 @@ that kind of fault.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -147,18 +148,28 @@ def _reload_dropped_unawaited() -> Any:
     return mock.patch.object(Unpacker, "_drop_device_copy", drop)
 
 
+class _ByAddress(dict[int, Any]):
+    """Entries by data pointer. It holds no storage; hence none is found to be let go of."""
+
+    def get(self, key: int, default: Any = None) -> Any:
+        return super().get(torch.UntypedStorage._new_with_weak_ptr(key).data_ptr(), default)
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
 def _storage_known_by_address() -> Any:
     """Storages are told apart by data pointer, which the allocator hands out again."""
 
-    def entries(self: StorageTable, storage: torch.UntypedStorage) -> Any:
-        return self.__dict__.setdefault("by_address", {}).get(storage.data_ptr())
+    def init(self: StorageTable) -> None:
+        self.entries = _ByAddress()
 
-    def add(self: StorageTable, storage: torch.UntypedStorage) -> list[object]:
-        notes: list[object] = []
-        self.__dict__.setdefault("by_address", {})[storage.data_ptr()] = notes
+    def add(self: StorageTable, storage: torch.UntypedStorage) -> list[Any]:
+        notes: list[Any] = []
+        self.entries[storage.data_ptr()] = notes
         return notes
 
-    return mock.patch.multiple(StorageTable, entries=entries, add=add)
+    return mock.patch.multiple(StorageTable, __init__=init, add=add)
 
 
 def _buffer_released_twice() -> Any:
@@ -192,7 +203,7 @@ def _host_buffers_dropped_after_one_backward() -> Any:
 MUTANTS: dict[str, Mutant] = {
     name.removeprefix("_").replace("_", " "): mutant
     for name, mutant in list(globals().items())
-    if name.startswith("_") and callable(mutant) and mutant.__module__ == __name__
+    if name.startswith("_") and inspect.isfunction(mutant) and mutant.__module__ == __name__
 }
 
 
