@@ -49,10 +49,14 @@ class IdleWarnings:
             have_layers_run: whether a layer was ever entered.
             passed_over: why hooks stayed off when one was not; empty if that never was.
         """
-        if have_layers_run:
-            seen = "the layers ran, and autograd saved nothing in them"
-        else:
-            seen = passed_over or "no layer was seen running in training mode"
+        if passed_over and not have_layers_run:
+            self._warn(f"hf_pyao had nothing to offload in this step: {passed_over}.")
+            return
+        seen = (
+            "the layers ran, and autograd saved nothing in them"
+            if have_layers_run
+            else "no layer was seen running in training mode"
+        )
         self._warn(
             f"hf_pyao had nothing to offload in this step: {seen}. Compiled code may bypass hooks "
             "(call torch._dynamo.reset() and attach before the first compiled step), the model may "

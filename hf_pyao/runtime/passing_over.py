@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch.nn.modules._functions import BackwardHookFunction
 
 from hf_pyao.runtime.hook_stack import is_inside_checkpoint
 
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTED = "the layers ran inside a checkpoint, which saves what it needs itself"
 RECOMPUTED = (
-    "the layers ran in the backward of a custom autograd function (a full backward hook is one "
-    "too), which counts as recomputation, whose tensors are used at once"
+    "the layers ran in the backward of a custom autograd function, which counts as recomputation, "
+    "whose tensors are used at once"
 )
 HOOKS_DISABLED = (
     "the layers ran where saved-tensor hooks are forbidden "
@@ -66,4 +67,6 @@ def explain_failure(error: BaseException | None, layer: str) -> None:
 def _is_in_custom_backward() -> bool:
     """Say whether the node that backward is at was written in Python."""
     node: object = torch._C._current_autograd_node()
+    if isinstance(node, BackwardHookFunction._backward_cls):
+        return False  # a module's full backward hook
     return node is None or isinstance(node, torch.autograd.function.BackwardCFunction)
