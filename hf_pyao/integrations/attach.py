@@ -79,8 +79,8 @@ def attach(
     config = config or PyAOConfig()
     if not isinstance(config, PyAOConfig):
         raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
-    clear_thread()
     found = find_layers(model, config.layers, field=config.label("layers"))
+    clear_thread()
     check_model(model)
     check_report_path(config.report, config.label("report"))
     attached = offloader_of(model)
@@ -151,6 +151,7 @@ class Offloader:
             window_bytes=None if isinstance(config.window, str) else config.window,
             buffer_keys=BufferKeys(model),
         )
+        self._is_attached = False
         self.head_loss: HeadLoss | None = None
         self.record = record = RunRecord(
             config, self.engine, self.transport, self.device, self.host_pool
@@ -159,8 +160,7 @@ class Offloader:
         record.how_found = found.how
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
-        self._finalizer: weakref.finalize[Any, Offloader] | None = None
-        self._is_attached = False
+        self._finalizer: weakref.finalize[..., Offloader] | None = None
         self._lifecycle: Lifecycle | None = Lifecycle(
             self.engine,
             found.stack,
@@ -176,9 +176,9 @@ class Offloader:
             if self.head_loss is not None:
                 record.head_loss_description = f" {self.head_loss.describe()}."
             self._lifecycle.install()
-            # It holds the engine, which therefore goes a collection later than its cycle with us:
-            # only where there is something to write.
             if config.report is not None:
+                # It holds the engine, which therefore goes a collection later than its cycle with
+                # us: only where there is something to write.
                 self._finalizer = weakref.finalize(self, record.end_unseen)
             self._is_attached = True
         except BaseException:
@@ -253,20 +253,20 @@ class Offloader:
 
         An interrupt is raised when all is removed; should another one come, call it again.
         """
-        was_attached, self._is_attached = self._is_attached, False
-        if self._lifecycle is None:
-            return
         error = sys.exc_info()[1]
         if outcome is None:
             outcome = outcome_of(None if id(error) == self._error_at_start else error)
+        has_run = self._is_attached
+        self._is_attached = False
         try:
             self._take_down()
-        except BaseException:
+        except BaseException as interrupt:
             self._take_down()  # from where it was interrupted
+            if has_run:
+                self._end_record(outcome_of(interrupt))
             raise
-        finally:
-            if was_attached:
-                self._end_record(outcome)
+        if has_run:
+            self._end_record(outcome)
 
     def _take_down(self) -> None:
         """Remove what is installed still. It may be called again, also where it was interrupted."""

@@ -135,8 +135,7 @@ class OffloadEngine:
             self._open_tapes.add(tape)
             self._here.tape = tape
             self.packer.buffer_keys = self._find_buffer_keys()
-        assert self._here.tape is not None
-        self._here.tape.is_announced = is_announced
+        tape.is_announced = is_announced
 
     def forward_start(
         self,

@@ -42,12 +42,10 @@ class IdleWarnings:
             "torch.no_grad() to evaluate."
         )
 
-    def nothing_packed(self, *, have_layers_run: bool, passed_over: str) -> None:
+    def nothing_packed(self, *, have_layers_run: bool, passed_over: str = "") -> None:
         """Warn that a step went by in which autograd saved nothing in a layer.
 
-        Args:
-            have_layers_run: whether a layer was ever entered.
-            passed_over: why hooks stayed off when one was not; empty if that never was.
+        *passed_over* says why hooks stayed off where layers ran.
         """
         if passed_over and not have_layers_run:
             self._warn(f"hf_pyao had nothing to offload in this step: {passed_over}.")

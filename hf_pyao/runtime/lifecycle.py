@@ -164,10 +164,11 @@ class Lifecycle:
         self._is_removed = True
         self.leave_all()
         for ref in self._may_checkpoint:
-            module = ref()
-            wrapper = module.__dict__.get("_gradient_checkpointing_func") if module else None
+            if (module := ref()) is None:
+                continue
+            wrapper = module.__dict__.get("_gradient_checkpointing_func")
             if isinstance(wrapper, CheckpointFunction) and wrapper.lifecycle is self:
-                module._gradient_checkpointing_func = wrapper.function  # type: ignore
+                module._gradient_checkpointing_func = wrapper.function  # type: ignore[assignment]
         for ref in reversed(self._modules):
             module = ref()
             if module is not None:

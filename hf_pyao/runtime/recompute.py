@@ -146,10 +146,8 @@ class RecomputedStorage(WatchedStorage):
 
     def __del__(self) -> None:
         """Let go of the rebuilt bytes, unless another recipe is about to read them."""
-        value = vars(self).get("value")
-        if value is None:
-            return  # it was interrupted as it was made
         if self.home is not None:
             self.home.await_everywhere()  # its recipe may hold what was kept on another stream
-        if value.uses <= 0:
+        value = vars(self).get("value")
+        if value is not None and value.uses <= 0:
             value.rebuilt = None

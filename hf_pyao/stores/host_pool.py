@@ -93,19 +93,6 @@ class HostBuffer:
         return view
 
 
-def _gaps(nbytes: int, taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges (offset, nbytes) of a slab of *nbytes* that *taken*, sorted, leaves."""
-    gaps = []
-    start = 0
-    for offset, size in taken:
-        if offset > start:
-            gaps.append((start, offset - start))
-        start = offset + size
-    if start < nbytes:
-        gaps.append((start, nbytes - start))
-    return gaps
-
-
 class HostPool:
     """Hands out host buffers from slabs that grow up to a cap and are then reused.
 
@@ -247,12 +234,12 @@ class HostPool:
         buffers = list(self._buffers)
         spare = sum(b.reserved_bytes for group in self._spare.values() for b in group)
         for index, slab in enumerate(self._slabs):
-            slab.free = _gaps(
-                slab.memory.numel(),
-                sorted((b.offset, b.reserved_bytes) for b in buffers if b.slab == index),
+            slab.free_all_but(
+                sorted((b.offset, b.reserved_bytes) for b in buffers if b.slab == index)
             )
         self.used_bytes = sum(buffer.reserved_bytes for buffer in buffers) - spare
         self._num_buffers = len(buffers)
+        self.pool_bytes = sum(slab.memory.numel() for slab in self._slabs)
         self._is_torn = False
 
     def _count(self, reserved: int) -> None:

@@ -44,16 +44,15 @@ class Slab:
             insort(self.free, (offset + nbytes, size - nbytes))
         return offset
 
-    def put(self, offset: int, nbytes: int) -> None:
-        """Return a range and join it with free neighbours."""
-        insort(self.free, (offset, nbytes))
-        at = self.free.index((offset, nbytes))
-        if at + 1 < len(self.free) and self.free[at + 1][0] == offset + nbytes:
-            nbytes += self.free.pop(at + 1)[1]
-            self.free[at] = (offset, nbytes)
-        if at and sum(self.free[at - 1]) == offset:
-            before, size = self.free[at - 1]
-            self.free[at - 1 : at + 1] = [(before, size + nbytes)]
+    def free_all_but(self, taken: list[tuple[int, int]]) -> None:
+        """Have free again what *taken*, ranges (offset, nbytes) in ascending order, leaves."""
+        free = []
+        start = 0
+        for offset, nbytes in [*taken, (self.memory.numel(), 0)]:
+            if offset > start:
+                free.append((start, offset - start))
+            start = offset + nbytes
+        self.free = free
 
 
 class SlabSource:
