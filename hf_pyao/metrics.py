@@ -99,12 +99,14 @@ class RunTotals:
 
     def add(self, stats: MicroBatchStats) -> None:
         """Add one finished micro-batch."""
-        self.num_micro_batches += 1
+        values = dict(self.values)  # changed at once: an interrupt may come in between
         for key, value in stats.as_dict().items():
             if key in _PEAKS:
-                self.values[key] = max(self.values.get(key, 0), value)
+                values[key] = max(values.get(key, 0), value)
             elif key != "overlap_efficiency":
-                self.values[key] = self.values.get(key, 0) + value
+                values[key] = values.get(key, 0) + value
+        self.values = values
+        self.num_micro_batches += 1
 
     def as_dict(self) -> dict[str, float]:
         """Return the totals under the same keys as one micro-batch, and ``num_micro_batches``."""

@@ -21,7 +21,7 @@ _FLAGS = (
 current_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
 """Returns the mode that was entered last; None if none is on."""
 
-_pop: Callable[[], Any] = torch._C._pop_torch_dispatch_stack
+_pop: Callable[[], Any] = functools.partial(torch._C._pop_torch_dispatch_stack, None)
 
 _STACK = Stack(
     top=current_mode,

@@ -6,6 +6,7 @@ import pytest
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.stores import HostPool
+from hf_pyao.stores.host_pool import HostBuffer
 from hf_pyao.stores.host_share import HostShare, ranks_of_node
 from tests.helpers import tiny_model
 
@@ -76,9 +77,12 @@ class Host:
         return self.pools[-1]
 
 
-def fill(pool: HostPool) -> None:
-    while pool.acquire(4 * MIB) is not None:
-        pass
+def fill(pool: HostPool) -> list[HostBuffer]:
+    """Take all that *pool* gives; what it gave is taken as long as it is held."""
+    held: list[HostBuffer] = []
+    while (buffer := pool.acquire(4 * MIB)) is not None:
+        held.append(buffer)
+    return held
 
 
 def test_several_models_of_one_process_leave_a_quarter_of_the_host() -> None:
@@ -98,11 +102,12 @@ def test_what_others_took_since_is_not_reserved() -> None:
     pool = host.pool()
     fill_bytes = 100 * MIB
     host.taken_bytes = 1024 * MIB * 3 // 4 - fill_bytes
-    fill(pool)
+    held = fill(pool)
     assert pool.pool_bytes == pool.capacity_bytes == fill_bytes
     host.taken_bytes = 1000 * MIB
     assert pool.acquire(MIB) is None
     assert pool.pool_bytes == fill_bytes, "nothing is given back"
+    del held
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -110,8 +115,11 @@ def test_every_rank_gets_its_share_whoever_comes_first(together: bool) -> None:
     host = Host(1024 * MIB)
     pools = [host.pool(num_ranks=4) for _ in range(4)]
     growing = pools if together else []
+    held: list[HostBuffer] = []
     while growing:
-        growing = [pool for pool in growing if pool.acquire(4 * MIB) is not None]
+        taken = [(pool, pool.acquire(4 * MIB)) for pool in growing]
+        growing = [pool for pool, buffer in taken if buffer is not None]
+        held.extend(buffer for _, buffer in taken if buffer is not None)
     for pool in pools:
         fill(pool)
     assert [pool.pool_bytes for pool in pools] == [128 * MIB] * 4
