@@ -334,6 +334,7 @@ each_autocast = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(every=5)
 @each_autocast
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("model_type", MAIN)

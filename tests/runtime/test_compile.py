@@ -85,6 +85,7 @@ def step(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace("_orig_mod.", ""): g for name, g in gradients_of(model).items()}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("compiles_first", [True, False], ids=["compiled first", "attached first"])
 @pytest.mark.parametrize("compile_", WAYS, ids=lambda way: way.__name__)
 def test_compiled_code_packs(compile_: Callable[[Any], Any], compiles_first: bool) -> None:
