@@ -48,6 +48,20 @@ class MicroBatchStats:
     num_packs: int = 0
     """Calls of the pack hook."""
 
+    def add(self, other: MicroBatchStats) -> None:
+        """Add what happened in another forward of the same micro-batch."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in _PEAKS:
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        self.num_slots += other.num_slots
+        for ours, theirs in (
+            (self.kept_bytes, other.kept_bytes),
+            (self.not_recomputed_bytes, other.not_recomputed_bytes),
+        ):
+            for reason, nbytes in theirs.items():
+                ours[reason] += nbytes
+
     @property
     def held_bytes(self) -> int:
         """Bytes that stayed on the device after forward."""
@@ -56,10 +70,7 @@ class MicroBatchStats:
     @property
     def overlap_efficiency(self) -> float:
         """Share of the transfer time that compute did not wait for, in 0..1; 1 if none ran."""
-        if self.transfer_ms <= 0.0:
-            return 1.0
-        stall_ms = self.stall_forward_ms + self.stall_backward_ms
-        return min(1.0, max(0.0, 1.0 - stall_ms / self.transfer_ms))
+        return _overlap_efficiency(self.transfer_ms, self.stall_forward_ms + self.stall_backward_ms)
 
     def as_dict(self) -> dict[str, float]:
         """Return the public keys; those by reason are spread as ``kept_bytes/<reason>``."""
@@ -87,7 +98,17 @@ class MicroBatchStats:
         return values
 
 
-_PEAKS = ("device_peak_bytes", "host_peak_bytes", "pool_bytes", "num_slots")
+_PEAKS = ("device_peak_bytes", "host_peak_bytes", "pool_bytes")
+_SUMS = (
+    *("would_hold_bytes", "offloaded_bytes", "reloaded_bytes", "duplicate_bytes"),
+    *("recomputed_bytes", "link_bytes", "num_packs"),
+    *("transfer_ms", "stall_forward_ms", "stall_backward_ms"),
+)
+
+
+def _overlap_efficiency(transfer_ms: float, stall_ms: float) -> float:
+    """Return the share of the transfer time that compute did not wait for, in 0..1."""
+    return 1.0 if transfer_ms <= 0.0 else min(1.0, max(0.0, 1.0 - stall_ms / transfer_ms))
 
 
 @dataclass
@@ -101,7 +122,7 @@ class RunTotals:
         """Add one finished micro-batch."""
         values = dict(self.values)  # changed at once: an interrupt may come in between
         for key, value in stats.as_dict().items():
-            if key in _PEAKS:
+            if key in _PEAKS or key == "num_slots":
                 values[key] = max(values.get(key, 0), value)
             elif key != "overlap_efficiency":
                 values[key] = values.get(key, 0) + value
@@ -112,9 +133,10 @@ class RunTotals:
         """Return the totals under the same keys as one micro-batch, and ``num_micro_batches``."""
         if not self.num_micro_batches:
             return {}
-        transfer_ms = self.values["transfer_ms"]
-        stall_ms = self.values["stall_forward_ms"] + self.values["stall_backward_ms"]
-        efficiency = 1.0 if transfer_ms <= 0 else min(1.0, max(0.0, 1 - stall_ms / transfer_ms))
+        efficiency = _overlap_efficiency(
+            self.values["transfer_ms"],
+            self.values["stall_forward_ms"] + self.values["stall_backward_ms"],
+        )
         return {
             **self.values,
             "overlap_efficiency": efficiency,

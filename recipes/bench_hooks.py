@@ -22,7 +22,8 @@ whose saved tensors are all of one kind: moved (each a storage of its own), seen
 saved again and again) and kept (below ``min_bytes``).
 
 ``--against`` measures the package of another checkout in the same run, in turns of a few rounds
-each, and prints what pack, unpack and moving cost in both.
+each, and prints what pack, unpack and moving cost in both; the ratio is the median of those of
+single turns, since a machine's speed changes from one to the next.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ import torch
 from torch import nn
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
-from hf_pyao.runtime.transport import BlockingTransport, DoneTicket
 from result_file import write_result
+
+try:
+    from hf_pyao.transfer.transport import BlockingTransport, DoneTicket
+except ImportError:  # an earlier checkout, which --against compares with
+    from hf_pyao.runtime.transport import BlockingTransport, DoneTicket
 
 SCHEMA_VERSION = 2
 TARGET_US = 5.0
@@ -204,7 +209,7 @@ default lies in models of real size."""
 
 WAYS = ("none", "identity", "attached", "least", "hf_pyao")
 NUM_BLOCKS = 4
-ROUNDS_PER_TURN = 12
+ROUNDS_PER_TURN = 6
 NUM_WARM_UP = 3
 
 
@@ -248,10 +253,10 @@ def measure(kind: str, length: int, rounds: int) -> dict[str, float | str]:
                     elapsed_us = run(nullcontext()) - stopwatch.take()[0]
                     if number >= 0:
                         times[way].append(elapsed_us)
-            storages = engine.packer._offloader
-            storages.offload = stopwatch.timed(storages.offload)  # type: ignore[method-assign]
-            storages._on_release = stopwatch.timed(storages._on_release)
-            engine.unpacker._reload = stopwatch.timed(engine.unpacker._reload)  # type: ignore[method-assign]
+            mover = engine.mover
+            mover.offload = stopwatch.timed(mover.offload)  # type: ignore[method-assign]
+            mover.release = stopwatch.timed(mover.release)  # type: ignore[method-assign]
+            mover.reload = stopwatch.timed(mover.reload)  # type: ignore[method-assign]
             for _ in range(rounds // NUM_BLOCKS):
                 stopwatch.take()
                 run(nullcontext())
@@ -338,6 +343,7 @@ def compare(other: Path, length: int, rounds: int) -> list[dict[str, float | str
         rows: list[dict[str, float | str]] = []
         for kind in MIN_BYTES:
             costs: tuple[list[float], list[float]] = ([], [])
+            ratios: list[float] = []
             for turn in range(-(-rounds // ROUNDS_PER_TURN)):
                 for index in (0, 1) if turn % 2 else (1, 0):
                     process = workers[index]
@@ -346,13 +352,17 @@ def compare(other: Path, length: int, rounds: int) -> list[dict[str, float | str
                     process.stdin.write(json.dumps([kind, length, ROUNDS_PER_TURN]) + "\n")
                     process.stdin.flush()
                     costs[index].extend(json.loads(process.stdout.readline()))
+                ratios.append(
+                    statistics.median(costs[0][-ROUNDS_PER_TURN:])
+                    / statistics.median(costs[1][-ROUNDS_PER_TURN:])
+                )
             now_us, before_us = (statistics.median(each) for each in costs)
             rows.append(
                 {
                     "kind": kind,
                     "here_us": round(now_us, 3),
                     "against_us": round(before_us, 3),
-                    "ratio": round(now_us / before_us, 3),
+                    "ratio": round(statistics.median(ratios), 3),
                     "num_rounds": len(costs[0]),
                 }
             )

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_pyao.integrations.module_map import find_layers
-from hf_pyao.runtime.operations import Rules
-from hf_pyao.runtime.tracing import Trace
+from hf_pyao.recompute.operations import Rules
+from hf_pyao.recompute.tracing import Trace
 from result_file import write_result
 
 SCHEMA_VERSION = 1

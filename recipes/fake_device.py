@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_pyao.losses import cross_entropy, gradient_buffer
-from hf_pyao.runtime.transport import BlockingTransport
+from hf_pyao.transfer.transport import BlockingTransport
 
 
 @dataclass(eq=False)
@@ -41,12 +41,12 @@ class LateTransport(BlockingTransport):
 
     def offload(self, src: Tensor, dst: Tensor, **_: Any) -> Any:
         """Copy to the host, later."""
-        self._copy("offload", src, dst)
+        self._copy("offload", src, dst, None)
         return _LateTicket(src.nbytes, "offload", next(self._orders))
 
     def reload(self, src: Tensor, dst: Tensor, **_: Any) -> Any:
         """Copy to the device, later."""
-        self._copy("reload", src, dst)
+        self._copy("reload", src, dst, None)
         return _LateTicket(src.nbytes, "reload", next(self._orders))
 
     def wait(self, ticket: Any) -> None:

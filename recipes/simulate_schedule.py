@@ -4,8 +4,8 @@
     python recipes/simulate_schedule.py --result recipes/results/simulated_schedule.json
 
 The real engine runs on the simulated accelerator: layers with known compute time and saved bytes,
-copies on a virtual link (see `hf_pyao/runtime/link_model.py` for what it assumes). The first table
-varies how long a layer's copies take against its forward compute. The second puts in the PyAO
+copies on a virtual link (see `hf_pyao/simulation/link_model.py` for what it assumes). The first
+table varies how long a layer's copies take against its forward compute. The second puts in the PyAO
 paper's models and hardware, to set two streams against one, as its Table 3 does. All of it is
 arithmetic on a virtual clock, the same on every machine; none of it is a measurement.
 """
@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
-from hf_pyao.runtime.link_model import GIB, LinkModel, VirtualLink
-from hf_pyao.runtime.simulated import SimulatedTransport
-from hf_pyao.runtime.simulated_device import DeviceModel, SimulatedDevice
-from hf_pyao.runtime.window import ReloadWindow
+from hf_pyao.simulation.device import DeviceModel, SimulatedDevice
+from hf_pyao.simulation.link_model import GIB, LinkModel, VirtualLink
+from hf_pyao.simulation.transport import SimulatedTransport
+from hf_pyao.transfer.window import ReloadWindow
 from result_file import write_result
 
 SCHEMA_VERSION = 1
@@ -135,11 +135,11 @@ def simulate(
     register_module_map("SyntheticStack", ModuleMap(layers=("layers",)))
     stack = SyntheticStack(layers, transport.link).train()
     config = PyAOConfig(min_bytes=0, window=window)
-    reach = ReloadWindow.next_record if prefetches else (lambda self, waiting_bytes: None)
+    reach = ReloadWindow.next_bytes if prefetches else (lambda self, waiting_bytes: None)
     free = DeviceModel(tflop_per_s=1e9, memory_gib_per_s=1e9, launch_us=0.0)
     with (
         attach(stack, config, transport=transport) as offloader,
-        mock.patch.object(ReloadWindow, "next_record", reach),
+        mock.patch.object(ReloadWindow, "next_bytes", reach),
     ):
         for _ in range(2):
             start_ms = transport.link.compute_ms

@@ -21,8 +21,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pyao import PyAOConfig
-from hf_pyao.runtime.layout import bytes_of
-from hf_pyao.runtime.transport import BlockingTransport, DoneTicket
+from hf_pyao.transfer.layout import bytes_of
+from hf_pyao.transfer.transport import BlockingTransport, DoneTicket
 
 VOCAB = 64
 HIDDEN = 32
@@ -320,8 +320,8 @@ class RecordingTransport(BlockingTransport):
         self.sources: list[tuple[str, torch.Tensor]] = []
 
     def offload(
-        self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: str = ""
+        self, src: torch.Tensor, dst: torch.Tensor, *, label: str = "", **how: Any
     ) -> DoneTicket:
         """Copy to the host, and take note of it."""
         self.sources.append((label, bytes_of(src)))
-        return super().offload(src, dst, after=after, label=label)
+        return super().offload(src, dst, label=label, **how)

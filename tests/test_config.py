@@ -19,19 +19,20 @@ from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.errors import ConfigError, PyAOError, unknown_name
 from hf_pyao.runtime.policy import (
     POLICIES,
-    Candidate,
     Decision,
     Keep,
     Offload,
     OffloadAll,
     OffloadModules,
+    Situation,
     make_policy,
 )
+from hf_pyao.runtime.slots import Slot
 from hf_pyao.text import echo
 
 
 class Nameless:
-    def decide(self, candidate: object) -> None: ...
+    def decide(self, slot: object, situation: object) -> None: ...
 
 
 class Undecided:
@@ -311,7 +312,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 class KeepsAll:
     name = "keeps all"
 
-    def decide(self, candidate: Candidate) -> Decision:
+    def decide(self, slot: Slot, situation: Situation) -> Decision:
         return Keep("kept")
 
 
@@ -338,23 +339,23 @@ def test_the_nearest_name_is_given_if_any_is_near() -> None:
     assert "unknown role 3; known" in str(unknown_name("role", 3, ["a"]))
 
 
-def candidate(nbytes: int, path: str = "mlp.act", layer: str = "layers.0") -> Candidate:
+def slot_of(nbytes: int, path: str = "mlp.act", layer: str = "layers.0") -> Slot:
     import torch
 
-    return Candidate(layer, 0, path, 2, nbytes, torch.float32)
+    return Slot(layer, 0, path, 2, nbytes, torch.float32)
 
 
 def test_policies_decide_by_size_and_by_module() -> None:
-    assert candidate(1).slot == "mlp.act:2"
+    assert slot_of(1).name == "mlp.act:2"
     everything = make_policy(PyAOConfig(min_bytes=100))
     assert isinstance(everything, OffloadAll)
-    assert everything.decide(candidate(100)) == Offload()
-    assert everything.decide(candidate(99)) == Keep("below min_bytes")
+    assert everything.decide(slot_of(100), Situation()) == Offload()
+    assert everything.decide(slot_of(99), Situation()) == Keep("below min_bytes")
     config = PyAOConfig(policy="modules", modules=("mlp_act",), min_bytes=100)
     some = make_policy(config, {"layers.0": frozenset({"mlp.act", ""})})
     assert isinstance(some, OffloadModules)
-    assert some.decide(candidate(100)) == Offload()
-    assert some.decide(candidate(100, path="")) == Offload()
-    assert some.decide(candidate(99)) == Keep("below min_bytes")
-    assert some.decide(candidate(100, path="mlp")) == Keep("not selected")
-    assert some.decide(candidate(100, layer="layers.1")) == Keep("not selected")
+    assert some.decide(slot_of(100), Situation()) == Offload()
+    assert some.decide(slot_of(100, path=""), Situation()) == Offload()
+    assert some.decide(slot_of(99), Situation()) == Keep("below min_bytes")
+    assert some.decide(slot_of(100, path="mlp"), Situation()) == Keep("not selected")
+    assert some.decide(slot_of(100, layer="layers.1"), Situation()) == Keep("not selected")

@@ -64,7 +64,7 @@ class _PyAO:
     def __call__(self, model: nn.Module, device: torch.device) -> Iterator[Installed]:
         """Attach; detach at the end."""
         from hf_pyao import PyAOConfig, attach
-        from hf_pyao.runtime.stream_transport import StreamTransport
+        from hf_pyao.transfer.stream_transport import StreamTransport
 
         try:
             config = PyAOConfig(**self.settings)

@@ -27,18 +27,31 @@ from hf_pyao.integrations.module_map import (
     resolve_selections,
 )
 from hf_pyao.integrations.run_record import RunRecord
+from hf_pyao.integrations.sharding import KnownSharding
 from hf_pyao.integrations.wrappers import class_name
+from hf_pyao.recompute.recomputer import LayerRecomputer
+from hf_pyao.recompute.tracing import stop_left_behind
 from hf_pyao.report import check_report_path
 from hf_pyao.report.run_report import outcome_of
+from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.runtime.hooks import ModelHook
-from hf_pyao.runtime.lifecycle import Lifecycle, clear_thread
-from hf_pyao.runtime.policy import POINTWISE, Policy, RecomputeSelected, make_policy
-from hf_pyao.runtime.stream_transport import transport_for
-from hf_pyao.runtime.transport import Transport
+from hf_pyao.runtime.lifecycle import Lifecycle
+from hf_pyao.runtime.model_hooks import ModelHook
+from hf_pyao.runtime.policy import (
+    POINTWISE,
+    KeepLastLayers,
+    Policy,
+    RecomputeSelected,
+    Selection,
+    make_policy,
+)
+from hf_pyao.runtime.saved_tensor_hooks import pop_left_behind
 from hf_pyao.stores import HostPool
 from hf_pyao.stores.host_share import HostShare
 from hf_pyao.stores.numa import node_of_pci_device
+from hf_pyao.transfer.link import LinkContext
+from hf_pyao.transfer.stream_transport import transport_for
+from hf_pyao.transfer.transport import Transport
 
 if TYPE_CHECKING:
     from hf_pyao.integrations.head_loss import HeadLoss
@@ -52,6 +65,8 @@ def attach(
     *,
     transport: Transport | None = None,
     host_pool: HostPool | None = None,
+    link: LinkContext | None = None,
+    backward_order: BackwardOrder | None = None,
 ) -> Offloader:
     """Offload what *model*'s decoder layers save for backward, from its next forward on.
 
@@ -64,6 +79,10 @@ def attach(
         config: what to offload and how; the defaults if None.
         transport: how bytes move; None picks by device. Tests pass a SimulatedTransport.
         host_pool: host memory to share with another model's offloader (its ``host_pool``).
+        link: transport, host memory and window to share with another model's offloader (its
+            ``link``); each reports its own figures. In place of *transport* and *host_pool*.
+        backward_order: in which order the forwards that wait have their backward, where that is not
+            the newest first; :class:`~hf_pyao.runtime.backward_order.OldestFirst` for pipelines.
 
     Returns:
         The offloader, usable as a context manager that detaches at its end.
@@ -80,7 +99,8 @@ def attach(
     if not isinstance(config, PyAOConfig):
         raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
     found = find_layers(model, config.layers, field=config.label("layers"))
-    clear_thread()
+    pop_left_behind()
+    stop_left_behind()
     check_model(model)
     check_report_path(config.report, config.label("report"))
     attached = offloader_of(model)
@@ -95,7 +115,12 @@ def attach(
             "layers. Detach it first (offloader.detach()), or pass the same model and "
             "configuration."
         )
-    offloader = Offloader(model, found, config, transport, host_pool)
+    if link is not None and (transport is not None or host_pool is not None):
+        raise ConfigError(
+            "link is given together with transport or host_pool, which are a part of it. Pass "
+            "either link, or the other two."
+        )
+    offloader = Offloader(model, found, config, transport, host_pool, link, backward_order)
     try:
         logger.info("%s", offloader.describe())
         if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
@@ -133,22 +158,25 @@ class Offloader:
         config: PyAOConfig,
         transport: Transport | None,
         host_pool: HostPool | None,
+        link: LinkContext | None,
+        backward_order: BackwardOrder | None,
     ) -> None:
         self.config = config
         self.device = _device_of(model)
-        self.transport = transport or transport_for(self.device)
-        self.host_pool = host_pool or _make_pool(config, self.transport, self.device)
+        self.link = link or _make_link(config, self.device, transport, host_pool)
+        self.transport = self.link.transport
+        self.host_pool = self.link.pool
         self._model = weakref.ref(model)
         self._num_packs_seen = 0
         if found.roles:
             check_roles(found)
         selected = resolve_selections(config.modules, found, field=config.label("modules"))
         self.engine = OffloadEngine(
-            policy=_with_recompute(make_policy(config, selected), config, found),
+            policy=_policy_of(config, selected, found),
             codec=get_codec(config.codec),
-            transport=self.transport,
-            pool=self.host_pool,
-            window_bytes=None if isinstance(config.window, str) else config.window,
+            link=self.link,
+            recomputer=LayerRecomputer(),
+            backward_order=backward_order,
             buffer_keys=BufferKeys(model),
         )
         self._is_attached = False
@@ -166,7 +194,7 @@ class Offloader:
             found.stack,
             found.layers,
             named_submodules=named_submodules,
-            keep_last_layers=config.keep_last_layers,
+            sharding=KnownSharding(),
             owner=self,
         )
         _forget_compiled_code()
@@ -311,18 +339,21 @@ def _install_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
     return install_head_loss(model, config.head_loss)
 
 
-def _with_recompute(policy: Policy, config: PyAOConfig, found: FoundLayers) -> Policy:
-    """Return *policy*, with what is to be recomputed taken out of its hands."""
-    if not config.recompute_modules:
-        return policy
-    names = [name for name in config.recompute_modules if name != POINTWISE]
-    return RecomputeSelected(
-        policy,
-        resolve_selections(
-            names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
-        ),
-        is_pointwise=POINTWISE in config.recompute_modules,
-    )
+def _policy_of(config: PyAOConfig, selected: Selection, found: FoundLayers) -> Policy:
+    """Return the policy that *config* names, within what it says of recomputing and last layers."""
+    policy = make_policy(config, selected)
+    if config.recompute_modules:
+        names = [name for name in config.recompute_modules if name != POINTWISE]
+        policy = RecomputeSelected(
+            policy,
+            resolve_selections(
+                names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
+            ),
+            is_pointwise=POINTWISE in config.recompute_modules,
+        )
+    if config.keep_last_layers:
+        policy = KeepLastLayers(policy, len(found.layers) - config.keep_last_layers)
+    return policy
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -330,6 +361,18 @@ def _device_of(model: nn.Module) -> torch.device:
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
     return torch.device("cpu")
+
+
+def _make_link(
+    config: PyAOConfig,
+    device: torch.device,
+    transport: Transport | None,
+    host_pool: HostPool | None,
+) -> LinkContext:
+    transport = transport or transport_for(device)
+    pool = host_pool or _make_pool(config, transport, device)
+    window_bytes = None if isinstance(config.window, str) else config.window
+    return LinkContext(transport, pool, window_bytes)
 
 
 def _make_pool(config: PyAOConfig, transport: Transport, device: torch.device) -> HostPool:
@@ -344,7 +387,7 @@ def _make_pool(config: PyAOConfig, transport: Transport, device: torch.device) -
         pin=transport.needs_pinned_memory,
         numa_node=_numa_node_of(device),
         share=share,
-        on_release=transport.host_released,
+        on_release=getattr(transport, "host_released", None),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_pyao.runtime.layout import reason_not_movable
+from hf_pyao.transfer.layout import reason_not_movable
 
 
 class BufferKeys:

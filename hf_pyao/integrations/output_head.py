@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_pyao.integrations.exchanged_forwards import Forward, has_forward_of_its_own, own_forward
+from hf_pyao.integrations.sharding import is_sharded_by_zero
 from hf_pyao.integrations.wrappers import wrapped_module
 
 
@@ -106,7 +107,7 @@ def _saved_by_peft(head: nn.Module) -> nn.Module | None:
 def _is_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 or ZeRO-3 gathers the parameters of *module* in hooks around its calls."""
     fully_sharded = any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
-    return fully_sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    return fully_sharded or any(map(is_sharded_by_zero, module.parameters()))
 
 
 def _first_with_hooks(head: nn.Module, inner: nn.Module) -> nn.Module | None:

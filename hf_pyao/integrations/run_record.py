@@ -14,8 +14,8 @@ from hf_pyao.metrics import describe_totals, format_bytes, select_metrics
 from hf_pyao.report import write_run_report
 from hf_pyao.report.run_report import UNKNOWN, outcome_of
 from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.runtime.transport import Transport
 from hf_pyao.stores import HostPool
+from hf_pyao.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class RunRecord:
         stats = self.engine.last_stats
         if stats is None:
             return {}
-        self.transport.collect(stats)
+        self.engine.mover.collect_times(stats)
         return stats.as_dict()
 
     def totals(self) -> dict[str, float]:

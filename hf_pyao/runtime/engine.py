@@ -1,8 +1,8 @@
 """The engine: what happens to the saved tensors of layer calls, from pack to unpack.
 
 It knows layers by number and name only; module hooks (``lifecycle``) drive it. The forward side is
-in ``packing``, the backward side in ``unpacking``; here they are put together, and micro-batches
-begin and end.
+in ``packing``, the backward side in ``unpacking``; here they are put together, and forwards and
+micro-batches begin and end.
 """
 
 from __future__ import annotations
@@ -14,49 +14,44 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hf_pyao.codecs import Codec
+from hf_pyao.errors import ConfigError
 from hf_pyao.metrics import MicroBatchStats, RunTotals
-from hf_pyao.runtime.compiled import uncompiled
-from hf_pyao.runtime.compute_streams import ComputeStreams
+from hf_pyao.runtime.backward_order import BackwardOrder, Reversed
+from hf_pyao.runtime.compile_guard import uncompiled
 from hf_pyao.runtime.idle_warnings import IdleWarnings
-from hf_pyao.runtime.layout import reason_not_movable
-from hf_pyao.runtime.offloading import StorageOffloader
+from hf_pyao.runtime.observer import Observer
 from hf_pyao.runtime.packing import Packer
-from hf_pyao.runtime.parameters import FrozenShapes
-from hf_pyao.runtime.policy import Policy, RecomputingPolicy
-from hf_pyao.runtime.ranges import named_range
-from hf_pyao.runtime.recomputer import Recomputer
-from hf_pyao.runtime.saved_tensor import (
-    RELEASED,
-    RELOADING,
-    KeptTensor,
-    SavedStorage,
-    SavedTensor,
-)
-from hf_pyao.runtime.tape import Layer, LayerCall, Tape
-from hf_pyao.runtime.transport import Transport
+from hf_pyao.runtime.parameters import FrozenShapes, is_parameter
+from hf_pyao.runtime.policy import LayerRun, Policy
+from hf_pyao.runtime.recomputation import Recomputer
+from hf_pyao.runtime.saved_tensor import Handle
+from hf_pyao.runtime.tape import Layer, LayerCall, MicroBatch, Tape
 from hf_pyao.runtime.unpacking import Unpacker
-from hf_pyao.runtime.window import OffloadWindow, ReloadWindow
-from hf_pyao.stores import HostPool
+from hf_pyao.transfer.layout import reason_not_movable
+from hf_pyao.transfer.link import LinkContext
+from hf_pyao.transfer.mover import Mover
+from hf_pyao.transfer.profiler_ranges import named_range
 
 
 class _Here(threading.local):
     """What the engine is at on the calling thread."""
 
     tape: Tape | None = None
-    """Takes the thread's forwards. Each thread has its own: they are no one micro-batch, and what
-    one does ends nothing of the other's."""
+    """That of the thread's newest forward. Each thread has its own: what one does ends nothing of
+    the other's."""
+    waiting: tuple[weakref.ref[Tape], ...] = ()
+    """Tapes of the thread's forwards that may still have a backward, or were not counted yet."""
 
 
 class OffloadEngine:
     """Moves the saved tensors of layer calls to the host and back.
 
     Args:
-        policy: decides per distinct saved storage.
-        codec: how offloaded storages are written, unless the decision names another.
-        transport: copies bytes.
-        pool: host memory.
-        window_bytes: bound on bytes in flight in each direction; None is the paper's rule, to meet
-            at the end of each layer.
+        policy: decides per distinct saved storage; see :meth:`use`.
+        codec: how moved storages are written, unless a decision names another.
+        link: transport, host memory and window; may be shared with other engines.
+        recomputer: traces layers of which the policy may recompute something; None: none is.
+        backward_order: says which forward's backward follows; by default the newest.
         buffer_keys: returns the storage keys of the model's buffers, which never move.
     """
 
@@ -65,137 +60,181 @@ class OffloadEngine:
         *,
         policy: Policy,
         codec: Codec,
-        transport: Transport,
-        pool: HostPool,
-        window_bytes: int | None,
+        link: LinkContext,
+        recomputer: Recomputer | None = None,
+        backward_order: BackwardOrder | None = None,
         buffer_keys: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
-        self.policy = policy
         self.codec = codec
-        self.transport = transport
-        self.pool = pool
+        self.link = link
         self.totals = RunTotals()
         self.last_stats: MicroBatchStats | None = None
         self.num_layer_calls = 0
-        self._num_packs_before = 0
         self.idle_warnings = IdleWarnings()
-        self._find_buffer_keys = buffer_keys
         self.passed_over = ""
         """Why hooks stayed off when a layer was entered last in vain; empty if that never was."""
+        self.observer: Observer | None = None
+        """Hears what happens; see :meth:`observe`."""
+        self._policy = policy
+        self._recomputer = recomputer
+        self._find_buffer_keys = buffer_keys
         self._here = _Here()
-        self._open_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
-        streams = ComputeStreams()
-        self._offloads = OffloadWindow(transport, window_bytes, streams)
-        self._reloads = ReloadWindow(window_bytes)
-        self.packer = Packer(
-            policy=policy,
-            codec=codec,
-            handles=transport.handles,
-            offloader=StorageOffloader(
-                transport=transport,
-                pool=pool,
-                window=self._offloads,
-                streams=streams,
-                on_release=self._release,
-            ),
-        )
+        self._open_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()
+        """Tapes that are not counted yet, by number, oldest first."""
+        self._num_tapes = 0
+        self._running: weakref.WeakSet[Tape] = weakref.WeakSet()
+        """Those that are some thread's newest."""
+        self._num_packs_before = 0
+        self.mover = Mover(link)
+        self.packer = Packer(codec=codec, mover=self.mover)
         self.unpacker = Unpacker(
-            transport=transport,
-            offloads=self._offloads,
-            reloads=self._reloads,
-            meets_at_layer_end=window_bytes is None,
-            on_tape_done=self._publish,
+            mover=self.mover,
+            order=backward_order or Reversed(),
+            waiting=self._waiting_tapes,
+            on_tapes_done=self._end_tapes,
         )
-        self.recomputer: Recomputer | None = None
-        if isinstance(policy, RecomputingPolicy):
-            self.recomputer = Recomputer(policy, store=self.packer.store, load=self.unpacker.load)
-            self.packer.recomputer = self.unpacker.recomputer = self.recomputer
-        self.pack: Callable[[LayerCall, torch.Tensor], KeptTensor | SavedTensor] = (
-            self.packer.pack if self.recomputer is None else self.packer.pack_traced
-        )
+        self.pack: Callable[[LayerCall, torch.Tensor], Handle] = self.packer.pack
         """Takes over a tensor that autograd saves in a layer call."""
-        self.unpack: Callable[[KeptTensor | SavedTensor], torch.Tensor] = self.unpacker.unpack
+        self.unpack: Callable[[Handle], torch.Tensor] = self.unpacker.unpack
         """Gives it back."""
+
+    # ---- policy and observer -------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """What decides from the next forward on."""
+        return self._policy
+
+    def use(self, policy: Policy) -> None:
+        """Let *policy* decide from the next forward on.
+
+        Forwards that have begun, and their backward, go on with the policy that they began with.
+
+        Raises:
+            ConfigError: *policy* is none.
+        """
+        if not isinstance(policy, Policy):
+            raise ConfigError(
+                f"policy is {policy!r}; expected an object with `name` and `decide(slot, "
+                "situation)`. A named one is made by hf_pyao.runtime.policy.make_policy(config)."
+            )
+        self._policy = policy
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell *observer* what happens from the next layer call on; None: no one."""
+        self.observer = observer
+        self.packer.observer = observer
+        self.unpacker.observer = observer
+        self.mover.watcher = observer
 
     # ---- forward -------------------------------------------------------------------------------
 
     def begin_forward(self, *, is_announced: bool = True) -> None:
-        """Note that the model's stack of layers starts a forward.
-
-        It belongs to the micro-batch under way if an earlier forward still waits for its backward
-        (two forwards before one backward); otherwise the next tape opens.
+        """Note that the model's stack of layers starts a forward: a new tape opens.
 
         Args:
             is_announced: False if that is only concluded from the order of the layers.
         """
-        tape = self._here.tape
-        if tape is None or not tape.accepts_forward or not tape.has_live_records():
-            self.end_micro_batch()
-            tape = Tape()
-            self._open_tapes.add(tape)
-            self._here.tape = tape
-            self.packer.buffer_keys = self._find_buffer_keys()
-        tape.is_announced = is_announced
+        self.end_forward()
+        tape = Tape(self._policy, self._num_tapes, is_announced=is_announced)
+        self._open_tapes[tape.number] = tape
+        self._num_tapes += 1
+        self._running.add(tape)
+        here = self._here
+        here.tape = tape
+        here.waiting = (*here.waiting, weakref.ref(tape))
+        self.packer.buffer_keys = self._find_buffer_keys()
 
     def forward_start(
         self,
         layer: Layer,
         *,
-        is_kept: bool = False,
+        is_last_run: bool = True,
         shared: Sequence[torch.Tensor] = (),
         frozen_shapes: FrozenShapes | None = None,
         reason_not_traceable: Callable[[], str | None] = lambda: None,
+        is_compiled: bool = False,
     ) -> LayerCall:
         """Open a call of *layer*; what autograd saves from here on is the engine's.
 
         Args:
             layer: the layer that runs now.
-            is_kept: keep what it saves, since backward begins with it.
+            is_last_run: False if it is known to run again in this forward.
             shared: tensors among its inputs that other layers get too.
             frozen_shapes: given under autocast, see
                 :func:`~hf_pyao.runtime.parameters.is_parameter`.
             reason_not_traceable: asked where something is to be recomputed: says why the layer's
                 operations cannot be seen, or returns None.
+            is_compiled: compiled code runs around it.
         """
         tape = self._here.tape
-        if tape is None or not tape.accepts_forward or tape.starts_over(layer):
+        if tape is None or not tape.accepts_calls or tape.starts_over(layer):
             self.begin_forward(is_announced=False)
             tape = self._here.tape
         assert tape is not None
         self.num_layer_calls += 1
-        call = tape.open_call(layer, is_kept)
+        self.mover.look_for_watchers()
+        call = LayerCall(
+            layer,
+            tape,
+            tape.last_call,
+            is_last_run=is_last_run,
+            shared_keys=frozenset(
+                tensor.untyped_storage()._cdata
+                for tensor in shared
+                if reason_not_movable(tensor) is None
+            ),
+            frozen_shapes=frozen_shapes,
+            is_compiled=is_compiled,
+            observer=self.observer,
+        )
+        tape.add(call)
         try:
-            self._prepare(call, shared, frozen_shapes, reason_not_traceable)
+            if self._recomputer is not None:
+                self._trace(self._recomputer, call, reason_not_traceable)
+            if self.observer is not None:
+                self.observer.on_module(call.fqn, "", "forward", is_start=True)
             return call
         except BaseException:
             self.abort(call)  # the caller has no hold of it yet
             raise
 
-    def _prepare(
+    def _trace(
         self,
+        recomputer: Recomputer,
         call: LayerCall,
-        shared: Sequence[torch.Tensor],
-        frozen_shapes: FrozenShapes | None,
         reason_not_traceable: Callable[[], str | None],
     ) -> None:
-        if frozen_shapes is not None:
-            call.is_autocast = True
-            call.frozen_shapes = frozen_shapes
-        if shared:
-            call.shared_keys = frozenset(
-                tensor.untyped_storage()._cdata
-                for tensor in shared
-                if reason_not_movable(tensor) is None
-            )
-        if self.recomputer is not None and not call.is_kept:
-            self.recomputer.open(call, reason_not_traceable, self.packer.buffer_keys)
+        buffer_keys, frozen_shapes = self.packer.buffer_keys, call.frozen_shapes
+
+        def is_constant(tensor: torch.Tensor, key: int) -> bool:
+            return key in buffer_keys or is_parameter(tensor, frozen_shapes)
+
+        recomputation = recomputer.open(
+            LayerRun(call.fqn, call.layer.index, call.is_last_run),
+            call.policy,
+            call.paths,
+            reason_not_traceable=reason_not_traceable,
+            is_constant=is_constant,
+            streams=self.link.streams,
+            watcher=self.observer,
+        )
+        if recomputation is not None:
+            call.recompute_with(recomputation)
+            recomputation.start()
+
+    def pack_of(self, call: LayerCall) -> Callable[[LayerCall, torch.Tensor], Handle]:
+        """Return the pack hook for *call*."""
+        return self.pack if call.recomputation is None else self.packer.pack_traced
 
     def forward_end(self, call: LayerCall, outputs: Sequence[torch.Tensor]) -> None:
         """Close *call*; its backward starts when a gradient reaches one of *outputs*."""
         self._close(call)
         call.settle()
+        if self.observer is not None:
+            self.observer.on_module(call.fqn, "", "forward", is_start=False)
         with named_range("layer_end", call.fqn):
-            self._offloads.layer_end()
+            self.link.offloads.layer_end()
 
         def on_gradient(_: tuple[torch.Tensor | None, ...]) -> None:
             self.unpacker.backward_start(call)
@@ -209,94 +248,96 @@ class OffloadEngine:
 
     def abort(self, call: LayerCall) -> None:
         """Close *call*, whose forward failed. What it saved goes as its graph goes."""
-        call.tape.is_failed = True
+        call.tape.fail()
         self._close(call)
-        self._offloads.drain()
+        self.link.offloads.drain()
 
     def _close(self, call: LayerCall) -> None:
         """End what goes on in *call*; it may be called again, also where it was interrupted."""
-        if self.recomputer is not None:
-            self.recomputer.close(call)  # first: it sees every operation of this thread
-        if call.is_open:
-            call.is_open = False
-            call.layer.slots, call.owns_slots = call.slots, False
-            call.tape.stats.num_slots += call.num_slots
-        call.cast_input = None
-        call.casts.clear()  # their keys hold the graph, which holds the call
+        recomputation = call.recomputation
+        if recomputation is not None:
+            recomputation.stop()  # first: it sees every operation of this thread
+            if self.observer is not None and recomputation.is_traced:
+                self.observer.on_trace(call.fqn, recomputation)
+            recomputation.close()
+        call.close()
 
     # ---- ends ----------------------------------------------------------------------------------
 
-    def end_micro_batch(self) -> None:
-        """Close this thread's tape, whatever its state: after a failure, or before the next."""
-        tape, self._here.tape = self._here.tape, None
-        self.unpacker.finalize_backward()
-        if tape is not None:
-            self._close_tape(tape)
+    def end_forward(self) -> None:
+        """End this thread's newest forward, whatever its state: what follows is another's."""
+        here = self._here
+        tape, here.tape = here.tape, None
+        self.unpacker.finalize_backward()  # of one that failed
+        if tape is not None and tape in self._running:
+            self._running.discard(tape)
+            self._num_packs_before += tape.stats.num_packs
+            tape.close()
+        waiting = []
+        for ref in here.waiting:
+            tape = ref()
+            if tape is None:
+                continue
+            if tape.has_run_backward:
+                self._publish(tape.micro_batch)
+                self._open_tapes.pop(tape.number, None)
+            elif tape.is_live():
+                waiting.append(ref)
+            else:
+                self._open_tapes.pop(tape.number, None)
+        here.waiting = tuple(waiting)
+        if not waiting:
+            self.link.streams.forget()
 
     def end(self) -> None:
         """Close the tapes of all threads: nothing more comes."""
-        self.end_micro_batch()
-        for tape in list(self._open_tapes):
-            self._close_tape(tape)
+        self.end_forward()
+        for tape in list(self._open_tapes.values()):
+            if tape in self._running:
+                self._running.discard(tape)
+                self._num_packs_before += tape.stats.num_packs
+            tape.close()
+            if tape.has_run_backward:
+                self._publish(tape.micro_batch)
+        self._open_tapes.clear()
 
-    def _close_tape(self, tape: Tape) -> None:
-        if tape in self._open_tapes:
-            self._open_tapes.discard(tape)
-            self._num_packs_before += tape.stats.num_packs
-        tape.close()
-        self._offloads.forget_streams()
-        if tape.has_run_backward:
-            self._publish(tape)
+    def _waiting_tapes(self) -> list[Tape]:
+        """Return the tapes whose backward has not begun, oldest first."""
+        return [tape for tape in list(self._open_tapes.values()) if not tape.has_run_backward]
+
+    def _end_tapes(self, tapes: Sequence[Tape]) -> None:
+        """Note that a backward pass through *tapes* is over."""
+        micro_batch = tapes[0].micro_batch
+        for tape in tapes[1:]:
+            micro_batch.absorb(tape)
+        if not any(tape.is_live() for tape in tapes):
+            for tape in tapes:
+                self._publish(tape.micro_batch)
+
+    def _publish(self, micro_batch: MicroBatch) -> None:
+        """Count *micro_batch*, once."""
+        stats = micro_batch.publish()
+        if stats is None:
+            return
+        self.mover.collect(stats)
+        self.last_stats = stats
+        self.totals.add(stats)
+        if not (stats.offloaded_bytes or stats.recomputed_bytes) and self.policy.name != "off":
+            self.idle_warnings.nothing_moved(stats)
+
+    # ---- what happened -------------------------------------------------------------------------
 
     @property
     def num_packs(self) -> int:
-        """Calls of the pack hook so far, in all micro-batches of all threads."""
-        return self._num_packs_before + sum(tape.stats.num_packs for tape in list(self._open_tapes))
+        """Calls of the pack hook so far, in all forwards of all threads."""
+        return self._num_packs_before + sum(tape.stats.num_packs for tape in list(self._running))
 
     def release_done(self) -> None:
         """Let go of device copies that have left; for moments in which nothing else would."""
-        self._offloads.release_done()
+        self.link.offloads.release_done()
 
     def warn_idle(self) -> None:
         """Warn, once, that a step went by in which nothing was packed."""
         self.idle_warnings.nothing_packed(
             have_layers_run=self.num_layer_calls > 0, passed_over=self.passed_over
         )
-
-    def _publish(self, tape: Tape) -> None:
-        stats = tape.stats
-        if tape.is_published or not stats.num_packs:
-            return
-        tape.is_published = True
-        self.transport.collect(stats)
-        self.pool.settle()
-        stats.pool_bytes = self.pool.pool_bytes
-        stats.host_peak_bytes = self.pool.peak_used_bytes
-        self.pool.reset_peak()
-        self.last_stats = stats
-        self.totals.add(stats)
-        if not (stats.offloaded_bytes or stats.recomputed_bytes) and self.policy.name != "off":
-            self.idle_warnings.nothing_moved(stats)
-
-    def _release(self, record: SavedStorage) -> None:
-        """Give back the buffers of a storage that no node can ask for any more.
-
-        Runs in a destructor: on any thread and inside any other call, so it takes no lock.
-        """
-        if record.residency is RELOADING:
-            self.transport.retire(record.reload_ticket)
-            self._reloads.consumed(record)
-        if record.home is not None:
-            if record.lingering is not None:
-                record.home.await_everywhere()
-            else:
-                record.home.await_visitors()
-        record.residency = RELEASED
-        record.lingering = record.buffer = record.decoded = None
-        record.payload = ()
-        host = record.host
-        if host is not None:
-            record.host = None
-            # The newest copy that uses it stands for the one before.
-            last = record.offload_ticket if record.reload_ticket is None else record.reload_ticket
-            self.pool.release(host, last)

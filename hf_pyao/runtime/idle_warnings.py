@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 
 from hf_pyao.metrics import MicroBatchStats, format_bytes
-from hf_pyao.runtime.offloading import HOST_FULL
-from hf_pyao.runtime.packing import LAST_LAYER
-from hf_pyao.runtime.policy import BELOW_MIN_BYTES, NOT_SELECTED
+from hf_pyao.runtime.policy import BELOW_MIN_BYTES, LAST_LAYER, NOT_SELECTED
+from hf_pyao.transfer.mover import HOST_FULL
 
 logger = logging.getLogger(__name__)
 

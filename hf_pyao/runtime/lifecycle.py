@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,61 +31,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.runtime.compiled import uncompiled
+from hf_pyao.runtime.compile_guard import uncompiled
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.equal_casts import casts_its_input
-from hf_pyao.runtime.hook_stack import (
-    Pack,
-    pack_hook,
-    pop_hooks,
-    pop_left_behind,
-    push_hooks,
-)
-from hf_pyao.runtime.hooks import (
+from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
+from hf_pyao.runtime.model_hooks import (
+    BeginHook,
     CheckpointFunction,
     EnterHook,
     LeaveHook,
     PathEndHook,
     PathStartHook,
-    StackHook,
     take_off,
     take_off_inert,
 )
-from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.runtime.parameters import FrozenShapes
 from hf_pyao.runtime.passing_over import explain_failure, is_recomputing, reason_to_pass_over
-from hf_pyao.runtime.recompute import COMPILED, ZERO_3
-from hf_pyao.runtime.tape import Layer, LayerCall
-from hf_pyao.runtime.tracing import stop_left_behind
+from hf_pyao.runtime.running import Running, Token
+from hf_pyao.runtime.saved_tensor_hooks import (
+    pack_hook,
+    pop_hooks,
+    push_hooks,
+)
+from hf_pyao.runtime.sharding import NoSharding, Sharding
+from hf_pyao.runtime.tape import Layer
 
 logger = logging.getLogger(__name__)
 
-
-class Token:
-    """One layer that this thread is inside of."""
-
-    __slots__ = ("call", "is_checkpointed", "module", "pack")
-
-    def __init__(
-        self, module: nn.Module, call: LayerCall, pack: Pack, is_checkpointed: bool
-    ) -> None:
-        self.module = module
-        self.call = call
-        self.pack = pack
-        self.is_checkpointed = is_checkpointed
-
-
-class Running(threading.local):
-    """What the calling thread is at."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Token] = []
-        """The layers that it is inside of, innermost last."""
-        self.calls_per_forward: dict[int, int] = {}
-        """How often each layer object has run in this forward, by the layer's index."""
-        self.calls_last_forward: dict[int, int] = {}
-        self.num_packs_seen = -1
-        """Tensors that had been packed when its newest forward began."""
+COMPILED = "compiled code"
+"""Why a layer cannot be traced."""
 
 
 class Lifecycle:
@@ -97,7 +70,7 @@ class Lifecycle:
         stack: module whose forward runs all layers.
         layers: qualified name and module of each layer, in forward order.
         named_submodules: yields path and module for everything inside a layer; the layer is "".
-        keep_last_layers: how many last layers of each forward keep what they save.
+        sharding: what data-parallel engines do to parameters.
         owner: found again through the stack's hook; kept alive by it.
     """
 
@@ -108,7 +81,7 @@ class Lifecycle:
         layers: Sequence[tuple[str, nn.Module]],
         *,
         named_submodules: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
-        keep_last_layers: int,
+        sharding: Sharding | None = None,
         owner: Any = None,
     ) -> None:
         self.engine = engine
@@ -118,9 +91,9 @@ class Lifecycle:
         self._named_submodules = named_submodules
         self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
         self._stack = weakref.ref(stack)
-        first_kept = len(layers) - keep_last_layers
+        self._sharding = sharding or NoSharding()
         for index, (fqn, module) in enumerate(layers):
-            self._layers[module] = Layer(index, fqn, is_last=index >= first_kept)
+            self._layers[module] = Layer(index, fqn)
         self._modules = [
             weakref.ref(module)
             for module in dict.fromkeys(m for m in (stack, *self._layers) for m in m.modules())
@@ -143,7 +116,7 @@ class Lifecycle:
         for ref in self._modules:
             if (module := ref()) is not None:
                 take_off_inert(module)
-        stack.register_forward_pre_hook(StackHook(self), prepend=True)
+        stack.register_forward_pre_hook(BeginHook(self), prepend=True)
         for layer in list(self._layers):
             layer.register_forward_pre_hook(EnterHook(self), with_kwargs=True)
             layer.register_forward_hook(LeaveHook(self), always_call=True)
@@ -201,12 +174,8 @@ class Lifecycle:
         self.leave_all()
         self.engine.release_done()
         if stack.training and torch.is_grad_enabled():
-            running, num_packs = self.running, self.engine.num_packs
-            if num_packs == running.num_packs_seen:
+            if not self.running.begin_forward(self.engine.num_packs):
                 self.engine.warn_idle()
-            running.num_packs_seen = num_packs
-            running.calls_last_forward = running.calls_per_forward
-            running.calls_per_forward = {}
             self._wrap_checkpointing()
             self.engine.begin_forward()
         elif torch.is_grad_enabled() and not self.engine.num_layer_calls:
@@ -241,13 +210,14 @@ class Lifecycle:
         try:
             call = self.engine.forward_start(
                 layer,
-                is_kept=self._is_kept(layer),
+                is_last_run=self.running.count_run(layer),
                 shared=shared_inputs(args, kwargs),
-                frozen_shapes=_frozen_shapes(module),
-                reason_not_traceable=lambda: _reason_not_traceable(module, is_compiling),
+                frozen_shapes=self._frozen_shapes(module),
+                reason_not_traceable=lambda: self._reason_not_traceable(module, is_compiling),
+                is_compiled=is_compiling,  # see [Note: Compiled code]
             )
-            call.is_compiled = is_compiling  # see [Note: Compiled code]
-            pack = pack_hook(self._pack_uncompiled if is_compiling else self.engine.pack, call)
+            pack_tensor = self._pack_uncompiled if is_compiling else self.engine.pack_of(call)
+            pack = pack_hook(pack_tensor, call)
             tokens.append(Token(module, call, pack, is_checkpointed))
             push_hooks(pack, self._unpack_uncompiled if is_compiling else self.engine.unpack)
         except BaseException:
@@ -303,39 +273,18 @@ class Lifecycle:
         """True while this thread is inside of a layer that was entered."""
         return bool(self.running.tokens)
 
-    def _is_kept(self, layer: Layer) -> bool:
-        """Say whether this is a last layer call of the forward.
+    def _frozen_shapes(self, module: nn.Module) -> FrozenShapes | None:
+        """Return the shapes by which autocast copies of frozen weights are known."""
+        if not torch._C._is_any_autocast_enabled():
+            return None
+        return FrozenShapes(module, self._sharding)
 
-        A layer object that runs several times in a forward is last the last time only; how often
-        it runs is known from the forward before.
-        """
-        if not layer.is_last:
-            return False
-        running = self.running
-        count = running.calls_per_forward.get(layer.index, 0) + 1
-        running.calls_per_forward[layer.index] = count
-        return count >= running.calls_last_forward.get(layer.index, 1)
-
-
-def clear_thread() -> None:
-    """Take down what an interrupt left on this thread of any model's; no layer may be running."""
-    pop_left_behind()
-    stop_left_behind()
-
-
-def _frozen_shapes(module: nn.Module) -> FrozenShapes | None:
-    """Return the shapes by which autocast copies of frozen weights are known."""
-    return FrozenShapes(module) if torch._C._is_any_autocast_enabled() else None
+    def _reason_not_traceable(self, module: nn.Module, is_compiling: bool) -> str | None:
+        """Say why a layer's operations cannot be recorded for recomputation; None if they can."""
+        if is_compiling or any(_is_compiled(child) for child in module.modules()):
+            return COMPILED
+        return self._sharding.reason_not_traceable(module)
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
-
-
-def _reason_not_traceable(module: nn.Module, is_compiling: bool) -> str | None:
-    """Say why the operations of a layer cannot be recorded for recomputation; None if they can."""
-    if is_compiling or any(_is_compiled(child) for child in module.modules()):
-        return COMPILED
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        return ZERO_3
-    return None

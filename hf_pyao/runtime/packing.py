@@ -1,113 +1,86 @@
 """The forward side: what becomes of each tensor that autograd saves.
 
-``pack`` reads: look whether it can move, whether it was seen, decide, encode, offload, record. It
+``pack`` reads: look whether it can move, whether it was seen, decide, move or keep, record. It
 runs for every saved tensor of every layer, so the common case is written out and what is rare is
-left to functions of its own. In-place changes: see [Note: In-place changes] in ``watching``.
+left to functions of its own. In-place changes: see [Note: In-place changes] in ``saved_tensor``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import Parameter
 
-from hf_pyao.codecs import Codec
+from hf_pyao.codecs import Codec, get_codec
+from hf_pyao.codecs.row_statistics import is_row_statistic
 from hf_pyao.runtime.equal_casts import cast_key
-from hf_pyao.runtime.layout import (
+from hf_pyao.runtime.observer import Observer
+from hf_pyao.runtime.parameters import is_parameter
+from hf_pyao.runtime.policy import Decision, Keep, Offload, Recompute, Situation, is_static
+from hf_pyao.runtime.recomputation import Anchor, Refused
+from hf_pyao.runtime.saved_tensor import (
+    Handle,
+    KeptTensor,
+    SavedStorage,
+    SavedTensor,
+    WatchedStorage,
+)
+from hf_pyao.runtime.slots import Slot
+from hf_pyao.runtime.tape import Entries, Entry, LayerCall, SlotEntry
+from hf_pyao.transfer.layout import (
     SUBCLASS,
     UNSUPPORTED,
     Layouts,
+    TensorLayout,
     has_bytes,
     nbytes_of,
     reason_not_movable,
 )
-from hf_pyao.runtime.offloading import HOST_FULL, StorageOffloader
-from hf_pyao.runtime.parameters import is_parameter
-from hf_pyao.runtime.policy import Candidate, Decision, Keep, Offload, Policy, Recompute
-from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage, SavedTensor
-from hf_pyao.runtime.tape import LayerCall, Note, Slot
-from hf_pyao.runtime.watching import SlotLabel, WatchedStorage
+from hf_pyao.transfer.mover import HOST_FULL, Mover
 
-if TYPE_CHECKING:
-    from hf_pyao.runtime.recomputer import Recomputer
-
-LAST_LAYER = "last layer"
-
-_KEEP_LAST = Keep(LAST_LAYER)
-_KEEP_SHARED = Keep("shared by layers")
-_KEEP_ELSEWHERE = Keep("not on the device")
-_KEEP_EMPTY = Keep("empty")
-
-Handle = KeptTensor | SavedTensor
+SHARED = "shared by layers"
+ELSEWHERE = "not on the device"
+EMPTY = "empty"
+DUPLICATE = "equal to another"
 
 
 class Packer:
-    """Takes over what autograd saves: keeps it, queues its copy to the host, or drops it.
+    """Takes over what autograd saves: keeps it, moves it to the host, or drops it.
 
     Args:
-        policy: decides per distinct saved storage.
-        codec: how offloaded storages are written, unless the decision names another.
-        handles: says whether tensors on a device can be moved.
-        offloader: queues the copies.
+        codec: how moved storages are written, unless a decision names another.
+        mover: moves them.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: Policy,
-        codec: Codec,
-        handles: Callable[[torch.device], bool],
-        offloader: StorageOffloader,
-    ) -> None:
-        self.policy = policy
-        self.recomputer: Recomputer | None = None
+    def __init__(self, *, codec: Codec, mover: Mover) -> None:
+        self.observer: Observer | None = None
         self.buffer_keys: frozenset[int] = frozenset()
         """Storages of the model's buffers, which never move."""
         self._codec = codec
-        self._handles = handles
-        self._offloader = offloader
+        self._exact = get_codec("identity")
+        self._mover = mover
+        self._handles: Callable[[torch.device], bool] = mover.link.transport.handles
         self._layouts = Layouts()
         self._handled: dict[torch.device, bool] = {}
+        self._movable_layouts: set[TensorLayout] = set()
+        """Those of tensors that were moved: not empty, and on a device that is handled."""
 
     def pack_traced(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
-        """Do as :meth:`pack`, where layers may be traced: what follows is no part of a layer."""
-        trace = call.trace
-        if trace is None:
+        """Do as :meth:`pack`, in a traced layer: what follows is no part of it."""
+        recomputation = call.recomputation
+        if recomputation is None:
             return self.pack(call, tensor)
-        trace.is_paused = True
+        recomputation.pause()
         try:
             return self.pack(call, tensor)
         finally:
-            trace.is_paused = False
-
-    def store(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
-        """Store *tensor*, which autograd did not save, to rebuild others from it."""
-        storage = tensor.untyped_storage()
-        entries = call.tape.table.entries.get(storage._cdata)
-        if entries is None:
-            entries = call.tape.table.add(storage)
-            call.anchor_keys.add(storage._cdata)
-        elif tensor.requires_grad:  # versions of others need not tell, where a layer is traced
-            known = self._find(call, tensor, entries)
-            if known is not None and _is_whole(known):
-                return known
-        label = call.layer.label(call.paths[-1])
-        nbytes = storage.nbytes()
-        layer, path, ordinal = label
-        candidate = Candidate(layer, call.layer.index, path, ordinal, nbytes, tensor.dtype)
-        slot = Slot(label, candidate)
-        decision = self._decide(call, tensor, storage, slot)
-        if isinstance(decision, Recompute):
-            decision = decision.otherwise
-        return self._move_or_keep(call, tensor, storage, entries, slot, decision)
+            recomputation.go_on()
 
     def pack(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
         """Take over *tensor*, which autograd saves in *call*; return what stands for it."""
-        stats = call.tape.stats
+        stats = call.stats
         stats.num_packs += 1
         reason = reason_not_movable(tensor)
         if reason is not None:
@@ -117,23 +90,27 @@ class Packer:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.buffer_keys:
-            label = call.layer.label(call.paths[-1])
-            return KeptTensor(tensor.detach(), tensor._version, call, label)
+            slot = call.layer.unnamed(call.paths[-1])
+            return KeptTensor(tensor.detach(), tensor._version, call, slot)
         if not self._codec.is_lossless:
             call.saved_shapes.add(tuple(tensor.shape))
-        table = call.tape.table
-        entries = table.entries.get(key)
+        entries = call.table.entries.get(key)
         if entries is None:
-            entries = table.add(storage)
-            stats.would_hold_bytes += storage.nbytes()
-            if call.cast_input is not None and call.trace is None:
-                return self._pack_cast(call, tensor, call.cast_input, storage, entries)
-        elif (known := self._find(call, tensor, entries)) is not None:
-            if call.anchor_keys and key in call.anchor_keys:
-                call.anchor_keys.remove(key)
-                stats.would_hold_bytes += storage.nbytes()
-            return known
-        return self._place(call, tensor, storage, entries)
+            nbytes = storage.nbytes()
+            stats.would_hold_bytes += nbytes
+            source = call.cast_input
+            if source is not None and not (call.recomputation and call.recomputation.is_traced):
+                return self._pack_cast(call, tensor, source, storage, nbytes)
+        else:
+            known = self._find(call, tensor, entries)
+            if known is not None:
+                if call.recomputation is not None and call.is_first_save_of_anchor(key):
+                    stats.would_hold_bytes += storage.nbytes()
+                return known
+            nbytes = storage.nbytes()
+        if call.recomputation is not None:
+            return self._place_traced(call, tensor, storage, nbytes)
+        return self._place(call, tensor, storage, entries, nbytes)
 
     def _pack_cast(
         self,
@@ -141,70 +118,43 @@ class Packer:
         tensor: torch.Tensor,
         source: torch.Tensor,
         storage: torch.UntypedStorage,
-        entries: list[Note],
+        nbytes: int,
     ) -> Handle:
         """Take over what a projection saves: perhaps a cast equal to one that was moved already."""
         key = cast_key(tensor, source)
-        if key is None:
-            return self._place(call, tensor, storage, entries)
-        ref = call.casts.get(key)
+        ref = None if key is None else call.casts.get(key)
         record = ref() if ref is not None else None
-        if record is not None and record.nbytes == storage.nbytes():
+        if isinstance(record, SavedStorage) and record.nbytes == nbytes:
+            self._decide(call, call.next_entry(nbytes, tensor.dtype), DUPLICATE)
             layout = self._layouts.of(tensor)
             record.watch(tensor, layout)
             if record.home is not None:
                 record.home.note_visitor()
-            entries.append(weakref.ref(record))
-            call.tape.stats.duplicate_bytes += record.nbytes
+            call.table.add(storage, weakref.ref(record))
+            call.stats.duplicate_bytes += nbytes
             return SavedTensor(record, layout, call)
-        handle = self._place(call, tensor, storage, entries)
-        if isinstance(handle, SavedTensor) and _is_whole(handle):
-            assert isinstance(handle.storage, SavedStorage)
-            if handle.storage.queue_copy is None:
-                call.casts[key] = weakref.ref(handle.storage)
+        if call.recomputation is not None:
+            handle = self._place_traced(call, tensor, storage, nbytes)
+        else:
+            handle = self._place(call, tensor, storage, None, nbytes)
+        if key is not None and isinstance(handle, SavedTensor):
+            new = handle.storage
+            if isinstance(new, SavedStorage) and _is_whole_copy(new):
+                call.casts[key] = weakref.ref(new)
         return handle
 
-    def _place(
-        self,
-        call: LayerCall,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        entries: list[Note],
-    ) -> Handle:
-        """Decide on a storage that is new to the tape, and act on it."""
-        slot = call.next_slot(storage.nbytes(), tensor.dtype)
-        decision = self._decide(call, tensor, storage, slot)
-        if type(decision) is Keep:
-            return self._keep(call, tensor, storage, entries, slot, decision.reason)
-        if isinstance(decision, Recompute):
-            dropped = self._drop(call, tensor, storage, entries, slot.label)
-            if dropped is not None:
-                return dropped
-            decision = decision.otherwise
-        return self._move_or_keep(call, tensor, storage, entries, slot, decision)
+    # ---- what was seen -------------------------------------------------------------------------
 
-    def _keep_parameter(self, call: LayerCall, tensor: torch.Tensor) -> KeptTensor:
-        # The object itself: ZeRO-3 exchanges the data of a Parameter behind our back, and a
-        # detached copy would pin what it gathered. No node saves a parameter as its own output, so
-        # holding it makes no cycle.
-        return KeptTensor(tensor, tensor._version, call, call.layer.label(call.paths[-1]))
-
-    def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
-        if reason == SUBCLASS and isinstance(tensor, Parameter):
-            return self._keep_parameter(call, tensor)
-        nbytes = nbytes_of(tensor) if tensor.layout is torch.strided else 0
-        call.tape.stats.would_hold_bytes += nbytes
-        call.tape.stats.kept_bytes[reason] += nbytes
-        label = call.layer.label(call.paths[-1])
-        return KeptTensor(tensor.detach(), tensor._version, call, label)
-
-    def _find(self, call: LayerCall, tensor: torch.Tensor, entries: list[Note]) -> Handle | None:
+    def _find(self, call: LayerCall, tensor: torch.Tensor, entries: Entries) -> Handle | None:
         """Return a handle on what *tensor*'s storage became when it was saved before."""
         version = tensor._version
-        for entry in entries:
-            if isinstance(entry, SlotLabel):
+        if type(entries) is Slot:
+            return KeptTensor(tensor.detach(), version, call, entries)
+        several: list[Entry] = entries  # type: ignore[assignment]
+        for entry in several:
+            if isinstance(entry, Slot):
                 return KeptTensor(tensor.detach(), version, call, entry)
-            record = entry()
+            record: WatchedStorage | None = entry()
             if record is None or record.version != version:
                 continue
             shares_counter = record.shares_counter_with(tensor)
@@ -221,96 +171,255 @@ class Packer:
             return SavedTensor(record, layout, call)
         return None
 
-    def _decide(
-        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, slot: Slot
-    ) -> Decision:
-        """Ask the policy, unless there is a reason of ours to keep *tensor*."""
-        candidate = slot.candidate
+    # ---- what is new ---------------------------------------------------------------------------
+
+    def _place(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        entries: Entries | None,
+        nbytes: int,
+    ) -> Handle:
+        """Decide on a storage, or a content of one, that is new to the tape, and act on it."""
+        entry = call.next_entry(nbytes, tensor.dtype)
+        decision = entry.decision
+        if (
+            entry.policy is call.policy  # mostly: what was decided before holds
+            and not (call.shared_keys and storage._cdata in call.shared_keys)
+            and self.observer is None
+        ):
+            if type(decision) is Keep:
+                slot = entry.slot
+                if entries is None:
+                    call.stats.kept_bytes[decision.reason] += nbytes
+                    call.table.entries[storage._weak_ref()] = slot  # type: ignore[index]
+                    return KeptTensor(tensor.detach(), tensor._version, call, slot)
+                return self._keep(call, tensor, storage, slot, decision)
+            if type(decision) is Offload:
+                layout = self._layouts.of(tensor)
+                if layout in self._movable_layouts:
+                    return self._move(call, tensor, storage, entry.slot, decision, layout)
+        stays = self._reason_to_stay(call, tensor, storage, nbytes)
+        if entry.policy is not call.policy or entry.stays is not stays or decision is None:
+            decision = self._decide(call, entry, stays)
+        if self.observer is not None:
+            self.observer.on_slot(entry.slot, stays, decision)
+        return self._carry_out(call, tensor, storage, entry.slot, decision)
+
+    def _reason_to_stay(
+        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+    ) -> str | None:
+        """Say why *tensor*'s storage stays whatever the policy decides; None if it need not."""
         if call.shared_keys and storage._cdata in call.shared_keys:
-            return _KEEP_SHARED
-        if not candidate.nbytes:
-            return _KEEP_EMPTY
-        if call.is_kept:
-            return _KEEP_LAST
-        if self.recomputer is not None:
-            producer = self.recomputer.producer_of(call, storage)
-            if producer is not None:
-                candidate = dataclasses.replace(candidate, producer=producer)
-        decision = self.policy.decide(candidate)
-        if type(decision) is Keep:
-            return decision
-        if not tensor.numel():
-            return _KEEP_EMPTY
+            return SHARED
+        if not nbytes or not tensor.numel():
+            return EMPTY
         device = tensor.device
         is_handled = self._handled.get(device)
         if is_handled is None:
             is_handled = self._handled[device] = self._handles(device)
-        return decision if is_handled else _KEEP_ELSEWHERE
+        return None if is_handled else ELSEWHERE
+
+    def _decide(self, call: LayerCall, entry: SlotEntry, stays: str | None) -> Decision:
+        """Ask the policy; if its answer holds from call to call, remember it."""
+        policy = call.policy
+        decision = policy.decide(entry.slot, Situation(call.is_last_run, None, stays))
+        decision = _unless_it_stays(decision, stays)
+        if is_static(policy):
+            entry.remember(policy, stays, decision)
+        return decision
+
+    def _place_traced(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+    ) -> Handle:
+        """Decide on a storage of a traced layer, which may be dropped too."""
+        assert call.recomputation is not None
+        slot = call.next_entry(nbytes, tensor.dtype).slot
+        stays = self._reason_to_stay(call, tensor, storage, nbytes)
+        producer = call.recomputation.producer_of(storage)
+        decision = call.policy.decide(slot, Situation(call.is_last_run, producer, stays))
+        decision = _unless_it_stays(decision, stays)
+        if isinstance(decision, Recompute):
+            dropped = self._drop(call, tensor, storage, slot)
+            if dropped is not None:
+                if self.observer is not None:
+                    self.observer.on_slot(slot, stays, decision)
+                return dropped
+            decision = decision.otherwise
+        if self.observer is not None:
+            self.observer.on_slot(slot, stays, decision)
+        return self._carry_out(call, tensor, storage, slot, decision)
 
     def _drop(
         self,
         call: LayerCall,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        entries: list[Note],
-        slot: SlotLabel,
+        slot: Slot,
     ) -> SavedTensor | None:
         """Let *tensor*'s storage go, to be rebuilt; None if it cannot be."""
-        assert self.recomputer is not None
+        recomputation = call.recomputation
+        assert recomputation is not None
         layout = self._layouts.of(tensor)
-        dropped = self.recomputer.drop(call, tensor, layout, storage, slot)
-        if dropped is None:
-            return None
-        self._offloader.let_go_of_dropped(dropped, storage)
-        entries.append(weakref.ref(dropped))
-        return SavedTensor(dropped, layout, call)
+        record: WatchedStorage | None = recomputation.known(tensor, storage)
+        if record is not None:  # what was noted for its storage is gone: the tape was closed
+            record.stand_for(layout)
+            if not record.shares_counter_with(tensor):
+                record.watch(tensor, layout)
+            if record.home is not None:
+                record.home.note_visitor()
+        else:
+            recipe = recomputation.recipe_for(tensor, storage)
+            if isinstance(recipe, Refused):
+                call.stats.not_recomputed_bytes[recipe.reason] += storage.nbytes()
+                return None
+            for anchor in recipe.anchors:
+                recomputation.stored(anchor, self._store(call, anchor))
+            record = recomputation.drop(recipe, call, tensor, layout, slot)
+            assert record is not None
+            call.stats.recomputed_bytes += record.nbytes
+        call.table.add(storage, weakref.ref(record))
+        return SavedTensor(record, layout, call)
 
-    def _move_or_keep(
+    def _store(self, call: LayerCall, anchor: Anchor) -> KeptTensor | SavedStorage:
+        """Store *anchor*, which autograd did not save; return what reads it in backward."""
+        tensor = anchor.tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        entries = call.table.entries.get(key)
+        nbytes = storage.nbytes()
+        slot = call.anchor(key, anchor.path, nbytes, tensor.dtype)
+        if entries is not None:
+            call.is_first_save_of_anchor(key)  # it was saved already
+            if tensor.requires_grad:  # versions of others need not tell, where a layer is traced
+                known = self._find(call, tensor, entries)
+                source = None if known is None else _source_in(known)
+                if source is not None:
+                    return source
+        stays = self._reason_to_stay(call, tensor, storage, nbytes)
+        decision = call.policy.decide(slot, Situation(call.is_last_run, anchor.path, stays))
+        decision = _unless_it_stays(decision, stays)
+        if isinstance(decision, Recompute):
+            decision = decision.otherwise
+        if self.observer is not None:
+            self.observer.on_slot(slot, stays, decision)
+        handle = self._carry_out(call, tensor, storage, slot, decision)
+        if isinstance(handle, KeptTensor):
+            return handle
+        assert isinstance(handle.storage, SavedStorage)
+        return handle.storage
+
+    def _carry_out(
         self,
         call: LayerCall,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        entries: list[Note],
         slot: Slot,
-        decision: Keep | Offload,
+        decision: Decision,
     ) -> Handle:
-        """Store *tensor*'s storage where *decision* says."""
-        if isinstance(decision, Keep):
-            return self._keep(call, tensor, storage, entries, slot, decision.reason)
-        if not has_bytes(tensor):
-            return self._keep(call, tensor, storage, entries, slot, UNSUPPORTED)
-        layout = self._layouts.of(tensor)
-        codec = decision.codec or self._codec
-        record = self._offloader.offload(call, tensor, layout, slot, codec)
-        if record is None:
-            return self._keep(call, tensor, storage, entries, slot, HOST_FULL)
-        entries.append(weakref.ref(record))
-        handle = SavedTensor(record, layout, call)
-        if self.recomputer is not None:
-            self.recomputer.note_stored(call, storage, tensor, handle)
-        return handle
+        """Move or keep *tensor*'s storage, as *decision* says."""
+        while type(decision) is Recompute:  # of a layer that is not traced
+            call.stats.not_recomputed_bytes[NOT_TRACED] += slot.nbytes
+            decision = decision.otherwise
+        if type(decision) is Offload:
+            layout = self._layouts.of(tensor)
+            self._movable_layouts.add(layout)
+            return self._move(call, tensor, storage, slot, decision, layout)
+        assert isinstance(decision, Keep)
+        return self._keep(call, tensor, storage, slot, decision)
 
     def _keep(
         self,
         call: LayerCall,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        entries: list[Note],
         slot: Slot,
-        reason: str,
+        decision: Keep,
     ) -> KeptTensor:
         """Leave *tensor*'s storage where it is."""
-        call.tape.stats.kept_bytes[reason] += slot.candidate.nbytes
-        entries.append(slot.label)
-        handle = KeptTensor(tensor.detach(), tensor._version, call, slot.label)
-        if self.recomputer is not None:
-            self.recomputer.note_stored(call, storage, tensor, handle)
-        return handle
+        call.stats.kept_bytes[decision.reason] += slot.nbytes
+        call.table.add_kept(storage, slot)
+        kept = KeptTensor(tensor.detach(), tensor._version, call, slot)
+        if call.recomputation is not None:
+            call.recomputation.note_stored(storage, tensor, kept)
+        return kept
+
+    def _move(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        slot: Slot,
+        decision: Offload,
+        layout: TensorLayout,
+    ) -> Handle:
+        """Move *tensor*'s storage to the host; without room there, it stays."""
+        if not has_bytes(tensor):
+            return self._keep(call, tensor, storage, slot, _KEEP_UNSUPPORTED)
+        codec = decision.codec or self._codec
+        if not codec.is_lossless and is_row_statistic(tensor, call.saved_shapes):
+            codec = self._exact
+        mover = self._mover
+        moved = mover.offload(tensor.detach(), layout, slot.nbytes, codec, slot, call.stats)
+        if moved is None:
+            return self._keep(call, tensor, storage, slot, _KEEP_HOST_FULL)
+        record = SavedStorage(call, slot, tensor, moved, mover)
+        ref = weakref.ref(record)
+        call.add(ref, moved)
+        call.table.add(storage, ref)
+        if call.recomputation is not None and moved.is_whole:
+            call.recomputation.note_stored(storage, tensor, record)
+        return SavedTensor(record, layout, call)
+
+    # ---- what stays in any case ----------------------------------------------------------------
+
+    def _keep_parameter(self, call: LayerCall, tensor: torch.Tensor) -> KeptTensor:
+        # The object itself: ZeRO-3 exchanges the data of a Parameter behind our back, and a
+        # detached copy would pin what it gathered. No node saves a parameter as its own output, so
+        # holding it makes no cycle.
+        return KeptTensor(tensor, tensor._version, call, call.layer.unnamed(call.paths[-1]))
+
+    def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
+        if reason == SUBCLASS and isinstance(tensor, Parameter):
+            return self._keep_parameter(call, tensor)
+        nbytes = nbytes_of(tensor) if tensor.layout is torch.strided else 0
+        stats = call.stats
+        stats.would_hold_bytes += nbytes
+        stats.kept_bytes[reason] += nbytes
+        entry = call.next_entry(nbytes, tensor.dtype)
+        decision = self._decide(call, entry, reason)
+        if self.observer is not None:
+            self.observer.on_slot(entry.slot, reason, decision)
+        return KeptTensor(tensor.detach(), tensor._version, call, entry.slot)
 
 
-def _is_whole(handle: Handle) -> bool:
-    """Say whether all of a storage can be had through *handle*, without replaying anything."""
+_KEEP_HOST_FULL = Keep(HOST_FULL)
+_KEEP_UNSUPPORTED = Keep(UNSUPPORTED)
+
+NOT_TRACED = "not traced"
+"""Why something was not recomputed: nothing of its layer call was seen."""
+
+
+def _unless_it_stays(decision: Decision, stays: str | None) -> Decision:
+    """Return *decision*, or to keep what stays in any case."""
+    if stays is None or (type(decision) is Keep and stays == ELSEWHERE):
+        return decision
+    return Keep(stays)
+
+
+def _is_whole_copy(record: SavedStorage) -> bool:
+    """Say whether the copy of *record* was queued, and all of its storage is in it."""
+    return record.moved.is_whole and not record.moved.is_put_off
+
+
+def _source_in(handle: Handle) -> KeptTensor | SavedStorage | None:
+    """Return what reads all of a storage for *handle*, without replaying anything; else None."""
     if isinstance(handle, KeptTensor):
-        return True
-    record: WatchedStorage = handle.storage
-    return isinstance(record, SavedStorage) and record.is_whole
+        return handle
+    record = handle.storage
+    return record if isinstance(record, SavedStorage) and record.moved.is_whole else None

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from hf_pyao.runtime.sharding import NoSharding, Sharding
+
 VIEW_OR_CAST_NODES = frozenset(
     {
         "AliasBackward0",
@@ -42,6 +44,7 @@ VIEW_OR_CAST_NODES = frozenset(
 )
 """Autograd nodes that change a tensor's view, place or dtype, but not what it stands for."""
 
+_TENSOR = torch.Tensor
 MAX_CHAIN = 16
 
 
@@ -56,10 +59,11 @@ class FrozenShapes:
     after the layer was entered. An empty one (no layer, or no autocast) knows no casts.
     """
 
-    __slots__ = ("_layer", "_weights")
+    __slots__ = ("_layer", "_sharding", "_weights")
 
-    def __init__(self, layer: nn.Module | None = None) -> None:
+    def __init__(self, layer: nn.Module | None = None, sharding: Sharding | None = None) -> None:
         self._layer = None if layer is None else weakref.ref(layer)
+        self._sharding = sharding or NoSharding()
         self._weights: dict[torch.Size, set[tuple[torch.dtype, bool]]] | None = None
 
     def has_cast(self, tensor: torch.Tensor) -> bool:
@@ -67,7 +71,7 @@ class FrozenShapes:
         if self._layer is None or tensor.requires_grad or not tensor.is_floating_point():
             return False
         if self._weights is None:
-            self._weights = _frozen_weights(self._layer())
+            self._weights = _frozen_weights(self._layer(), self._sharding)
         base = tensor._base
         known = self._weights.get((tensor if base is None else base).shape, ())
         return any(
@@ -84,7 +88,7 @@ def is_parameter(tensor: torch.Tensor, frozen_shapes: FrozenShapes) -> bool:
         frozen_shapes: of the layer that runs, while autocast is on; else empty.
     """
     base = tensor._base
-    is_plain = type(tensor) is torch.Tensor and (base is None or type(base) is torch.Tensor)
+    is_plain = type(tensor) is _TENSOR and (base is None or type(base) is _TENSOR)
     if not is_plain and _is_parameter_or_view(tensor):
         return True
     node = tensor.grad_fn
@@ -124,21 +128,19 @@ def _leads_to_parameter(node: torch.autograd.graph.Node, num_elements: int) -> b
     return False
 
 
-def _frozen_weights(layer: nn.Module | None) -> dict[torch.Size, set[tuple[torch.dtype, bool]]]:
+def _frozen_weights(
+    layer: nn.Module | None, sharding: Sharding
+) -> dict[torch.Size, set[tuple[torch.dtype, bool]]]:
     """Return the shapes of *layer*'s frozen weights -> dtype, and whether ``nn.Linear`` owns it.
 
-    Weights have two or more dimensions. While FSDP1 has them gathered they are no parameters but
-    views of one, kept among the plain attributes of their module.
+    Weights have two or more dimensions.
     """
     found: dict[torch.Size, set[tuple[torch.dtype, bool]]] = {}
     pending = [] if layer is None else [layer]
     while pending:
         module = pending.pop()
         pending.extend(child for child in module._modules.values() if child is not None)
-        values: list[torch.Tensor] = [v for v in module._parameters.values() if v is not None]
-        if not values:
-            values = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
-        for value in values:
+        for value in sharding.weights_of(module):
             if not value.requires_grad and value.dim() >= 2 and _is_parameter_or_view(value):
                 is_linear = isinstance(module, nn.Linear)
                 found.setdefault(value.shape, set()).add((value.dtype, is_linear))

@@ -14,7 +14,7 @@ import logging
 import torch
 from torch.nn.modules._functions import BackwardHookFunction
 
-from hf_pyao.runtime.hook_stack import is_inside_checkpoint
+from hf_pyao.runtime.saved_tensor_hooks import is_inside_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
-import torch
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from hf_pyao.codecs import Codec
 from hf_pyao.config import POLICY_NAMES, PyAOConfig
 from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.runtime.slots import Slot
 
 BELOW_MIN_BYTES = "below min_bytes"
+LAST_LAYER = "last layer"
 NOT_SELECTED = "not selected"
 POLICY_OFF = "policy off"
 
@@ -51,31 +51,31 @@ _OFFLOAD = Offload()
 _KEEP_SMALL = Keep(BELOW_MIN_BYTES)
 _KEEP_NOT_SELECTED = Keep(NOT_SELECTED)
 _KEEP_OFF = Keep(POLICY_OFF)
+_KEEP_LAST = Keep(LAST_LAYER)
 
 
-@dataclass(slots=True)
-class Candidate:
-    """One distinct saved storage, as a policy sees it."""
+class Situation(NamedTuple):
+    """What is known of a slot beside its name, when a policy is asked."""
+
+    is_last_run: bool = True
+    """False if its layer, as far as known from the forward before, runs again in this forward."""
+    producer: str | None = None
+    """Sub-module that made it, where the layer is traced; None where it is not, or if it was made
+    outside of the layer."""
+    stays: str | None = None
+    """Why it stays on the device whatever is decided: it is shared by layers, say. None if the
+    decision counts."""
+
+
+class LayerRun(NamedTuple):
+    """One execution of a layer, before it begins."""
 
     layer: str
     """Qualified name of the layer."""
     layer_index: int
     """Position of the layer in forward order."""
-    path: str
-    """Sub-module of the layer that saved it first; empty for the layer itself."""
-    ordinal: int
-    """How many distinct storages that sub-module had saved before it in this layer call."""
-    nbytes: int
-    """Bytes that autograd would keep alive for it."""
-    dtype: torch.dtype
-    producer: str | None = None
-    """Sub-module that made it, where the layer is traced; None where it is not, or if it was made
-    outside of the layer."""
-
-    @property
-    def slot(self) -> str:
-        """Name shared by structurally identical layers, such as ``self_attn.q_proj:0``."""
-        return f"{self.path}:{self.ordinal}"
+    is_last_run: bool = True
+    """As in :class:`Situation`."""
 
 
 Selection = Mapping[str, frozenset[str]]
@@ -86,14 +86,16 @@ Selection = Mapping[str, frozenset[str]]
 class Policy(Protocol):
     """Decides, for each distinct saved storage of a layer call, what becomes of it.
 
-    Called inside the pack hook for tensors that can be moved: plain, dense, on the device, neither
-    a parameter nor shared by layers nor of a last layer. It must be cheap and must not touch data.
+    It is asked inside the pack hook for all that autograd saves in a layer but parameters and
+    buffers, and for anchors; of what stays in any case (``situation.stays``) it only hears. It must
+    be cheap and must not touch data. An attribute ``is_static = True`` says that decisions follow
+    from the arguments alone: it is then asked once for each slot, not in every call.
     """
 
     name: str
 
-    def decide(self, candidate: Candidate) -> Decision:
-        """Return what becomes of *candidate*."""
+    def decide(self, slot: Slot, situation: Situation) -> Decision:
+        """Return what becomes of *slot*."""
         ...
 
 
@@ -101,39 +103,41 @@ class OffloadAll:
     """Offload everything that is large enough to be worth a copy."""
 
     name = "all"
+    is_static = True
 
     def __init__(self, min_bytes: int) -> None:
         self.min_bytes = min_bytes
 
-    def decide(self, candidate: Candidate) -> Decision:
+    def decide(self, slot: Slot, situation: Situation) -> Decision:
         """Offload unless the storage is smaller than ``min_bytes``."""
-        return _OFFLOAD if candidate.nbytes >= self.min_bytes else _KEEP_SMALL
+        return _OFFLOAD if slot.nbytes >= self.min_bytes else _KEEP_SMALL
 
 
 class OffloadModules:
     """Offload what the selected sub-modules saved first (Megatron-Core's ``offload_modules``)."""
 
     name = "modules"
+    is_static = True
 
     def __init__(self, min_bytes: int, selected: Selection) -> None:
         self.min_bytes = min_bytes
         self.selected = selected
 
-    def decide(self, candidate: Candidate) -> Decision:
+    def decide(self, slot: Slot, situation: Situation) -> Decision:
         """Offload if a selected sub-module saved it and it is not smaller than ``min_bytes``."""
-        if candidate.path not in self.selected.get(candidate.layer, ()):
+        if slot.path not in self.selected.get(slot.layer, ()):
             return _KEEP_NOT_SELECTED
-        return _OFFLOAD if candidate.nbytes >= self.min_bytes else _KEEP_SMALL
+        return _OFFLOAD if slot.nbytes >= self.min_bytes else _KEEP_SMALL
 
 
 @runtime_checkable
 class RecomputingPolicy(Policy, Protocol):
     """A policy that may decide to recompute."""
 
-    def products_to_replay(self, layer: str) -> frozenset[str] | None:
-        """Return the sub-modules of *layer* whose matrix products and attention may run again.
+    def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
+        """Return the sub-modules whose matrix products and attention may run again.
 
-        None if nothing of *layer* is recomputed: its operations are not traced then.
+        None if nothing of this run of the layer is recomputed: its operations are not traced then.
         """
         ...
 
@@ -153,33 +157,73 @@ class RecomputeSelected:
             is_pointwise: recompute of every layer whatever needs no further matrix product.
         """
         self.name = base.name
+        self.is_static = is_static(base)
         self.base = base
         self.selected = selected
         self.is_pointwise = is_pointwise
 
-    def decide(self, candidate: Candidate) -> Decision:
+    def decide(self, slot: Slot, situation: Situation) -> Decision:
         """Recompute if a selected sub-module saved or made it."""
-        otherwise = self.base.decide(candidate)
-        selected = self.selected.get(candidate.layer, frozenset())
-        is_selected = candidate.path in selected or candidate.producer in selected
+        otherwise = self.base.decide(slot, situation)
+        selected = self.selected.get(slot.layer, frozenset())
+        is_selected = slot.path in selected or situation.producer in selected
         if isinstance(otherwise, Recompute) or not (is_selected or self.is_pointwise):
             return otherwise
         return Recompute(otherwise)
 
-    def products_to_replay(self, layer: str) -> frozenset[str] | None:
-        """Return the selected sub-modules of *layer*."""
-        selected = self.selected.get(layer, frozenset())
+    def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
+        """Return the selected sub-modules of the layer."""
+        selected = self.selected.get(run.layer, frozenset())
         return selected if selected or self.is_pointwise else None
+
+
+class KeepLastLayers:
+    """Keep what the last layers of each forward save, since backward begins with it.
+
+    Of a layer that runs several times in a forward, the last run alone is kept.
+    """
+
+    def __init__(self, base: Policy, first_kept: int) -> None:
+        """Keep layers from index *first_kept* on; *base* decides on those before."""
+        self.name = base.name
+        self.is_static = is_static(base)
+        self.base = base
+        self.first_kept = first_kept
+
+    def decide(self, slot: Slot, situation: Situation) -> Decision:
+        """Keep the last layers' slots."""
+        if situation.is_last_run and slot.layer_index >= self.first_kept:
+            return _KEEP_LAST
+        return self.base.decide(slot, situation)
+
+    def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
+        """Ask the base policy, if it is one that recomputes, about the layers before."""
+        is_kept = run.is_last_run and run.layer_index >= self.first_kept
+        return None if is_kept else products_to_replay(self.base, run)
 
 
 class OffloadNothing:
     """Keep everything: bytes are counted, and other parts of hf_pyao work alone."""
 
     name = "off"
+    is_static = True
 
-    def decide(self, candidate: Candidate) -> Decision:
+    def decide(self, slot: Slot, situation: Situation) -> Decision:
         """Keep."""
         return _KEEP_OFF
+
+
+def products_to_replay(policy: Policy, run: LayerRun) -> frozenset[str] | None:
+    """Ask *policy*, if it is a :class:`RecomputingPolicy`; None if it is not."""
+    # No isinstance: to check a protocol takes as long as to pack ten tensors.
+    ask = getattr(policy, "products_to_replay", None)
+    found: frozenset[str] | None = None if ask is None else ask(run)
+    return found
+
+
+def is_static(policy: Policy) -> bool:
+    """Say whether what *policy* decides follows from what it is asked alone."""
+    return bool(getattr(policy, "is_static", False))
 
 
 POLICIES: dict[str, Callable[[PyAOConfig, Selection], Policy]] = {
@@ -206,6 +250,6 @@ def make_policy(config: PyAOConfig, selected: Selection | None = None) -> Policy
     if not isinstance(config.policy, Policy):
         raise ConfigError(
             f"policy is {config.policy!r}; expected one of {list(POLICY_NAMES)} or an object with "
-            "`name` and `decide(candidate)`."
+            "`name` and `decide(slot, situation)`."
         )
     return config.policy

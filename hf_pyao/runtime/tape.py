@@ -1,156 +1,282 @@
-"""The tape: layer calls of one micro-batch in forward order."""
+"""The tape: the layer calls of one forward, until their backward is over.
+
+A layer call, its layer and its tape each change their own state; others ask them to.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.runtime.equal_casts import CastKey
+from hf_pyao.runtime.observer import Observer
 from hf_pyao.runtime.parameters import FrozenShapes
-from hf_pyao.runtime.policy import Candidate
-from hf_pyao.runtime.watching import SlotLabel
-
-if TYPE_CHECKING:
-    from hf_pyao.runtime.equal_casts import CastKey
-    from hf_pyao.runtime.replay import Replay
-    from hf_pyao.runtime.saved_tensor import SavedStorage
-    from hf_pyao.runtime.tracing import Trace
-    from hf_pyao.runtime.watching import WatchedStorage
+from hf_pyao.runtime.policy import Decision, Policy
+from hf_pyao.runtime.recomputation import Recomputation
+from hf_pyao.runtime.slots import NO_SLOT, Slot
+from hf_pyao.transfer.graph_task import NO_TASK
+from hf_pyao.transfer.moved_bytes import MovedBytes
 
 
-class Slot(NamedTuple):
-    """One distinct storage that a layer call saves."""
+class Record(Protocol):
+    """What a layer call knows of a saved storage that was moved."""
 
-    label: SlotLabel
-    candidate: Candidate
-    """As a policy sees it."""
+    @property
+    def moved(self) -> MovedBytes:
+        """Where its bytes are."""
+        ...
+
+    def settle(self) -> None:
+        """Queue its copy to the host, if that was put off."""
+        ...
+
+    def wait(self) -> None:
+        """Order compute behind its reload, if one is under way."""
+        ...
+
+    def drop_device_copy(self) -> None:
+        """Let go of what was brought back."""
+        ...
 
 
-@dataclass(eq=False)
+class SlotEntry:
+    """A slot of a layer, and what its policy decided on it last."""
+
+    __slots__ = ("decision", "policy", "slot", "stays")
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.policy: Policy | None = None
+        """Who decided; None: no one whose decision holds from call to call."""
+        self.stays: str | None = None
+        self.decision: Decision | None = None
+
+    def remember(self, policy: Policy, stays: str | None, decision: Decision) -> None:
+        """Take note of what *policy* decided where *stays* was the reason to stay in any case."""
+        self.policy = None  # not half of it, for calls on other threads
+        self.stays = stays
+        self.decision = decision
+        self.policy = policy
+
+
 class Layer:
     """A module whose saved tensors are offloaded."""
 
-    index: int
-    fqn: str
-    is_last: bool
-    """True if its saved tensors stay: backward starts with it."""
-    slots: list[Slot] = field(default_factory=list, repr=False)
-    """What its newest call saved, in order: the next one is likely to save the same. Never changed
-    in place, since calls on other threads may read it."""
-    _labels: dict[str, SlotLabel] = field(default_factory=dict, repr=False)
+    __slots__ = ("_anchors", "_entries", "_unnamed", "fqn", "index")
 
-    def label(self, path: str) -> SlotLabel:
-        """Return the label of what a sub-module saves and what is no slot, such as parameters."""
-        label = self._labels.get(path)
-        if label is None:
-            label = self._labels[path] = SlotLabel(self.fqn, path, -1)
-        return label
+    def __init__(self, index: int, fqn: str) -> None:
+        self.index = index
+        self.fqn = fqn
+        """Qualified name."""
+        self._entries: dict[bool, list[SlotEntry]] = {True: [], False: []}
+        self._unnamed: dict[str, Slot] = {}
+        self._anchors: dict[tuple[str, int], Slot] = {}
+
+    def entries(self, is_last_run: bool) -> list[SlotEntry]:
+        """Return what its newest such call saved, in order: the next is likely to save the same.
+
+        The list is never changed, since calls on other threads may read it.
+        """
+        return self._entries[is_last_run]
+
+    def remember(self, is_last_run: bool, entries: list[SlotEntry]) -> None:
+        """Take note of what a call has saved."""
+        self._entries[is_last_run] = entries
+
+    def unnamed(self, path: str) -> Slot:
+        """Return the name of what a sub-module saves and what is no slot, such as parameters."""
+        slot = self._unnamed.get(path)
+        if slot is None:
+            slot = self._unnamed[path] = Slot(self.fqn, self.index, path, NO_SLOT, 0, None)
+        return slot
+
+    def anchor(self, path: str, ordinal: int, nbytes: int, dtype: torch.dtype) -> Slot:
+        """Return the slot of an anchor."""
+        slot = self._anchors.get((path, ordinal))
+        if slot is None or slot.nbytes != nbytes or slot.dtype != dtype:
+            slot = Slot(self.fqn, self.index, path, ordinal, nbytes, dtype, is_anchor=True)
+            self._anchors[path, ordinal] = slot
+        return slot
 
 
-@dataclass(eq=False)
 class LayerCall:
     """One execution of a layer. Everything is keyed by it, never by the layer's name."""
 
-    layer: Layer
-    tape: Tape
-    previous: LayerCall | None
-    """The call before it in forward order; its tensors are the next that backward needs."""
-    is_kept: bool
-    """True if what it saves stays, since backward starts with it."""
-    shared_keys: frozenset[int] = frozenset()
-    """Storages among the layer's inputs that other layers get too (masks, rotary tables)."""
-    frozen_shapes: FrozenShapes = field(default_factory=FrozenShapes)
-    paths: list[str] = field(default_factory=lambda: [""])
-    """Stack of the sub-modules that are running."""
-    num_slots: int = 0
-    """Distinct storages saved so far."""
-    slots: list[Slot] = field(default_factory=list)
-    """Those, and behind them what its layer's newest call saved besides."""
-    owns_slots: bool = False
-    """True if that list is its own, to be changed; else it is the layer's."""
-    records: list[weakref.ref[SavedStorage]] = field(default_factory=list)
-    put_off: list[weakref.ref[SavedStorage]] = field(default_factory=list)
-    """Those whose copy waits for the end of the layer."""
-    is_autocast: bool = False
-    """True if it runs under autocast."""
+    recomputation: Recomputation | None = None
+    """What of it is traced, dropped and rebuilt; None if nothing is."""
     cast_input: torch.Tensor | None = None
     """Input of the projection that runs, which autocast casts for it."""
-    casts: dict[CastKey, weakref.ref[SavedStorage]] = field(default_factory=dict)
-    """Casts of such inputs that were moved, until its forward ends."""
-    saved_shapes: set[tuple[int, ...]] = field(default_factory=set)
-    """Shapes of what was saved so far, kept where a lossy codec must know statistics by shape."""
-    trace: Trace | None = None
-    """What it computed so far, while it runs and if something of it is to be recomputed."""
-    reason_not_traced: str | None = None
-    anchor_keys: set[int] = field(default_factory=set)
-    """Storages that autograd has not saved yet, stored to rebuild others from them."""
-    replay: Replay | None = None
-    """What of it was dropped, to be rebuilt in backward."""
-    backward_task: int = -1
+    backward_task = NO_TASK
     """Id of the graph task in which its backward started last."""
-    is_open: bool = True
-    is_compiled: bool = False
-    """True if compiled code runs around it, which must not trace what autograd calls back."""
+    is_open = True
+    num_slots = 0
+    """Distinct storages saved so far."""
+    _owns_entries = False
+
+    def __init__(
+        self,
+        layer: Layer,
+        tape: Tape,
+        previous: LayerCall | None,
+        *,
+        is_last_run: bool = True,
+        shared_keys: frozenset[int] = frozenset(),
+        frozen_shapes: FrozenShapes | None = None,
+        is_compiled: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        """Open a call.
+
+        Args:
+            layer: the layer that runs.
+            tape: that of the forward.
+            previous: the call before it in forward order.
+            is_last_run: False if the layer runs again in this forward.
+            shared_keys: storages among its inputs that other layers get too (masks, rotary tables).
+            frozen_shapes: given under autocast.
+            is_compiled: compiled code runs around it, which must not trace what autograd calls
+                back.
+            observer: hears of its sub-modules.
+        """
+        self.layer = layer
+        self.tape = tape
+        self.previous = previous
+        self.is_last_run = is_last_run
+        self.shared_keys = shared_keys
+        self.is_autocast = frozen_shapes is not None
+        self.frozen_shapes = frozen_shapes or _NO_SHAPES
+        self.is_compiled = is_compiled
+        self.policy = tape.policy
+        self.stats = tape.stats
+        self.table = tape.table
+        self.observer = observer
+        self.paths = [""]
+        """Stack of the sub-modules that are running."""
+        self.entries = layer.entries(is_last_run)
+        """Slots saved so far, and behind them what the call before saved besides."""
+        self.records: list[weakref.ref[Record]] = []
+        """What was moved, in the order of packing."""
+        self.casts: dict[CastKey, weakref.ref[Record]] = {}
+        """Casts of projections' inputs that were moved, until its forward ends."""
+        self.saved_shapes: set[tuple[int, ...]] = set()
+        """Shapes of what was saved so far, kept where a lossy codec must know statistics by
+        shape."""
+        self._put_off: list[weakref.ref[Record]] = []
+        self._anchors: dict[int, Slot] = {}
+        self._num_anchors: dict[str, int] = {}
 
     @property
     def fqn(self) -> str:
         """Qualified name of the layer."""
         return self.layer.fqn
 
-    def next_slot(self, nbytes: int, dtype: torch.dtype) -> Slot:
-        """Return the slot of a storage that was not saved before.
+    # ---- its forward ---------------------------------------------------------------------------
+
+    def recompute_with(self, recomputation: Recomputation) -> None:
+        """Have what is saved from here on traced."""
+        self.recomputation = recomputation
+
+    def enter(self, path: str, cast_input: torch.Tensor | None) -> None:
+        """Take note that a sub-module starts; *cast_input* is what autocast would cast for it."""
+        self.paths.append(path)
+        self.cast_input = cast_input
+
+    def leave(self) -> None:
+        """Take note that a sub-module ends."""
+        self.cast_input = None
+        if len(self.paths) > 1:
+            self.paths.pop()
+
+    def next_entry(self, nbytes: int, dtype: torch.dtype) -> SlotEntry:
+        """Return the entry of a storage that was not saved before.
 
         Mostly it is the one that the layer's call before had at this place.
         """
         index = self.num_slots
         self.num_slots = index + 1
-        if index < len(self.slots):
-            slot = self.slots[index]
-            candidate = slot.candidate
-            if (
-                candidate.path == self.paths[-1]
-                and candidate.nbytes == nbytes
-                and candidate.dtype is dtype
-            ):
-                return slot
-        return self._new_slot(index, nbytes, dtype)
+        if index < len(self.entries):
+            entry = self.entries[index]
+            slot = entry.slot
+            if slot.path == self.paths[-1] and slot.nbytes == nbytes and slot.dtype is dtype:
+                return entry
+        return self._new_entry(index, nbytes, dtype)
 
-    def _new_slot(self, index: int, nbytes: int, dtype: torch.dtype) -> Slot:
+    def _new_entry(self, index: int, nbytes: int, dtype: torch.dtype) -> SlotEntry:
         layer, path = self.layer, self.paths[-1]
-        if not self.owns_slots:
-            self.slots = self.slots.copy()
-            self.owns_slots = True
-        slots = self.slots
-        if index < len(slots) and slots[index].label.path == path:
-            label = slots[index].label
+        if not self._owns_entries:
+            self.entries = self.entries.copy()
+            self._owns_entries = True
+        entries = self.entries
+        if index < len(entries) and entries[index].slot.path == path:
+            ordinal = entries[index].slot.ordinal
         else:
-            del slots[index:]  # from here on it saves other things than the call before
-            ordinal = sum(slot.label.path == path for slot in slots)
-            label = SlotLabel(layer.fqn, path, ordinal)
-        candidate = Candidate(layer.fqn, layer.index, path, label.ordinal, nbytes, dtype)
-        slot = Slot(label, candidate)
-        slots[index : index + 1] = [slot]
+            del entries[index:]  # from here on it saves other things than the call before
+            ordinal = sum(entry.slot.path == path for entry in entries)
+        entry = SlotEntry(Slot(layer.fqn, layer.index, path, ordinal, nbytes, dtype))
+        entries[index : index + 1] = [entry]
+        return entry
+
+    def anchor(self, key: int, path: str, nbytes: int, dtype: torch.dtype) -> Slot:
+        """Return the slot under which storage *key* is stored, which autograd has not saved."""
+        slot = self._anchors.get(key)
+        if slot is None:
+            ordinal = self._num_anchors.get(path, 0)
+            self._num_anchors[path] = ordinal + 1
+            slot = self._anchors[key] = self.layer.anchor(path, ordinal, nbytes, dtype)
         return slot
+
+    def is_first_save_of_anchor(self, key: int) -> bool:
+        """Say whether autograd saves storage *key*, an anchor so far, for the first time now."""
+        return bool(self._anchors) and self._anchors.pop(key, None) is not None
+
+    def add(self, record: weakref.ref[Any], moved: MovedBytes) -> None:
+        """Take *record* in, of what was *moved*."""
+        self.records.append(record)
+        if moved.late_codec is not None:
+            self._put_off.append(record)
+
+    def close(self) -> None:
+        """End its forward. It may be called again, also where it was interrupted."""
+        if self.is_open:
+            self.is_open = False
+            self.layer.remember(self.is_last_run, self.entries)
+            self._owns_entries = False
+            self.tape.stats.num_slots += self.num_slots
+        self.cast_input = None
+        self.casts.clear()  # their keys hold the graph, which holds the call
 
     def settle(self) -> None:
         """Queue the copies that were put off to the end of the layer."""
-        for ref in self.put_off:
+        for ref in self._put_off:
             record = ref()
             if record is not None:
                 record.settle()
-        self.put_off.clear()
+        self._put_off.clear()
 
-    def live_records(self) -> list[SavedStorage]:
+    # ---- its backward --------------------------------------------------------------------------
+
+    def start_backward(self, task: int) -> None:
+        """Take note that its backward begins in graph task *task*."""
+        self.backward_task = task
+        self.tape.start_backward()
+
+    def live_records(self) -> list[Record]:
         """Return the storages that some graph node may still ask for, in pack order."""
         return [record for ref in self.records if (record := ref()) is not None]
 
 
-Note: TypeAlias = "SlotLabel | weakref.ref[WatchedStorage]"
-"""What became of a storage: the label under which it was kept, or what stands for it elsewhere."""
+_NO_SHAPES = FrozenShapes()
+
+Entry: TypeAlias = "Slot | weakref.ref[Any]"
+"""What became of a storage: the slot under which it was kept, or what stands for it elsewhere."""
+
+Entries: TypeAlias = "Slot | list[Entry]"
+"""What became of a storage and of what it held later, in order; the slot alone where it was kept
+at once."""
 
 
 class StorageTable:
@@ -161,14 +287,24 @@ class StorageTable:
     """
 
     def __init__(self) -> None:
-        self.entries: dict[int, list[Note]] = {}
-        """Key of a storage (``_cdata``) -> what was noted for it."""
+        self.entries: dict[int, Entries] = {}
+        """Key of a storage (``_cdata``) -> what became of it."""
 
-    def add(self, storage: torch.UntypedStorage) -> list[Note]:
-        """Start notes for a new storage and return them."""
-        entries: list[Note] = []
-        self.entries[storage._weak_ref()] = entries  # type: ignore[index]
-        return entries
+    def add(self, storage: torch.UntypedStorage, entry: Entry) -> None:
+        """Take note of what became of *storage*, or of its content since the last change."""
+        known = self.entries.get(storage._cdata)
+        if known is None:
+            self.entries[storage._weak_ref()] = [entry]  # type: ignore[index]
+        elif isinstance(known, list):
+            known.append(entry)
+
+    def add_kept(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+        """Take note that *storage* is kept."""
+        known = self.entries.get(storage._cdata)
+        if known is None:
+            self.entries[storage._weak_ref()] = slot  # type: ignore[index]
+        elif isinstance(known, list):
+            known.append(slot)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -183,27 +319,33 @@ class StorageTable:
 
 
 class Tape:
-    """The layer calls of one micro-batch: one or several forwards, and their backward.
+    """The layer calls of one forward.
 
-    It opens at the first layer call after the previous tape closed, and closes when its backward
-    has finished and no saved storage of it is left. Records hold their call, calls hold the tape,
-    and the tape holds neither, so that an abandoned one disappears with its graph.
+    It opens as the forward begins, takes no more calls once its backward or another forward of its
+    thread began, and is over when no saved storage of it is left. Records hold their call, calls
+    hold the tape, and the tape holds neither, so that an abandoned one disappears with its graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy, number: int = 0, *, is_announced: bool = True) -> None:
+        """Open a tape that follows *policy*; *number* tells it from others of its engine.
+
+        *is_announced*: the module that runs the layers told of the forward; else that was concluded
+        from the order of the layers.
+        """
+        self.policy = policy
+        self.number = number
+        self.is_announced = is_announced
         self.stats = MicroBatchStats()
         self.table = StorageTable()
         self.calls: list[weakref.ref[LayerCall]] = []
         self.last_call: LayerCall | None = None
         self.has_run_backward = False
         self.is_failed = False
-        self.is_announced = False
-        """True if the module that runs the layers told of the newest forward."""
-        self.is_published = False
+        self.micro_batch = MicroBatch(self)
 
     @property
-    def accepts_forward(self) -> bool:
-        """False once another forward would belong to the next micro-batch."""
+    def accepts_calls(self) -> bool:
+        """False once another layer call would belong to another forward."""
         return not (self.has_run_backward or self.is_failed)
 
     def starts_over(self, layer: Layer) -> bool:
@@ -216,34 +358,68 @@ class Tape:
             return False
         return layer.index < self.last_call.layer.index
 
-    def live_records(self) -> Iterator[SavedStorage]:
-        """Yield the storages that some graph node may still ask for."""
+    def add(self, call: LayerCall) -> None:
+        """Append *call*, which has just begun."""
+        self.calls.append(weakref.ref(call))
+        self.last_call = call
+
+    def start_backward(self) -> None:
+        """Take note that a backward reached one of its calls."""
+        self.has_run_backward = True
+
+    def fail(self) -> None:
+        """Take note that its forward failed."""
+        self.is_failed = True
+
+    def live_calls(self) -> Iterator[LayerCall]:
+        """Yield the calls that some graph node still belongs to, in forward order."""
         for ref in self.calls:
             if (call := ref()) is not None:
-                yield from call.live_records()
+                yield call
 
-    def live_replays(self) -> Iterator[Replay]:
-        """Yield what was dropped in the layer calls that some graph node still belongs to."""
-        for ref in self.calls:
-            if (call := ref()) is not None and call.replay is not None:
-                yield call.replay
+    def live_records(self) -> Iterator[Record]:
+        """Yield the storages that some graph node may still ask for."""
+        for call in self.live_calls():
+            yield from call.live_records()
 
-    def has_live_records(self) -> bool:
+    def live_recomputations(self) -> Iterator[Recomputation]:
+        """Yield what was dropped in the calls that some graph node still belongs to."""
+        for call in self.live_calls():
+            if call.recomputation is not None:
+                yield call.recomputation
+
+    def is_live(self) -> bool:
         """Say whether some graph node may still ask for a storage of this tape."""
         if next(self.live_records(), None) is not None:
             return True
-        return any(replay.live_slots() for replay in self.live_replays())
+        return any(recomputation.is_live() for recomputation in self.live_recomputations())
 
     def close(self) -> None:
         """Take no more calls. Storages that live on are released as their graph goes."""
         self.last_call = None
         self.table.clear()
 
-    def open_call(self, layer: Layer, is_kept: bool) -> LayerCall:
-        """Append a call of *layer*."""
-        call = LayerCall(
-            layer=layer, tape=self, previous=self.last_call, is_kept=is_kept, slots=layer.slots
-        )
-        self.calls.append(weakref.ref(call))
-        self.last_call = call
-        return call
+
+class MicroBatch:
+    """The forwards whose backward is one: mostly one, and its tape; several where losses add up."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.is_published = False
+        self._stats = [tape.stats]
+
+    def absorb(self, other: Tape) -> None:
+        """Take *other* in, whose backward is a part of this one's."""
+        theirs = other.micro_batch
+        if theirs is not self and not theirs.is_published and not self.is_published:
+            self._stats += theirs._stats
+            other.micro_batch = self
+
+    def publish(self) -> MicroBatchStats | None:
+        """Return what it came to, the first time; None if nothing was packed in it."""
+        if self.is_published or not any(stats.num_packs for stats in self._stats):
+            return None
+        self.is_published = True
+        first, *others = self._stats
+        for stats in others:
+            first.add(stats)
+        return first

@@ -11,78 +11,69 @@ one step. Destructors take no lock: see [Note: Buffer lifetime] in ``stores.host
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_pyao.errors import ReleasedTensorError
-from hf_pyao.runtime.compiled import uncompiled
-from hf_pyao.runtime.ranges import in_range, is_profiling, named_range
-from hf_pyao.runtime.recompute import RecomputedStorage
+from hf_pyao.runtime.backward_order import BackwardOrder, calls_after
+from hf_pyao.runtime.compile_guard import uncompiled
+from hf_pyao.runtime.observer import Observer
 from hf_pyao.runtime.saved_tensor import (
-    DEVICE,
-    HOST,
-    OFFLOADING,
-    RELOADING,
+    Handle,
     KeptTensor,
+    RebuiltStorage,
     SavedStorage,
     SavedTensor,
 )
 from hf_pyao.runtime.tape import LayerCall, Tape
-from hf_pyao.runtime.transport import Transport
-from hf_pyao.runtime.window import OffloadWindow, ReloadWindow
-
-if TYPE_CHECKING:
-    from hf_pyao.runtime.recomputer import Recomputer
-
-NO_TASK = -1
-"""Id of the graph task outside of a backward pass."""
-
-_current_task: Callable[[], int] = torch._C._current_graph_task_id
+from hf_pyao.transfer.graph_task import NO_TASK, current_graph_task
+from hf_pyao.transfer.moved_bytes import DEVICE, HOST, OFFLOADING, RELOADING, MovedBytes
+from hf_pyao.transfer.mover import Mover
+from hf_pyao.transfer.profiler_ranges import named_range
 
 
 class Unpacker:
     """Gives saved tensors back to autograd.
 
     Args:
-        transport: copies bytes.
-        offloads: device copies that still wait to leave.
-        reloads: storages on their way back.
-        meets_at_layer_end: wait for all of a layer's reloads before its backward, as the paper.
-        on_tape_done: called with each tape whose storages are all released.
+        mover: moves bytes.
+        order: says which forward's backward follows.
+        waiting: returns the tapes that may still have a backward, oldest first.
+        on_tapes_done: called at the end of each backward pass with its tapes.
     """
 
     def __init__(
         self,
         *,
-        transport: Transport,
-        offloads: OffloadWindow,
-        reloads: ReloadWindow,
-        meets_at_layer_end: bool,
-        on_tape_done: Callable[[Tape], None],
+        mover: Mover,
+        order: BackwardOrder,
+        waiting: Callable[[], Sequence[Tape]],
+        on_tapes_done: Callable[[Sequence[Tape]], None],
     ) -> None:
-        self.recomputer: Recomputer | None = None
-        self._transport = transport
-        self._offloads = offloads
-        self._reloads = reloads
-        self._meets_at_layer_end = meets_at_layer_end
-        self._on_tape_done = on_tape_done
+        self.observer: Observer | None = None
+        self._mover = mover
+        self._offloads = mover.link.offloads
+        self._reloads = mover.reloads
+        self._order = order
+        self._waiting = waiting
+        self._meets_at_layer_end = mover.link.window_bytes is None
+        self._on_tapes_done = on_tapes_done
         self._lock = threading.RLock()  # see [Note: Threads]
         self._tapes: list[Tape] = []
         self._task = NO_TASK
         self._running_call: LayerCall | None = None
 
-    def unpack(self, handle: KeptTensor | SavedTensor) -> torch.Tensor:
+    def unpack(self, handle: Handle) -> torch.Tensor:
         """Return the tensor that *handle* stands for, ready for compute on the current stream."""
         call = handle.call
-        task = _current_task()
+        task = current_graph_task()
         if call.backward_task != task and task != NO_TASK:
             self.backward_start(call)
         if type(handle) is KeptTensor:
             if handle.tensor._version != handle.version:
                 handle.check_unmodified()
             return handle.tensor
+        assert type(handle) is SavedTensor
         home = handle.storage.home
         visitor = None if home is None else home.visitor()
         with self._lock:
@@ -97,51 +88,45 @@ class Unpacker:
     def _unpack(self, handle: SavedTensor) -> torch.Tensor:
         record = handle.storage
         record.check_unmodified()
-        if not isinstance(record, SavedStorage):
-            assert isinstance(record, RecomputedStorage)
+        if type(record) is not SavedStorage:
+            assert isinstance(record, RebuiltStorage)
             return self._rebuild(handle, record)
-        residency = record.residency
+        mover, moved = self._mover, record.moved
+        residency = moved.residency
         if residency is OFFLOADING:
-            tensor = handle.layout.view_of(*record.payload_storage())
+            tensor = handle.layout.view_of(*mover.read_payload(moved))
             return tensor if self._task == NO_TASK else record.hand_out(tensor, handle)
-        if residency is HOST:
-            self._reload(record)
         if residency is not DEVICE:
-            self._wait(record)
-        known = record.handed_out_like(handle)
+            if residency is HOST:
+                mover.reload(moved)
+            mover.wait(moved)
+        known = None if record.handed_out is None else record.handed_out_like(handle)
         if known is not None:
             tensor = known
         else:
             tensor = record.hand_out(record.tensor_on_device(handle), handle)
-        if not record.is_consumed:
-            self._reloads.consumed(record)
+        if not moved.is_consumed:
+            self._reloads.consumed(moved)
             if not self._reloads.is_exhausted or self._offloads.waiting_bytes:
-                self._prefetch()
+                mover.prefetch()
         if self._task == NO_TASK:
-            self._drop_device_copy(record)  # looked at outside a backward pass
+            record.drop_device_copy()  # looked at outside a backward pass
         return tensor
 
-    def load(self, record: SavedStorage) -> tuple[torch.UntypedStorage, int]:
-        """Return the bytes of *record* on the device, and which byte of the original is first."""
-        home = record.home
-        visitor = None if home is None else home.visitor()
-        if visitor is None:
-            return self._load(record)
-        assert home is not None
-        with home.stream:
-            loaded = self._load(record)
-        home.receive(visitor)
-        return loaded
+    def _rebuild(self, handle: SavedTensor, record: RebuiltStorage) -> torch.Tensor:
+        """Replay what leads to a storage that was dropped."""
+        storage = record.rebuild()
+        known = record.handed_out_like(handle)
+        tensor = known if known is not None else handle.layout.view_of(storage, 0)
+        if known is None:
+            record.hand_out(tensor, handle)
+        if current_graph_task() == NO_TASK:
+            record.forget_rebuilt()  # looked at outside a backward pass
+        else:
+            self._mover.prefetch()
+        return tensor
 
-    def _load(self, record: SavedStorage) -> tuple[torch.UntypedStorage, int]:
-        if record.residency is OFFLOADING:
-            return record.payload_storage()
-        if record.residency is HOST:
-            self._reload(record)
-        self._wait(record)
-        storage = record.device_storage()
-        self._reloads.consumed(record)
-        return storage, record.decoded_start
+    # ---- backward begins and ends --------------------------------------------------------------
 
     def backward_start(self, call: LayerCall) -> None:
         """Begin the backward of *call*: its own storages first, then those needed next.
@@ -149,12 +134,11 @@ class Unpacker:
         Called at each unpack of the call and when a gradient reaches its outputs; only the first
         of these in a graph task counts.
         """
-        task = _current_task()
+        task = current_graph_task()
         if task == NO_TASK or call.backward_task == task:
             return
         with self._lock:
-            call.backward_task = task
-            call.tape.has_run_backward = True
+            call.start_backward(task)
             if self._task != task:
                 self.finalize_backward()  # of one that failed, or that this one runs inside of
                 self._task = task
@@ -167,117 +151,64 @@ class Unpacker:
             if self._running_call is not None:
                 self._backward_end(self._running_call)
             self._running_call = call
+            self._mover.look_for_watchers()
+            if self.observer is not None:
+                self.observer.on_module(call.fqn, "", "backward", is_start=True)
             if self._meets_at_layer_end:
                 for record in call.live_records():
-                    self._wait(record)
+                    record.wait()
             with named_range("backward_start", call.fqn):
-                self._reloads.start(call)
-                self._prefetch()
+                following = calls_after(call, self._order, self._waiting())
+                self._reloads.start(call.records, (each.records for each in following))
+                self._mover.prefetch()
+
+    def _backward_end(self, call: LayerCall) -> None:
+        """End the backward of *call*: what a retained graph still holds leaves the device again."""
+        if self.observer is not None:
+            self.observer.on_module(call.fqn, "", "backward", is_start=False)
+        for record in call.live_records():
+            if record.moved.residency is DEVICE:
+                record.drop_device_copy()
+        if call.recomputation is not None:
+            call.recomputation.reset()
 
     def finalize_backward(self) -> None:
-        """End a backward pass: no device copy of a saved tensor outlives it.
+        """End a backward pass: no device copy of a saved tensor of its forwards outlives it.
 
-        It may have run through several micro-batches, and need not have come to its end.
+        It may have run through several forwards, and need not have come to its end. Those that
+        still wait for their backward keep what is on its way.
         """
         with self._lock:
             tapes, self._tapes = self._tapes, []
             self._task = NO_TASK
-            self._running_call = None
+            running, self._running_call = self._running_call, None
+            if running is not None and self.observer is not None:
+                self.observer.on_module(running.fqn, "", "backward", is_start=False)
             for tape in tapes:
                 for record in tape.live_records():
-                    self._drop_device_copy(record)
-                for replay in tape.live_replays():
-                    replay.reset()
-            self._reloads.reset()
-            self._offloads.drain()
-        for tape in tapes:
-            if not tape.has_live_records():
-                self._on_tape_done(tape)
+                    record.drop_device_copy()
+                for recomputation in tape.live_recomputations():
+                    recomputation.reset()
+            others = [tape for tape in self._waiting() if tape not in tapes]
+            self._reloads.reset(_ahead_bytes(others) if others else 0)
+            if others:
+                over = {id(tape.stats) for tape in tapes}
+                self._offloads.drain(lambda moved: id(moved.stats) in over)
+            else:
+                self._offloads.drain(self._is_own)
+        if tapes:
+            self._order.note_backward(tapes)
+            self._on_tapes_done(tapes)
 
-    def _rebuild(self, handle: SavedTensor, record: RecomputedStorage) -> torch.Tensor:
-        """Replay what leads to a storage that was dropped."""
-        assert self.recomputer is not None
-        storage = self.recomputer.rebuild(record)
-        known = record.handed_out_like(handle)
-        tensor = known if known is not None else handle.layout.view_of(storage, 0)
-        if known is None:
-            record.hand_out(tensor, handle)
-        if _current_task() == NO_TASK:
-            assert record.call.replay is not None
-            record.call.replay.reset()  # looked at outside a backward pass
-            for source in self.recomputer.sources(record):
-                self._drop_device_copy(source)
-        else:
-            self._prefetch()
-        return tensor
-
-    def _backward_end(self, call: LayerCall) -> None:
-        """End the backward of *call*: what a retained graph still holds leaves the device again."""
-        for record in call.live_records():
-            if record.residency is DEVICE:
-                self._drop_device_copy(record)
-        if call.replay is not None:
-            call.replay.reset()
-
-    def _prefetch(self) -> None:
-        self._offloads.release_done()
-        while (record := self._reloads.next_record(self._offloads.waiting_bytes)) is not None:
-            self._reload(record)
-
-    def _reload(self, record: SavedStorage) -> None:
-        """Queue the copy of a storage back to the device, into memory of its home's."""
-        home = record.home
-        if home is None or home.visitor() is None:
-            self._queue_reload(record)
-        else:
-            with home.stream:
-                self._queue_reload(record)
-
-    def _queue_reload(self, record: SavedStorage) -> None:
-        host = record.host
-        if host is None:
-            raise ReleasedTensorError(
-                f"{record.slot}: its buffers were given back while a graph still held it. Run "
-                "backward before detaching the offloader."
-            )
-        source = record.host_view
-        if source is None:
-            source = host.data
-        record.buffer = buffer = _device_buffer(record)
-        record.to(RELOADING)
-        reload = self._transport.reload
-        if is_profiling():
-            reload = in_range(reload, "reload", record.slot.layer)
-        record.reload_ticket = reload(
-            source, buffer, after=(record.offload_ticket,), label=record.slot
-        )
-        self._reloads.loaded(record)
-        stats = record.call.tape.stats
-        stats.reloaded_bytes += record.nbytes
-        stats.link_bytes += record.device_bytes
-
-    def _wait(self, record: SavedStorage) -> None:
-        """Order the home of *record* behind its reload, if one is under way."""
-        if record.residency is RELOADING:
-            self._transport.wait(record.reload_ticket)
-            record.to(DEVICE)
-
-    def _drop_device_copy(self, record: SavedStorage) -> None:
-        """Let go of the reloaded copy; the host still has the bytes."""
-        if record.residency is RELOADING:
-            self._transport.retire(record.reload_ticket)
-        elif record.residency is not DEVICE:
-            return
-        self._reloads.consumed(record)
-        if record.home is not None:
-            record.home.await_visitors()
-        record.drop_device_copy()
-        record.to(HOST)
+    def _is_own(self, moved: MovedBytes) -> bool:
+        return moved.owner is self._mover
 
 
-def _device_buffer(record: SavedStorage) -> torch.Tensor:
-    """Allocate what the payload of *record* is brought back to, on the current stream."""
-    if record.host_view is None:
-        return torch.empty(record.device_bytes, dtype=torch.uint8, device=record.device)
-    layout = record.layout
-    return layout.blank.new_empty_strided(layout.size, layout.stride)
+def _ahead_bytes(tapes: Sequence[Tape]) -> int:
+    """Return the bytes that were brought back ahead for *tapes*, and are not used yet."""
+    return sum(
+        record.moved.device_bytes
+        for tape in tapes
+        for record in tape.live_records()
+        if record.moved.residency in (RELOADING, DEVICE) and not record.moved.is_consumed
+    )

@@ -65,10 +65,31 @@ class QueuedCopy(Protocol):
         ...
 
 
+class HostUse:
+    """Host memory that one of a pool's users has, and the most that it had."""
+
+    __slots__ = ("__weakref__", "peak_bytes", "used_bytes")
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Take note of *nbytes* more, or fewer."""
+        self.used_bytes += nbytes
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
+
+    def take_peak(self) -> int:
+        """Return the peak, and begin anew from what is in use."""
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.used_bytes
+        return peak_bytes
+
+
 class HostBuffer:
     """A piece of a slab that its holder may use until it is released."""
 
-    __slots__ = ("__weakref__", "_view", "data", "offset", "reserved_bytes", "slab")
+    __slots__ = ("__weakref__", "_view", "data", "offset", "reserved_bytes", "slab", "use")
 
     def __init__(self, slab: int, offset: int, reserved_bytes: int, data: torch.Tensor) -> None:
         self.slab = slab
@@ -77,6 +98,8 @@ class HostBuffer:
         self.reserved_bytes = reserved_bytes
         self.data = data
         """uint8, shape (nbytes,), on the host."""
+        self.use: HostUse | None = None
+        """Who has it; None while no one has."""
         self._view: tuple[Layout | None, torch.Tensor | None] = (None, None)
 
     def view_like(self, layout: Layout) -> torch.Tensor:
@@ -132,6 +155,9 @@ class HostPool:
         self._released: deque[tuple[HostBuffer, QueuedCopy | None]] = deque()
         self._buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         """All that are cut from the slabs now; an interrupt may have lost some."""
+        self._uses: weakref.WeakSet[HostUse] = weakref.WeakSet()
+        self._has_several_users = False
+        """Else what is used is that one's, and need not be counted twice."""
         self._num_buffers = 0
         self._is_torn = False
         """True if an interrupt may have left these notes half made."""
@@ -148,9 +174,10 @@ class HostPool:
         """Reservations that the machine refused; smaller ones were tried in their place."""
         return self._source.num_refused
 
-    def acquire(self, nbytes: int) -> HostBuffer | None:
+    def acquire(self, nbytes: int, use: HostUse | None = None) -> HostBuffer | None:
         """Return a buffer of *nbytes* (uint8), or None if the cap or the machine allows no more.
 
+        *use* counts it; None: only the pool as a whole does.
         Bytes of the buffer may still be read by :attr:`barriers`; order writes behind them.
         """
         reserved = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -165,13 +192,21 @@ class HostPool:
                     self.used_bytes += reserved
                     if self.used_bytes > self.peak_used_bytes:
                         self.peak_used_bytes = self.used_bytes
-                    return spare.pop()
+                    again = spare.pop()
+                    again.use = use
+                    if self._has_several_users and use is not None:
+                        use.add(reserved)
+                    return again
                 buffer = self._cut_anywhere(nbytes, reserved)
                 if buffer is None and (self._spare or self._has_lost):
                     self._join_spare()
                     buffer = self._cut_anywhere(nbytes, reserved)
                 if buffer is None and self._grow(reserved):
                     buffer = self._cut(len(self._slabs) - 1, nbytes, reserved)
+                if buffer is not None and use is not None:
+                    buffer.use = use
+                    if self._has_several_users:
+                        use.add(reserved)
                 return buffer
         except BaseException:
             self._is_torn = True
@@ -183,6 +218,29 @@ class HostPool:
         Safe from any thread and from destructors: it takes no lock.
         """
         self._released.append((buffer, after))
+
+    def new_use(self) -> HostUse:
+        """Return a count for one more user of the pool."""
+        use = HostUse()
+        with self._lock:
+            self._uses.add(use)
+            if not self._has_several_users and len(self._uses) > 1:
+                self._has_several_users = True
+                self._count_uses(list(self._buffers))
+        return use
+
+    def take_peak(self, use: HostUse) -> int:
+        """Return the most that *use* had since the last time, and begin anew from what it has."""
+        self.settle()
+        if self._has_several_users:
+            return use.take_peak()
+        peak_bytes, self.peak_used_bytes = self.peak_used_bytes, self.used_bytes
+        return peak_bytes
+
+    def _count_uses(self, buffers: list[HostBuffer]) -> None:
+        for use in self._uses:
+            use.used_bytes = 0
+            use.add(sum(buffer.reserved_bytes for buffer in buffers if buffer.use is use))
 
     def settle(self) -> int:
         """Take back everything released so far and return the bytes still in use."""
@@ -216,6 +274,9 @@ class HostPool:
             self._released.popleft()
             self._spare.setdefault(buffer.data.numel(), []).append(buffer)
             self.used_bytes -= buffer.reserved_bytes
+            use, buffer.use = buffer.use, None
+            if self._has_several_users and use is not None:
+                use.used_bytes -= buffer.reserved_bytes
 
     def _join_spare(self) -> None:
         """Give the spare buffers back to their slabs, so that other sizes can be cut from them."""
@@ -238,6 +299,7 @@ class HostPool:
                 sorted((b.offset, b.reserved_bytes) for b in buffers if b.slab == index)
             )
         self.used_bytes = sum(buffer.reserved_bytes for buffer in buffers) - spare
+        self._count_uses(buffers)
         self._num_buffers = len(buffers)
         self.pool_bytes = sum(slab.memory.numel() for slab in self._slabs)
         self._is_torn = False

@@ -11,9 +11,9 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
-from hf_pyao.runtime.link_model import LinkModel
-from hf_pyao.runtime.simulated import SimulatedTicket, SimulatedTransport
-from hf_pyao.runtime.simulated_device import DeviceModel, MemoryLedger, SimulatedDevice
+from hf_pyao.simulation.device import DeviceModel, MemoryLedger, SimulatedDevice
+from hf_pyao.simulation.link_model import LinkModel
+from hf_pyao.simulation.transport import SimulatedTicket, SimulatedTransport
 from hf_pyao.stores.slabs import ALIGNMENT_BYTES
 from study_codecs import study_codec
 

@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
-from hf_pyao.runtime import layout
 from hf_pyao.runtime.parameters import is_parameter
-from hf_pyao.runtime.transport import BlockingTransport
+from hf_pyao.transfer import layout
+from hf_pyao.transfer.transport import BlockingTransport
 
 DTYPES = (torch.float32, torch.bfloat16)
 

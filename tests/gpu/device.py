@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from hf_pyao.runtime.simulated import SimulatedTransport
-from hf_pyao.runtime.stream_transport import StreamTicket, StreamTransport
-from hf_pyao.runtime.transport import Transport
+from hf_pyao.simulation.transport import SimulatedTransport
+from hf_pyao.transfer.stream_transport import StreamTicket, StreamTransport
+from hf_pyao.transfer.transport import Transport
 from tests.ledger import AllocationLedger
 
 CYCLES_PER_MS = 1_000_000
@@ -134,17 +134,13 @@ class SleptTransport(StreamTransport):
         self._random = random.Random(seed)
         self._waits = waits
 
-    def offload(
-        self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: str = ""
-    ) -> StreamTicket:
+    def offload(self, src: torch.Tensor, dst: torch.Tensor, **how: Any) -> StreamTicket:
         self._sleep(self._of(src.device).d2h)
-        return super().offload(src, dst, after=after, label=label)
+        return super().offload(src, dst, **how)
 
-    def reload(
-        self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: str = ""
-    ) -> StreamTicket:
+    def reload(self, src: torch.Tensor, dst: torch.Tensor, **how: Any) -> StreamTicket:
         self._sleep(self._of(dst.device).h2d)
-        return super().reload(src, dst, after=after, label=label)
+        return super().reload(src, dst, **how)
 
     def wait(self, ticket: StreamTicket) -> None:
         if self._waits:

@@ -60,7 +60,7 @@ def check(
             assert_same_tensors(found, expected, what)
             assert torch.equal(torch.get_rng_state(), state), f"{what}: random stream was touched"
             attached.zero_grad()
-            offloader.engine.end_micro_batch()
+            offloader.engine.end_forward()
             assert offloader.host_pool.settle() == 0, f"{what}: buffers are still busy"
             assert bool(offloader.totals().get("offloaded_bytes")) == is_moving, what
             assert bool(offloader.engine.num_packs) == is_moving, what

@@ -22,7 +22,7 @@ import pytest
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.report.provenance import collect_provenance
-from hf_pyao.runtime.simulated import SimulatedTransport
+from hf_pyao.simulation.transport import SimulatedTransport
 from races.models import ARCHITECTURES, SCENARIOS, make_pair
 
 NUM_SCHEDULES = int(os.environ.get("PYAO_TEST_SCHEDULES", "2000"))

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.runtime.compute_streams import ComputeStreams, Home
-from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.runtime.stream_transport import StreamTransport
-from hf_pyao.runtime.unpacking import Unpacker
-from hf_pyao.runtime.window import OffloadWindow
+from hf_pyao.runtime.backward_order import Reversed
+from hf_pyao.transfer.compute_streams import ComputeStreams, Home
+from hf_pyao.transfer.mover import Mover
+from hf_pyao.transfer.stream_transport import StreamTransport
+from hf_pyao.transfer.window import OffloadWindow
 from tests.helpers import FunctionLayer, Stack
 from tests.races.fake_streams import FakeStream, FakeStreamTransport, World, backward, fake_streams
 
@@ -42,16 +42,17 @@ def one_stream(world: World, model: Stack) -> None:
 
 
 def micro_batches(world: World, model: Stack) -> None:
-    """Each micro-batch on a stream of its own, and one backward over all."""
+    """Each micro-batch on a stream of its own, and one backward over all; two steps."""
     streams, xs = [world.stream() for _ in range(3)], inputs(3)
-    losses = []
-    for stream, x in zip(streams, xs, strict=True):
-        stream.wait_stream(world.current)
-        with stream:
-            losses.append(model(x).sum())
-    for stream in streams:
-        world.current.wait_stream(stream)
-    backward(world, sum(losses))  # type: ignore[arg-type]
+    for _ in range(2):
+        losses = []
+        for stream, x in zip(streams, xs, strict=True):
+            stream.wait_stream(world.current)
+            with stream:
+                losses.append(model(x).sum())
+        for stream in streams:
+            world.current.wait_stream(stream)
+        backward(world, sum(losses))  # type: ignore[arg-type]
 
 
 def backward_under_another(world: World, model: Stack) -> None:
@@ -241,7 +242,8 @@ def races(
         offloader = None
         if is_attached:
             transport = FakeStreamTransport(copy_streams)
-            offloader = attach(model, config, transport=transport)
+            order = Reversed(goes_on=seed % 2 == 0)
+            offloader = attach(model, config, transport=transport, backward_order=order)
         SCENARIOS[scenario](world, model)
         gc.collect()
         if offloader is not None:
@@ -314,7 +316,7 @@ def _wait_on_the_current_stream() -> Any:
 
 def _target_on_the_current_stream() -> Any:
     """A prefetch takes memory of the stream that prefetches."""
-    return mock.patch.object(Unpacker, "_reload", Unpacker._queue_reload)
+    return mock.patch.object(Mover, "reload", Mover._queue_reload)
 
 
 def _no_one_visits() -> Any:
@@ -339,36 +341,34 @@ def _sources_are_the_homes() -> Any:
 
 def _nothing_lingers() -> Any:
     """A source is let go while others hold it, and only the graph kept it from then on."""
-    return mock.patch("hf_pyao.runtime.window.is_held_elsewhere", _nothing)
+    return mock.patch("hf_pyao.transfer.compute_streams.is_held_elsewhere", _nothing)
 
 
 def _encoded_sources_go_at_once() -> Any:
     """What was encoded is let go without a look at other streams."""
-    return mock.patch.object(OffloadWindow, "let_go", _nothing)
+    return mock.patch.object(ComputeStreams, "let_go", _nothing)
 
 
 def _newest_copy_stands_for_all() -> Any:
     """Where the layer ends, the newest copy's stream waits, and the others do not."""
 
-    def drain(self: OffloadWindow) -> None:
-        if self._queue:
-            self._transport.wait(self._queue[-1][1])
-        while self._queue:
-            self._release_oldest()
+    def wait(self: OffloadWindow, leaving: Any) -> None:
+        for each in leaving[-1:]:
+            self._transport.wait(each.ticket)
 
-    return mock.patch.object(OffloadWindow, "drain", drain)
+    return mock.patch.object(OffloadWindow, "_wait_for", wait)
 
 
 def _buffers_return_before_they_are_written() -> Any:
     """A host buffer is another model's while a copy to it is under way."""
-    release = OffloadEngine._release
+    release = Mover.release
 
-    def early(self: OffloadEngine, record: Any) -> None:
-        if record.reload_ticket is None:
-            record.offload_ticket = None
-        release(self, record)
+    def early(self: Mover, moved: Any) -> None:
+        if moved.reload_ticket is None:
+            moved.offload_ticket = None
+        release(self, moved)
 
-    return mock.patch.object(OffloadEngine, "_release", early)
+    return mock.patch.object(Mover, "release", early)
 
 
 SHOWN_BY: dict[Callable[[], Any], str] = {
@@ -380,14 +380,14 @@ SHOWN_BY: dict[Callable[[], Any], str] = {
     _sources_are_the_homes: "staged",
     _nothing_lingers: "staged",
     _encoded_sources_go_at_once: "staged",
-    _newest_copy_stands_for_all: "micro_batches",
+    _newest_copy_stands_for_all: "staged",
     _buffers_return_before_they_are_written: "two_models",
 }
 
 
 @pytest.mark.parametrize("mutant", SHOWN_BY, ids=lambda mutant: mutant.__name__.replace("_", " "))
 def test_mutant_is_caught(mutant: Callable[[], Any]) -> None:
-    cases = [("layer", {}), (2_000, {}), (2_000, {"codec": "int8"})]
+    cases = [("layer", {}), (2_000, {}), (2**20, {}), (2_000, {"codec": "int8"})]
     for seed in range(3):
         for window, options in cases:
             with mutant():

@@ -17,77 +17,77 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import PyAOError
-from hf_pyao.runtime.saved_tensor import Residency, SavedStorage
-from hf_pyao.runtime.simulated import SimulatedTransport
 from hf_pyao.runtime.tape import StorageTable
-from hf_pyao.runtime.unpacking import Unpacker, _device_buffer
-from hf_pyao.runtime.window import OffloadWindow
+from hf_pyao.runtime.unpacking import Unpacker
+from hf_pyao.simulation.transport import SimulatedTransport
 from hf_pyao.stores import HostBuffer, HostPool
+from hf_pyao.transfer.moved_bytes import MovedBytes, Residency
+from hf_pyao.transfer.mover import Mover, _device_buffer
+from hf_pyao.transfer.window import OffloadWindow
 from races.models import SCENARIOS, make_pair
 
 Mutant = Callable[[], Any]
 
 
-def give_back(host: HostBuffer, record: SavedStorage) -> None:
+def give_back(host: HostBuffer, mover: Mover) -> None:
     """Return *host* to the pool at once, whatever may still read it."""
-    pool: HostPool = record.on_release.__self__.pool  # type: ignore[attr-defined]
-    pool.release(host, None)
-    pool.settle()
+    mover.link.pool.release(host, None)
+    mover.link.pool.settle()
 
 
 def _no_wait_at_unpack() -> Any:
     """Compute reads a reloaded buffer without waiting for its copy."""
 
-    def wait(self: Unpacker, record: SavedStorage) -> None:
-        if record.residency is Residency.RELOADING:
-            record.to(Residency.DEVICE)
+    def wait(self: Mover, moved: MovedBytes) -> None:
+        if moved.residency is Residency.RELOADING:
+            moved.to(Residency.DEVICE)
 
-    return mock.patch.object(Unpacker, "_wait", wait)
+    return mock.patch.object(Mover, "wait", wait)
 
 
 def _wait_for_the_wrong_ticket() -> Any:
     """Compute waits for the copy to the host instead of the one back."""
 
-    def wait(self: Unpacker, record: SavedStorage) -> None:
-        if record.residency is Residency.RELOADING:
-            self._transport.wait(record.offload_ticket)
-            record.to(Residency.DEVICE)
+    def wait(self: Mover, moved: MovedBytes) -> None:
+        if moved.residency is Residency.RELOADING:
+            self._transport.wait(moved.offload_ticket)
+            moved.to(Residency.DEVICE)
 
-    return mock.patch.object(Unpacker, "_wait", wait)
+    return mock.patch.object(Mover, "wait", wait)
 
 
 def _wait_for_the_previous_reload() -> Any:
     """Compute waits for the reload queued before its own."""
     previous: list[Any] = []
 
-    def wait(self: Unpacker, record: SavedStorage) -> None:
-        if record.residency is Residency.RELOADING:
+    def wait(self: Mover, moved: MovedBytes) -> None:
+        if moved.residency is Residency.RELOADING:
             if previous:
                 self._transport.wait(previous[0])
-            previous[:] = [record.reload_ticket]
-            record.to(Residency.DEVICE)
+            previous[:] = [moved.reload_ticket]
+            moved.to(Residency.DEVICE)
 
-    return mock.patch.object(Unpacker, "_wait", wait)
+    return mock.patch.object(Mover, "wait", wait)
 
 
 def _host_buffer_returned_before_its_reload() -> Any:
     """A host buffer goes back to the pool as soon as its reload is queued."""
-    reload = Unpacker._reload
+    reload = Mover.reload
 
-    def early(self: Unpacker, record: SavedStorage) -> None:
-        reload(self, record)
-        assert record.host is not None
-        give_back(record.host, record)
-        record.host = None
+    def early(self: Mover, moved: MovedBytes) -> None:
+        reload(self, moved)
+        assert moved.host is not None
+        give_back(moved.host, self)
+        moved.host = None
 
-    return mock.patch.object(Unpacker, "_reload", early)
+    return mock.patch.object(Mover, "reload", early)
 
 
 def _source_released_early() -> Any:
     """The device copy is let go when its offload is queued, not when compute is behind it."""
 
-    def add(self: OffloadWindow, record: SavedStorage, nbytes: int) -> None:
-        record.source_has_left()
+    def add(self: OffloadWindow, moved: MovedBytes) -> None:
+        moved.source_has_left()
 
     return mock.patch.object(OffloadWindow, "add", add)
 
@@ -95,7 +95,7 @@ def _source_released_early() -> Any:
 def _no_meeting_at_layer_end() -> Any:
     """Sources are let go at the layer's end without waiting for the copies."""
 
-    def drain(self: OffloadWindow) -> None:
+    def drain(self: OffloadWindow, is_meant: Any = None) -> None:
         while self._queue:
             self._release_oldest()
 
@@ -105,9 +105,9 @@ def _no_meeting_at_layer_end() -> Any:
 def _waits_for_the_oldest_only() -> Any:
     """At the layer's end compute waits for the oldest copy and lets all sources go."""
 
-    def drain(self: OffloadWindow) -> None:
+    def drain(self: OffloadWindow, is_meant: Any = None) -> None:
         if self._queue:
-            self._transport.wait(self._queue[0][1])
+            self._transport.wait(self._queue[0].ticket)
         while self._queue:
             self._release_oldest()
 
@@ -118,9 +118,9 @@ def _window_overrun_without_wait() -> Any:
     """What the window has no room for is let go without waiting for its copy."""
     add = OffloadWindow.add
 
-    def overrun(self: OffloadWindow, record: SavedStorage, nbytes: int) -> None:
+    def overrun(self: OffloadWindow, moved: MovedBytes) -> None:
         with mock.patch.object(self._transport, "wait", return_value=None):
-            add(self, record, nbytes)
+            add(self, moved)
 
     return mock.patch.object(OffloadWindow, "add", overrun)
 
@@ -129,23 +129,22 @@ def _prefetch_into_a_buffer_in_use() -> Any:
     """Reloads of one layout share one device buffer."""
     buffers: dict[object, torch.Tensor] = {}
 
-    def shared(record: SavedStorage) -> torch.Tensor:
-        fresh = _device_buffer(record)
+    def shared(moved: MovedBytes) -> torch.Tensor:
+        fresh = _device_buffer(moved)
         return buffers.setdefault((fresh.dtype, fresh.size(), fresh.stride()), fresh)
 
-    return mock.patch("hf_pyao.runtime.unpacking._device_buffer", shared)
+    return mock.patch("hf_pyao.transfer.mover._device_buffer", shared)
 
 
 def _reload_dropped_unawaited() -> Any:
     """A reload that was brought back ahead is dropped while its copy may still write."""
 
-    def drop(self: Unpacker, record: SavedStorage) -> None:
-        if record.residency in (Residency.RELOADING, Residency.DEVICE):
-            self._reloads.consumed(record)
-            record.drop_device_copy()
-            record.to(Residency.HOST)
+    def drop(self: Mover, moved: MovedBytes) -> None:
+        if moved.residency in (Residency.RELOADING, Residency.DEVICE):
+            self.reloads.consumed(moved)
+            moved.drop_device_copy()
 
-    return mock.patch.object(Unpacker, "_drop_device_copy", drop)
+    return mock.patch.object(Mover, "drop_device_copy", drop)
 
 
 class _ByAddress(dict[int, Any]):
@@ -164,12 +163,10 @@ def _storage_known_by_address() -> Any:
     def init(self: StorageTable) -> None:
         self.entries = _ByAddress()
 
-    def add(self: StorageTable, storage: torch.UntypedStorage) -> list[Any]:
-        notes: list[Any] = []
-        self.entries[storage.data_ptr()] = notes
-        return notes
+    def add(self: StorageTable, storage: torch.UntypedStorage, entry: Any) -> None:
+        self.entries.setdefault(storage.data_ptr(), []).append(entry)
 
-    return mock.patch.multiple(StorageTable, __init__=init, add=add)
+    return mock.patch.multiple(StorageTable, __init__=init, add=add, add_kept=add)
 
 
 def _buffer_released_twice() -> Any:
@@ -194,8 +191,8 @@ def _host_buffers_dropped_after_one_backward() -> Any:
         for ref in [ref for tape in tapes for ref in tape.calls]:
             call = ref()
             for record in call.live_records() if call is not None else ():
-                if record.host is not None:
-                    give_back(record.host, record)
+                if record.moved.host is not None:
+                    give_back(record.moved.host, self._mover)
 
     return mock.patch.object(Unpacker, "finalize_backward", early)
 

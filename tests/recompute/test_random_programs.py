@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.runtime.simulated import SimulatedTransport
+from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, FunctionLayer, Stack, assert_same_tensors, gradients_of
 
 Step = Callable[[FunctionLayer, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -1,4 +1,4 @@
-"""The figures that RECOMPUTE.md gives are in result files, hold the promises, and can be had again."""
+"""The figures that the page on recomputation gives are in result files, and can be had again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model_sizes import PAPER_SIZES
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "recipes" / "results"
-PAGE = (REPOSITORY / "hf_pyao" / "runtime" / "RECOMPUTE.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "hf_pyao" / "recompute" / "README.md").read_text(encoding="utf-8")
 
 
 def published(name: str) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.runtime.tape import LayerCall
-from hf_pyao.runtime.tracing import Trace
+from hf_pyao.recompute.trace_graph import graph_of
+from hf_pyao.runtime.observer import Observer
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
 from tests.ledger import AllocationLedger
 from tests.recompute.recompute_sets import ALONE, CASES, SETS
@@ -31,11 +31,11 @@ def traces_of(model: nn.Module, config: PyAOConfig) -> tuple[dict[str, Any], dic
     graphs = {}
     with attach(model, config) as offloader:
 
-        def note(call: LayerCall, trace: Trace) -> None:
-            graphs[call.fqn] = trace.to_dict()
+        class Notes(Observer):
+            def on_trace(self, layer: str, recomputation: Any) -> None:
+                graphs[layer] = graph_of(recomputation.trace)
 
-        assert offloader.engine.recomputer is not None
-        offloader.engine.recomputer.on_trace = note
+        offloader.engine.observe(Notes())
         model(**tiny_batch(length=LENGTH)).loss.backward()
         return graphs, offloader.metrics()
 

@@ -6,12 +6,14 @@ import copy
 import functools
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.runtime.observer import Observer
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,
@@ -134,8 +136,12 @@ def test_the_last_layer_is_not_traced() -> None:
     model = tiny_model("llama")
     with attach(model, replace(EVERYTHING, recompute_modules=("pointwise",))) as offloader:
         seen: list[str] = []
-        assert offloader.engine.recomputer is not None
-        offloader.engine.recomputer.on_trace = lambda call, trace: seen.append(call.fqn)
+
+        class Notes(Observer):
+            def on_trace(self, layer: str, recomputation: Any) -> None:
+                seen.append(layer)
+
+        offloader.engine.observe(Notes())
         model(**tiny_batch()).loss.backward()
         assert seen == list(offloader.layer_names[:-1])
         assert not torch.utils._python_dispatch._len_torch_dispatch_stack()
@@ -161,6 +167,12 @@ def test_layers_in_which_nothing_is_recomputed_are_not_traced() -> None:
         assert count == ("decoder" in name), name
 
 
-def test_without_recompute_there_is_no_tracer() -> None:
-    with attach(tiny_model("llama"), EVERY_LAYER) as offloader:
-        assert offloader.engine.recomputer is None
+def test_without_recompute_nothing_is_traced() -> None:
+    model = tiny_model("llama")
+    num_modes: list[int] = []
+    with attach(model, EVERY_LAYER):
+        model.model.layers[0].mlp.register_forward_hook(
+            lambda *_: num_modes.append(torch.utils._python_dispatch._len_torch_dispatch_stack())
+        )
+        model(**tiny_batch()).loss.backward()
+    assert num_modes == [0]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.runtime.simulated import SimulatedTransport
+from hf_pyao.simulation.transport import SimulatedTransport
 from tests.races.models import ARCHITECTURES, SCENARIOS, make_pair
 
 NUM_SCHEDULES = 12

@@ -13,8 +13,8 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.codecs.narrow import NarrowCodec
-from hf_pyao.runtime import replay
-from hf_pyao.runtime.numeric_settings import apply_settings, current_settings
+from hf_pyao.recompute import replay
+from hf_pyao.recompute.numeric_settings import apply_settings, current_settings
 from tests.helpers import EVERY_LAYER, Stack, assert_same_tensors, gradients_of
 
 RECOMPUTING = replace(EVERY_LAYER, recompute_modules=("pointwise", "*"))
@@ -92,7 +92,7 @@ def test_settings_are_forwards_in_a_replay_and_then_as_they_were(
     def function(layer: Any, x: torch.Tensor) -> torch.Tensor:
         return (x @ layer.weight).tanh().exp().sigmoid()
 
-    run = replay._run
+    run = replay._Run._run
 
     def note(*args: Any) -> None:
         seen.append((current_settings(), torch.is_grad_enabled()))
@@ -101,7 +101,7 @@ def test_settings_are_forwards_in_a_replay_and_then_as_they_were(
     model = Stack(function)
     with attach(model, RECOMPUTING):
         loss = model(torch.ones(4, 4)).sum()
-        monkeypatch.setattr(replay, "_run", note)
+        monkeypatch.setattr(replay._Run, "_run", note)
         apply_settings(before, others)
         try:
             loss.backward()

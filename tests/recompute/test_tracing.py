@@ -14,7 +14,9 @@ from torch import nn
 
 from hf_pyao import Offloader, PyAOConfig, attach
 from hf_pyao.errors import ConfigError, SavedTensorModifiedError
-from hf_pyao.runtime.recompute import COMPILED, NO_GAIN, NO_RECIPE, NOT_SEEN, ZERO_3
+from hf_pyao.integrations.sharding import ZERO_3
+from hf_pyao.recompute.recipes import NO_GAIN, NO_RECIPE, NOT_SEEN
+from hf_pyao.runtime.lifecycle import COMPILED
 from tests.helpers import EVERY_LAYER, FunctionLayer, Stack, linear_relu, tiny_model
 from tests.recompute.recompute_sets import ALONE
 

@@ -205,7 +205,8 @@ def test_several_views_of_one_storage_are_one_copy() -> None:
     ):
         model = tiny_model(model_type)
         with attach(model, EVERY_LAYER) as offloader:
-            offloader.engine.packer.policy = decisions = Recorder(offloader.engine.policy)
+            decisions = Recorder(offloader.engine.policy)
+            offloader.engine.use(decisions)
             model(**BATCH, use_cache=False).loss.backward()
         slots = [c for c in decisions.seen if c.layer_index == 1 and c.path == path]
         large = [c.nbytes for c in slots if c.nbytes >= hidden_bytes]
@@ -221,9 +222,10 @@ class Recorder:
         self.policy = policy
         self.seen: list[Any] = []
 
-    def decide(self, candidate: Any) -> Any:
-        self.seen.append(candidate)
-        return self.policy.decide(candidate)
+    def decide(self, slot: Any, situation: Any) -> Any:
+        if situation.stays is None:
+            self.seen.append(slot)
+        return self.policy.decide(slot, situation)
 
 
 # ---- witness three: which storages are alive
@@ -394,7 +396,8 @@ def test_small_tensors_are_kept_and_counted() -> None:
     model = tiny_model("llama")
     config = PyAOConfig(min_bytes=4096, keep_last_layers=0, host_memory_gib=0.1)
     with attach(model, config) as offloader:
-        offloader.engine.packer.policy = decisions = Recorder(offloader.engine.policy)
+        decisions = Recorder(offloader.engine.policy)
+        offloader.engine.use(decisions)
         model(**BATCH, use_cache=False).loss.backward()
         metrics = offloader.metrics()
     small = sum(c.nbytes for c in decisions.seen if c.nbytes < 4096)

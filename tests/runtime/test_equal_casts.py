@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_pyao import ModuleMap, attach, register_module_map
-from hf_pyao.runtime.simulated import SimulatedTransport
+from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import (
     EVERYTHING,
     RecordingTransport,

@@ -89,8 +89,8 @@ def check_nothing_left(offloader: Offloader) -> None:
     assert live(SavedStorage) == []
     assert live(KeptTensor) == []
     assert offloader.host_pool.settle() == 0
-    assert offloader.engine._offloads.waiting_bytes == 0
-    assert offloader.engine._reloads.ahead_bytes == 0
+    assert offloader.link.offloads.waiting_bytes == 0
+    assert offloader.engine.mover.reloads.ahead_bytes == 0
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
@@ -224,15 +224,16 @@ def test_a_failed_backward_holds_no_reloaded_memory_while_its_graph_lives() -> N
         bomb.where = "backward 2"
         with pytest.raises(ValueError, match="boom"):
             loss.backward(retain_graph=True)
-        reloaded = [r for r in live(SavedStorage) if r.buffer is not None or r.decoded is not None]
+        moved = [record.moved for record in live(SavedStorage)]
+        reloaded = [m for m in moved if m.buffer is not None or m.decoded is not None]
         assert reloaded, "prefetched before it failed"
         model(**BATCH, use_cache=False)
-        assert all(r.buffer is None and r.decoded is None for r in reloaded)
-        assert offloader.engine._reloads.ahead_bytes == 0
+        assert all(m.buffer is None and m.decoded is None for m in reloaded)
+        assert offloader.engine.mover.reloads.ahead_bytes == 0
         model.zero_grad()
         loss.backward()  # the graph is still whole
         assert_same_tensors(gradients_of(model), expected, "the second try")
-        del loss, reloaded
+        del loss, moved, reloaded
         check_nothing_left(offloader)
 
 

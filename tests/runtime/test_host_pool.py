@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pyao import attach
-from hf_pyao.runtime.layout import Layouts
-from hf_pyao.runtime.simulated import SimulatedTransport
+from hf_pyao.simulation.transport import SimulatedTransport
 from hf_pyao.stores import HostPool
 from hf_pyao.stores.host_pool import HostBuffer
 from hf_pyao.stores.slabs import ALIGNMENT_BYTES, MIN_SLAB_BYTES
+from hf_pyao.transfer.layout import Layouts
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,

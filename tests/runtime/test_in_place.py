@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import PyAOError, SavedTensorModifiedError
-from hf_pyao.runtime.watching import VersionWatch
+from hf_pyao.runtime.saved_tensor import VersionWatch
 from tests.helpers import EVERY_LAYER, EVERYTHING, FunctionLayer, Stack, linear_relu
 
 Function = Callable[[FunctionLayer, torch.Tensor], torch.Tensor]
@@ -376,7 +376,7 @@ def test_what_one_node_changes_in_backward_no_other_may_use(
     with attach(model, replace(config, recompute_modules=recompute)) as offloader:
         with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
             model(x).sum().backward()
-        offloader.engine.end_micro_batch()
+        offloader.engine.end_forward()
         assert offloader.host_pool.settle() == 0
 
 

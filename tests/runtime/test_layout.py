@@ -10,7 +10,7 @@ import torch
 
 from hf_pyao import attach
 from hf_pyao.errors import ReleasedTensorError
-from hf_pyao.runtime.layout import (
+from hf_pyao.transfer.layout import (
     RANGE_ALIGNMENT_BYTES,
     byte_span,
     parts_view,
@@ -260,8 +260,10 @@ def test_asking_for_a_released_tensor_is_an_error() -> None:
         tape = offloader.engine._here.tape
         assert tape is not None
         for record in tape.live_records():
-            offloader.host_pool.release(record.host)
-            record.host = None
+            host = record.moved.host
+            assert host is not None
+            offloader.host_pool.release(host)
+            record.moved.host = None
         with pytest.raises(
             ReleasedTensorError, match=r"layers\.0 :[01]: its buffers were given back"
         ):

@@ -20,8 +20,8 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import ConflictError, NoLayersFoundError
-from hf_pyao.runtime.hooks import CheckpointFunction
 from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
+from hf_pyao.runtime.model_hooks import CheckpointFunction
 from hf_pyao.stores import HostPool
 from tests.helpers import (
     EVERY_LAYER,
@@ -397,18 +397,18 @@ def test_backward_of_a_layer_starts_with_its_first_gradient(
     order: list[str] = []
     with attach(model, EVERY_LAYER) as offloader:
         engine = offloader.engine
-        unpack, reload = engine.unpack, engine.unpacker._reload
+        unpack, reload = engine.unpack, engine.mover.reload
 
         def tell_unpack(handle: Any) -> torch.Tensor:
             order.append(f"unpack {handle.call.fqn}")
             return unpack(handle)
 
-        def tell_reload(record: Any) -> None:
-            order.append(f"reload {record.call.fqn}")
-            reload(record)
+        def tell_reload(moved: Any) -> None:
+            order.append(f"reload {moved.label.layer}")
+            reload(moved)
 
         offloader._lifecycle.engine.unpack = tell_unpack  # type: ignore[union-attr, method-assign]
-        engine.unpacker._reload = tell_reload  # type: ignore[method-assign]
+        engine.mover.reload = tell_reload  # type: ignore[method-assign]
         model(x).sum().backward()
     assert_same_tensors(gradients_of(model), gradients_of(plain), shape)
     if expected is not None:

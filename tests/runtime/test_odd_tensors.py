@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_pyao import attach
-from hf_pyao.runtime.layout import UNSUPPORTED
+from hf_pyao.transfer.layout import UNSUPPORTED
 from tests.helpers import EVERY_LAYER, Stack
 from tests.runtime.odd_tensors import CONFIGS, LAYERS, saved_zeros
 

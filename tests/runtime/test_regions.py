@@ -19,7 +19,7 @@ from torch import nn
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 from hf_pyao.codecs import Codec
 from hf_pyao.errors import SavedTensorModifiedError
-from hf_pyao.runtime.simulated import SimulatedTransport
+from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import (
     EVERY_LAYER,
     FunctionLayer,

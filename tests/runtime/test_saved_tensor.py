@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hf_pyao import attach
-from hf_pyao.runtime.saved_tensor import Residency, SavedStorage
-from hf_pyao.runtime.watching import SlotLabel, modified_error
+from hf_pyao.runtime.saved_tensor import SavedStorage, modified_error
+from hf_pyao.runtime.slots import Slot
+from hf_pyao.transfer.moved_bytes import MovedBytes, Residency
 from tests.helpers import EVERY_LAYER, Stack, linear_relu
 
 LEGAL = {
@@ -36,36 +37,36 @@ def test_only_legal_transitions_pass() -> None:
     model = Stack(linear_relu)
     with attach(model, EVERY_LAYER) as offloader:
         loss = model(torch.randn(4, 4)).sum()
-        record = records_of(offloader)[0]
+        moved = records_of(offloader)[0].moved
         for before, after in itertools.product(Residency, Residency):
-            record.residency = before
+            moved.residency = before
             if (before, after) in LEGAL:
-                record.to(after)
-                assert record.residency is after
+                moved.to(after)
+                assert moved.residency is after
             else:
                 with pytest.raises(AssertionError, match=f"{before.name}.*{after.name}"):
-                    record.to(after)
-                assert record.residency is before
-        record.residency = Residency.HOST
-        del record, loss
+                    moved.to(after)
+                assert moved.residency is before
+        moved.residency = Residency.HOST
+        del moved, loss
         assert offloader.host_pool.settle() == 0
 
 
 def test_a_step_takes_every_storage_through_its_life() -> None:
     for window in ("layer", 0, 10**6):
         seen: dict[int, list[Residency]] = {}
-        to = SavedStorage.to
+        to = MovedBytes.to
 
-        def watch(record: SavedStorage, residency: Residency) -> None:
-            seen.setdefault(id(record), [record.residency]).append(residency)
-            to(record, residency)
+        def watch(moved: MovedBytes, residency: Residency) -> None:
+            seen.setdefault(id(moved), [moved.residency]).append(residency)
+            to(moved, residency)
 
         model = Stack(linear_relu, linear_relu)
         with (
             pytest.MonkeyPatch.context() as patch,
             attach(model, replace(EVERY_LAYER, window=window)),
         ):
-            patch.setattr(SavedStorage, "to", watch)
+            patch.setattr(MovedBytes, "to", watch)
             model(torch.randn(4, 4)).sum().backward()
         whole = [Residency.OFFLOADING, Residency.HOST, Residency.RELOADING, Residency.DEVICE]
         assert list(seen.values()) == [whole] * 3, window
@@ -115,10 +116,10 @@ def test_saved_tensors_may_be_looked_at_outside_of_backward() -> None:
         output = model(torch.randn(4, 4))
         for _ in range(2):
             assert torch.equal(output.grad_fn._saved_result, output)
-            records = records_of(offloader)
-            assert {record.residency for record in records} == {Residency.HOST}
-            assert all(record.buffer is None and record.decoded is None for record in records)
-        del records
+            moved = [record.moved for record in records_of(offloader)]
+            assert {each.residency for each in moved} == {Residency.HOST}
+            assert all(each.buffer is None and each.decoded is None for each in moved)
+        del moved
         output.sum().backward()
         assert offloader.metrics()["offloaded_bytes"] > 0
         del output
@@ -126,8 +127,10 @@ def test_saved_tensors_may_be_looked_at_outside_of_backward() -> None:
 
 
 def test_names() -> None:
-    assert SlotLabel("model.layers.3", "self_attn.q_proj", 2).name == "self_attn.q_proj:2"
-    message = str(modified_error(SlotLabel("model.layers.3", "mlp", 0)))
+    assert Slot("model.layers.3", 3, "self_attn.q_proj", 2, 64, None).name == "self_attn.q_proj:2"
+    anchor = Slot("model.layers.3", 3, "mlp", 1, 64, None, is_anchor=True)
+    assert anchor.name == "mlp:anchor1"
+    message = str(modified_error(Slot("model.layers.3", 3, "mlp", 0, 64, None)))
     assert "slot 'mlp:0' of layer 'model.layers.3'" in message
     assert "out-of-place" in message, "the remedy"
     model = Stack(linear_relu)

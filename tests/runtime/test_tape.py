@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pyao import Offloader, attach
+from hf_pyao import Offloader, PyAOConfig, attach
+from hf_pyao.runtime.policy import make_policy
+from hf_pyao.runtime.slots import Slot
 from hf_pyao.runtime.tape import Layer, LayerCall, StorageTable, Tape
 from tests.helpers import EVERY_LAYER, EVERYTHING, RecordingTransport, Stack, linear_relu
 
@@ -96,18 +98,23 @@ def test_a_micro_batch_is_published_once_its_graph_is_gone() -> None:
 
         first, second = model(X.clone()).sum(), model(X.clone()).sum()
         first.backward()
-        assert micro_batches(offloader) == 3, "half of it is still to come"
+        assert micro_batches(offloader) == 4, "each backward is the end of one"
         second.backward()
-        assert micro_batches(offloader) == 4
-        doubled = offloader.metrics()["offloaded_bytes"]
+        assert micro_batches(offloader) == 5
+        single = offloader.metrics()["offloaded_bytes"]
+
+        first, second = model(X.clone()).sum(), model(X.clone()).sum()
+        (first + second).backward()
+        assert micro_batches(offloader) == 6, "two forwards, and one backward"
+        assert offloader.metrics()["offloaded_bytes"] == 2 * single
 
         loss = model(X).sum()
         loss.backward(retain_graph=True)
-        assert micro_batches(offloader) == 4
+        assert micro_batches(offloader) == 6
         loss.backward()
-        assert micro_batches(offloader) == 5
+        assert micro_batches(offloader) == 7
         metrics = offloader.metrics()
-        assert metrics["offloaded_bytes"] * 2 == doubled
+        assert metrics["offloaded_bytes"] == single
         assert metrics["reloaded_bytes"] == 2 * metrics["offloaded_bytes"], "each backward reloads"
 
 
@@ -159,14 +166,15 @@ def test_layers_called_without_their_model() -> None:
 
 def test_storages_that_die_are_never_taken_for_others() -> None:
     table = StorageTable()
+    slot = Slot("layers.0", 0, "", 0, 4000, torch.float32)
     seen = set()
     for _ in range(50):  # the allocator gives the same address again and again
         tensor = torch.empty(1000)
         storage = tensor.untyped_storage()
         assert storage._cdata not in table.entries
         seen.add(storage._cdata)
-        table.add(storage).append("note")
-        assert table.entries[tensor[3:].untyped_storage()._cdata] == ["note"]
+        table.add(storage, slot)
+        assert table.entries[tensor[3:].untyped_storage()._cdata] == [slot]
         del tensor, storage
     assert len(seen) == 50, "the table holds on to identities, not to memory"
     table.clear()
@@ -191,42 +199,51 @@ def test_two_tensors_at_one_address_within_a_layer() -> None:
     assert torch.equal(model.layers[0].weight.grad, plain.layers[0].weight.grad)
 
 
+def tape_of(num_layers: int = 0) -> tuple[Tape, list[LayerCall]]:
+    tape = Tape(make_policy(PyAOConfig()), is_announced=False)
+    calls = [open_call(tape, Layer(index, f"layers.{index}")) for index in range(num_layers)]
+    return tape, calls
+
+
+def open_call(tape: Tape, layer: Layer) -> LayerCall:
+    call = LayerCall(layer, tape, tape.last_call)
+    tape.add(call)
+    return call
+
+
 def test_a_tape_knows_when_a_forward_starts_over() -> None:
-    tape = Tape()
-    layers = [Layer(index, f"layers.{index}", is_last=index == 2) for index in range(3)]
-    assert not tape.starts_over(layers[0])
-    calls = [tape.open_call(layer, is_kept=layer.is_last) for layer in layers]
+    assert not tape_of()[0].starts_over(Layer(0, "layers.0"))
+    tape, calls = tape_of(3)
     assert [call.previous for call in calls] == [None, calls[0], calls[1]]
-    assert tape.starts_over(layers[1])
-    assert not tape.starts_over(layers[2]), "the last layer may run again"
-    assert tape.accepts_forward
-    tape.has_run_backward = True
-    assert not tape.accepts_forward
-    assert not tape.has_live_records()
+    assert tape.starts_over(calls[1].layer)
+    assert not tape.starts_over(calls[2].layer), "the last layer may run again"
+    assert tape.accepts_calls
+    calls[2].start_backward(7)
+    assert not tape.accepts_calls
+    assert not tape.is_live()
 
 
 def names_of(call: LayerCall) -> list[str]:
-    return [slot.label.name for slot in call.slots[: call.num_slots]]
+    return [entry.slot.name for entry in call.entries[: call.num_slots]]
 
 
 def save(call: LayerCall, *paths: str, nbytes: int = 64) -> None:
     for path in paths:
-        call.paths.append(path)
-        slot = call.next_slot(nbytes, torch.float32)
-        assert slot.candidate.slot == slot.label.name
-        assert (slot.candidate.path, slot.candidate.nbytes) == (path, nbytes)
-        call.paths.pop()
+        call.enter(path, None)
+        slot = call.next_entry(nbytes, torch.float32).slot
+        assert (slot.path, slot.nbytes) == (path, nbytes)
+        call.leave()
 
 
 def test_slots_are_known_from_the_call_before() -> None:
-    tape, layer = Tape(), Layer(0, "layers.0", is_last=False)
-    first = tape.open_call(layer, is_kept=False)
+    tape, (first,) = tape_of(1)
+    layer = first.layer
     save(first, "a", "a", "b", "a")
     assert names_of(first) == ["a:0", "a:1", "b:0", "a:2"]
-    layer.slots, first.owns_slots = first.slots, False
-    same, longer, other = (tape.open_call(layer, is_kept=False) for _ in range(3))
+    first.close()
+    same, longer, other = (open_call(tape, layer) for _ in range(3))
     save(same, "a", "a", "b", "a")
-    assert same.slots is layer.slots
+    assert same.entries is layer.entries(is_last_run=True)
     save(longer, "a", "a", "b", "a", "b", nbytes=128)  # other sizes, and one more
     assert names_of(longer) == ["a:0", "a:1", "b:0", "a:2", "b:1"]
     save(other, "a", "b", "b")
@@ -235,13 +252,12 @@ def test_slots_are_known_from_the_call_before() -> None:
 
 
 def test_calls_of_one_layer_that_are_open_at_once_do_not_change_each_others_slots() -> None:
-    tape, layer = Tape(), Layer(0, "layers.0", is_last=False)
-    first = tape.open_call(layer, is_kept=False)
+    tape, (first,) = tape_of(1)
     save(first, "a", "a", "b", "b")
-    layer.slots, first.owns_slots = first.slots, False
-    one, two, three = (tape.open_call(layer, is_kept=False) for _ in range(3))
+    first.close()
+    one, two, three = (open_call(tape, first.layer) for _ in range(3))
     save(one, "c")
-    layer.slots, one.owns_slots = one.slots, False  # it ends first
+    one.close()  # it ends first
     save(two, "a", "c")
     save(three, "a", "a", "b", "b")
     assert names_of(three) == ["a:0", "a:1", "b:0", "b:1"]

@@ -16,7 +16,7 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.codecs.narrow import NarrowCodec
-from hf_pyao.runtime.transport import BlockingTransport, DoneTicket
+from hf_pyao.transfer.transport import BlockingTransport, DoneTicket
 from tests.helpers import (
     EVERY_LAYER,
     Stack,

@@ -6,6 +6,8 @@ CPU, which has none, a storage has no :class:`Home` at all.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -44,10 +46,17 @@ class ComputeStreams:
         self.are_several = False
         """True once two streams of one device were seen."""
         self._seen: tuple[torch.Stream, ...] = ()
+        self._lingering: list[weakref.ref[Lingering]] = []
+        self._lock = threading.RLock()  # forwards may run on several threads
 
     def home_of(self, copy: Queued) -> Home | None:
         """Return a home on the stream that *copy* was queued from; None where there are none."""
         return None if copy.compute is None else self.home_on(copy.compute)
+
+    def home_here(self, device: torch.device) -> Home | None:
+        """Return a home on the stream that compute on *device* runs on now; None on a CPU."""
+        stream = current_stream(device)
+        return None if stream is None else self.home_on(stream)
 
     def home_on(self, stream: torch.Stream) -> Home:
         """Return a home on *stream*."""
@@ -67,10 +76,49 @@ class ComputeStreams:
         """Return the other streams seen on the device of *stream*."""
         return [other for other in self._seen if other != stream and other.device == stream.device]
 
+    def let_go(self, home: Home | None, storage: torch.UntypedStorage) -> Lingering | None:
+        """Let go of *storage*, which no copy reads; return what lingers, to be held by the caller.
+
+        Autograd would have held it until backward. With several compute streams it lingers until no
+        one else holds it: whoever does may yet queue readers of which the stream that it was
+        allocated on knows nothing.
+
+        Args:
+            home: that of the bytes that stand for it.
+            storage: let go as soon as nothing but this call, or what it returns, holds it.
+        """
+        if not self.are_several:
+            return None
+        if is_held_elsewhere(storage):
+            lingering = Lingering(home, storage)
+            with self._lock:
+                self._lingering.append(weakref.ref(lingering))
+            return lingering
+        if home is not None:
+            home.await_everywhere()
+        return None
+
+    @property
+    def has_lingering(self) -> bool:
+        """True while something lingers."""
+        return bool(self._lingering)
+
+    def release_lingering(self) -> None:
+        """Let go of what lingers and no one else holds any more."""
+        if not self._lingering:
+            return
+        with self._lock:
+            refs, self._lingering = self._lingering, []
+            for ref in refs:
+                lingering = ref()
+                if lingering is not None and not lingering.try_to_let_go():
+                    self._lingering.append(ref)
+
     def forget(self) -> None:
         """Forget the streams seen so far: the next micro-batch may run on others."""
-        self._seen = ()
-        self.are_several = False
+        if not self._lingering:
+            self._seen = ()
+            self.are_several = False
 
 
 class Home:
@@ -125,6 +173,32 @@ class Home:
             event = self.stream.record_event()
             for other in others:
                 other.wait_event(event)
+
+
+class Lingering:
+    """A storage that was let go while others held it, with several compute streams."""
+
+    __slots__ = ("__weakref__", "_home", "_storage")
+
+    def __init__(self, home: Home | None, storage: torch.UntypedStorage) -> None:
+        self._home = home
+        self._storage: torch.UntypedStorage | None = storage
+
+    @property
+    def is_held(self) -> bool:
+        """True until it was let go."""
+        return self._storage is not None
+
+    def try_to_let_go(self) -> bool:
+        """Let go if no one else holds it; say whether it is gone."""
+        storage = self._storage
+        if storage is not None:
+            if _num_holders(storage._cdata) > 1:
+                return False
+            if self._home is not None:
+                self._home.await_everywhere()
+            self._storage = None
+        return True
 
 
 def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:

@@ -7,7 +7,7 @@ strides changes the results of matrix products (seen on Phi-3), and several view
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,11 +22,9 @@ WHOLE_STORAGE_FACTOR = 4
 MAX_LAYOUTS = 4096
 """Layouts that are remembered."""
 
-ROW_PADDING = 64
-"""Rows that an attention kernel may add to its logsumexp."""
-
 _STRIDED = torch.strided
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+_num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 _PLAIN_KINDS = frozenset({torch.Tensor, Parameter, FakeTensor})
 """Types of tensors that are no more than their bytes; of others a copy may lose something."""
@@ -68,7 +66,9 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     Forward-mode AD makes zeros whose storage has no memory; to read it would end the process. While
     a graph is traced (``make_fx``, ``torch.func.linearize``), copies would become a part of it.
     """
-    return not tensor._is_zerotensor() and torch._C._get_dispatch_mode(_PROXY) is None
+    if tensor._is_zerotensor():
+        return False
+    return not _num_modes() or torch._C._get_dispatch_mode(_PROXY) is None
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -221,25 +221,6 @@ def rows_view(
 def byte_offset(tensor: torch.Tensor) -> int:
     """Return where in its storage *tensor* begins, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def is_row_statistic(tensor: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> bool:
-    """Say whether *tensor* holds one number for each row of another saved tensor.
-
-    Means, reciprocal deviations and logsumexp: a small error in one of them is an error in a whole
-    row of gradients, so that no lossy codec may touch them. They are known by shape: that of
-    another tensor of the layer call without its last dimension, or with 1 in its place. Attention
-    kernels may pad the rows, hence the last comparison.
-    """
-    shape = tuple(tensor.shape)
-    if not shape or shape[-1] == 1 or tensor.dtype != torch.float32:
-        return bool(shape) and shape[-1] == 1
-    return any(
-        len(other) == len(shape) + 1
-        and other[: len(shape) - 1] == shape[:-1]
-        and other[-2] <= shape[-1] < other[-2] + ROW_PADDING
-        for other in shapes
-    )
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

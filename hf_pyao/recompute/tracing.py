@@ -23,27 +23,26 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_pyao.runtime.dispatch_modes import (
+from hf_pyao.recompute.dispatch_modes import (
     current_mode,
     flags_of_modes,
     modes_on,
     restore_flags_of_modes,
     take_out_mode,
 )
-from hf_pyao.runtime.layout import has_bytes
-from hf_pyao.runtime.numeric_settings import Settings, current_settings
-from hf_pyao.runtime.operations import NOTHING, Kind, Rule, Rules, generator_for
-from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage
-from hf_pyao.runtime.trace_graph import graph_of
-from hf_pyao.runtime.values import (
+from hf_pyao.recompute.numeric_settings import Settings, current_settings
+from hf_pyao.recompute.operations import NOTHING, Kind, Rule, Rules, generator_for
+from hf_pyao.recompute.trace_values import (
     Operation,
     Ref,
     TensorSource,
     Value,
     copied_source,
     source_of,
-    tensors_of,
 )
+from hf_pyao.runtime.layer_inputs import tensors_in
+from hf_pyao.transfer.layout import has_bytes
+from hf_pyao.transfer.watcher import CopyWatcher
 
 MAX_COPIED_BYTES = 64
 """Constants up to this size (counters, scales) are copied: they may change at any time."""
@@ -65,6 +64,7 @@ class Trace(TorchDispatchMode):
         is_constant: says of a tensor that no operation made whether it stays on the device in any
             case (a buffer, a parameter's cast); its second argument is the storage's key.
         rules: of operators; may be shared by all traces.
+        watcher: is told how long operations take, and noting them.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Trace(TorchDispatchMode):
         product_paths: frozenset[str],
         is_constant: Callable[[torch.Tensor, int], bool],
         rules: Rules,
+        watcher: CopyWatcher | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.values: dict[int, Value] = {}
@@ -85,6 +86,15 @@ class Trace(TorchDispatchMode):
         self._product_paths = product_paths
         self._is_constant = is_constant
         self._rules = rules
+        self._watcher = watcher
+
+    def pause(self) -> None:
+        """See no operations until :meth:`go_on`."""
+        self.is_paused = True
+
+    def go_on(self) -> None:
+        """See operations again."""
+        self.is_paused = False
 
     def start(self) -> None:
         """See operations from here on."""
@@ -133,6 +143,24 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
+        watcher, path = self._watcher, self._paths[-1]
+        if watcher is None:
+            return self._note(func, func, types, args, kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return watcher.around("operation", path, lambda: func(*args, **kwargs))
+
+        return watcher.around("trace", path, lambda: self._note(func, run, types, args, kwargs))
+
+    def _note(
+        self,
+        func: Any,
+        run: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run *func* by calling *run*, and note what it reads and makes."""
         rule = self._rules[func]
         kind = rule.kind
         if args and type(args[0]) in _NUMBERS and rule.takes_tensor:
@@ -140,11 +168,11 @@ class Trace(TorchDispatchMode):
             # then does not take it (seen where zeros without memory are added to).
             args = (torch.tensor(args[0]), *args[1:])
         if not torch.is_grad_enabled() or (types and not _are_plain(types)):
-            return self._run_unseen(func, rule, args, kwargs)
+            return self._run_unseen(run, rule, args, kwargs)
         if kind is Kind.VIEW:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if kind is Kind.OPAQUE or kind is Kind.EMPTY:
-            return self._run_opaque(func, rule, args, kwargs)
+            return self._run_opaque(run, rule, args, kwargs)
         operation = Operation(
             func,
             rule,
@@ -157,7 +185,7 @@ class Trace(TorchDispatchMode):
             self._note_state(operation, args, kwargs)
         if rule.is_mutable:
             self._keep_content(args[0])
-        out = func(*args, **kwargs)
+        out = run(*args, **kwargs)
         self.operations.append(operation)
         if rule.is_mutable:
             self._bind(operation, 0, out, is_changed=True)
@@ -259,17 +287,14 @@ class Trace(TorchDispatchMode):
 
     def _keep_content(self, args: Any) -> None:
         """Keep what recipes read of *args*, which an operation is about to change."""
-        for tensor in tensors_of(args):
+        for tensor in tensors_in(args):
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
             known = self.values.get(storage._cdata)
             if known is None or known.source is None or not has_bytes(tensor):
                 continue
-            source = known.source
-            if isinstance(source, SavedStorage):
-                source.settle()  # its copy may have been put off
-            elif isinstance(source, KeptTensor) or not (source.is_parameter or source.is_copy):
+            if not known.source.survives_a_change():
                 known.source = copied_source(storage, tensor.device)
 
     def _note_state(self, operation: Operation, args: Any, kwargs: dict[str, Any]) -> None:
@@ -289,27 +314,31 @@ class Trace(TorchDispatchMode):
         else:
             operation.state = operation.generator.get_state()
 
-    def _run_opaque(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_opaque(
+        self, run: Callable[..., Any], rule: Rule, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Run what cannot be replayed."""
         changed = (args, kwargs) if rule.is_mutable else args[rule.unannotated]
         self._keep_content(changed)
-        out = func(*args, **kwargs)
-        for tensor in tensors_of(changed):
+        out = run(*args, **kwargs)
+        for tensor in tensors_in(changed):
             self._forget(tensor, is_changed=True)
-        for tensor in tensors_of(out):
+        for tensor in tensors_in(out):
             value = self._forget(tensor, only_new=True)
             if value is not None:
                 value.is_readable &= rule.kind is not Kind.EMPTY
                 value.is_blocked |= rule.is_reinterpreting or tensor.dtype.is_complex
         return out
 
-    def _run_unseen(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_unseen(
+        self, run: Callable[..., Any], rule: Rule, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Run an operation beside which something may happen that is not seen."""
         is_changed = rule.is_mutable or rule.unannotated != NOTHING
         if is_changed:
             self._keep_content((args, kwargs))
-        out = func(*args, **kwargs)
-        for tensor in tensors_of((args, kwargs, out)):
+        out = run(*args, **kwargs)
+        for tensor in tensors_in((args, kwargs, out)):
             value = self._forget(tensor, is_changed=is_changed)
             if value is not None and rule.is_reinterpreting:
                 value.is_blocked = True
@@ -345,16 +374,6 @@ class Trace(TorchDispatchMode):
         """Return the value that *tensor*'s storage holds now."""
         value = self.values.get(storage._cdata)
         return self._meet(tensor, storage) if value is None else value
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the layer call as a small graph of plain values, in the order of forward.
-
-        ``operations`` name the values that they read and make by position in ``values``; a value's
-        ``state`` says what becomes of it until backward: ``parameter``, ``constant``, ``stored``
-        (kept or offloaded), ``recomputed`` (dropped, and saved by autograd), ``replayed`` (on the
-        way to one that is recomputed) or ``unused``.
-        """
-        return graph_of(self)
 
     def may_replay(self, operation: Operation) -> bool:
         """Say whether *operation* is one to run again in backward."""

@@ -14,13 +14,30 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from hf_pyao.runtime.layout import bytes_view
-from hf_pyao.runtime.numeric_settings import Settings
-from hf_pyao.runtime.operations import Kind, Rule
+from hf_pyao.errors import SavedTensorModifiedError
+from hf_pyao.recompute.numeric_settings import Settings
+from hf_pyao.recompute.operations import Kind, Rule
+from hf_pyao.transfer.layout import bytes_view
+
+
+class Source(Protocol):
+    """Where replay finds a value: kept, stored on the host, or there anyway."""
+
+    def read(self) -> tuple[torch.UntypedStorage, int]:
+        """Return the bytes, on the device, and which byte of the original storage is the first.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place since it was noted.
+        """
+        ...
+
+    def survives_a_change(self) -> bool:
+        """Get ready for a change of the tensor's memory; say if what is read stays as it is."""
+        ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,6 +61,27 @@ class TensorSource:
         if version_of(self.tensor) != self.version:
             return False
         return self.is_parameter or self.tensor.untyped_storage()._cdata == self.storage
+
+    def survives_a_change(self) -> bool:
+        """Say whether it is ours; a parameter may not be changed, and is looked at when read."""
+        return self.is_parameter or self.is_copy
+
+    def check_unmodified(self) -> None:
+        """Raise if it is not as it was."""
+        if not self.is_as_it_was:
+            what = "a parameter" if self.is_parameter else "a buffer"
+            raise SavedTensorModifiedError(
+                f"one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {what} of shape {tuple(self.tensor.shape)}, from which a "
+                "saved tensor is recomputed, was changed after forward, before backward used it. "
+                "Run backward before it is changed (by the optimizer's step, say), or do not list "
+                "its module in recompute_modules."
+            )
+
+    def read(self) -> tuple[torch.UntypedStorage, int]:
+        """Return its storage."""
+        self.check_unmodified()
+        return self.tensor.untyped_storage(), 0
 
 
 class Value:
@@ -85,8 +123,8 @@ class Value:
         written (who writes it is not seen)."""
         self.is_blocked = False
         """True if its bytes do not say what it holds (conjugate views)."""
-        self.source: Any = None
-        """Where replay finds it: a SavedStorage, a KeptTensor or a TensorSource."""
+        self.source: Source | None = None
+        """Where replay finds it."""
         self.is_planned = False
         """True once a recipe rebuilds it."""
         self.rebuilt: torch.UntypedStorage | None = None
@@ -96,8 +134,52 @@ class Value:
         """The saved storage that it is to autograd, if its own was dropped."""
 
     @property
+    def is_saved(self) -> bool:
+        """True while autograd holds a handle on what it rebuilds."""
+        return self.slot is not None and self.slot() is not None
+
+    @property
+    def is_needed(self) -> bool:
+        """True while an operation still to be replayed reads it, or autograd may ask for it."""
+        return self.uses > 0 or self.is_saved
+
+    def is_slot(self, dropped: weakref.ref[Any]) -> None:
+        """Take note of the saved storage that it is to autograd."""
+        self.slot = dropped
+
+    def is_stored_in(self, source: Source) -> None:
+        """Take note of where replay finds it; how it was made does not matter any more."""
+        self.source = source
+        self.producer = None
+
+    def plan(self) -> None:
+        """Take note that a recipe rebuilds it."""
+        self.is_planned = True
+
+    def count_use(self) -> None:
+        """Count an operation that will read it."""
+        self.uses += 1
+
+    def discount_use(self) -> None:
+        """Count off an operation that reads it now."""
+        self.uses -= 1
+
+    def rebuilt_as(self, storage: torch.UntypedStorage) -> None:
+        """Hold what was rebuilt."""
+        self.rebuilt = storage
+
+    def forget_rebuilt(self) -> None:
+        """Let go of what was rebuilt."""
+        self.rebuilt = None
+
+    def reset(self) -> None:
+        """Be as before the replay."""
+        self.uses = 0
+        self.rebuilt = None
+
+    @property
     def state(self) -> str:
-        """Say what becomes of it until backward; see :meth:`Trace.to_dict`."""
+        """Say what becomes of it until backward; see ``trace_graph.graph_of``."""
         if type(self.source) is TensorSource:
             return "parameter" if self.source.is_parameter else "constant"
         if self.source is not None:
@@ -209,14 +291,3 @@ def copied_source(storage: torch.UntypedStorage, device: torch.device) -> Tensor
 def version_of(tensor: torch.Tensor) -> int:
     """Return *tensor*'s version; 0 for what inference mode made, which has none."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, dict):
-        yield from tensors_of(list(value.values()))

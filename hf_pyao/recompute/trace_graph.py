@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_pyao.runtime.values import Value
-
-if TYPE_CHECKING:
-    from hf_pyao.runtime.tracing import Trace
+from hf_pyao.recompute.trace_values import Value
+from hf_pyao.recompute.tracing import Trace
 
 SCHEMA_VERSION = 1
-"""Version of what :meth:`Trace.to_dict` returns."""
+"""Version of what :func:`graph_of` returns."""
 
 
 def graph_of(trace: Trace) -> dict[str, Any]:
-    """Return *trace* as :meth:`~hf_pyao.runtime.tracing.Trace.to_dict` says."""
+    """Return a traced layer call as a small graph of plain values, in the order of forward.
+
+    ``operations`` name the values that they read and make by position in ``values``; a value's
+    ``state`` says what becomes of it until backward: ``parameter``, ``constant``, ``stored``
+    (kept or offloaded), ``recomputed`` (dropped, and saved by autograd), ``replayed`` (on the
+    way to one that is recomputed) or ``unused``; ``slot`` is the name of the slot that it is
+    saved or stored under, if there is one.
+    """
     numbers: dict[Value, int] = {}
     operations = []
     for operation in trace.operations:
@@ -34,5 +39,13 @@ def graph_of(trace: Trace) -> dict[str, Any]:
         )
     for value in trace.values.values():
         numbers.setdefault(value, len(numbers))
-    values = [{"nbytes": value.nbytes, "state": value.state} for value in numbers]
+    values = [
+        {"nbytes": value.nbytes, "state": value.state, "slot": _slot_of(value)} for value in numbers
+    ]
     return {"schema_version": SCHEMA_VERSION, "operations": operations, "values": values}
+
+
+def _slot_of(value: Value) -> str | None:
+    dropped = None if value.slot is None else value.slot()
+    slot = getattr(value.source if dropped is None else dropped, "slot", None)
+    return None if slot is None else str(slot.name)

@@ -1,7 +1,7 @@
 """The hooks on a model's modules, and the wrapper around its checkpointing function.
 
 Each drives one ``Lifecycle``. In a copied or unpickled model they become inert. Compiled code calls
-their guarded twins: see [Note: Compiled code] in ``compiled``.
+their guarded twins: see [Note: Compiled code] in ``compile_guard``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,54 @@ import contextlib
 import functools
 import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_pyao.runtime.compiled import uncompiled
+from hf_pyao.runtime.compile_guard import uncompiled
+from hf_pyao.runtime.layer_inputs import tensors_in
+from hf_pyao.runtime.running import Running
+from hf_pyao.runtime.tape import LayerCall
 
-if TYPE_CHECKING:
-    from hf_pyao.runtime.lifecycle import Lifecycle
+
+class Driver(Protocol):
+    """What the hooks drive."""
+
+    @property
+    def owner(self) -> Any:
+        """Who installed the hooks."""
+        ...
+
+    @property
+    def running(self) -> Running:
+        """What the calling thread is at."""
+        ...
+
+    @property
+    def is_inside_layer(self) -> bool:
+        """True while this thread is inside of a layer that was entered."""
+        ...
+
+    def begin_forward(self, stack: nn.Module) -> None:
+        """Note that the stack of layers starts a forward."""
+        ...
+
+    def enter(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_checkpointed: bool = False,
+        is_compiling: bool = False,
+    ) -> None:
+        """Note that a layer starts."""
+        ...
+
+    def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
+        """Note that a layer ends; *outputs* is None where it failed."""
+        ...
 
 
 def _gone(module: nn.Module, *_: Any) -> None:
@@ -26,7 +65,7 @@ def _gone(module: nn.Module, *_: Any) -> None:
     _take_off(module, lambda hook: hook is _gone)
 
 
-def take_off(module: nn.Module, lifecycle: Lifecycle) -> None:
+def take_off(module: nn.Module, lifecycle: Driver) -> None:
     """Take the hooks of *lifecycle* off *module*."""
     _take_off(module, lambda hook: isinstance(hook, ModelHook) and hook.lifecycle is lifecycle)
 
@@ -56,7 +95,7 @@ def _take_off(module: nn.Module, is_meant: Callable[[Any], bool]) -> None:
 class ModelHook:
     """A hook that drives one lifecycle. In a copied or unpickled model it becomes inert."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Driver) -> None:
         self.lifecycle = lifecycle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -71,10 +110,10 @@ class ModelHook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-class StackHook(ModelHook):
+class BeginHook(ModelHook):
     """Pre-forward hook of the stack."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Driver) -> None:
         super().__init__(lifecycle)
         self._begin_uncompiled = uncompiled(lifecycle.begin_forward)
 
@@ -94,7 +133,7 @@ class StackHook(ModelHook):
 class EnterHook(ModelHook):
     """Pre-forward hook of a layer."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Driver) -> None:
         super().__init__(lifecycle)
         self._enter_uncompiled = uncompiled(lifecycle.enter)
 
@@ -113,7 +152,7 @@ class EnterHook(ModelHook):
 class LeaveHook(ModelHook):
     """Post-forward hook of a layer."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Driver) -> None:
         super().__init__(lifecycle)
         self._leave_uncompiled = uncompiled(lifecycle.leave)
 
@@ -132,7 +171,7 @@ class PathStartHook(ModelHook):
     passes it by, so that it breaks no graph: slots are then named by layer alone.
     """
 
-    def __init__(self, lifecycle: Lifecycle, path: str, *, has_cast_input: bool) -> None:
+    def __init__(self, lifecycle: Driver, path: str, *, has_cast_input: bool) -> None:
         """Name the sub-module *path*.
 
         Args:
@@ -152,16 +191,18 @@ class PathStartHook(ModelHook):
         tokens = self._running.tokens
         if tokens:
             call = tokens[-1].call
-            call.paths.append(self.path)
-            if call.is_autocast:
-                is_cast = self._has_cast_input and len(args) == 1
-                call.cast_input = args[0] if is_cast and isinstance(args[0], Tensor) else None
+            cast_input = None
+            if call.is_autocast and self._has_cast_input and len(args) == 1:
+                cast_input = args[0] if isinstance(args[0], Tensor) else None
+            call.enter(self.path, cast_input)
+            if call.observer is not None:
+                _hear_start(call, self.path, args)
 
 
 class PathEndHook(ModelHook):
     """Post-forward hook of a sub-module: notes that its parent runs again."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Driver) -> None:
         super().__init__(lifecycle)
         self._running = lifecycle.running
 
@@ -172,15 +213,46 @@ class PathEndHook(ModelHook):
         tokens = self._running.tokens
         if tokens:
             call = tokens[-1].call
-            call.cast_input = None
-            if len(call.paths) > 1:
-                call.paths.pop()
+            if call.observer is not None:
+                _hear_end(call, output)
+            call.leave()
+
+
+def _hear_start(call: LayerCall, path: str, args: Any) -> None:
+    """Tell the observer that a sub-module starts, and later that its backward ends."""
+    observer, layer = call.observer, call.fqn
+    assert observer is not None
+    observer.on_module(layer, path, "forward", is_start=True)
+
+    def on_gradient(_: Any) -> None:
+        observer.on_module(layer, path, "backward", is_start=False)
+
+    for node in _nodes_of(args):
+        node.register_prehook(on_gradient)
+
+
+def _hear_end(call: LayerCall, output: Any) -> None:
+    """Tell the observer that a sub-module ends, and later that its backward starts."""
+    observer, layer, path = call.observer, call.fqn, call.paths[-1]
+    assert observer is not None
+    observer.on_module(layer, path, "forward", is_start=False)
+
+    def on_gradient(_: Any) -> None:
+        observer.on_module(layer, path, "backward", is_start=True)
+
+    for node in _nodes_of(output):
+        node.register_prehook(on_gradient)
+
+
+def _nodes_of(value: Any) -> dict[torch.autograd.graph.Node, None]:
+    """Return the distinct nodes that made the tensors in *value*."""
+    return {t.grad_fn: None for t in tensors_in(value) if t.grad_fn is not None}
 
 
 class CheckpointFunction:
     """Wraps a model's checkpointing function, to enter the layer outside of the checkpoint."""
 
-    def __init__(self, lifecycle: Lifecycle, function: Callable[..., Any]) -> None:
+    def __init__(self, lifecycle: Driver, function: Callable[..., Any]) -> None:
         self.lifecycle = lifecycle
         self.function = function
 

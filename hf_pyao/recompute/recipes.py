@@ -8,40 +8,24 @@ recipe is found, or none that saves bytes, the slot is stored as if nothing had 
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from hf_pyao.runtime.layout import SUBCLASS, TensorLayout, reason_not_movable
-from hf_pyao.runtime.tracing import Trace
-from hf_pyao.runtime.values import Value
-from hf_pyao.runtime.watching import SlotLabel, WatchedStorage
-
-if TYPE_CHECKING:
-    from hf_pyao.runtime.tape import LayerCall
+from hf_pyao.recompute.trace_values import Value
+from hf_pyao.recompute.tracing import Trace
+from hf_pyao.runtime.recomputation import Refused
+from hf_pyao.transfer.layout import SUBCLASS, reason_not_movable
 
 NOT_SEEN = "not made by operations that were seen"
 NO_RECIPE = "made by operations that are not replayed"
 NO_GAIN = "sources are no smaller"
-COMPILED = "compiled code"
-ZERO_3 = "parameters gathered by ZeRO-3"
-LOST = "not traced"
 
 MAX_DEPTH = 256
 """Longest chain of operations that a recipe may have."""
 
 Anchors: TypeAlias = "dict[Value, torch.Tensor]"
 """Values to store for a recipe, though autograd does not save them, and a tensor on each."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """There is no recipe."""
-
-    reason: str
-    """Short and constant, since reports count by it."""
 
 
 class RecipeFinder:
@@ -103,7 +87,7 @@ def settle(target: Value) -> None:
     while pending:
         value = pending.pop()
         if value.source is None and not value.is_planned:
-            value.is_planned = True
+            value.plan()
             assert value.producer is not None
             pending.extend(value.producer.parents)
 
@@ -119,35 +103,3 @@ def _storable(value: Value) -> torch.Tensor | None:
 
 def _num_bytes(anchors: Anchors) -> int:
     return sum(value.nbytes for value in anchors)
-
-
-class RecomputedStorage(WatchedStorage):
-    """One distinct storage that a layer call saved and that was dropped, to be rebuilt."""
-
-    def __init__(
-        self,
-        call: LayerCall,
-        slot: SlotLabel,
-        value: Value,
-        tensor: torch.Tensor,
-        layout: TensorLayout,
-    ) -> None:
-        self.value = value  # first: the destructor asks for it
-        super().__init__(call, slot, value.nbytes, tensor, layout)
-        self.let_go_of_source()
-        value.slot = weakref.ref(self)
-
-    def covers(self, tensor: torch.Tensor, shares_counter: bool) -> bool:
-        """Say whether this may stand for *tensor*, on the same storage and of the same version."""
-        trace = self.call.trace
-        if trace is None:
-            return super().covers(tensor, shares_counter)
-        return trace.values.get(tensor.untyped_storage()._cdata) is self.value
-
-    def __del__(self) -> None:
-        """Let go of the rebuilt bytes, unless another recipe is about to read them."""
-        if self.home is not None:
-            self.home.await_everywhere()  # its recipe may hold what was kept on another stream
-        value = vars(self).get("value")
-        if value is not None and value.uses <= 0:
-            value.rebuilt = None

@@ -39,7 +39,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hf_pyao.metrics import MicroBatchStats
-from hf_pyao.runtime.compute_streams import current_stream
+from hf_pyao.transfer.compute_streams import current_stream
 
 
 @runtime_checkable
@@ -67,6 +67,32 @@ class Ticket(Protocol):
         ...
 
 
+@dataclass
+class LinkTimes:
+    """What the copies of one engine took since they were collected last, in ms."""
+
+    transfer_ms: float = 0.0
+    """Time in which copies ran, both directions added."""
+    stall_forward_ms: float = 0.0
+    """Time in which forward compute waited for copies."""
+    stall_backward_ms: float = 0.0
+    """Time in which backward compute waited for copies."""
+
+    def add_stall(self, elapsed_ms: float, *, in_backward: bool) -> None:
+        """Add a time in which compute waited."""
+        if in_backward:
+            self.stall_backward_ms += elapsed_ms
+        else:
+            self.stall_forward_ms += elapsed_ms
+
+    def move_to(self, stats: MicroBatchStats) -> None:
+        """Add it all to *stats*, and begin anew."""
+        stats.transfer_ms += self.transfer_ms
+        stats.stall_forward_ms += self.stall_forward_ms
+        stats.stall_backward_ms += self.stall_backward_ms
+        self.transfer_ms = self.stall_forward_ms = self.stall_backward_ms = 0.0
+
+
 @dataclass(frozen=True)
 class Bandwidth:
     """Speed of the link in GiB/s (2**30 bytes); None where it was not measured."""
@@ -75,14 +101,37 @@ class Bandwidth:
     h2d_gib_per_s: float | None
 
 
+class CopiedSoFar:
+    """Bytes and time of all copies, by direction."""
+
+    def __init__(self) -> None:
+        self._bytes = {"offload": 0, "reload": 0}
+        self._ms = {"offload": 0.0, "reload": 0.0}
+
+    def add(self, direction: str, nbytes: int, elapsed_ms: float) -> None:
+        """Add a copy (``"offload"`` or ``"reload"``)."""
+        self._bytes[direction] += nbytes
+        self._ms[direction] += elapsed_ms
+
+    def bandwidth(self) -> Bandwidth:
+        """Return bytes over time."""
+        return Bandwidth(self._speed("offload"), self._speed("reload"))
+
+    def _speed(self, direction: str) -> float | None:
+        elapsed_ms = self._ms[direction]
+        return self._bytes[direction] / 2**30 / (elapsed_ms / 1e3) if elapsed_ms else None
+
+
 @runtime_checkable
 class Transport(Protocol):
     """Copies dense tensors between the device and the host.
 
     ``src`` and ``dst`` have the same dtype, size and strides, and no gaps; what counts is their
-    bytes (:func:`~hf_pyao.runtime.layout.bytes_of` views them). The caller keeps ``src`` alive and
+    bytes (:func:`~hf_pyao.transfer.layout.bytes_of` views them). The caller keeps ``src`` alive and
     unchanged, and ``dst`` alive and unread, until it has waited for the ticket. ``str()`` of
-    ``label`` names the tensor in messages. See [Note: Stream order].
+    ``label`` names the tensor in messages; ``times`` is whose time it is. See [Note: Stream order].
+    A transport with a method ``host_released(data, after)`` hears of host bytes that are given
+    back, which the copy *after* may still read.
     """
 
     name: str
@@ -93,13 +142,25 @@ class Transport(Protocol):
         ...
 
     def offload(
-        self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: object = ""
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
     ) -> Any:
         """Queue the copy of *src*, on the device, to *dst*, on the host; return its ticket."""
         ...
 
     def reload(
-        self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: object = ""
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
     ) -> Any:
         """Queue the copy of *src*, on the host, to *dst*, on the device; return its ticket."""
         ...
@@ -119,16 +180,24 @@ class Transport(Protocol):
         """Say whether the copy has finished, as far as the host knows, without waiting."""
         ...
 
-    def host_released(self, data: torch.Tensor, after: Any) -> None:
-        """Take note that host bytes *data* were given back; *after* may still read them."""
-        ...
-
-    def collect(self, stats: MicroBatchStats) -> None:
-        """Move the times measured since the last call into *stats*."""
+    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
+        """Move what was measured for *times* since the last call into *stats*."""
         ...
 
     def bandwidth(self) -> Bandwidth:
         """Return the link's speed as far as copies so far tell."""
+        ...
+
+    def mark(self, device: torch.device) -> Any:
+        """Note where compute on *device* has got to, for :meth:`elapsed_ms`."""
+        ...
+
+    def span_of(self, ticket: Any) -> tuple[Any, Any] | None:
+        """Return the marks between which a copy ran; None where that is not known."""
+        ...
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Return the time between two marks, both of which were reached."""
         ...
 
 
@@ -140,6 +209,8 @@ class DoneTicket:
     compute: torch.Stream | None = None
     queue: object = None
     order: int = 0
+    start_s: float = 0.0
+    end_s: float = 0.0
 
 
 class BlockingTransport:
@@ -153,25 +224,36 @@ class BlockingTransport:
     needs_pinned_memory = False
 
     def __init__(self) -> None:
-        self._seconds = {"offload": 0.0, "reload": 0.0}
-        self._total_seconds = {"offload": 0.0, "reload": 0.0}
-        self._total_bytes = {"offload": 0, "reload": 0}
+        self._own_times = LinkTimes()
+        self._copied = CopiedSoFar()
 
     def handles(self, device: torch.device) -> bool:
         """Take tensors on any device but ``meta``."""
         return device.type != "meta"
 
     def offload(
-        self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: object = ""
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
     ) -> DoneTicket:
         """Copy to the host now."""
-        return self._copy("offload", src, dst)
+        return self._copy("offload", src, dst, times)
 
     def reload(
-        self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: object = ""
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
     ) -> DoneTicket:
         """Copy to the device now."""
-        return self._copy("reload", src, dst)
+        return self._copy("reload", src, dst, times)
 
     def wait(self, ticket: DoneTicket) -> None:
         """Do nothing: the copy is done."""
@@ -183,31 +265,38 @@ class BlockingTransport:
         """Return True."""
         return True
 
-    def host_released(self, data: torch.Tensor, after: Any) -> None:
-        """Do nothing."""
-
-    def collect(self, stats: MicroBatchStats) -> None:
+    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
         """Report the copies' time; compute stood still meanwhile, so all of it is stall."""
-        stats.stall_forward_ms += self._seconds["offload"] * 1e3
-        stats.stall_backward_ms += self._seconds["reload"] * 1e3
-        stats.transfer_ms += sum(self._seconds.values()) * 1e3
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        times.move_to(stats)
 
     def bandwidth(self) -> Bandwidth:
         """Return bytes over time of all copies so far."""
-        return Bandwidth(*(self._speed(direction) for direction in ("offload", "reload")))
+        return self._copied.bandwidth()
 
-    def _speed(self, direction: str) -> float | None:
-        seconds = self._total_seconds[direction]
-        return self._total_bytes[direction] / 2**30 / seconds if seconds else None
+    def mark(self, device: torch.device) -> float:
+        """Return the time, in s: what was called before has run."""
+        return time.perf_counter()
 
-    def _copy(self, direction: str, src: torch.Tensor, dst: torch.Tensor) -> DoneTicket:
+    def span_of(self, ticket: DoneTicket) -> tuple[float, float] | None:
+        """Return when the copy ran."""
+        return ticket.start_s, ticket.end_s
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        """Return the time between two marks."""
+        return (end - start) * 1e3
+
+    def _copy(
+        self, direction: str, src: torch.Tensor, dst: torch.Tensor, times: LinkTimes | None
+    ) -> DoneTicket:
         compute = current_stream((src if direction == "offload" else dst).device)
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         dst.copy_(src)
-        seconds = time.perf_counter() - start
+        end_s = time.perf_counter()
+        elapsed_ms = (end_s - start_s) * 1e3
         nbytes = src.nbytes
-        self._seconds[direction] += seconds
-        self._total_seconds[direction] += seconds
-        self._total_bytes[direction] += nbytes
-        return DoneTicket(nbytes, compute)
+        if times is None:
+            times = self._own_times
+        times.transfer_ms += elapsed_ms
+        times.add_stall(elapsed_ms, in_backward=direction == "reload")
+        self._copied.add(direction, nbytes, elapsed_ms)
+        return DoneTicket(nbytes, compute, start_s=start_s, end_s=end_s)

@@ -1,8 +1,8 @@
 """A simulated device: charges each operation to a virtual clock, and counts every live byte.
 
-With :class:`~hf_pyao.runtime.simulated.SimulatedTransport` it answers, on any machine and exactly
-repeatably, how long a training step would take on given hardware and what its memory peak would
-be, whatever of that is hf_pyao's doing and whatever is the model's.
+With :class:`~hf_pyao.simulation.transport.SimulatedTransport` it answers, on any machine and
+exactly repeatably, how long a training step would take on given hardware and what its memory peak
+would be, whatever of that is hf_pyao's doing and whatever is the model's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.runtime.layer_inputs import tensors_in
-from hf_pyao.runtime.link_model import VirtualLink
+from hf_pyao.simulation.link_model import VirtualLink
 from hf_pyao.stores import HostPool
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,9 +25,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.metrics import MicroBatchStats
-from hf_pyao.runtime.layout import bytes_of
-from hf_pyao.runtime.link_model import LinkModel, VirtualLink
-from hf_pyao.runtime.transport import Bandwidth
+from hf_pyao.simulation.link_model import Booking, LinkModel, VirtualLink
+from hf_pyao.transfer.graph_task import is_in_backward
+from hf_pyao.transfer.layout import bytes_of
+from hf_pyao.transfer.transport import Bandwidth, LinkTimes
 
 POISON_BYTE = 0xFF
 """NaN in every floating dtype, -1 in signed integers, and no valid bool."""
@@ -62,6 +64,8 @@ class SimulatedTicket:
     before: torch.Tensor | None
     """What an offload's source held when it was queued."""
     needs: tuple[SimulatedTicket, ...]
+    times: LinkTimes = field(default_factory=LinkTimes)
+    """Whose time it is."""
     is_done: bool = False
     booking: object = None
     """The copy's place on the virtual link, if there is one."""
@@ -88,7 +92,7 @@ class SimulatedTransport:
         copy_streams: 2 has a queue for each direction, 1 a single one; 0 copies at once, as on
             the compute stream.
         link: speeds of the virtual link; times are then in the metrics, on a virtual clock that
-            :class:`~hf_pyao.runtime.simulated_device.SimulatedDevice` advances.
+            :class:`~hf_pyao.simulation.device.SimulatedDevice` advances.
 
     Raises:
         SimulatedRaceError: from any call, when a copy finds its source released or changed, or its
@@ -115,8 +119,7 @@ class SimulatedTransport:
             "offload": d2h,
             "reload": _Queue("host-to-device") if copy_streams == 2 else d2h,
         }
-        self._stall_ms = {"forward": 0.0, "backward": 0.0}
-        self._transfer_ms = 0.0
+        self._own_times = LinkTimes()
 
     # ---- the Transport protocol ----------------------------------------------------------------
 
@@ -131,12 +134,13 @@ class SimulatedTransport:
         *,
         after: Sequence[SimulatedTicket] = (),
         label: object = "",
+        times: LinkTimes | None = None,
     ) -> SimulatedTicket:
         """Queue a copy to the host. *dst* holds poison until it is done; *src* is watched."""
         with _outside_of_modes():
             source, target = bytes_of(src), bytes_of(dst)
             before = source.clone()
-        ticket = self._queue("offload", device=source, host=target, after=after, label=label)
+        ticket = self._queue("offload", source, target, after, label, times)
         ticket.before = before
         return self._issued(ticket)
 
@@ -147,12 +151,13 @@ class SimulatedTransport:
         *,
         after: Sequence[SimulatedTicket] = (),
         label: object = "",
+        times: LinkTimes | None = None,
     ) -> SimulatedTicket:
         """Queue a copy to the device. *dst* holds poison until it is done."""
         with _outside_of_modes():
             source, target = bytes_of(src), bytes_of(dst)
             target.fill_(POISON_BYTE)
-        ticket = self._queue("reload", device=target, host=source, after=after, label=label)
+        ticket = self._queue("reload", target, source, after, label, times)
         return self._issued(ticket)
 
     def wait(self, ticket: SimulatedTicket) -> None:
@@ -161,8 +166,7 @@ class SimulatedTransport:
         self._complete(ticket)
         if self.link is not None and ticket.booking is not None:
             stall_ms = self.link.wait(ticket.booking)
-            in_backward = torch._C._current_graph_task_id() != -1
-            self._stall_ms["backward" if in_backward else "forward"] += stall_ms
+            ticket.times.add_stall(stall_ms, in_backward=is_in_backward())
 
     def retire(self, ticket: SimulatedTicket) -> None:
         """Complete the copy: its target's memory may be reused from here on."""
@@ -187,19 +191,30 @@ class SimulatedTransport:
             )
         )
 
-    def collect(self, stats: MicroBatchStats) -> None:
+    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
         """Move virtual times into *stats*; zeros without a link model."""
-        stats.stall_forward_ms += self._stall_ms["forward"]
-        stats.stall_backward_ms += self._stall_ms["backward"]
-        stats.transfer_ms += self._transfer_ms
-        self._stall_ms = dict.fromkeys(self._stall_ms, 0.0)
-        self._transfer_ms = 0.0
+        times.move_to(stats)
 
     def bandwidth(self) -> Bandwidth:
         """Return the link model's speeds."""
         if self.link is None:
             return Bandwidth(None, None)
         return Bandwidth(self.link.model.d2h_gib_per_s, self.link.model.h2d_gib_per_s)
+
+    def mark(self, device: torch.device) -> float:
+        """Return where the virtual compute lane has got to, in ms; without a link, the time."""
+        return time.perf_counter() * 1e3 if self.link is None else self.link.compute_ms
+
+    def span_of(self, ticket: SimulatedTicket) -> tuple[float, float] | None:
+        """Return when the copy ran on the virtual link; None without one, or until it ran."""
+        booking = ticket.booking
+        if not isinstance(booking, Booking) or booking.start_ms is None or booking.end_ms is None:
+            return None
+        return booking.start_ms, booking.end_ms
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        """Return the time between two marks."""
+        return end - start
 
     # ---- what tests ask for --------------------------------------------------------------------
 
@@ -214,11 +229,11 @@ class SimulatedTransport:
     def _queue(
         self,
         direction: str,
-        *,
         device: torch.Tensor,
         host: torch.Tensor,
         after: Sequence[SimulatedTicket],
         label: object,
+        times: LinkTimes | None,
     ) -> SimulatedTicket:
         queue = self._queues[direction]
         ticket = SimulatedTicket(
@@ -232,11 +247,12 @@ class SimulatedTransport:
             int(device.storage_offset()),
             None,
             tuple(after),
+            self._own_times if times is None else times,
         )
         if self.link is not None:
             needs = [need.booking for need in after if need.booking is not None]
             ticket.booking = self.link.book(direction, ticket.nbytes, needs, str(label))
-            self._transfer_ms += self.link.model.copy_ms(direction, ticket.nbytes)
+            ticket.times.transfer_ms += self.link.model.copy_ms(direction, ticket.nbytes)
         queue.pending.append(ticket)
         self.num_copies[direction] += 1
         return ticket

@@ -11,8 +11,15 @@ import torch
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.metrics import MicroBatchStats
-from hf_pyao.runtime.compute_streams import current_stream
-from hf_pyao.runtime.transport import Bandwidth, BlockingTransport, Transport
+from hf_pyao.transfer.compute_streams import current_stream
+from hf_pyao.transfer.graph_task import is_in_backward
+from hf_pyao.transfer.transport import (
+    Bandwidth,
+    BlockingTransport,
+    CopiedSoFar,
+    LinkTimes,
+    Transport,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -25,8 +32,23 @@ class StreamTicket:
     device: torch.device
     compute: torch.Stream
     """The stream that was current when the copy was queued."""
+    times: LinkTimes
+    """Whose time it is."""
+    start: torch.Event
+    """Recorded before the copy."""
     end: torch.Event
     """Recorded behind the copy."""
+
+
+@dataclass(eq=False, slots=True)
+class _Timed:
+    """Two events between which something ran."""
+
+    kind: str
+    nbytes: int
+    start: torch.Event
+    end: torch.Event
+    times: LinkTimes
 
 
 @dataclass(eq=False, slots=True)
@@ -53,25 +75,37 @@ class StreamTransport:
         self.copy_streams = copy_streams
         self._streams: dict[torch.device, _Streams] = {}
         self._orders = itertools.count()
-        self._timed: list[tuple[str, int, torch.Event, torch.Event]] = []
-        self._total_ms = {"offload": 0.0, "reload": 0.0}
-        self._total_bytes = {"offload": 0, "reload": 0}
+        self._timed: list[_Timed] = []
+        self._own_times = LinkTimes()
+        self._copied = CopiedSoFar()
 
     def handles(self, device: torch.device) -> bool:
         """Take tensors on accelerators."""
         return device.type not in ("cpu", "meta")
 
     def offload(
-        self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: object = ""
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
     ) -> StreamTicket:
         """Queue the copy on the device-to-host stream."""
-        return self._copy("offload", self._of(src.device).d2h, src.device, src, dst, after)
+        return self._copy("offload", self._of(src.device).d2h, src.device, src, dst, after, times)
 
     def reload(
-        self, src: torch.Tensor, dst: torch.Tensor, *, after: Sequence[Any] = (), label: object = ""
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
     ) -> StreamTicket:
         """Queue the copy on the host-to-device stream."""
-        return self._copy("reload", self._of(dst.device).h2d, dst.device, src, dst, after)
+        return self._copy("reload", self._of(dst.device).h2d, dst.device, src, dst, after, times)
 
     def wait(self, ticket: StreamTicket) -> None:
         """Make the stream that the copy was queued from wait for the copy's event."""
@@ -82,8 +116,8 @@ class StreamTransport:
         before.record(stream)
         stream.wait_event(ticket.end)
         behind.record(stream)
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._timed.append(("backward" if in_backward else "forward", 0, before, behind))
+        kind = "backward" if is_in_backward() else "forward"
+        self._timed.append(_Timed(kind, 0, before, behind, ticket.times))
 
     def retire(self, ticket: StreamTicket) -> None:
         """Make the stream that the copy was queued from wait for the copy's event."""
@@ -93,37 +127,41 @@ class StreamTransport:
         """Ask the event, without waiting."""
         return bool(ticket.end.query())
 
-    def host_released(self, data: torch.Tensor, after: Any) -> None:
-        """Do nothing: order is kept by ``after`` at the next offload."""
-
-    def collect(self, stats: MicroBatchStats) -> None:
+    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
         """Read the events of finished copies and waits; those still running are left for later."""
-        running = []
-        for kind, nbytes, start, end in self._timed:
-            if not end.query():
-                running.append((kind, nbytes, start, end))
+        timed, self._timed = self._timed, []
+        for each in timed:
+            if not each.end.query():
+                self._timed.append(each)
                 continue
-            elapsed_ms = start.elapsed_time(end)
-            if kind == "forward":
-                stats.stall_forward_ms += elapsed_ms
-            elif kind == "backward":
-                stats.stall_backward_ms += elapsed_ms
+            elapsed_ms = each.start.elapsed_time(each.end)
+            if each.nbytes:
+                each.times.transfer_ms += elapsed_ms
+                self._copied.add(each.kind, each.nbytes, elapsed_ms)
             else:
-                stats.transfer_ms += elapsed_ms
-                self._total_ms[kind] += elapsed_ms
-                self._total_bytes[kind] += nbytes
-        self._timed = running
+                each.times.add_stall(elapsed_ms, in_backward=each.kind == "backward")
+        times.move_to(stats)
         for device in self._streams:
             peak_bytes = torch.accelerator.max_memory_allocated(device)
             stats.device_peak_bytes = max(stats.device_peak_bytes, peak_bytes)
 
     def bandwidth(self) -> Bandwidth:
         """Return bytes over time of the copies collected so far."""
-        return Bandwidth(*(self._speed(direction) for direction in ("offload", "reload")))
+        return self._copied.bandwidth()
 
-    def _speed(self, direction: str) -> float | None:
-        elapsed_ms = self._total_ms[direction]
-        return self._total_bytes[direction] / 2**30 / (elapsed_ms / 1e3) if elapsed_ms else None
+    def mark(self, device: torch.device) -> torch.Event:
+        """Record an event on the current stream of *device*."""
+        event = self._event(device)
+        event.record(current_stream(device))
+        return event
+
+    def span_of(self, ticket: StreamTicket) -> tuple[torch.Event, torch.Event] | None:
+        """Return the events around the copy."""
+        return ticket.start, ticket.end
+
+    def elapsed_ms(self, start: torch.Event, end: torch.Event) -> float:
+        """Return the device's time between two events, both of which must have come."""
+        return float(start.elapsed_time(end))
 
     def _copy(
         self,
@@ -133,6 +171,7 @@ class StreamTransport:
         src: torch.Tensor,
         dst: torch.Tensor,
         after: Sequence[StreamTicket],
+        times: LinkTimes | None,
     ) -> StreamTicket:
         compute = current_stream(device)
         assert compute is not None
@@ -148,8 +187,11 @@ class StreamTransport:
             dst.copy_(src, non_blocking=True)
             end.record(stream)
         nbytes = src.nbytes
-        self._timed.append((kind, nbytes, start, end))
-        return StreamTicket(nbytes, stream, next(self._orders), device, compute, end)
+        if times is None:
+            times = self._own_times
+        self._timed.append(_Timed(kind, nbytes, start, end, times))
+        order = next(self._orders)
+        return StreamTicket(nbytes, stream, order, device, compute, times, start, end)
 
     def _event(self, device: torch.device) -> torch.Event:
         return torch.Event(device, enable_timing=True)

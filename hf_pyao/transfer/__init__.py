@@ -1,0 +1,6 @@
+"""How bytes travel between the device and the host; knows no autograd and no layers.
+
+Reading order: ``layout`` (which bytes), ``transport`` (how bytes cross the link, and [Note: Stream
+order]), ``moved_bytes`` (where one byte range is), ``mover`` (who moves it), ``window`` (how much
+at a time), ``link`` (what several movers share). This package imports torch alone.
+"""
