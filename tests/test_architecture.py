@@ -45,16 +45,22 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
-    """Yield the modules that a file imports; those for type checkers alone are left out."""
+def imports_of(
+    path: Path, *, at_import_only: bool = False, also_types: bool = False
+) -> Iterator[str]:
+    """Yield the modules that a file imports; those for type checkers alone only if *also_types*."""
     pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if is_for_types and not also_types:
+            assert isinstance(node, ast.If)
             pending.extend(node.orelse)
             continue
         if at_import_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -111,6 +117,135 @@ def test_the_public_names() -> None:
     assert set(hf_pyao.__all__) <= set(dir(hf_pyao))
     with pytest.raises(AttributeError, match=r"no attribute 'PyA0Config'; it has .*PyAOConfig"):
         _ = hf_pyao.PyA0Config
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Those for type checkers alone, and those inside of functions, count too."""
+    names = {_module_of(path): path for path in ROOT.rglob("*.py")}
+    graph = {
+        name: {
+            target for module in imports_of(path, also_types=True) if (target := module) in names
+        }
+        for name, path in names.items()
+        if name != "hf_pyao"  # which names the public ones, lazily
+    }
+    for name in graph:
+        graph[name] = {target for target in graph[name] if target in graph}
+    done: set[str] = set()
+    for start in sorted(graph):
+        path: list[str] = []
+        _walk(start, graph, path, done)
+
+
+def _module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _walk(name: str, graph: dict[str, set[str]], path: list[str], done: set[str]) -> None:
+    assert name not in path, " -> ".join([*path[path.index(name) :], name])
+    if name in done:
+        return
+    path.append(name)
+    for target in sorted(graph[name]):
+        _walk(target, graph, path, done)
+    path.pop()
+    done.add(name)
+
+
+# ---- one writer for each state -----------------------------------------------------------------------
+
+WRITTEN_AT_HOME = {
+    "transfer/moved_bytes.py": {"MovedBytes"},
+    "transfer/window.py": {"OffloadWindow", "ReloadWindow"},
+    "transfer/compute_streams.py": {"ComputeStreams", "Home", "Lingering"},
+    "runtime/tape.py": {"SlotEntry", "Layer", "LayerCall", "Tape", "MicroBatch", "StorageTable"},
+    "runtime/saved_tensor.py": {"WatchedStorage", "SavedStorage", "SavedTensor", "KeptTensor"},
+    "runtime/running.py": {"Running", "Token"},
+    "recompute/trace_values.py": {"Value", "TensorSource"},
+    "recompute/replay.py": {"DroppedStorage", "Replay"},
+    "recompute/recomputer.py": {"CallRecomputation"},
+}
+"""Classes whose attributes no other file assigns."""
+
+FOREIGN = {"data", "requires_grad", "grad"}
+"""Attributes of torch's that have the name of one of ours."""
+
+CHANGES = {"append", "extend", "add", "clear", "pop", "popleft", "remove", "discard", "update"}
+
+ALLOWED_CHANGES = {
+    # A set, a table and a dictionary that pack hooks write in the hottest path there is.
+    ("runtime/packing.py", "saved_shapes"),
+    ("runtime/packing.py", "entries"),
+    ("runtime/packing.py", "casts"),
+    ("runtime/packing.py", "table"),  # asked, by its own methods
+}
+
+
+def attributes_of(tree: ast.Module, classes: set[str]) -> set[str]:
+    """Return the names of the attributes that instances of *classes* have."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in classes:
+            for part in ast.walk(node):
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    found.add(part.target.id)
+                for target in targets_of(part):
+                    if isinstance(target.value, ast.Name) and target.value.id == "self":
+                        found.add(target.attr)
+    return found - FOREIGN
+
+
+def targets_of(node: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield the attributes that a statement assigns or deletes, items of them included."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = list(node.targets)
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    while targets:
+        target = targets.pop()
+        if isinstance(target, ast.Tuple | ast.List):
+            targets.extend(target.elts)
+        elif isinstance(target, ast.Subscript):
+            targets.append(target.value)
+        elif isinstance(target, ast.Attribute):
+            yield target
+
+
+def test_state_is_written_at_home_alone() -> None:
+    homes = {home: ast.parse((ROOT / home).read_text()) for home in WRITTEN_AT_HOME}
+    attributes = {home: attributes_of(tree, WRITTEN_AT_HOME[home]) for home, tree in homes.items()}
+    for home, classes in WRITTEN_AT_HOME.items():
+        defined = {node.name for node in homes[home].body if isinstance(node, ast.ClassDef)}
+        assert classes <= defined, f"{home} does not define {classes - defined}"
+        assert attributes[home], home
+    for path in FILES:
+        file = path.relative_to(ROOT).as_posix()
+        if file.split("/")[0] not in ("transfer", "runtime", "recompute", "integrations"):
+            continue
+        elsewhere = {name for home, names in attributes.items() if home != file for name in names}
+        own = attributes_of_all_classes(path)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for target in targets_of(node):
+                is_own = isinstance(target.value, ast.Name) and target.value.id in ("self", "cls")
+                if target.attr in elsewhere and not is_own and target.attr not in own:
+                    assert (file, target.attr) in ALLOWED_CHANGES, (
+                        f"{file}:{target.lineno} assigns {ast.unparse(target)}"
+                    )
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                changed = node.func.value
+                if node.func.attr in CHANGES and isinstance(changed, ast.Attribute):
+                    is_own = isinstance(changed.value, ast.Name) and changed.value.id == "self"
+                    if changed.attr in elsewhere and not is_own and changed.attr not in own:
+                        assert (file, changed.attr) in ALLOWED_CHANGES, (
+                            f"{file}:{node.lineno} changes {ast.unparse(changed)}"
+                        )
+
+
+def attributes_of_all_classes(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return attributes_of(tree, {n.name for n in tree.body if isinstance(n, ast.ClassDef)})
 
 
 # What torch forbids its own offloading to use: memory stays fragmented (record_stream), or the whole

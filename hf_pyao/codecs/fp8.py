@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_pyao.codecs.grouped import MAX_KERNEL_GROUP, Grid, GroupedCodec
+from hf_pyao.codecs.grid import MAX_KERNEL_GROUP, Grid
+from hf_pyao.codecs.grouped import GroupedCodec
 
 _GRID = Grid(
     bits=8,

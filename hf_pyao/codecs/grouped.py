@@ -20,49 +20,18 @@ a device that flushes denormals to zero gives the same codes.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from hf_pyao.codecs.backend import kernels_for
 from hf_pyao.codecs.base import Encoded, flatten
-
-AMAX_FLOOR = 2.0**-93
-MAX_KERNEL_GROUP = 16384
-"""Longest group that one kernel program holds in its registers."""
+from hf_pyao.codecs.grid import AMAX_FLOOR, MAX_KERNEL_GROUP, Grid
 
 _ACCEPTED = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_BYTES = 4
 _FP32_SLACK = 2.0**-22
 """Covers the roundings of the division and the multiplication, relative to the value."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """The levels that a scaled value may take. See [Note: Scales and codes]."""
-
-    bits: int
-    """Bits per code: 8 or 4."""
-    code_dtype: torch.dtype
-    """int8 or uint8."""
-    top: float
-    """The largest level."""
-    top_beside_nonfinite: float
-    """The largest level of finite values in a group that also holds NaN or infinities."""
-    nan: float
-    """What the code for NaN reads as; beyond every level."""
-    finest_step: float = 1.0
-    """Distance between neighbouring levels around zero."""
-    coarsest_step: float = 1.0
-    """Distance between neighbouring levels at the top."""
-    relative_step: float = 0.0
-    """Most that a step measures relative to the value, above the finest; 0 if steps are equal."""
-
-    @property
-    def is_float(self) -> bool:
-        """Whether the levels are e4m3's, not integers."""
-        return self.relative_step > 0
 
 
 class GroupedSpec(NamedTuple):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_pyao.codecs.grouped import Grid, GroupedCodec
+from hf_pyao.codecs.grid import Grid
+from hf_pyao.codecs.grouped import GroupedCodec
 
 _GRID = Grid(bits=4, code_dtype=torch.uint8, top=7.0, top_beside_nonfinite=6.0, nan=-8.0)
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 import torch
 
-from hf_pyao.codecs.grouped import MAX_KERNEL_GROUP, Grid, GroupedCodec
+from hf_pyao.codecs.grid import MAX_KERNEL_GROUP, Grid
+from hf_pyao.codecs.grouped import GroupedCodec
 
 _GRID = Grid(bits=8, code_dtype=torch.int8, top=127.0, top_beside_nonfinite=126.0, nan=-128.0)
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_pyao.codecs.grouped import AMAX_FLOOR, Grid
+from hf_pyao.codecs.grid import AMAX_FLOOR, Grid
 
 _VALUES_PER_PROGRAM = 4096
 

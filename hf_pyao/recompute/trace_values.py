@@ -143,6 +143,23 @@ class Value:
         """True while an operation still to be replayed reads it, or autograd may ask for it."""
         return self.uses > 0 or self.is_saved
 
+    def overwritten(self) -> None:
+        """Take note that no tensor holds it any more, or that it is not known who writes it."""
+        self.is_readable = False
+
+    def block(self, *, is_readable: bool = True) -> None:
+        """Take note that its bytes do not say what it holds; *is_readable*: there are such."""
+        self.is_blocked = True
+        self.is_readable = self.is_readable and is_readable
+
+    def be_like(self, other: Value) -> None:
+        """Be as readable as *other*, which had the same memory."""
+        self.is_readable, self.is_blocked = other.is_readable, other.is_blocked
+
+    def is_found_in(self, source: Source) -> None:
+        """Take note of where replay finds it."""
+        self.source = source
+
     def is_slot(self, dropped: weakref.ref[Any]) -> None:
         """Take note of the saved storage that it is to autograd."""
         self.slot = dropped

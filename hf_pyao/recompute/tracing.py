@@ -240,14 +240,15 @@ class Trace(TorchDispatchMode):
             if not is_changed:
                 return  # an alias of an argument
             key = storage._cdata
-            self.values[key].is_readable = False  # what it was can be had from nowhere now
+            self.values[key].overwritten()
         else:
             key = cast(int, storage._weak_ref())
-        value = Value(operation, index, storage.nbytes(), tensor.device, weakref.ref(tensor))
-        if tensor.dtype.is_complex or tensor._is_zerotensor():
-            value.producer = None
-            value.is_blocked = True  # a view may be conjugated, which its bytes do not show
-            value.is_readable = tensor.dtype.is_complex  # or there are no bytes
+        # A complex view may be conjugated, which its bytes do not show.
+        is_clear = not (tensor.dtype.is_complex or tensor._is_zerotensor())
+        producer = operation if is_clear else None
+        value = Value(producer, index, storage.nbytes(), tensor.device, weakref.ref(tensor))
+        if not is_clear:
+            value.block(is_readable=tensor.dtype.is_complex)
         else:
             operation.outputs.append((index, weakref.ref(value)))
         self.values[key] = value
@@ -271,18 +272,18 @@ class Trace(TorchDispatchMode):
         value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
         self.values[cast(int, storage._weak_ref())] = value
         if not has_bytes(tensor):
-            value.is_readable, value.is_blocked = False, True
+            value.block(is_readable=False)
         elif isinstance(tensor, Parameter):
-            value.source = source_of(tensor, is_parameter=True)
+            value.is_found_in(source_of(tensor, is_parameter=True))
         elif isinstance(base, Parameter):
-            value.source = source_of(base, is_parameter=True)
+            value.is_found_in(source_of(base, is_parameter=True))
         elif value.nbytes <= MAX_COPIED_BYTES and not tensor.requires_grad:
-            value.source = copied_source(storage, tensor.device)
+            value.is_found_in(copied_source(storage, tensor.device))
         elif value.nbytes <= MAX_CONSTANT_BYTES and not tensor.requires_grad:
-            value.source = source_of(owner)
+            value.is_found_in(source_of(owner))
         elif self._is_constant(tensor, storage._cdata):
             # Buffers, and casts of weights: these need gradients, and their graph is not held.
-            value.source = source_of(tensor.detach() if tensor.requires_grad else owner)
+            value.is_found_in(source_of(tensor.detach() if tensor.requires_grad else owner))
         return value
 
     def _keep_content(self, args: Any) -> None:
@@ -295,7 +296,7 @@ class Trace(TorchDispatchMode):
             if known is None or known.source is None or not has_bytes(tensor):
                 continue
             if not known.source.survives_a_change():
-                known.source = copied_source(storage, tensor.device)
+                known.is_found_in(copied_source(storage, tensor.device))
 
     def _note_state(self, operation: Operation, args: Any, kwargs: dict[str, Any]) -> None:
         tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
@@ -326,8 +327,10 @@ class Trace(TorchDispatchMode):
         for tensor in tensors_in(out):
             value = self._forget(tensor, only_new=True)
             if value is not None:
-                value.is_readable &= rule.kind is not Kind.EMPTY
-                value.is_blocked |= rule.is_reinterpreting or tensor.dtype.is_complex
+                if rule.kind is Kind.EMPTY:
+                    value.overwritten()  # by whom is not seen
+                if rule.is_reinterpreting or tensor.dtype.is_complex:
+                    value.block()
         return out
 
     def _run_unseen(
@@ -341,7 +344,7 @@ class Trace(TorchDispatchMode):
         for tensor in tensors_in((args, kwargs, out)):
             value = self._forget(tensor, is_changed=is_changed)
             if value is not None and rule.is_reinterpreting:
-                value.is_blocked = True
+                value.block()
         return out
 
     def _forget(
@@ -359,12 +362,12 @@ class Trace(TorchDispatchMode):
             return known
         owner = tensor if tensor._base is None else tensor._base
         value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
-        value.is_readable, value.is_blocked = known.is_readable, known.is_blocked
+        value.be_like(known)
         if is_changed:
-            known.is_readable = False
+            known.overwritten()
             is_small = value.nbytes <= MAX_COPIED_BYTES
             if is_small and not tensor.requires_grad and has_bytes(tensor):
-                value.source = copied_source(storage, tensor.device)
+                value.is_found_in(copied_source(storage, tensor.device))
         self.values[storage._cdata] = value
         return value
 
@@ -392,7 +395,7 @@ def stop_left_behind() -> None:
 def _unreadable(tensor: torch.Tensor) -> Value:
     """Return a value that cannot be had in backward: sparse and other tensors without strides."""
     value = Value(None, 0, 0, tensor.device, weakref.ref(tensor))
-    value.is_readable, value.is_blocked = False, True
+    value.block(is_readable=False)
     return value
 
 

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao import PyAOConfig
 from hf_pyao.codecs import CODECS, Codec, Encoded, get_codec
-from hf_pyao.codecs.grouped import AMAX_FLOOR, GroupedCodec
+from hf_pyao.codecs.grid import AMAX_FLOOR
+from hf_pyao.codecs.grouped import GroupedCodec
 from hf_pyao.errors import ConfigError
 from study_codecs import STUDY_CODECS, study_codec
 

@@ -25,7 +25,8 @@ from hypothesis import given, settings
 from hf_pyao.codecs import backend
 from hf_pyao.codecs.base import flatten
 from hf_pyao.codecs.bitmask import _pack_bits, _unpack_bits
-from hf_pyao.codecs.grouped import MAX_KERNEL_GROUP, GroupedCodec, GroupedSpec
+from hf_pyao.codecs.grid import MAX_KERNEL_GROUP
+from hf_pyao.codecs.grouped import GroupedCodec, GroupedSpec
 from study_codecs import study_codec
 from tests.gpu.device import no_host_waits
 

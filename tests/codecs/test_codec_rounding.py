@@ -12,7 +12,7 @@ from codec_tensors import bits
 from hf_pyao.codecs import get_codec
 from hf_pyao.codecs.base import flatten
 from hf_pyao.codecs.fp8 import Fp8Codec
-from hf_pyao.codecs.grouped import AMAX_FLOOR
+from hf_pyao.codecs.grid import AMAX_FLOOR
 from study_codecs import study_codec
 
 
