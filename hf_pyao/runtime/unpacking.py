@@ -138,7 +138,6 @@ class Unpacker:
         if task == NO_TASK or call.backward_task == task:
             return
         with self._lock:
-            call.start_backward(task)
             if self._task != task:
                 self.finalize_backward()  # of one that failed, or that this one runs inside of
                 self._task = task
@@ -146,6 +145,7 @@ class Unpacker:
                 torch.autograd.Variable._execution_engine.queue_callback(
                     uncompiled(finalize) if call.is_compiled else finalize
                 )
+            call.start_backward(task)
             if call.tape not in self._tapes:
                 self._tapes.append(call.tape)
             if self._running_call is not None:
