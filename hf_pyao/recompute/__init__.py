@@ -1,0 +1,1 @@
+"""What is dropped in forward and rebuilt in backward. README.md gives the reading order."""
