@@ -1,7 +1,8 @@
 """Module maps: where an architecture keeps its layers, and which sub-module plays which role.
 
 An architecture whose layers subclass transformers' ``GradientCheckpointingLayer`` needs no row here
-to be found; a row adds the roles. To add one, write it next to its likes: the tests pick it up.
+to be found, and its roles are inferred (see ``role_inference``). A row says instead where to look
+and which roles there are. To add one, write it next to its likes: the tests pick it up.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ ROLES = (
     "mlp_act",
     "mlp_down",
     "router",
+    "experts",
     "expert_fc1",
     "moe_act",
     "expert_fc2",
 )
 """Usual role names, in forward order; the names of Megatron-Core where it has one. A map may leave
-some out, and may have others of its own."""
+some out, and may have others of its own. ``experts`` is the fused module of all experts, where
+these are no modules with linear layers of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,26 +83,6 @@ class ModuleMap:
         object.__setattr__(self, "roles", roles)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundLayers:
-    """The layers of one model, and what is known about them."""
-
-    layers: tuple[tuple[str, nn.Module], ...]
-    """``(fqn, module)`` in the order of definition, which is the order of the forward in
-    transformers' models: an encoder's layers come before the decoder's. Where a layer is compiled,
-    checkpointed or sharded, the module is the outermost wrapper of that layer alone. The fqn is
-    relative to the unwrapped model, without wrapper components."""
-    stack: nn.Module
-    """The smallest module with a forward of its own that holds all layers: ``LlamaModel``,
-    ``OPTDecoder``, ``BartModel``; with its own wrapper, if it has one inside the model."""
-    roles: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Role -> sub-module paths inside a layer; empty if the architecture has no role map."""
-    optional: Sequence[str] = ()
-    """Paths of ``roles`` that a layer may lack."""
-    how: str = ""
-    """By which rule the layers were found."""
-
-
 def _checked_paths(name: str, paths: object, *, may_be_layer: bool = False) -> tuple[str, ...]:
     if isinstance(paths, str) or not isinstance(paths, Sequence):
         raise ConfigError(
@@ -127,8 +110,9 @@ def _is_part(part: str) -> bool:
 # OPT calls dropout as a function in the layer itself, once after attention and once after the MLP:
 # those masks cannot be told apart by module and have no role ("." selects them, see module_map).
 # The experts of a mixture are one fused module in current transformers, whose two products save
-# under the same name: the expert roles cannot be told apart by module either, so no mixture has a
-# row.
+# under the same name: the expert roles cannot be told apart by module either. They are one role,
+# ``experts``, and moe_act is the activation module that they call. No mixture has a row: its roles
+# are inferred.
 _OPT = ModuleMap(
     layers=("decoder.layers",),
     roles={

@@ -168,8 +168,7 @@ class Offloader:
         self.host_pool = self.link.pool
         self._model = weakref.ref(model)
         self._num_packs_seen = 0
-        if found.roles:
-            check_roles(found)
+        check_roles(found)
         selected = resolve_selections(config.modules, found, field=config.label("modules"))
         self.engine = OffloadEngine(
             policy=_policy_of(config, selected, found),

@@ -11,11 +11,11 @@ from hf_pyao.errors import NoLayersFoundError
 from hf_pyao.integrations.architectures import (
     MODULE_MAPS,
     ROLES,
-    FoundLayers,
     ModuleMap,
     module_map_of,
     register_module_map,
 )
+from hf_pyao.integrations.found_layers import FoundLayers
 from hf_pyao.integrations.layer_advice import no_layers_message
 from hf_pyao.integrations.layer_patterns import find_named_layers
 from hf_pyao.integrations.module_roles import (
@@ -32,6 +32,7 @@ from hf_pyao.integrations.module_search import (
     outermost,
     stack_of,
 )
+from hf_pyao.integrations.role_inference import infer_by_layer
 from hf_pyao.integrations.wrappers import named_submodules, plain_path, unwrap_model
 
 __all__ = [
@@ -59,6 +60,8 @@ def find_layers(
     Where *named* is empty, the module map of the architecture decides, if there is one. Otherwise
     the layers are the outermost instances of transformers' ``GradientCheckpointingLayer``: the
     blocks of a vision tower or an encoder count, the experts inside a layer do not.
+
+    Roles are those of the map. Where none says any, they are inferred layer by layer.
 
     Args:
         model: a model, wrapped or not.
@@ -88,10 +91,13 @@ def find_layers(
         hits = list(outermost(root, _is_checkpointing_layer))
     if not hits:
         raise NoLayersFoundError(no_layers_message(root, how, module_map))
+    layers = tuple((hit.path, hit.module) for hit in hits)
+    roles = module_map.roles if module_map else {}
     return FoundLayers(
-        layers=tuple((hit.path, hit.module) for hit in hits),
+        layers=layers,
         stack=stack_of(hits, root),
-        roles=module_map.roles if module_map else {},
+        roles=roles,
+        inferred={} if roles else infer_by_layer(layers),
         optional=module_map.optional if module_map else (),
         how=how,
     )

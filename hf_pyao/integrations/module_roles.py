@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from hf_pyao.errors import ConfigError, nearest
-from hf_pyao.integrations.architectures import ROLES, FoundLayers
+from hf_pyao.integrations.architectures import ROLES
+from hf_pyao.integrations.found_layers import FoundLayers, Roles
+from hf_pyao.integrations.module_search import is_called
 from hf_pyao.integrations.wrappers import named_submodules
-
-Roles = Mapping[str, Sequence[str]]
 
 LAYER_ITSELF = "."
 """The name, in a selection, of what a layer saves itself, outside all of its sub-modules."""
 
 _MAX_PATHS_IN_MESSAGE = 16
+_SAY_ROLES = "Or say which sub-modules play which role with register_module_map."
+
+_INSTEAD = {
+    "attn_norm": ("mlp_norm",),
+    "qkv_linear": ("core_attn",),
+    "attn_proj": ("core_attn",),
+    "mlp_norm": ("attn_norm",),  # one norm for both
+    "mlp_up": ("expert_fc1", "experts"),
+    "mlp_act": ("moe_act", "experts", "mlp_up"),
+    "mlp_down": ("expert_fc2", "experts"),
+    "experts": ("expert_fc1",),
+    "expert_fc1": ("experts", "mlp_up"),
+    "moe_act": ("experts", "mlp_act"),
+    "expert_fc2": ("experts", "mlp_down"),
+}
+"""Role -> what does its work in an architecture that lacks it, the nearest first."""
 
 
 def check_roles(found: FoundLayers) -> None:
-    """Check that every layer has every sub-module that the role map names.
+    """Check that every layer has every sub-module that its roles name, and that it can be called.
 
     A path may be missing only if the map lists it as optional: a renamed module must not silently
-    turn its role into a selection of nothing.
+    turn its role into a selection of nothing. Nor may a role that was inferred be a list of
+    modules, which is never called and so saves nothing itself.
 
     Raises:
         ConfigError: a path is missing; names the layer, path, role, and the nearest sub-module.
     """
     for fqn, layer in found.layers:
-        present = _paths(layer)
-        for role, paths in found.roles.items():
+        modules = dict(named_submodules(layer))
+        for role, paths in found.roles_of(fqn).items():
             for path in paths:
-                if path not in present and path not in found.optional:
+                if path not in modules and path not in found.optional:
+                    raise _missing(fqn, path, role, list(modules), found.how)
+                if not found.roles and not is_called(modules[path]):
                     raise ConfigError(
-                        f"layer {fqn!r} has no sub-module {path!r}, which the {found.how} names "
-                        f"for the role {role!r}{nearest(path, present) or ';'} it has "
-                        f"{_listing(present)}. Correct the path with register_module_map, or list "
-                        "it in ModuleMap.optional if a layer may lack it."
+                        f"the role {role!r} was inferred to be {path!r} of layer {fqn!r}, a list "
+                        f"of modules that is never called. {_SAY_ROLES}"
                     )
+
+
+def _missing(fqn: str, path: str, role: str, present: Sequence[str], how: str) -> ConfigError:
+    return ConfigError(
+        f"layer {fqn!r} has no sub-module {path!r}, which the {how} names for the role "
+        f"{role!r}{nearest(path, present) or ';'} it has {_listing(present)}. Correct the path "
+        "with register_module_map, or list it in ModuleMap.optional if a layer may lack it."
+    )
 
 
 def role_of_submodules(layer: nn.Module, roles: Roles) -> dict[str, str]:
@@ -100,10 +125,16 @@ def resolve_selections(
         ConfigError: a name selects nothing in any layer.
     """
     selected: dict[str, frozenset[str]] = {fqn: frozenset() for fqn, _ in found.layers}
+    all_roles = found.all_roles
     for name in names:
-        by_layer = {fqn: _select(name, layer, found.roles) for fqn, layer in found.layers}
+        # A role of some layers is no sub-module's name in the others.
+        none: Roles = {name: ()} if name in all_roles else {}
+        by_layer = {
+            fqn: _select(name, layer, {**none, **found.roles_of(fqn)})
+            for fqn, layer in found.layers
+        }
         if not any(by_layer.values()):
-            raise _nothing_selected(name, found.layers, found.roles, field, also)
+            raise _nothing_selected(name, found.layers, all_roles, field, also)
         selected = {fqn: selected[fqn] | by_layer[fqn] for fqn in selected}
     return selected
 
@@ -146,10 +177,17 @@ def _nothing_selected(
             f"the role {name!r} stands for {list(roles[name])}, none of which is in {where}. "
             + fqn_way
         )
-    if name in ROLES and not roles:
+    if name in ROLES:
+        if not roles:
+            return ConfigError(
+                f"{field} names the role {name!r}, but this architecture has no module map, and "
+                f"the names of its sub-modules tell no roles. {fqn_way} {_SAY_ROLES}"
+            )
+        instead = next((role for role in _INSTEAD.get(name, ()) if role in roles), None)
+        hint = f"; did you mean {instead!r}?" if instead else "."
         return ConfigError(
-            f"{field} names the role {name!r}, but this architecture has no role map. {fqn_way} "
-            "Or give it one with register_module_map."
+            f"{field} names the role {name!r}, which selects nothing in {where}: this architecture "
+            f"has no such role{hint} known roles: {', '.join(roles)}. {fqn_way} {_SAY_ROLES}"
         )
     relative = [".".join(name.split(".")[start:]) for start in range(1, name.count(".") + 1)]
     inside = next((r for r in relative if any(fnmatchcase(p, r) for p in paths if p)), None)

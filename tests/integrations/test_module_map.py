@@ -232,6 +232,7 @@ class TestArchitectures:
         assert all(model.get_submodule(fqn) is layer for fqn, layer in found.layers)
         assert type(found.stack).__name__ == stack_class
         assert bool(found.roles) == (model_type in MODULE_MAPS)
+        assert bool(found.inferred) == (model_type not in MODULE_MAPS)
         check_roles(found)
 
     def test_every_module_map_is_tested(self) -> None:
@@ -752,7 +753,8 @@ class TestSelection:
             ("self_attn.z*", ["selects nothing", "self_attn.o_proj"]),
             ("model.layers.3.mlp", ["relative to a layer", "write 'mlp'"]),
             ("model.layers.*.self_attn.q_proj", ["write 'self_attn.q_proj'"]),
-            ("router", ["selects nothing", "known roles"]),
+            ("router", ["selects nothing", "has no such role", "known roles"]),
+            ("moe_act", ["has no such role; did you mean 'mlp_act'?", "mlp.gate_proj"]),
         ],
     )
     def test_unknown_names(self, name: str, parts: list[str]) -> None:
@@ -761,13 +763,23 @@ class TestSelection:
         for part in (name, *parts):
             assert part in str(error.value)
 
-    def test_role_without_a_role_map_shows_the_other_way(self) -> None:
+    def test_roles_are_those_of_a_map_or_else_inferred(self) -> None:
+        assert find_layers(build("llama")).inferred == {}
         layer, found = mapped_layer("gemma2")
+        roles = found.roles_of("model.layers.0")
+        assert resolve_selection(["mlp_act"], layer, roles) == {"mlp", "mlp.act_fn"}
+        assert resolve_selection(["mlp.act_fn"], layer, roles) == {"mlp.act_fn"}
+
+    def test_role_where_names_tell_none_shows_the_other_ways(self) -> None:
+        register_module_map("PlainModel", ModuleMap(layers=("body.blocks",)))
+        found = find_layers(PlainModel())
         with pytest.raises(ConfigError) as error:
-            resolve_selection(["mlp_act"], layer, found.roles)
-        for part in ("'mlp_act'", "no role map", "mlp.act_fn", "register_module_map"):
+            resolve_selections(["mlp_act"], found, field="recompute_modules")
+        for part in (
+            *("recompute_modules", "'mlp_act'", "no module map", "tell no roles"),
+            *("mix, act", "register_module_map"),
+        ):
             assert part in str(error.value)
-        assert resolve_selection(["mlp.act_fn"], layer, found.roles) == {"mlp.act_fn"}
 
     def test_role_whose_modules_are_absent(self) -> None:
         layer, _ = mapped_layer("llama")
