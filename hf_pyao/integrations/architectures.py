@@ -52,7 +52,7 @@ class ModuleMap:
     roles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Role -> paths of sub-modules inside one layer. A path stands for what that module saves
     itself and what modules below it save, unless a longer path of another role claims them. ``""``
-    is what the layer saves itself, and nothing below it."""
+    is what the layer saves itself, and nothing below it. Without any, roles are inferred."""
     optional: Sequence[str] = ()
     """Paths of ``roles`` that a layer may lack (cross-attention, a fused activation)."""
 

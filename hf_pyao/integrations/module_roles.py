@@ -88,7 +88,8 @@ def resolve_selection(names: Sequence[str], layer: nn.Module, roles: Roles) -> f
 
     A name is one of:
 
-    - a role: the sub-modules that the map gives it, and what is below them with no other role;
+    - a role: the sub-modules that have it, by the map or inferred, and what is below them with no
+      other role;
     - a sub-module's path inside the layer, where ``*``, ``?`` and ``[...]`` are wildcards (``*``
       crosses dots): that sub-module and everything below it;
     - ``"."``: what the layer saves itself, outside its sub-modules.

@@ -219,8 +219,27 @@ LAST: dict[str, Roles] = {
 }
 """Model type -> the roles of the last layer, where they are others."""
 
-SINCE_5 = {
-    *("deepseek_v3", "granitemoe", "jamba", "mixtral", "qwen2_moe", "qwen3_moe"),
-    "vit",
+BEFORE_5: dict[str, Roles] = {
+    "mixtral": {
+        **_ATTENTION,
+        **_NORMS,
+        "router": {"block_sparse_moe", "block_sparse_moe.gate"},
+        "expert_fc1": {f"block_sparse_moe.experts.{i}.w{w}" for i in range(2) for w in (1, 3)},
+        "moe_act": {
+            *("block_sparse_moe.experts.0", "block_sparse_moe.experts.0.act_fn"),
+            *("block_sparse_moe.experts.1", "block_sparse_moe.experts.1.act_fn"),
+        },
+        "expert_fc2": {f"block_sparse_moe.experts.{i}.w2" for i in range(2)},
+    },
+    "vit": {
+        **_BERT,
+        "attn_norm": {"layernorm_before"},
+        "qkv_linear": {f"attention.attention.{name}" for name in ("query", "key", "value")},
+        "core_attn": {"attention.attention"},
+        "mlp_norm": {"layernorm_after"},
+    },
 }
-"""Before transformers 5 these had other modules: see the layouts in ``test_inferred_roles``."""
+"""Model type -> the roles of all layers before transformers 5."""
+
+SINCE_5 = {"deepseek_v3", "granitemoe", "jamba", "qwen2_moe", "qwen3_moe"}
+"""Others that had a list of experts before transformers 5, and are tested from there on."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import ConfigError
@@ -27,7 +28,7 @@ from hf_pyao.integrations.module_map import (
 from hf_pyao.integrations.role_inference import infer_roles, parts_of, roles_of_norms
 from hf_pyao.integrations.role_names import Kind, kind_of
 from tests.helpers import gradients_of
-from tests.integrations.role_tables import FIRST, LAST, SINCE_5
+from tests.integrations.role_tables import BEFORE_5, FIRST, LAST, SINCE_5
 
 HIDDEN, INTERMEDIATE, HEADS, VOCAB = 32, 48, 4, 64
 
@@ -134,11 +135,13 @@ HAS_FUSED_EXPERTS = int(transformers.__version__.partition(".")[0]) >= 5
 old_layout = pytest.mark.skipif(not HAS_FUSED_EXPERTS, reason="has other modules before 5.0")
 
 
-def cases(*model_types: str) -> list[Any]:
-    return [
-        pytest.param(name, marks=[old_layout] if name in SINCE_5 else [], id=name)
-        for name in model_types or sorted(FIRST)
-    ]
+def cases(*model_types: str, thorough: tuple[str, ...] = ()) -> list[Any]:
+    marks: dict[str, list[pytest.MarkDecorator]] = defaultdict(list)
+    for name in SINCE_5:
+        marks[name].append(old_layout)
+    for name in thorough:
+        marks[name].append(pytest.mark.thorough)
+    return [pytest.param(name, marks=marks[name], id=name) for name in model_types or sorted(FIRST)]
 
 
 def build(model_type: str, **settings: Any) -> nn.Module:
@@ -151,7 +154,9 @@ def build(model_type: str, **settings: Any) -> nn.Module:
 
 def expected_roles(model_type: str, found: FoundLayers) -> dict[str, Mapping[str, set[str]]]:
     """Return layer fqn -> role -> paths, from the tables."""
-    first, last = FIRST[model_type], LAST.get(model_type, FIRST[model_type])
+    old = {} if HAS_FUSED_EXPERTS else BEFORE_5
+    first = old.get(model_type, FIRST[model_type])
+    last = LAST.get(model_type, first)
     half = len(found.layers) // 2
     return {fqn: last if i >= half else first for i, (fqn, _) in enumerate(found.layers)}
 
@@ -209,12 +214,12 @@ def test_lora_keeps_the_roles() -> None:
     assert "mlp.down_proj.lora_A.default" in selected
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_wrapped_parts_keep_the_roles() -> None:
     model = build("olmo2")
     before = find_layers(model).inferred
     layer = model.get_submodule("model.layers.0")
-    layer.mlp = torch.compile(layer.mlp)
+    layer.mlp = checkpoint_wrapper(layer.mlp)
+    layer.mlp.act_fn = checkpoint_wrapper(layer.mlp.act_fn)
     layer.input_layernorm = nn.Identity()  # of no use, and no norm
     assert find_layers(model).inferred == before
 
@@ -452,10 +457,12 @@ OFFLOAD_ROLES = PyAOConfig(
 )
 ALWAYS_SAVE = {"core_attn", "qkv_linear", "mlp_act", "mlp_norm", "experts", "moe_act"}
 """Roles that save something of their own; the input of another one may be saved before."""
+ALIKE = ("gemma3_text", "granitemoe", "gptj", "mpt", "qwen3_moe", "stablelm")
+"""Architectures whose likes are in the default run."""
 
 
 @pytest.mark.filterwarnings("ignore:.*fast path is not available")
-@pytest.mark.parametrize("model_type", cases())
+@pytest.mark.parametrize("model_type", cases(thorough=ALIKE))
 def test_offloads_what_the_modules_of_a_role_save(model_type: str) -> None:
     model = build(model_type)
     found = find_layers(model)
