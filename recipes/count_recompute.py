@@ -4,10 +4,11 @@
     python recipes/count_recompute.py --result recipes/results/recompute_bytes.json
 
 The models of the PyAO paper are built on fake tensors, with their dropout, and the engine traces
-their layers as it does in training; operations are those that CUDA picks (see `fake_step.py`). What
-is counted is a middle layer: bytes that autograd would hold, and bytes that are stored if
-everything is recomputed that needs no matrix product ("pointwise"), or attention too. Counts of
-bytes, not measurements; with a device's own kernels in the place of fake ones they are the same.
+their layers as it does in training; operations are those that CUDA picks (see
+`hf_pyao/simulation/cuda_operations.py`). What is counted is a middle layer: bytes that autograd
+would hold, and bytes that are stored if everything is recomputed that needs no matrix product
+("pointwise"), or attention too. Counts of bytes, not measurements; with a device's own kernels in
+the place of fake ones they are the same.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fake_step import operations_of_cuda
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.integrations.cuda_choices import choices_of_cuda
 from hf_pyao.report.tables import table
+from hf_pyao.simulation.cuda_operations import operations_of_cuda
 from model_sizes import PAPER_SIZES, build_config, find_size
 from result_file import write_result
 
@@ -61,7 +63,7 @@ def count(
     settings = PyAOConfig(
         min_bytes=0, keep_last_layers=0, recompute_modules=names, host_memory_gib=2.0**20
     )
-    with FakeTensorMode(allow_non_fake_inputs=True), operations_of_cuda():
+    with FakeTensorMode(allow_non_fake_inputs=True), operations_of_cuda(*choices_of_cuda()):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa"
         ).train()

@@ -2,25 +2,24 @@
 
 The engine, the head loss and transformers run as they do in training. Fake tensors of a CPU stand
 for the device's; where a CPU would pick another operation than CUDA does, CUDA's is put in its
-place (``fake_device.py``). So no GPU is needed, and none is measured.
+place (``hf_pyao/simulation``). So no GPU is needed, and none is measured.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from fake_device import LateTransport, operations_of_cuda
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.integrations.cuda_choices import choices_of_cuda
 from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.simulation.cuda_operations import operations_of_cuda
+from hf_pyao.simulation.late_transport import LateTransport
+from hf_pyao.simulation.ledger import MemoryLedger, NotingMode
 from model_sizes import build_config, find_size
 
 BUCKET_BYTES = 10**9
@@ -103,7 +102,10 @@ def peak_of_step(
     """
     config = build_config(architecture, find_size(architecture, size))
     config.use_cache = False
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode, operations_of_cuda():
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
+        operations_of_cuda(*choices_of_cuda()),
+    ):
         model = _build_model(config, method)
         ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64)
         weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -118,11 +120,11 @@ def peak_of_step(
             host_memory_gib=2.0**20,
         )
         with attach(model, settings, transport=LateTransport()) as offloader:
-            ledger = _Ledger(offloader.host_pool.owns, fake_mode)
+            ledger = MemoryLedger(offloader.host_pool.owns)
             ledger.note([*model.parameters(), *model.buffers()])
             stack = find_layers(model).stack
             stack.register_forward_hook(lambda *_: ledger.end_phase("layers, forward"))
-            with ledger:
+            with NotingMode(ledger, fake_mode):
                 # As in a loop by hand, the outputs live on during backward, logits included.
                 outputs = model(input_ids=ids, labels=ids)
                 ledger.end_phase("head and loss")
@@ -170,54 +172,3 @@ def _bucket(training_state: str) -> Tensor | None:
     if training_state == "device":
         return None
     return torch.empty(BUCKET_BYTES, dtype=torch.uint8)
-
-
-class _Ledger(TorchDispatchMode):  # type: ignore[misc]
-    """Counts the storages that are alive: from the operation that returns one to its end.
-
-    Args:
-        is_host: says which storages are not on the device.
-        fake_mode: the mode that the operations run in.
-    """
-
-    def __init__(
-        self, is_host: Callable[[torch.UntypedStorage], bool], fake_mode: FakeTensorMode
-    ) -> None:
-        super().__init__()
-        self._is_host = is_host
-        self._fake_mode = fake_mode
-        self._alive: set[int] = set()
-        self._live_bytes = 0
-        self._peak_bytes = 0
-        self.phase_peak_bytes: dict[str, int] = {}
-
-    def note(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of *tensors* that were not seen before."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata in self._alive or self._is_host(storage):
-                continue
-            self._alive.add(storage._cdata)
-            self._live_bytes += storage.nbytes()
-            # The Python object of a storage lives as long as the storage.
-            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
-
-    def _forget(self, key: int, nbytes: int) -> None:
-        self._alive.discard(key)
-        self._live_bytes -= nbytes
-
-    def end_phase(self, name: str) -> None:
-        """Write the peak since the last call down under *name*."""
-        self.phase_peak_bytes[name] = self._peak_bytes
-        self._peak_bytes = self._live_bytes
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run the operation and note what it returns."""
-        # The cache of fake results would keep the storages that `set_` is called with.
-        self._fake_mode.cache_enabled = func._overloadpacket is not torch.ops.aten.set_
-        result = func(*args, **(kwargs or {}))
-        self.note(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        return result

@@ -1,1 +1,12 @@
-"""A link, a device and a clock that are not there: what a step would do on given hardware."""
+"""A device that is not there: its waits, its clock and its memory, the same on every machine.
+
+Reading order: ``ledger`` (which storages are alive), ``transport`` (copies under a hostile
+schedule), ``link_model`` (a virtual clock), ``device`` (charges operations to clock and ledger),
+``late_transport`` (the slowest link there could be), ``cuda_operations`` (what CUDA would pick).
+
+What it promises: the engine under it is the one that trains, and cannot tell. The same program and
+seed give the same schedule, times and bytes. A missing wait is an error or poison, never luck.
+Ledgers count storages that tensors keep alive; workspaces inside operations and fragmentation they
+do not see. No figure from here is a measurement. This package imports torch alone; nothing of what
+it simulates imports it.
+"""

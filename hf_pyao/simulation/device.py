@@ -7,9 +7,8 @@ would be, whatever of that is hf_pyao's doing and whatever is the model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.runtime.layer_inputs import tensors_in
+from hf_pyao.simulation.ledger import MemoryLedger
 from hf_pyao.simulation.link_model import VirtualLink
 from hf_pyao.stores import HostPool
 
@@ -47,52 +47,6 @@ class DeviceModel:
         return max(compute_ms, memory_ms) + self.launch_us / 1e3
 
 
-class MemoryLedger:
-    """Live storages and their bytes, by storage identity.
-
-    Holds weak references only. A storage is noted when an operation first returns it, and is gone
-    when its last tensor is.
-    """
-
-    def __init__(self, is_host: Callable[[torch.UntypedStorage], bool]) -> None:
-        """Leave out storages for which *is_host* is true."""
-        self._is_host = is_host
-        self._live: dict[int, int] = {}
-        self.live_bytes = 0
-        self.peak_bytes = 0
-
-    def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the storages of *tensors*."""
-        self.sweep()
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata in self._live or self._is_host(storage):
-                continue
-            key = cast(int, storage._weak_ref())
-            self._live[key] = storage.nbytes()
-            self.live_bytes += self._live[key]
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def sweep(self) -> int:
-        """Forget storages that are gone; return the bytes of those that live."""
-        expired = torch.UntypedStorage._expired
-        for key in [key for key in self._live if expired(key)]:
-            self.live_bytes -= self._live.pop(key)
-            torch.UntypedStorage._free_weak_ref(key)  # type: ignore[no-untyped-call]
-        return self.live_bytes
-
-    def clear(self) -> None:
-        """Forget everything."""
-        for key in self._live:
-            torch.UntypedStorage._free_weak_ref(key)  # type: ignore[no-untyped-call]
-        self._live.clear()
-        self.live_bytes = 0
-
-    def __del__(self) -> None:
-        """Let go of the weak references."""
-        self.clear()
-
-
 class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, charges operations to a clock and their results to a ledger.
 
@@ -120,7 +74,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.link = link
-        self.ledger = MemoryLedger(host_pool.owns if host_pool is not None else lambda _: False)
+        self.ledger = MemoryLedger(None if host_pool is None else host_pool.owns)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

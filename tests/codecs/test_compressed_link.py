@@ -11,7 +11,8 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
-from hf_pyao.simulation.device import DeviceModel, MemoryLedger, SimulatedDevice
+from hf_pyao.simulation.device import DeviceModel, SimulatedDevice
+from hf_pyao.simulation.ledger import MemoryLedger
 from hf_pyao.simulation.link_model import LinkModel
 from hf_pyao.simulation.transport import SimulatedTicket, SimulatedTransport
 from hf_pyao.stores.slabs import ALIGNMENT_BYTES
@@ -75,7 +76,7 @@ class MeasuringTransport(SimulatedTransport):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed, link=LINK)
         self.num_bytes = {"offload": 0, "reload": 0}
-        self.reloaded = MemoryLedger(lambda storage: False)
+        self.reloaded = MemoryLedger()
 
     def offload(self, src: torch.Tensor, dst: torch.Tensor, **how: Any) -> SimulatedTicket:
         assert src.numel() * src.element_size() == dst.numel() * dst.element_size()

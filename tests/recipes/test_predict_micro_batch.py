@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-import fake_device
 import fake_step
 import predict_micro_batch
 from fake_step import METHODS, Method, peak_of_step
+from hf_pyao.integrations import cuda_choices
+from hf_pyao.simulation import cuda_operations
 from predict_micro_batch import largest_fitting
 from tests.ledger import AllocationLedger
 from tests.recipes.conftest import REPOSITORY
@@ -148,8 +149,8 @@ def real_peak_bytes(method: Method, micro_batch: int) -> int:
 def test_the_ledger_agrees_with_the_allocator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The operations of a CPU on both sides: only there can real tensors be counted.
     own: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(fake_device, "_flash_attention", own)
-    monkeypatch.setattr(fake_device, "_can_trace_wide_products", lambda: False)
+    monkeypatch.setattr(cuda_operations, "_flash_attention", own)
+    monkeypatch.setattr(cuda_choices, "can_trace_wide_products", lambda: False)
     predicted = peak_of_step(
         "llama", "micro", BY_NAME[name], 2, sequence_length=128, training_state="device"
     )
