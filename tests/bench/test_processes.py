@@ -104,6 +104,7 @@ def test_processes_can_be_started_without_a_fork(
     assert [row.status for row in rows] == [OK, CRASHED]
 
 
+@pytest.mark.thorough
 def test_what_is_imported_before_the_fork_touches_no_device() -> None:
     program = """
 import torch

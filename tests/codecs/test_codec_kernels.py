@@ -114,6 +114,7 @@ def test_awkward_values(name: str, dtype: torch.dtype, interpreted: Kernels) -> 
     _assert_same_as_torch(name, _awkward(dtype), interpreted, "cpu")
 
 
+@pytest.mark.sampled(every=3)
 @only_linux
 @pytest.mark.parametrize("name", GROUPED)
 @examples
@@ -174,6 +175,7 @@ for name in ("int8", "int4", "fp8"):
 """
 
 
+@pytest.mark.thorough
 @only_linux
 def test_gpu_code_rounds_as_ieee_says(tmp_path: Path) -> None:
     """Triton compiles for a GPU without having one: nothing approximate or fused comes out, and

@@ -445,7 +445,7 @@ def check_reading(models: list[Any], has_own_group: bool, rank: int) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "check", [pytest.param("check_ddp", marks=pytest.mark.thorough), "check_fsdp"]
+    "check", ["check_ddp", pytest.param("check_fsdp", marks=pytest.mark.thorough)]
 )
 def test_two_ranks(check: str, tmp_path: Path) -> None:
     spawn(on_ranks, args=(str(tmp_path), check), nprocs=2)

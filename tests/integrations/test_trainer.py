@@ -318,6 +318,7 @@ def test_a_second_training_is_bitwise_the_same_too(
     assert num_hooks(trainer.model) == num_hooks(reference.model)
 
 
+@pytest.mark.thorough
 def test_auto_find_batch_size_attaches_anew_each_try(tmp_path: Path) -> None:
     attached: list[int] = []
 

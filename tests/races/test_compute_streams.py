@@ -257,6 +257,7 @@ def test_without_offloading_all_is_in_order(scenario: str) -> None:
     assert races(scenario, "layer", 0, is_attached=False) == []
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("window", ["layer", 2_000])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_all_is_in_order(scenario: str, window: str | int) -> None:
@@ -276,6 +277,7 @@ def test_one_stream_waits_for_copies_alone(monkeypatch: pytest.MonkeyPatch) -> N
             assert offloader.totals()["reloaded_bytes"] > 0
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_encoded_tensors_are_in_order(scenario: str) -> None:
     assert races(scenario, 2_000, seed=1, codec="int8") == []

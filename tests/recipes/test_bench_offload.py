@@ -20,6 +20,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BenchReport]:
     return printed, BenchReport.from_json_file(folder / "out.json")
 
 
+@pytest.mark.thorough
 def test_each_method_has_its_row(smoke: tuple[str, BenchReport]) -> None:
     _, report = smoke
     assert [row.method for row in report.rows] == list(SMOKE_METHODS)

@@ -92,6 +92,7 @@ def step(name: str, micro_batch: int, architecture: str = "llama") -> fake_step.
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2"])
 def test_what_is_offloaded_leaves_and_logits_never_exist(architecture: str) -> None:

@@ -28,6 +28,7 @@ def launch(*options: str) -> tuple[str, ...]:
     return ("-m", "accelerate.commands.launch", "--dynamo_backend", "no", *options)
 
 
+@pytest.mark.thorough
 def test_accelerate_launch_ends_with_the_table_and_needs_no_extras(
     run_script: Script, micro_options: list[str], tmp_path: Path
 ) -> None:

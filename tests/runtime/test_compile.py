@@ -180,6 +180,7 @@ def test_hooks_that_compiled_code_bypasses_are_warned_about(
     assert "torch._dynamo.reset()" in record.getMessage()
 
 
+@pytest.mark.thorough
 def test_a_compiled_llama() -> None:
     def step(model: nn.Module) -> dict[str, torch.Tensor]:
         model.zero_grad()

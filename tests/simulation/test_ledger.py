@@ -181,6 +181,7 @@ def test_late_copies_are_done_in_order_once_something_waits() -> None:
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.thorough
 def test_the_example_of_the_page_runs_and_ends_quietly() -> None:
     page = Path(simulation.__file__).with_name("README.md").read_text(encoding="utf-8")
     (example,) = EXAMPLE.findall(page)
