@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
 import sys
 import weakref
 from collections.abc import Iterable
@@ -15,10 +14,11 @@ import torch
 from torch import nn
 
 from hf_pyao.codecs import get_codec
-from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.buffer_keys import BufferKeys
 from hf_pyao.integrations.conflicts import check_model
+from hf_pyao.integrations.links import make_link, window_bytes_of
 from hf_pyao.integrations.module_map import (
     FoundLayers,
     check_roles,
@@ -47,10 +47,7 @@ from hf_pyao.runtime.policy import (
 )
 from hf_pyao.runtime.saved_tensor_hooks import pop_left_behind
 from hf_pyao.stores import HostPool
-from hf_pyao.stores.host_share import HostShare
-from hf_pyao.stores.numa import node_of_pci_device
 from hf_pyao.transfer.link import LinkContext
-from hf_pyao.transfer.stream_transport import transport_for
 from hf_pyao.transfer.transport import Transport
 
 if TYPE_CHECKING:
@@ -120,6 +117,12 @@ def attach(
             "link is given together with transport or host_pool, which are a part of it. Pass "
             "either link, or the other two."
         )
+    if link is not None and link.window_bytes != window_bytes_of(config):
+        shared = "layer" if link.window_bytes is None else link.window_bytes
+        raise ConfigError(
+            f"{config.label('window')} is {config.window!r}; expected the window of the link that "
+            f"is shared, {shared!r}. Give both models the same window."
+        )
     offloader = Offloader(model, found, config, transport, host_pool, link, backward_order)
     try:
         logger.info("%s", offloader.describe())
@@ -163,7 +166,7 @@ class Offloader:
     ) -> None:
         self.config = config
         self.device = _device_of(model)
-        self.link = link or _make_link(config, self.device, transport, host_pool)
+        self.link = link or make_link(config, self.device, transport, host_pool)
         self.transport = self.link.transport
         self.host_pool = self.link.pool
         self._model = weakref.ref(model)
@@ -360,46 +363,6 @@ def _device_of(model: nn.Module) -> torch.device:
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
     return torch.device("cpu")
-
-
-def _make_link(
-    config: PyAOConfig,
-    device: torch.device,
-    transport: Transport | None,
-    host_pool: HostPool | None,
-) -> LinkContext:
-    transport = transport or transport_for(device)
-    pool = host_pool or _make_pool(config, transport, device)
-    window_bytes = None if isinstance(config.window, str) else config.window
-    return LinkContext(transport, pool, window_bytes)
-
-
-def _make_pool(config: PyAOConfig, transport: Transport, device: torch.device) -> HostPool:
-    if config.host_memory_gib is None:
-        share = HostShare.of_this_process(os.environ)
-        capacity = share.capacity_bytes
-    else:
-        share = None
-        capacity = int(config.host_memory_gib * GIB)
-    return HostPool(
-        capacity,
-        pin=transport.needs_pinned_memory,
-        numa_node=_numa_node_of(device),
-        share=share,
-        on_release=getattr(transport, "host_released", None),
-    )
-
-
-def _numa_node_of(device: torch.device) -> int | None:
-    """Return the host's NUMA node that *device* hangs on, where torch and the system tell."""
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    if None in parts:
-        return None
-    domain, bus, slot = parts
-    return node_of_pci_device(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
 
 def _forget_compiled_code() -> None:

@@ -151,6 +151,12 @@ def test_one_pool_and_two_links_tell_the_peaks_apart_too() -> None:
         other.detach()
 
 
+def test_models_on_one_link_have_one_window() -> None:
+    with attach(tiny_model("opt"), replace(EVERY_LAYER, window=4_000)) as offloader:
+        with pytest.raises(ConfigError, match="window is 'layer'; expected .* 4000. Give both"):
+            attach(tiny_model("gpt2"), EVERY_LAYER, link=offloader.link)
+
+
 def test_a_link_and_its_parts_are_not_given_together() -> None:
     with attach(tiny_model("opt"), EVERY_LAYER) as offloader:
         with pytest.raises(ConfigError, match="link is given together with"):

@@ -1,0 +1,60 @@
+"""Makes an attachment's link: transport, host memory and window, by configuration and device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.stores import HostPool
+from hf_pyao.stores.host_share import HostShare
+from hf_pyao.stores.numa import node_of_pci_device
+from hf_pyao.transfer.link import LinkContext
+from hf_pyao.transfer.stream_transport import transport_for
+from hf_pyao.transfer.transport import Transport
+
+
+def make_link(
+    config: PyAOConfig,
+    device: torch.device,
+    transport: Transport | None,
+    host_pool: HostPool | None,
+) -> LinkContext:
+    """Return the link that *config* describes; what is not given is made for *device*."""
+    transport = transport or transport_for(device)
+    pool = host_pool or _make_pool(config, transport, device)
+    return LinkContext(transport, pool, window_bytes_of(config))
+
+
+def window_bytes_of(config: PyAOConfig) -> int | None:
+    """Return the bound on bytes in flight; None is to meet at the end of each layer."""
+    return None if isinstance(config.window, str) else config.window
+
+
+def _make_pool(config: PyAOConfig, transport: Transport, device: torch.device) -> HostPool:
+    if config.host_memory_gib is None:
+        share = HostShare.of_this_process(os.environ)
+        capacity = share.capacity_bytes
+    else:
+        share = None
+        capacity = int(config.host_memory_gib * GIB)
+    return HostPool(
+        capacity,
+        pin=transport.needs_pinned_memory,
+        numa_node=_numa_node_of(device),
+        share=share,
+        on_release=getattr(transport, "host_released", None),
+    )
+
+
+def _numa_node_of(device: torch.device) -> int | None:
+    """Return the host's NUMA node that *device* hangs on, where torch and the system tell."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in parts:
+        return None
+    domain, bus, slot = parts
+    return node_of_pci_device(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
