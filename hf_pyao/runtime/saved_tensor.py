@@ -23,6 +23,7 @@ regions that were saved until then: autograd would read the memory later still.
 
 from __future__ import annotations
 
+import abc
 import weakref
 from typing import TypeAlias, final
 
@@ -294,16 +295,16 @@ class SavedStorage(WatchedStorage):
             self._mover.drop_device_copy(moved)
 
 
-class RebuiltStorage(WatchedStorage):
+class RebuiltStorage(WatchedStorage, abc.ABC):
     """One distinct storage that a layer call saved and that was dropped, to be rebuilt."""
 
+    @abc.abstractmethod
     def rebuild(self) -> torch.UntypedStorage:
         """Return its bytes, on the device."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def forget_rebuilt(self) -> None:
         """Let go of what :meth:`rebuild` made and brought back, outside of a backward pass."""
-        raise NotImplementedError
 
 
 @final

@@ -96,7 +96,8 @@ def timeline_of(config: PyAOConfig) -> tuple[StepTimeline, dict[str, float]]:
 
 def draw(spans: list[Span], path: Path) -> None:
     """Draw the lanes of a step beneath each other."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from matplotlib import pyplot
+
     lanes = list(dict.fromkeys(span.lane for span in spans))
     figure, axes = pyplot.subplots(figsize=(12, 0.6 * len(lanes) + 1))
     for lane_number, lane in enumerate(lanes):
