@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao import PyAOConfig, attach
-from model_sizes import PAPER_SIZES, build_config, find_size
+from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from result_file import write_result
 
 GIB = 2**30

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     from gpu_parts import PARTS
-    from model_sizes import PAPER_SIZES
+    from hf_pyao.estimate.model_sizes import PAPER_SIZES
 
     parts = "\n".join(f"  {name:<8} {part.summary}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from fake_step import METHODS, TRAINING_STATES, Method, StepPeak, peak_of_step
-from model_sizes import PAPER_SIZES
+from hf_pyao.estimate.fake_step import METHODS, TRAINING_STATES, Method, StepPeak, peak_of_step
+from hf_pyao.estimate.model_sizes import PAPER_SIZES
 from result_file import write_result
 
 GIB = 2**30
@@ -89,10 +89,10 @@ def predict(spec: str, method: Method, limit_bytes: int, **options: Any) -> dict
     """Find the largest micro-batch of one model and method.
 
     Args:
-        spec: ``architecture:size``, as in ``model_sizes.py``.
+        spec: ``architecture:size``, as in ``hf_pyao/estimate/model_sizes.py``.
         method: how to train.
         limit_bytes: most bytes on the device.
-        options: keyword arguments of :func:`fake_step.peak_of_step`.
+        options: keyword arguments of :func:`hf_pyao.estimate.fake_step.peak_of_step`.
     """
     architecture, _, size = spec.partition(":")
     start = time.perf_counter()
@@ -177,7 +177,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model",
         nargs="+",
         default=default,
-        help="architecture:size of model_sizes.py (default: the PyAO paper's: %(default)s)",
+        help="architecture:size of hf_pyao/estimate/model_sizes.py (default: the PyAO paper's: %(default)s)",
     )
     parser.add_argument(
         "--method",

@@ -4,7 +4,7 @@
     python recipes/simulate_schedule.py --result recipes/results/simulated_schedule.json
 
 The real engine runs on the simulated accelerator: layers with known compute time and saved bytes,
-copies on a virtual link (see `hf_pyao/simulation/link_model.py` for what it assumes). The first
+copies on a virtual link (see `hf_pyao/simulation/virtual_link.py` for what it assumes). The first
 table varies how long a layer's copies take against its forward compute. The second puts in the PyAO
 paper's models and hardware, to set two streams against one, as its Table 3 does. All of it is
 arithmetic on a virtual clock, the same on every machine; none of it is a measurement.
@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
-from hf_pyao.simulation.device import DeviceModel, SimulatedDevice
-from hf_pyao.simulation.link_model import GIB, LinkModel, VirtualLink
+from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
+from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.transport import SimulatedTransport
+from hf_pyao.simulation.virtual_link import VirtualLink
 from hf_pyao.transfer.window import ReloadWindow
 from result_file import write_result
 

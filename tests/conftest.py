@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -19,20 +19,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _deselect_gpu(config, items)
 
 
-def _mark_sampled(items: list[pytest.Item]) -> None:
-    """Mark as thorough all but one in *every* of the cases of tests marked ``sampled``.
+MOST_CASES = 4
+"""How many cases of a parametrised test run by default, where it is not marked ``sampled``."""
 
-    Of a test with several parameters, those that are left differ in all of them, as long as *every*
-    has no divisor in common with the number of values of any.
+
+def _mark_sampled(items: list[pytest.Item]) -> None:
+    """Mark as thorough all but some of the cases of each parametrised test.
+
+    By default run :data:`MOST_CASES`, spread evenly; of a test marked ``sampled``, one in *every*.
+    Of a test with several parameters, those that are left differ in all of them, as long as
+    *every* has no divisor in common with the number of values of any.
     """
-    num_cases: Counter[str] = Counter()
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        sampled = item.get_closest_marker("sampled")
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for family in cases.values():
+        sampled = family[0].get_closest_marker("sampled")
         if sampled is not None:
-            function = item.nodeid.partition("[")[0]
-            if num_cases[function] % sampled.kwargs["every"]:
+            kept = set(range(0, len(family), sampled.kwargs["every"]))
+        else:
+            family = [item for item in family if item.get_closest_marker("thorough") is None]
+            kept = {index * len(family) // MOST_CASES for index in range(MOST_CASES)}
+        for index, item in enumerate(family):
+            if index not in kept:
                 item.add_marker("thorough")
-            num_cases[function] += 1
 
 
 def _deselect_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:

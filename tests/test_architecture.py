@@ -19,20 +19,21 @@ ROOT = Path(hf_pyao.__file__).parent
 LAYERS = (
     ("text",),
     ("errors",),
-    ("files", "metrics"),
+    ("files", "metrics", "hardware"),
     ("codecs", "stores", "losses", "settings"),
     ("config", "transfer"),
     ("runtime",),
     ("recompute", "report"),
     ("simulation", "planning"),
     ("integrations",),
+    ("estimate",),
     ("bench",),
     ("cli",),
 )
 """Parts of the package from the bottom up; each may import those before it, and itself."""
 
 ONLY_TORCH = (
-    *("text", "errors", "files", "metrics", "settings", "config"),
+    *("text", "errors", "files", "metrics", "hardware", "settings", "config"),
     *("codecs", "stores", "transfer", "runtime", "recompute", "simulation", "losses", "planning"),
 )
 """Parts that import neither transformers nor accelerate, not even inside a function."""

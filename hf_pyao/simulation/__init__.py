@@ -1,7 +1,7 @@
 """A device that is not there: its waits, its clock and its memory, the same on every machine.
 
 Reading order: ``ledger`` (which storages are alive), ``transport`` (copies under a hostile
-schedule), ``link_model`` (a virtual clock), ``device`` (charges operations to clock and ledger),
+schedule), ``virtual_link`` (a virtual clock), ``device`` (charges operations to clock and ledger),
 ``late_transport`` (the slowest link there could be), ``cuda_operations`` (what CUDA would pick).
 
 What it promises: the engine under it is the one that trains, and cannot tell. The same program and

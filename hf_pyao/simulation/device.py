@@ -7,44 +7,16 @@ would be, whatever of that is hf_pyao's doing and whatever is the model's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from hf_pyao.errors import ConfigError
+from hf_pyao.hardware.operation_costs import cost_of
+from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.simulation.ledger import MemoryLedger
-from hf_pyao.simulation.link_model import VirtualLink
+from hf_pyao.simulation.virtual_link import VirtualLink
 from hf_pyao.stores import HostPool
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceModel:
-    """Speeds of a device. An operation takes the longer of arithmetic and memory traffic."""
-
-    tflop_per_s: float
-    memory_gib_per_s: float
-    launch_us: float = 3.0
-    """Fixed cost of each operation."""
-
-    def __post_init__(self) -> None:
-        """Check the speeds.
-
-        Raises:
-            ConfigError: a speed is not positive.
-        """
-        for name in ("tflop_per_s", "memory_gib_per_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected a positive speed.")
-
-    def op_ms(self, flops: float, nbytes: float) -> float:
-        """Return how long an operation takes."""
-        compute_ms = flops / (self.tflop_per_s * 1e9)
-        memory_ms = nbytes / 2**30 / self.memory_gib_per_s * 1e3
-        return max(compute_ms, memory_ms) + self.launch_us / 1e3
 
 
 class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,26 +56,8 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         outputs = list(tensors_in(result))
         self.ledger.note(outputs)
-        if not func.is_view and func._overloadpacket not in _FREE:
-            inputs = list(tensors_in((args, kwargs)))
-            nbytes = sum(t.numel() * t.element_size() for t in inputs + outputs)
-            self.link.advance(self.model.op_ms(_flops(func, args, kwargs, result), nbytes))
+        tensors = [*tensors_in((args, kwargs)), *outputs]
+        cost = cost_of(func, args, kwargs, result, tensors)
+        if cost is not None:
+            self.link.advance(self.model.op_ms(cost.flops, cost.nbytes))
         return result
-
-
-_FREE = frozenset(
-    {
-        torch.ops.aten.detach,
-        torch.ops.aten.empty,
-        torch.ops.aten.empty_like,
-        torch.ops.aten.empty_strided,
-        torch.ops.aten.set_,
-        torch.ops.aten._unsafe_view,
-    }
-)
-"""Operations that run no kernel."""
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    count = flop_registry.get(func._overloadpacket)
-    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0

@@ -24,8 +24,9 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.hardware.speeds import LinkModel
 from hf_pyao.metrics import MicroBatchStats
-from hf_pyao.simulation.link_model import Booking, LinkModel, VirtualLink
+from hf_pyao.simulation.virtual_link import Booking, VirtualLink
 from hf_pyao.transfer.graph_task import is_in_backward
 from hf_pyao.transfer.layout import bytes_of
 from hf_pyao.transfer.transport import Bandwidth, LinkTimes

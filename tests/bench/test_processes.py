@@ -28,6 +28,7 @@ def _trials(*methods: str) -> list[Trial]:
     return [Trial(method=method, micro_batch=2) for method in methods]
 
 
+@pytest.mark.thorough
 def test_crashes_and_hangs_are_rows_and_the_rest_go_on(setup: BenchSetup) -> None:
     methods = ("none", "checkpoint", "pyao-window", "pyao-layer", "pyao-modules", "save-on-cpu")
     rows = list(run_trials(setup, _trials(*methods), timeout_s=3.0, server=f"{SERVERS}:misbehave"))

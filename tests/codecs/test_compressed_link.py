@@ -11,9 +11,9 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
-from hf_pyao.simulation.device import DeviceModel, SimulatedDevice
+from hf_pyao.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.ledger import MemoryLedger
-from hf_pyao.simulation.link_model import LinkModel
 from hf_pyao.simulation.transport import SimulatedTicket, SimulatedTransport
 from hf_pyao.stores.slabs import ALIGNMENT_BYTES
 from study_codecs import study_codec

@@ -443,10 +443,9 @@ def check_reading(models: list[Any], has_own_group: bool, rank: int) -> None:
         late.logits  # noqa: B018
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "check", ["check_ddp", pytest.param("check_fsdp", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("check", ["check_ddp", "check_fsdp"])
 def test_two_ranks(check: str, tmp_path: Path) -> None:
     spawn(on_ranks, args=(str(tmp_path), check), nprocs=2)
 

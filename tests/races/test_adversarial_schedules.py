@@ -4,7 +4,7 @@
 default, all of them among the thorough tests. A longer run is made, and taken up where it was cut
 off, by
 
-    PYAO_TEST_SCHEDULES=100000 PYAO_TEST_SCHEDULES_RECORD=recipes/results/adversarial_schedules \\
+    PYAO_TEST_SCHEDULES=20000 PYAO_TEST_SCHEDULES_RECORD=recipes/results/adversarial_schedules \\
         pytest -n 3 -m thorough tests/races/test_adversarial_schedules.py
 
 which leaves one file for each architecture; those of the last such run are in the repository.
@@ -107,6 +107,6 @@ def run_schedules(record: Record, num_schedules: int) -> None:
 def test_the_long_run_is_on_record() -> None:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in PUBLISHED.glob("*.json")]
     assert sorted(document["architecture"] for document in found) == sorted(ARCHITECTURES)
-    assert sum(document["num_schedules"] for document in found) >= 100_000
+    assert sum(document["num_schedules"] for document in found) >= 20_000
     assert all(document["num_failures"] == 0 for document in found)
     assert all(document["provenance"]["commit"] for document in found)

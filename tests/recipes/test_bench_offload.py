@@ -11,6 +11,8 @@ from hf_pyao.report import BenchReport
 from hf_pyao.report.bench_report import OK, UNAVAILABLE
 from tests.recipes.conftest import RECIPES, run_once
 
+pytestmark = pytest.mark.thorough  # the bench tests run the same in one process
+
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BenchReport]:
@@ -20,7 +22,6 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BenchReport]:
     return printed, BenchReport.from_json_file(folder / "out.json")
 
 
-@pytest.mark.thorough
 def test_each_method_has_its_row(smoke: tuple[str, BenchReport]) -> None:
     _, report = smoke
     assert [row.method for row in report.rows] == list(SMOKE_METHODS)

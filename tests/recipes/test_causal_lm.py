@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import model_sizes
+from hf_pyao.estimate import model_sizes
 from run_summary import COUNTED_ON_CPU
 from tests.recipes.conftest import FinishedRun, Run
 
@@ -24,6 +24,7 @@ def assert_same_training(run: FinishedRun, reference: FinishedRun) -> None:
         assert torch.equal(run.weights[name], weight), name
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("architecture", model_sizes.MODEL_SIZES)
 def test_run_learns_offloads_and_says_so(architecture: str, run_recipe: Run) -> None:
     run = run_recipe(architecture, *OFFLOAD_SMALL_TENSORS)
@@ -55,7 +56,7 @@ def test_the_table_tells_of_a_chunked_head_loss_and_the_end_of_results(run_recip
     assert run.output.rstrip().splitlines()[-1] == f"results in {run.folder}"
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", model_sizes.MODEL_SIZES)
 def test_offloading_changes_no_loss_and_no_weight(architecture: str, run_recipe: Run) -> None:
     reference = run_recipe(architecture, "--no_activation_offload", folder="plain")
@@ -65,6 +66,7 @@ def test_offloading_changes_no_loss_and_no_weight(architecture: str, run_recipe:
 
 
 # transformers 4.57 says so when two checkpoints are less than a second apart.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")
 def test_resumed_run_equals_an_uninterrupted_one(run_recipe: Run) -> None:
     options = ("--save_steps", "2", "--save_total_limit", "5", *OFFLOAD_SMALL_TENSORS)
@@ -92,6 +94,7 @@ def test_checkpoints_that_do_not_fit_are_refused(
         assert message in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_output_folder_is_a_model_to_train_further(run_recipe: Run) -> None:
     first = run_recipe("llama", folder="first")
     options = ("--model_name_or_path", str(first.folder), "--max_steps", "2")

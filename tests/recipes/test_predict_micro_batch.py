@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-import fake_step
 import predict_micro_batch
-from fake_step import METHODS, Method, peak_of_step
+from hf_pyao.estimate import fake_step
+from hf_pyao.estimate.fake_step import METHODS, Method, peak_of_step
 from hf_pyao.integrations import cuda_choices
 from hf_pyao.simulation import cuda_operations
 from predict_micro_batch import largest_fitting
@@ -137,7 +137,7 @@ def real_peak_bytes(method: Method, micro_batch: int) -> int:
     config.use_cache = False
     ids = torch.zeros(micro_batch, 128, dtype=torch.int64)
     with AllocationLedger() as ledger:
-        model = fake_step._build_model(config, method)
+        model = fake_step.build_model(config, checkpointing=method.checkpointing)
         settings = fake_step.PyAOConfig(policy=method.policy, head_loss=method.head_loss)
         with fake_step.attach(model, settings):
             outputs = model(input_ids=ids, labels=ids)

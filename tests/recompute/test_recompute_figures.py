@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from bench_tracing import MOST_TIMES_EMPTY, measure
 from count_recompute import MOST, count
-from model_sizes import PAPER_SIZES
+from hf_pyao.estimate.model_sizes import PAPER_SIZES
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "recipes" / "results"

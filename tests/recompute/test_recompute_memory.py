@@ -113,7 +113,7 @@ def held_after_forward(model_type: str, num_layers: int, config: PyAOConfig | No
     return ledger.live_bytes
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [("pointwise",), ("*",)], ids=["pointwise", "everything"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_middle_layer_leaves_no_byte_on_the_device(

@@ -192,6 +192,7 @@ assert not any(name.startswith("hf_pyao") for name in sys.modules)
 """
 
 
+@pytest.mark.thorough
 def test_an_attached_model_loads_where_hf_pyao_is_missing(tmp_path: Path) -> None:
     model = tiny_model("llama")
     expected = step(model)

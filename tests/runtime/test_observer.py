@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.runtime.observer import OVERHEADS, Observer
 from hf_pyao.runtime.timeline import Span, StepTimeline
-from hf_pyao.simulation.device import DeviceModel, SimulatedDevice
-from hf_pyao.simulation.link_model import LinkModel
+from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, EVERYTHING, tiny_batch, tiny_model
 

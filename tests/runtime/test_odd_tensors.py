@@ -27,7 +27,7 @@ def check(configs: list[str]) -> None:
     assert run.returncode == 0
 
 
-SOME = ["narrow", "all"]
+SOME = ["all"]
 
 
 def test_gradients_are_those_of_plain_torch() -> None:

@@ -14,43 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from hf_pyao.errors import ConfigError
-
-GIB = 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkModel:
-    """Speeds of a device's link and of host memory. GiB are 2**30 bytes."""
-
-    d2h_gib_per_s: float
-    """Device to host."""
-    h2d_gib_per_s: float
-    """Host to device."""
-    copy_engines: int = 2
-    """2: both directions at once; 1: one copy at a time, as on many consumer GPUs (PyAO paper,
-    section 8.4)."""
-    host_memory_gib_per_s: float = math.inf
-    """What all accesses to host memory share (PyAO paper, section 8.2)."""
-    latency_us: float = 0.0
-    """Fixed cost of each copy."""
-
-    def __post_init__(self) -> None:
-        """Check the speeds.
-
-        Raises:
-            ConfigError: a speed is not positive, or ``copy_engines`` is neither 1 nor 2.
-        """
-        for name in ("d2h_gib_per_s", "h2d_gib_per_s", "host_memory_gib_per_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected a positive speed.")
-        if self.copy_engines not in (1, 2):
-            raise ConfigError(f"copy_engines is {self.copy_engines}; expected 1 or 2.")
-
-    def copy_ms(self, direction: str, nbytes: int) -> float:
-        """Return how long a copy takes when nothing else runs."""
-        speed = self.d2h_gib_per_s if direction == "offload" else self.h2d_gib_per_s
-        return nbytes / GIB / speed * 1e3 + self.latency_us / 1e3
+from hf_pyao.hardware.speeds import GIB, LinkModel
 
 
 @dataclass(eq=False)

@@ -1,0 +1,259 @@
+"""One training step on fake tensors: every byte that would be alive on the device, and no memory.
+
+The engine, the head loss and transformers run as they do in training. Fake tensors of a CPU stand
+for the device's; where a CPU would pick another operation than CUDA does, CUDA's is put in its
+place (``hf_pyao/simulation``). So no GPU is needed, and none is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.model_sizes import build_config, find_size
+from hf_pyao.integrations.attach import Offloader, attach
+from hf_pyao.integrations.cuda_choices import choices_of_cuda
+from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.simulation.cuda_operations import operations_of_cuda
+from hf_pyao.simulation.late_transport import LateTransport
+from hf_pyao.simulation.ledger import MemoryLedger, NotingMode
+from hf_pyao.transfer.transport import Transport
+
+BUCKET_BYTES = 10**9
+"""What ZeRO-2 reduces gradients in: 5e8 elements of half precision."""
+
+UNLIMITED_HOST_GIB = 2.0**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to train."""
+
+    name: str
+    policy: str = "off"
+    """``PyAOConfig.policy``."""
+    head_loss: str = "off"
+    """``PyAOConfig.head_loss``."""
+    window: str | int = PyAOConfig.window
+    """``PyAOConfig.window``."""
+    checkpointing: bool = False
+
+
+METHODS = (
+    Method(name="none"),
+    Method(name="checkpointing", checkpointing=True),
+    Method(name="policy all", policy="all"),
+    Method(name="chunked loss", head_loss="chunked"),
+    Method(name="checkpointing + chunked loss", checkpointing=True, head_loss="chunked"),
+    Method(name="policy all + chunked loss", policy="all", head_loss="chunked"),
+    Method(name="the same, window 'layer'", policy="all", head_loss="chunked", window="layer"),
+    Method(
+        name="policy all + checkpointing + chunked loss",
+        policy="all",
+        checkpointing=True,
+        head_loss="chunked",
+    ),
+)
+"""What is compared, by rising effort."""
+
+TRAINING_STATES = ("host", "device")
+"""Where gradients and AdamW's moments are: see :class:`FakeTraining`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPeak:
+    """Bytes on the device over one step: forward, loss and backward."""
+
+    peak_bytes: int
+    """Most bytes alive at once, weights and training state included."""
+    phase_peak_bytes: dict[str, int]
+    """The same for each part of the step."""
+    weights_bytes: int
+    state_bytes: int
+    """Moments of AdamW on the device."""
+    offloaded_bytes: int
+    num_chunks: int
+    """Chunks of the head loss; 0 for the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeTraining:
+    """How a model is trained, where it is not."""
+
+    config: Any
+    """The model's transformers configuration; it is not changed."""
+    checkpointing: bool = False
+    training_state: str = "host"
+    """``"host"`` is ZeRO-2 with its optimizer offloaded: a gradient leaves as soon as it is
+    complete, through a bucket of 1 GB, and AdamW works on the host. ``"device"`` is a plain loop:
+    gradients stay, and AdamW has two moments in bfloat16."""
+
+    @contextmanager
+    def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
+        """Build the model in bfloat16 on fake tensors; everything of it happens in here.
+
+        Yields:
+            The model, and the mode.
+        """
+        config = type(self.config).from_dict(self.config.to_dict())
+        config.use_cache = False
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
+            operations_of_cuda(*choices_of_cuda()),
+        ):
+            yield build_model(config, checkpointing=self.checkpointing), fake_mode
+
+    def let_gradients_go(self, model: nn.Module) -> None:
+        """Have gradients leave the device as they are complete, if they do."""
+        if self.training_state == "host":
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _let_go_of_gradient
+                )
+
+    def state_bytes(self, weights_bytes: int) -> int:
+        """Return the bytes of AdamW's moments on the device."""
+        return 2 * weights_bytes if self.training_state == "device" else 0
+
+    def run(
+        self,
+        model: nn.Module,
+        micro_batch: int,
+        sequence_length: int,
+        end_phase: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Run forward, loss and backward of a micro-batch without padding.
+
+        Args:
+            model: from :meth:`model`.
+            micro_batch: samples.
+            sequence_length: tokens of each.
+            end_phase: told of the end of each part of the step.
+        """
+        ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64)
+        # As in a loop by hand, the outputs live on during backward, logits included.
+        outputs = model(input_ids=ids, labels=ids)
+        end_phase("head and loss")
+        bucket = None
+        if self.training_state == "host":
+            bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+        outputs.loss.backward()
+        end_phase("backward")
+        del bucket, outputs
+
+
+def peak_of_step(
+    architecture: str,
+    size: str,
+    method: Method,
+    micro_batch: int,
+    *,
+    sequence_length: int = 512,
+    training_state: str = "host",
+    keep_last_layers: int = PyAOConfig.keep_last_layers,
+) -> StepPeak:
+    """Run one step of a bfloat16 model and return what would be alive on the device.
+
+    Args:
+        architecture: transformers' ``model_type``.
+        size: its row in ``model_sizes.py``.
+        method: how to train.
+        micro_batch: samples.
+        sequence_length: tokens of each, without padding.
+        training_state: as in :class:`FakeTraining`.
+        keep_last_layers: ``PyAOConfig.keep_last_layers``.
+    """
+    training = FakeTraining(
+        config=build_config(architecture, find_size(architecture, size)),
+        checkpointing=method.checkpointing,
+        training_state=training_state,
+    )
+    settings = PyAOConfig(
+        policy=method.policy,
+        head_loss=method.head_loss,
+        window=method.window,
+        keep_last_layers=keep_last_layers,
+        host_memory_gib=UNLIMITED_HOST_GIB,
+    )
+    return peak_of(training, settings, micro_batch, sequence_length)
+
+
+def peak_of(
+    training: FakeTraining,
+    settings: PyAOConfig,
+    micro_batch: int,
+    sequence_length: int,
+    transport: Transport | None = None,
+) -> StepPeak:
+    """Run one step and return what would be alive on the device.
+
+    Args:
+        training: the model, and how it is trained.
+        settings: what is offloaded.
+        micro_batch: samples.
+        sequence_length: tokens of each.
+        transport: how copies are done; None: never before something waits for them.
+    """
+    with training.model() as (model, fake_mode):
+        weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        training.let_gradients_go(model)
+        with attach(model, settings, transport=transport or LateTransport()) as offloader:
+            ledger = MemoryLedger(offloader.host_pool.owns)
+            ledger.note([*model.parameters(), *model.buffers()])
+            stack = find_layers(model).stack
+            stack.register_forward_hook(lambda *_: ledger.end_phase("layers, forward"))
+            with NotingMode(ledger, fake_mode):
+                training.run(model, micro_batch, sequence_length, ledger.end_phase)
+            figures = offloader.metrics()
+            num_chunks = check_head_loss(offloader)
+    state_bytes = training.state_bytes(weights_bytes)
+    phases = {name: value + state_bytes for name, value in ledger.phase_peak_bytes.items()}
+    return StepPeak(
+        peak_bytes=max(phases.values()),
+        phase_peak_bytes=phases,
+        weights_bytes=weights_bytes,
+        state_bytes=state_bytes,
+        offloaded_bytes=int(figures["offloaded_bytes"]),
+        num_chunks=num_chunks,
+    )
+
+
+def build_model(config: Any, *, checkpointing: bool) -> Any:
+    """Return the model of *config* in bfloat16 and training mode."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).train()
+    if checkpointing:
+        # transformers 5.23 renamed it.
+        name = "activation_checkpointing_enable"
+        enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+        # The state of the random numbers is a few bytes, and fake tensors have none.
+        enable({"use_reentrant": False, "preserve_rng_state": False})
+    return model
+
+
+def check_head_loss(offloader: Offloader) -> int:
+    """Return the number of chunks that the head loss took; 0 if the model's own ran.
+
+    Raises:
+        ConfigError: a chunked loss was asked for, and the model kept its own.
+    """
+    head_loss = offloader.head_loss
+    num_chunks = 0 if head_loss is None else int(head_loss.metrics()["head_loss_num_chunks"])
+    if offloader.config.head_loss == "chunked" and not num_chunks:
+        raise ConfigError(f"the model kept its own loss: {offloader.describe()}")
+    return num_chunks
+
+
+def _let_go_of_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

@@ -1,0 +1,57 @@
+"""What an operation costs: its arithmetic and its traffic with the device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+
+class OperationCost(NamedTuple):
+    """Arithmetic and memory traffic of one operation."""
+
+    flops: float
+    nbytes: int
+    """Bytes that it reads and writes, each tensor once."""
+
+
+def cost_of(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    tensors: Iterable[torch.Tensor],
+) -> OperationCost | None:
+    """Return the cost of a dispatched operation; None if it runs no kernel.
+
+    Args:
+        func: the overload that was called.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned.
+        tensors: all tensors among arguments and results.
+    """
+    if func.is_view or func._overloadpacket in _FREE:
+        return None
+    count = flop_registry.get(func._overloadpacket)
+    # Products with sums in another dtype: formulas do not know that argument.
+    known = [arg for arg in args if not isinstance(arg, torch.dtype)]
+    flops = 0.0 if count is None else float(count(*known, **kwargs, out_val=result))
+    return OperationCost(flops, sum(t.numel() * t.element_size() for t in tensors))
+
+
+_FREE = frozenset(
+    {
+        torch.ops.aten.detach,
+        torch.ops.aten.empty,
+        torch.ops.aten.empty_like,
+        torch.ops.aten.empty_strided,
+        torch.ops.aten.new_empty,
+        torch.ops.aten.new_empty_strided,
+        torch.ops.aten.set_,
+        torch.ops.aten._unsafe_view,
+    }
+)
+"""Operations that run no kernel."""

@@ -1,0 +1,174 @@
+"""Cards that are common, with their speeds and where those are from.
+
+Speeds are what kernels reach, not what data sheets promise: 85 % of a sheet's dense tensor-core
+rate for 16-bit inputs that are summed in 32 bits, and 80 % of its memory bandwidth, unless the
+source says otherwise; a PCIe 4.0 link of 16 lanes carries 25e9 bytes a second, a PCIe 5.0 link
+50e9. They are starting points: give measured ones where there are any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
+
+COMPUTE_SHARE = 0.85
+MEMORY_SHARE = 0.80
+PCIE_4_GIB_PER_S = 25e9 / GIB
+PCIE_5_GIB_PER_S = 50e9 / GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A device, its memory, and its link to the host."""
+
+    name: str
+    device: DeviceModel
+    link: LinkModel
+    memory_gib: float
+    """Memory of the device."""
+    source: str
+    """Where the speeds are from."""
+
+    def __post_init__(self) -> None:
+        """Check the memory.
+
+        Raises:
+            ConfigError: it is not positive.
+        """
+        if not self.memory_gib > 0:
+            raise ConfigError(
+                f"memory_gib is {self.memory_gib}; expected a positive number of GiB."
+            )
+
+    def with_link(self, gib_per_s: float) -> Hardware:
+        """Return the same device behind a link of another speed in both directions."""
+        link = dataclasses.replace(self.link, d2h_gib_per_s=gib_per_s, h2d_gib_per_s=gib_per_s)
+        return dataclasses.replace(self, link=link)
+
+
+def _card(
+    name: str,
+    *,
+    sheet_tflop_per_s: float,
+    sheet_gb_per_s: float,
+    memory_gib: float,
+    link_gib_per_s: float,
+    copy_engines: int,
+    source: str,
+    tflop_per_s: float | None = None,
+) -> Hardware:
+    return Hardware(
+        name=name,
+        device=DeviceModel(
+            tflop_per_s=tflop_per_s or COMPUTE_SHARE * sheet_tflop_per_s,
+            memory_gib_per_s=MEMORY_SHARE * sheet_gb_per_s * 1e9 / GIB,
+        ),
+        link=LinkModel(
+            d2h_gib_per_s=link_gib_per_s, h2d_gib_per_s=link_gib_per_s, copy_engines=copy_engines
+        ),
+        memory_gib=memory_gib,
+        source=source,
+    )
+
+
+_CARDS = (
+    _card(
+        "rtx3060",
+        sheet_tflop_per_s=25.6,
+        sheet_gb_per_s=360,
+        memory_gib=12,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=1,
+        source="RTX 3060 12 GB: 12.8 TFLOP/s of shaders, tensor cores twice that with 32-bit sums",
+    ),
+    _card(
+        "rtx4070",
+        sheet_tflop_per_s=58.3,
+        sheet_gb_per_s=504,
+        memory_gib=12,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=1,
+        source="RTX 4070: 29.15 TFLOP/s of shaders, tensor cores twice that with 32-bit sums",
+    ),
+    _card(
+        "rtx4090",
+        sheet_tflop_per_s=165.2,
+        sheet_gb_per_s=1008,
+        memory_gib=24,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=1,
+        source="NVIDIA Ada architecture whitepaper",
+    ),
+    _card(
+        "rtx5090",
+        sheet_tflop_per_s=209.5,
+        sheet_gb_per_s=1792,
+        memory_gib=32,
+        link_gib_per_s=PCIE_5_GIB_PER_S,
+        copy_engines=1,
+        source="NVIDIA RTX Blackwell architecture whitepaper",
+    ),
+    _card(
+        "a100",
+        sheet_tflop_per_s=312,
+        sheet_gb_per_s=2039,
+        memory_gib=80,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=2,
+        source="NVIDIA A100 80 GB SXM data sheet",
+    ),
+    _card(
+        "h100",
+        sheet_tflop_per_s=989,
+        tflop_per_s=670,
+        sheet_gb_per_s=3350,
+        memory_gib=80,
+        link_gib_per_s=PCIE_5_GIB_PER_S,
+        copy_engines=2,
+        source="NVIDIA H100 SXM data sheet; matrix products of 16 bits reach about 670 TFLOP/s",
+    ),
+    _card(
+        "h200",
+        sheet_tflop_per_s=989,
+        tflop_per_s=670,
+        sheet_gb_per_s=4800,
+        memory_gib=139,
+        link_gib_per_s=PCIE_5_GIB_PER_S,
+        copy_engines=2,
+        source="NVIDIA H200 data sheet; matrix products of 16 bits reach about 670 TFLOP/s",
+    ),
+    _card(
+        "mi300x",
+        sheet_tflop_per_s=1307,
+        tflop_per_s=650,
+        sheet_gb_per_s=5300,
+        memory_gib=192,
+        link_gib_per_s=PCIE_5_GIB_PER_S,
+        copy_engines=2,
+        source="AMD MI300X data sheet; matrix products of 16 bits reach about half of it",
+    ),
+)
+
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({card.name: card for card in _CARDS})
+"""By name, in lower case and without spaces."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return the card called *name*; case, spaces, hyphens and the maker are forgiven.
+
+    Raises:
+        ConfigError: there is none; the nearest name and all names are given.
+    """
+    key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
+    for maker in ("nvidia", "geforce", "amd", "instinct"):
+        key = key.removeprefix(maker)
+    if key.isdigit() and f"rtx{key}" in HARDWARE:
+        key = f"rtx{key}"
+    if key not in HARDWARE:
+        raise unknown_name("device", name, HARDWARE)
+    return HARDWARE[key]

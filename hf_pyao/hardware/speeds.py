@@ -1,0 +1,82 @@
+"""Speeds of a device and of its link to the host, as simulation and prediction take them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hf_pyao.errors import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceModel:
+    """Speeds of a device. An operation takes the longer of arithmetic and memory traffic."""
+
+    tflop_per_s: float
+    memory_gib_per_s: float
+    launch_us: float = 3.0
+    """Fixed cost of each operation."""
+
+    def __post_init__(self) -> None:
+        """Check the speeds.
+
+        Raises:
+            ConfigError: a speed is not positive.
+        """
+        _check_speeds(self, "tflop_per_s", "memory_gib_per_s")
+        _check_delay(self, "launch_us")
+
+    def op_ms(self, flops: float, nbytes: float) -> float:
+        """Return how long an operation takes."""
+        compute_ms = flops / (self.tflop_per_s * 1e9)
+        memory_ms = nbytes / GIB / self.memory_gib_per_s * 1e3
+        return max(compute_ms, memory_ms) + self.launch_us / 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkModel:
+    """Speeds of a device's link and of host memory. GiB are 2**30 bytes."""
+
+    d2h_gib_per_s: float
+    """Device to host."""
+    h2d_gib_per_s: float
+    """Host to device."""
+    copy_engines: int = 2
+    """2: both directions at once; 1: one copy at a time, as on many consumer GPUs (PyAO paper,
+    section 8.4)."""
+    host_memory_gib_per_s: float = math.inf
+    """What all accesses to host memory share (PyAO paper, section 8.2)."""
+    latency_us: float = 0.0
+    """Fixed cost of each copy."""
+
+    def __post_init__(self) -> None:
+        """Check the speeds.
+
+        Raises:
+            ConfigError: a speed is not positive, or ``copy_engines`` is neither 1 nor 2.
+        """
+        _check_speeds(self, "d2h_gib_per_s", "h2d_gib_per_s", "host_memory_gib_per_s")
+        _check_delay(self, "latency_us")
+        if self.copy_engines not in (1, 2):
+            raise ConfigError(f"copy_engines is {self.copy_engines}; expected 1 or 2.")
+
+    def copy_ms(self, direction: str, nbytes: int) -> float:
+        """Return how long a copy takes when nothing else runs."""
+        speed = self.d2h_gib_per_s if direction == "offload" else self.h2d_gib_per_s
+        return nbytes / GIB / speed * 1e3 + self.latency_us / 1e3
+
+
+def _check_speeds(model: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(model, name)
+        if not value > 0:
+            raise ConfigError(f"{name} is {value}; expected a positive speed.")
+
+
+def _check_delay(model: Any, name: str) -> None:
+    value = getattr(model, name)
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} is {value}; expected a time of 0 or more, in microseconds.")

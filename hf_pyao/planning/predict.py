@@ -1,0 +1,367 @@
+"""Predicts a step under a plan: time, stalls, and the peak on device and host, with what sets it.
+
+Arithmetic on a :class:`~hf_pyao.planning.step_program.StepProgram`. It walks through the operations
+once and does with each slot what the engine would do: queue its copy, hold its memory until that is
+done, bring it back as the window allows. No tensor is made, and no code is shared with the
+simulation, which judges it: only the table of costs.
+
+A step of twenty layers takes some tens of milliseconds to predict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hf_pyao.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD, Copy, Lanes, LateLanes, TimedLanes
+from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, SlotUse, StepProgram
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step comes to under a plan."""
+
+    step_ms: float
+    """Until compute is done; NaN without a device."""
+    compute_ms: float
+    """Compute alone; NaN without a device."""
+    stall_forward_ms: float
+    """How long forward waits for copies."""
+    stall_backward_ms: float
+    """How long backward waits for copies."""
+    peak_bytes: int
+    """Most bytes on the device."""
+    peak_at: int
+    """The operation after which they are there."""
+    live_bytes: tuple[int, ...]
+    """Bytes on the device by operation: most since the operation before."""
+    host_peak_bytes: int
+    """Most bytes on the host, without what the pool rounds up."""
+    offloaded_bytes: int
+    """What crosses the link to the host."""
+    read_in_place_bytes: int
+    """What had not left when backward asked for it, and did not come back."""
+
+
+def predict(
+    program: StepProgram,
+    leaves: Sequence[bool],
+    *,
+    window_bytes: int | None,
+    device: DeviceModel | None = None,
+    link: LinkModel | None = None,
+) -> Prediction:
+    """Predict the step.
+
+    Args:
+        program: the step.
+        leaves: for each slot of the program, whether it is offloaded; what stays, stays.
+        window_bytes: what may be in flight; None: compute and copies meet at the end of each layer.
+        device: speeds; None: no times are predicted.
+        link: speeds of copies; None: they are never done before something waits for them, so that
+            the peak is one for every link.
+
+    Raises:
+        ValueError: *leaves* is not as long as the program's slots.
+    """
+    if len(leaves) != len(program.slots):
+        raise ValueError(f"leaves has {len(leaves)} entries; the program has {len(program.slots)}")
+    lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
+    return _Walk(program, leaves, window_bytes, device, lanes).run()
+
+
+class _Walk:
+    """One walk through a program."""
+
+    def __init__(
+        self,
+        program: StepProgram,
+        leaves: Sequence[bool],
+        window_bytes: int | None,
+        device: DeviceModel | None,
+        lanes: Lanes,
+    ) -> None:
+        self.program = program
+        self.window_bytes = window_bytes
+        self.device = device
+        self.lanes = lanes
+        self.leaves = [
+            leaves[number] and slot.link_bytes > 0 for number, slot in enumerate(program.slots)
+        ]
+        self.now_ms = 0.0
+        self.stall_ms = {FORWARD: 0.0, BACKWARD: 0.0}
+        self.phase = FORWARD
+        self.live_bytes = program.resident_bytes
+        self.peak_here = 0
+        self.host_bytes = 0
+        self.host_peak_bytes = 0
+        self.offloaded_bytes = 0
+        self.read_in_place_bytes = 0
+        # What holds a source beside forward itself: slots that are kept, or have not left.
+        self.holds = [0] * len(program.buffers)
+        self.is_dead = [False] * len(program.buffers)
+        self.offloads: dict[int, Copy] = {}
+        self.reloads: dict[int, Copy] = {}
+        self.waiting: deque[int] = deque()
+        self.waiting_bytes = 0
+        self.ahead_bytes = 0
+        self.upcoming: deque[int] = deque()
+        self.groups: Iterator[list[int]] = iter(())
+        self.is_exhausted = True
+        self.is_waiting = [False] * len(program.slots)
+        self.is_read_in_place = [False] * len(program.slots)
+        self.is_over = [False] * len(program.slots)
+        """Backward is done with the slot."""
+        self._index()
+
+    def _index(self) -> None:
+        """Sort what happens by operation."""
+        program, end = self.program, self.program.num_operations
+        self.births: list[list[int]] = [[] for _ in range(end)]
+        self.deaths: list[list[int]] = [[] for _ in range(end + 1)]
+        self.ends: list[list[int]] = [[] for _ in range(end + 1)]
+        self.packs: list[list[int]] = [[] for _ in range(end + 1)]
+        self.unpacks: list[list[int]] = [[] for _ in range(end + 1)]
+        self.starts: dict[int, list[tuple[str, int]]] = {}
+        reloaded = {slot.reloaded for slot in program.slots if slot.reloaded >= 0}
+        for number, buffer in enumerate(program.buffers):
+            if number not in reloaded:
+                self.births[buffer.birth].append(number)
+                self.deaths[buffer.death].append(number)
+        self.by_layer: dict[int, list[int]] = {}
+        for number, slot in enumerate(program.slots):
+            if slot.link_bytes == 0:
+                continue
+            self.packs[slot.left_at].append(number)
+            if slot.reloaded >= 0:
+                self.unpacks[slot.unpacked_at].append(number)
+                self.ends[program.buffers[slot.reloaded].death].append(number)
+            if self.leaves[number]:
+                self.by_layer.setdefault(slot.layer, []).append(number)
+        before = OUTSIDE
+        for segment in program.segments:
+            events = self.starts.setdefault(segment.start, [])
+            if before != OUTSIDE and self._is_forward(segment.start - 1):
+                events.append(("layer end", before))
+            before = segment.layer
+            if segment.phase == BACKWARD and segment.layer != OUTSIDE:
+                events.append(("backward", segment.layer))
+            events.append((segment.phase, segment.layer))
+
+    def _is_forward(self, operation: int) -> bool:
+        return self.program.segment_of(operation).phase == FORWARD
+
+    def run(self) -> Prediction:
+        """Walk."""
+        program = self.program
+        peaks: list[int] = []
+        compute_ms = 0.0
+        for number, operation in enumerate(program.operations):
+            self.peak_here = 0
+            self._before(number)
+            if self.device is not None and operation.is_kernel:
+                elapsed_ms = self.device.op_ms(operation.flops, operation.traffic_bytes)
+                self.now_ms += elapsed_ms
+                compute_ms += elapsed_ms
+            for buffer in self.deaths[number]:
+                self._source_dies(buffer)
+            for slot in self.ends[number]:
+                self._slot_ends(slot)
+            for buffer in self.births[number]:
+                self._allocate(program.buffers[buffer].nbytes)
+            peaks.append(max(self.peak_here, self.live_bytes))
+        self._before(program.num_operations)
+        peak_bytes = max(peaks, default=program.resident_bytes)
+        has_times = self.device is not None
+        return Prediction(
+            step_ms=self.now_ms if has_times else math.nan,
+            compute_ms=compute_ms if has_times else math.nan,
+            stall_forward_ms=self.stall_ms[FORWARD],
+            stall_backward_ms=self.stall_ms[BACKWARD],
+            peak_bytes=peak_bytes,
+            peak_at=peaks.index(peak_bytes) if peaks else 0,
+            live_bytes=tuple(peaks),
+            host_peak_bytes=self.host_peak_bytes,
+            offloaded_bytes=self.offloaded_bytes,
+            read_in_place_bytes=self.read_in_place_bytes,
+        )
+
+    def _before(self, number: int) -> None:
+        """Do what happens between two operations."""
+        for slot in self.packs[number]:
+            self._pack(slot)
+        for what, layer in self.starts.get(number, ()):
+            if what == "layer end":
+                self._layer_end()
+            elif what == "backward":
+                self._backward_start(layer)
+            else:
+                self.phase = what
+        for slot in reversed(self.unpacks[number]):
+            self._unpack(slot)
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def _allocate(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        self.peak_here = max(self.peak_here, self.live_bytes)
+
+    def _source_dies(self, buffer: int) -> None:
+        self.is_dead[buffer] = True
+        if not self.holds[buffer]:
+            self.live_bytes -= self.program.buffers[buffer].nbytes
+
+    def _hold(self, slot: SlotUse) -> None:
+        if slot.source >= 0:
+            self.holds[slot.source] += 1
+
+    def _let_go(self, slot: SlotUse) -> None:
+        if slot.source < 0:
+            return
+        self.holds[slot.source] -= 1
+        if self.is_dead[slot.source] and not self.holds[slot.source]:
+            self.live_bytes -= self.program.buffers[slot.source].nbytes
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def _pack(self, number: int) -> None:
+        slot = self.program.slots[number]
+        if not self.leaves[number]:
+            if slot.reloaded >= 0:
+                self._hold(slot)
+            return
+        copy = Copy(OFFLOAD, slot.link_bytes, self.now_ms)
+        self.lanes.book(copy)
+        self.offloads[number] = copy
+        self.offloaded_bytes += slot.link_bytes
+        self.host_bytes += slot.link_bytes
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+        if (
+            self.window_bytes is not None
+            and not self.waiting
+            and self.lanes.is_done(copy, self.now_ms)
+        ):
+            return
+        self._hold(slot)
+        self.is_waiting[number] = True
+        self.waiting.append(number)
+        self.waiting_bytes += slot.link_bytes
+        if self.window_bytes is None:
+            return
+        self._release_done()
+        while self.waiting_bytes > self.window_bytes:
+            self._wait(self.offloads[self.waiting[0]])
+            self._release_oldest()
+
+    def _release_done(self) -> None:
+        while self.waiting and self.lanes.is_done(self.offloads[self.waiting[0]], self.now_ms):
+            self._release_oldest()
+
+    def _release_oldest(self) -> None:
+        number = self.waiting.popleft()
+        slot = self.program.slots[number]
+        self.waiting_bytes -= slot.link_bytes
+        self.is_waiting[number] = False
+        self._let_go(slot)
+
+    def _layer_end(self) -> None:
+        if self.window_bytes is not None:
+            self._release_done()
+        elif self.waiting:
+            self._wait(self.offloads[self.waiting[-1]])
+            while self.waiting:
+                self._release_oldest()
+
+    def _wait(self, copy: Copy) -> None:
+        until_ms = self.lanes.wait(copy, self.now_ms)
+        self.stall_ms[self.phase] += until_ms - self.now_ms
+        self.now_ms = until_ms
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def _backward_start(self, layer: int) -> None:
+        if self.window_bytes is None:
+            for number in self.by_layer.get(layer, ()):
+                copy = self.reloads.get(number)
+                if copy is not None and not self.is_over[number]:
+                    self._wait(copy)
+        self.upcoming = deque(reversed(self.by_layer.get(layer, [])))
+        self.groups = (self.by_layer.get(each, []) for each in range(layer - 1, -1, -1))
+        self.is_exhausted = False
+        if self.window_bytes is None:
+            self._extend()
+        self._prefetch()
+
+    def _extend(self) -> bool:
+        for group in self.groups:
+            if group:
+                self.upcoming.extend(reversed(group))
+                return True
+        return False
+
+    def _prefetch(self) -> None:
+        self._release_done()
+        while True:
+            number = self._next()
+            if number is None:
+                return
+            self._reload(number)
+
+    def _next(self) -> int | None:
+        limit = self.window_bytes
+        while limit is None or self.ahead_bytes + self.waiting_bytes < limit:
+            if not self.upcoming and not (limit is not None and self._extend()):
+                self.is_exhausted = True
+                return None
+            number = self.upcoming.popleft()
+            if self._is_on_host(number):
+                return number
+        return None
+
+    def _is_on_host(self, number: int) -> bool:
+        return not (
+            number in self.reloads
+            or number not in self.offloads
+            or self.is_over[number]
+            or self.is_waiting[number]
+        )
+
+    def _reload(self, number: int) -> None:
+        slot = self.program.slots[number]
+        copy = Copy(RELOAD, slot.link_bytes, self.now_ms, needs=self.offloads[number])
+        self.reloads[number] = copy
+        self._allocate(slot.link_bytes)
+        self.lanes.book(copy)
+        self.ahead_bytes += slot.link_bytes
+
+    def _unpack(self, number: int) -> None:
+        if not self.leaves[number]:
+            return
+        slot = self.program.slots[number]
+        if self.is_waiting[number]:
+            self._hold(slot)
+            self.is_read_in_place[number] = True
+            self.read_in_place_bytes += slot.link_bytes
+            return
+        if number not in self.reloads:
+            self._reload(number)
+        self._wait(self.reloads[number])
+        self.ahead_bytes -= slot.link_bytes
+        if not self.is_exhausted or self.waiting_bytes:
+            self._prefetch()
+
+    def _slot_ends(self, number: int) -> None:
+        """Backward is done with a slot."""
+        slot = self.program.slots[number]
+        self.is_over[number] = True
+        if not self.leaves[number]:
+            self._let_go(slot)
+            return
+        self.host_bytes -= slot.link_bytes
+        if number in self.reloads:
+            self.live_bytes -= slot.link_bytes
+        elif self.is_read_in_place[number]:
+            self._let_go(slot)

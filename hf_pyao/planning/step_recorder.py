@@ -1,0 +1,329 @@
+"""Records a training step as a :class:`~hf_pyao.planning.step_program.StepProgram`.
+
+The model is attached with :data:`RECORDING` (everything leaves at once) over a
+:class:`RecordingTransport`; a :class:`StepRecorder` is the engine's observer and a dispatch mode
+around the step. It takes real tensors and fake ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_pyao.hardware.operation_costs import cost_of
+from hf_pyao.planning.step_program import (
+    BACKWARD,
+    FORWARD,
+    OUTSIDE,
+    Buffer,
+    Operation,
+    Segment,
+    SlotUse,
+    StepProgram,
+)
+from hf_pyao.runtime.layer_inputs import tensors_in
+from hf_pyao.runtime.observer import Observer
+from hf_pyao.runtime.policy import Decision
+from hf_pyao.runtime.slots import Slot
+from hf_pyao.transfer.graph_task import is_in_backward
+from hf_pyao.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
+
+RECORDING = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0, "window": 0}
+"""Settings of :class:`~hf_pyao.PyAOConfig` under which a step is recorded."""
+
+
+class _OpenSlot:
+    """A slot whose use is not known to its end."""
+
+    def __init__(self, slot: Slot, stays: str | None, packed_at: int) -> None:
+        self.slot = slot
+        self.stays = stays
+        self.packed_at = packed_at
+        self.left_at = packed_at
+        self.source = -1
+        self.link_bytes = 0
+        self.reloaded = -1
+        self.unpacked_at = -1
+
+
+class StepRecorder:
+    """What is seen of a step: operations, storages, slots, layers.
+
+    Args:
+        fake_mode: the mode that the operations run in, if they are on fake tensors.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode | None = None) -> None:
+        self.observer: Observer = _Listener(self)
+        self.is_paused = False
+        self._fake_mode = fake_mode
+        self._is_host: Callable[[torch.UntypedStorage], bool] = lambda storage: False
+        self._layer_names: tuple[str, ...] = ()
+        self._layer_numbers: dict[str, int] = {}
+        self._operations: list[Operation] = []
+        self._births: list[tuple[int, int]] = []
+        self._deaths: dict[int, int] = {}
+        self._alive: dict[int, int] = {}
+        """Weak reference to a storage -> its buffer; -1 for what was there before."""
+        self._open: dict[tuple[int, str], _OpenSlot] = {}
+        self._slots: list[_OpenSlot] = []
+        self._segments: list[tuple[str, int, int]] = [(FORWARD, OUTSIDE, 0)]
+        self._paths: list[str] = [""]
+        self._free_weak_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+
+    @property
+    def now(self) -> int:
+        """Number of operations so far."""
+        return len(self._operations)
+
+    def begin(
+        self, layer_names: Sequence[str], is_host: Callable[[torch.UntypedStorage], bool]
+    ) -> None:
+        """Take note of what the attached model is.
+
+        Args:
+            layer_names: qualified names of the layers, in forward order.
+            is_host: says which storages are the host's.
+        """
+        self._layer_names = tuple(layer_names)
+        self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
+        self._is_host = is_host
+
+    # ---- storages ------------------------------------------------------------------------------
+
+    def note_resident(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Take note of what is there before the step; return its bytes."""
+        nbytes = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive:
+                self._alive[cast(int, storage._weak_ref())] = -1
+                nbytes += storage.nbytes()
+        return nbytes
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation and take note of it."""
+        if self.is_paused:
+            return func(*args, **kwargs)
+        self._sweep()
+        with self._without_cache_for(func):
+            result = func(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        cost = cost_of(func, args, kwargs, result, [*tensors_in((args, kwargs)), *outputs])
+        self._enter_head()
+        number = self.now
+        self._operations.append(
+            Operation(
+                func._overloadpacket.__name__,
+                self._paths[-1],
+                0.0 if cost is None else cost.flops,
+                0 if cost is None else cost.nbytes,
+                cost is not None,
+            )
+        )
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._alive:
+                continue
+            if self._is_host(storage):
+                continue
+            self._alive[cast(int, storage._weak_ref())] = len(self._births)
+            self._births.append((storage.nbytes(), number))
+        return result
+
+    def buffer_of(self, tensor: torch.Tensor) -> int:
+        """Return the number of the buffer that *tensor* lies in; -1 if it was there before."""
+        return self._alive.get(tensor.untyped_storage()._cdata, -1)
+
+    def _sweep(self) -> None:
+        """Take note of the storages that are gone by now."""
+        expired = torch.UntypedStorage._expired
+        for key in [key for key in self._alive if expired(key)]:
+            self._deaths[self._alive.pop(key)] = self.now
+            self._free_weak_ref(key)
+
+    @contextmanager
+    def _without_cache_for(self, func: Any) -> Iterator[None]:
+        # The cache of fake results would keep the storages that `set_` is called with.
+        fake_mode = self._fake_mode
+        if fake_mode is None or func._overloadpacket is not torch.ops.aten.set_:
+            yield
+            return
+        was_enabled, fake_mode.cache_enabled = fake_mode.cache_enabled, False
+        try:
+            yield
+        finally:
+            fake_mode.cache_enabled = was_enabled
+
+    def __del__(self) -> None:
+        """Let go of the weak references."""
+        for key in self._alive:
+            self._free_weak_ref(key)
+
+    # ---- layers and slots ----------------------------------------------------------------------
+
+    def layer(self, name: str, phase: str, *, is_start: bool) -> None:
+        """Take note that a layer starts or ends."""
+        number = self._layer_numbers[name]
+        if is_in_backward():
+            phase = BACKWARD  # also where a checkpointed layer runs forward again
+        if is_start:
+            self._segment(phase, number)
+        elif phase == FORWARD and number == len(self._layer_names) - 1:
+            self._segment(FORWARD, OUTSIDE)
+        self._paths = [""]
+
+    def module(self, path: str, *, is_start: bool) -> None:
+        """Take note that a sub-module of the layer starts or ends."""
+        if is_start:
+            self._paths.append(path)
+        elif path in self._paths:
+            while self._paths.pop() != path:
+                pass
+
+    def _enter_head(self) -> None:
+        phase, layer, _ = self._segments[-1]
+        if layer == OUTSIDE and phase == FORWARD and is_in_backward():
+            self._segment(BACKWARD, OUTSIDE)
+
+    def _segment(self, phase: str, layer: int) -> None:
+        if self._segments[-1][:2] != (phase, layer):
+            self._segments.append((phase, layer, self.now))
+
+    def saved(self, slot: Slot, stays: str | None) -> None:
+        """Take note that a slot is saved; what follows tells whether it leaves."""
+        used = _OpenSlot(slot, stays, self.now)
+        self._open[slot.layer_index, slot.name] = used
+        self._slots.append(used)
+
+    def left(self, slot: Slot, source: torch.Tensor, nbytes: int) -> None:
+        """Take note that a slot was copied to the host."""
+        used = self._open[slot.layer_index, slot.name]
+        used.source = self.buffer_of(source)
+        used.link_bytes = nbytes
+        used.left_at = self.now
+
+    def came_back(self, slot: Slot, target: torch.Tensor) -> None:
+        """Take note that a slot was copied back."""
+        used = self._open[slot.layer_index, slot.name]
+        used.reloaded = self.buffer_of(target)
+        used.unpacked_at = self.now
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def program(self, resident_bytes: int) -> StepProgram:
+        """Return what was seen, with *resident_bytes* there throughout."""
+        self._sweep()
+        end = self.now
+        buffers = [
+            Buffer(nbytes, birth, self._deaths.get(number, end))
+            for number, (nbytes, birth) in enumerate(self._births)
+        ]
+        starts = [*self._segments, ("", 0, end)]
+        segments = [
+            Segment(phase, layer, start, starts[number + 1][2])
+            for number, (phase, layer, start) in enumerate(self._segments)
+        ]
+        slots = [
+            SlotUse(
+                used.slot.name,
+                used.slot.layer_index,
+                used.slot.nbytes,
+                used.link_bytes,
+                used.stays,
+                used.source,
+                used.packed_at,
+                used.left_at,
+                used.reloaded,
+                used.unpacked_at,
+            )
+            for used in self._slots
+        ]
+        return StepProgram(
+            tuple(self._operations),
+            tuple(buffers),
+            tuple(slots),
+            tuple(segment for segment in segments if segment.start < segment.end),
+            resident_bytes,
+            self._layer_names,
+        )
+
+
+class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, has a recorder see every operation."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation and take note of it."""
+        return self._recorder.see(func, args, kwargs or {})
+
+
+class _Listener(Observer):
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
+        """Take note of it."""
+        if path:
+            self._recorder.module(path, is_start=is_start)
+        else:
+            self._recorder.layer(layer, phase, is_start=is_start)
+
+    def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
+        """Take note of it."""
+        self._recorder.saved(slot, stays)
+
+
+class RecordingTransport(BlockingTransport):
+    """Copies at once, and tells a recorder which storages are copied."""
+
+    name = "recording"
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def offload(
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
+    ) -> DoneTicket:
+        """Copy to the host now."""
+        assert isinstance(label, Slot)
+        self._recorder.left(label, src, dst.nbytes)
+        return self._unseen("offload", src, dst)
+
+    def reload(
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
+    ) -> DoneTicket:
+        """Copy to the device now."""
+        assert isinstance(label, Slot)
+        self._recorder.came_back(label, dst)
+        return self._unseen("reload", src, dst)
+
+    def _unseen(self, direction: str, src: torch.Tensor, dst: torch.Tensor) -> DoneTicket:
+        self._recorder.is_paused = True
+        try:
+            return self._copy(direction, src, dst, None)
+        finally:
+            self._recorder.is_paused = False
