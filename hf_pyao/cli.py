@@ -14,6 +14,7 @@ DESCRIPTION = """\
 Activation offloading for HuggingFace training: tools beside the library.
 
   pyao doctor                       can this machine offload well, and what to change
+  pyao estimate --model opt:1.3b    what fits on which card, and how fast, without one
   pyao bench --model ...            compare it with checkpointing and other offloaders
   pyao report FILE.json -o out.html turn results and run reports into tables and plots
 """
@@ -54,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser with its subcommands."""
     import hf_pyao
     from hf_pyao.bench.arguments import add_bench_arguments, run_from_arguments
+    from hf_pyao.estimate.command import add_estimate_arguments
 
     parser = argparse.ArgumentParser(
         prog="pyao",
@@ -66,6 +68,10 @@ def make_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="compare ways to save activation memory")
     add_bench_arguments(bench)
     bench.set_defaults(run=run_from_arguments)
+
+    estimate = commands.add_parser("estimate", help="what fits on which card, without one")
+    add_estimate_arguments(estimate)
+    estimate.set_defaults(run=_estimate)
 
     report = commands.add_parser(
         "report",
@@ -106,6 +112,13 @@ def _need_torch() -> None:
     failure = import_failure("torch")
     if failure is not None:
         raise PyAOError(f"{failure}. Without torch nothing else can be looked at: install it anew.")
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    _need_torch()
+    from hf_pyao.estimate.command import run_from_arguments
+
+    return run_from_arguments(args)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -22,10 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness; return the exit status (2: a setting cannot be)."""
     from hf_pyao.bench.arguments import add_bench_arguments, run_from_arguments
     from hf_pyao.errors import PyAOError
-    from hf_pyao.estimate.model_sizes import MODEL_SIZES
 
     parser = argparse.ArgumentParser(prog=PROGRAM)
-    add_bench_arguments(parser, MODEL_SIZES, PROGRAM)
+    add_bench_arguments(parser, PROGRAM)
     try:
         return run_from_arguments(parser.parse_args(argv))
     except PyAOError as error:

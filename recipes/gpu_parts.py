@@ -13,8 +13,9 @@ from hf_pyao.bench.arguments import SMOKE_METHODS
 from hf_pyao.bench.harness import Recorder, smoke, title_of
 from hf_pyao.bench.methods import known_methods
 from hf_pyao.bench.processes import Deadline, run_trials
-from hf_pyao.bench.setup import BenchSetup, Trial, parse_model
-from hf_pyao.estimate.model_sizes import MODEL_SIZES, PAPER_SIZES
+from hf_pyao.bench.setup import BenchSetup, Trial
+from hf_pyao.estimate.model_sizes import PAPER_SIZES
+from hf_pyao.estimate.model_specs import parse_model
 from hf_pyao.report.bench_report import CRASHED, FAILED, NOT_REACHED, BenchReport, FactsReport
 from hf_pyao.report.documents import read_document
 from hf_pyao.report.provenance import collect_provenance, source_digest
@@ -134,7 +135,7 @@ class BenchPart:
     def work(self, architecture: str, suite: Suite) -> tuple[BenchSetup, list[Trial]]:
         """Return what is measured on *architecture*'s model."""
         size = "micro" if suite.is_smoke else PAPER_SIZES[architecture]
-        model = parse_model(f"{architecture}:{size}", MODEL_SIZES)
+        model = parse_model(f"{architecture}:{size}")
         limit = self.micro_batch
         if suite.is_smoke:
             model = dataclasses.replace(model, settings={**model.settings, **SMOKE_SETTINGS})

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 
 from hf_pyao.estimate.fake_step import METHODS, TRAINING_STATES, Method, StepPeak, peak_of_step
 from hf_pyao.estimate.model_sizes import PAPER_SIZES
+from hf_pyao.estimate.search import largest_fitting
 from result_file import write_result
 
 GIB = 2**30
@@ -121,37 +122,6 @@ def predict(spec: str, method: Method, limit_bytes: int, **options: Any) -> dict
     }
 
 
-def largest_fitting(peak_bytes: Callable[[int], int], limit_bytes: int) -> int:
-    """Return the largest micro-batch whose peak is within *limit_bytes*; 0 if even 1 is not.
-
-    Asks *peak_bytes* for it, and for the next one. Peaks grow with the micro-batch, almost in
-    proportion: guesses are on the line through the two nearest peaks known, and in the middle of
-    what is left where that has gained little.
-    """
-    known = {1: peak_bytes(1)}
-    if known[1] > limit_bytes:
-        return 0
-    known[4] = peak_bytes(4)
-    left, right, least = 1, 4, 4
-    while known[right] <= limit_bytes:
-        slope = max(1.0, (known[right] - known[left]) / (right - left))
-        guess = right + int((limit_bytes - known[right]) / slope) + 1
-        left, right = right, min(max(guess, least), 16 * right)
-        least = 2 * right  # a guess that still fits: peaks bend, and others would creep
-        known[right] = peak_bytes(right)
-    width = right - left
-    while right - left > 1:
-        slope = max(1.0, (known[right] - known[left]) / (right - left))
-        guess = left + int((limit_bytes - known[left]) / slope)
-        if 2 * (right - left) > width and right - left < width:
-            guess = (left + right) // 2
-        width = right - left
-        guess = min(max(guess, left + 1), right - 1)
-        known[guess] = peak_bytes(guess)
-        left, right = (guess, right) if known[guess] <= limit_bytes else (left, guess)
-    return left
-
-
 def _methods(names: Sequence[str] | None) -> list[Method]:
     return [method for method in METHODS if not names or method.name in names]
 
@@ -177,7 +147,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model",
         nargs="+",
         default=default,
-        help="architecture:size of hf_pyao/estimate/model_sizes.py (default: the PyAO paper's: %(default)s)",
+        help="architecture:size, as train_opt.py and its like have them (default: the PyAO "
+        "paper's: %(default)s)",
     )
     parser.add_argument(
         "--method",

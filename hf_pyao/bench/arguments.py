@@ -14,11 +14,11 @@ from hf_pyao.bench.setup import (
     GRADIENT_MODES,
     MAX_MICRO_BATCH,
     BenchSetup,
-    SizeTable,
     Trial,
-    parse_model,
 )
 from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.model_sizes import MODEL_SIZES
+from hf_pyao.estimate.model_specs import parse_model
 from hf_pyao.report.tables import bench_markdown
 from hf_pyao.text import one_line, say
 
@@ -52,13 +52,11 @@ gradients are compared bit for bit with those of 'none'. Results go to one JSON 
 """
 
 
-def add_bench_arguments(
-    parser: argparse.ArgumentParser, sizes: SizeTable | None = None, program: str = "pyao bench"
-) -> None:
-    """Add the harness's options and help to *parser*. *sizes*: models known by name."""
+def add_bench_arguments(parser: argparse.ArgumentParser, program: str = "pyao bench") -> None:
+    """Add the harness's options and help to *parser*."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = DESCRIPTION
-    parser.epilog = _epilog(program, sizes)
+    parser.epilog = _epilog(program)
     what = parser.add_argument_group("what is measured")
     what.add_argument("--model", metavar="MODEL", help="see below")
     what.add_argument("--micro-batch", type=int, help=f"sequences (default: {DEFAULT_MICRO_BATCH})")
@@ -104,7 +102,6 @@ def add_bench_arguments(
         action="store_true",
         help="tiny model, short steps and few methods: a trial of the program",
     )
-    parser.set_defaults(sizes=sizes)
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -151,7 +148,7 @@ def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
     for name in names:
         find_method(name)
     setup = BenchSetup(
-        model=parse_model(model, args.sizes),
+        model=parse_model(model),
         attention=args.attention,
         device=args.device,
         seed=args.seed,
@@ -200,18 +197,16 @@ def _default_output(setup: BenchSetup) -> Path:
     return Path("outputs") / "bench" / f"{name}-{setup.dtype}-{stamp}.json"
 
 
-def _epilog(program: str, sizes: SizeTable | None) -> str:
+def _epilog(program: str) -> str:
     methods = "\n".join(f"  {name:<22} {m.label}" for name, m in known_methods().items())
-    by_name = ""
-    if sizes is not None:
-        by_name = "\n".join(
-            f"  {architecture}:SIZE{'':<{8 - len(architecture)}} {', '.join(table)}"
-            for architecture, table in sizes.items()
-        )
-    first = "opt:1.3b" if sizes is not None else "llama:hidden_size=1024,num_hidden_layers=8"
+    by_name = "\n".join(
+        f"  {architecture}:SIZE{'':<{8 - len(architecture)}} {', '.join(table)}"
+        for architecture, table in MODEL_SIZES.items()
+    )
+    first = "opt:1.3b"
     return f"""\
 models (weights are random: only shapes matter here)
-{by_name + chr(10) if by_name else ""}\
+{by_name}
   ARCH:key=value,...  any causal LM of transformers, sized by its config's arguments
   FOLDER or HUB/NAME  its config.json is read, and nothing else
 

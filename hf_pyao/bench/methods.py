@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pyao.bench import peers
 from hf_pyao.bench.peers import Installed, MethodUnavailable
-from hf_pyao.bench.setup import parse_value
 from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.estimate.model_specs import parse_value
 from hf_pyao.settings import Names
 from hf_pyao.text import echo
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from hf_pyao.bench.memory import DeviceMemory
-from hf_pyao.bench.setup import BenchSetup, ModelSpec
-from hf_pyao.errors import ConfigError, nearest, unknown_name
+from hf_pyao.bench.setup import BenchSetup
+from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.model_specs import config_of
 from hf_pyao.stores import available_host_bytes
 
 GIB = 2**30
@@ -24,7 +25,7 @@ def build_model(setup: BenchSetup, device: torch.device) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = _config(setup.model)
+    config = config_of(setup.model)
     config.use_cache = False  # keys and values of past tokens are of no use in training
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and setup.sequence_length > longest:
@@ -92,57 +93,3 @@ def free_memory(setup: BenchSetup, device: torch.device) -> tuple[int | None, st
     cap_bytes = None if setup.memory_cap_gib is None else int(setup.memory_cap_gib * GIB)
     known = [value for value in (free_bytes, cap_bytes) if value is not None]
     return min(known, default=None), str(device)
-
-
-def _config(spec: ModelSpec) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        if spec.path is not None:
-            return AutoConfig.from_pretrained(spec.path)
-        architecture = spec.model_type or ""
-        _check_architecture(architecture)
-        config = AutoConfig.for_model(architecture, **spec.settings)
-        _check_settings(spec, config)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ConfigError(
-            f"model {spec.name!r}: {reason} Give an architecture of transformers with its "
-            "settings (llama:hidden_size=64,...), or a folder with a config.json."
-        ) from error
-    return config
-
-
-def _check_architecture(name: str) -> None:
-    """Refuse what is no causal language model of transformers.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
-
-    if name not in KNOWN:
-        raise ConfigError(
-            f"{name!r} is no causal language model of this transformers"
-            f"{nearest(name, KNOWN) or '.'} Give the model_type that its config.json has, such as "
-            "llama, opt or gpt2, or a folder with a config.json."
-        )
-
-
-def _check_settings(spec: ModelSpec, config: Any) -> None:
-    """Refuse settings that mean nothing: a config keeps any key, and the default is built.
-
-    A key is known if the default config has it, or if the config made something else of it.
-
-    Raises:
-        ConfigError: one is unknown.
-    """
-    from transformers import AutoConfig, PretrainedConfig
-
-    default = AutoConfig.for_model(spec.model_type or "")
-    for key in spec.settings:
-        if not hasattr(default, key) and hasattr(config, key):
-            own = set(default.to_dict()) - set(PretrainedConfig().to_dict())
-            raise unknown_name(f"setting of {spec.model_type}", key, own)

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.estimate.model_specs import ModelSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 GRADIENT_MODES = ("keep", "release")
 MAX_MICRO_BATCH = 512
 """Where the search for the largest micro-batch ends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """A causal language model with random weights."""
-
-    name: str
-    """As tables show it."""
-    model_type: str | None = None
-    """transformers' name of the architecture; None if :attr:`path` says it."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the architecture's config class."""
-    path: str | None = None
-    """A folder with a ``config.json``, or a model on the hub; its configuration alone is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,54 +86,3 @@ class Trial:
         """
         if self.micro_batch < 1:
             raise ConfigError(f"the micro-batch is {self.micro_batch}; expected 1 or more.")
-
-
-SizeTable = Mapping[str, Mapping[str, Any]]
-"""Architecture -> name of a size -> object with ``settings`` (config arguments)."""
-
-
-def parse_model(text: str, sizes: SizeTable | None = None) -> ModelSpec:
-    """Return the model that *text* names.
-
-    Args:
-        text: ``ARCH:key=value,...`` (any causal LM of transformers, sized by its config's
-            arguments, values as JSON or text), ``ARCH:SIZE`` where *sizes* knows it, or a folder
-            or hub name whose ``config.json`` is read.
-        sizes: known sizes by architecture.
-
-    Raises:
-        ConfigError: the size or the form is unknown.
-    """
-    architecture, colon, rest = text.partition(":")
-    if not colon:
-        path = Path(text)
-        return ModelSpec(name=path.name if path.is_dir() else text, path=text)
-    if "=" not in rest:
-        known = (sizes or {}).get(architecture, {})
-        if rest.lower() not in known:
-            if known:
-                raise unknown_name(f"size of {architecture}", rest, known)
-            raise ConfigError(
-                f"model {text!r}: no sizes of {architecture!r} are known by name here. Write "
-                f"{architecture}:hidden_size=2048,num_hidden_layers=24,... (arguments of its "
-                "config class), or give a folder with a config.json."
-            )
-        settings = dict(known[rest.lower()].settings)
-        return ModelSpec(name=f"{architecture} {rest}", model_type=architecture, settings=settings)
-    settings = {}
-    for pair in rest.split(","):
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise ConfigError(f"model {text!r}: {pair!r} is no key=value pair.")
-        settings[key.strip()] = parse_value(value)
-    return ModelSpec(
-        name=f"{architecture} of its own shape", model_type=architecture, settings=settings
-    )
-
-
-def parse_value(text: str) -> Any:
-    """Return *text* as JSON if it is some, else as it stands."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
@@ -94,7 +94,12 @@ class FakeTraining:
     training_state: str = "host"
     """``"host"`` is ZeRO-2 with its optimizer offloaded: a gradient leaves as soon as it is
     complete, through a bucket of 1 GB, and AdamW works on the host. ``"device"`` is a plain loop:
-    gradients stay, and AdamW has two moments in bfloat16."""
+    gradients stay, and so do the optimizer's states."""
+    optimizer_bytes: int = 4
+    """Bytes of the optimizer's states for each trained parameter, where they are on the device: 4
+    is AdamW's two moments in bfloat16."""
+    lora_rank: int | None = None
+    """Train LoRA adapters of this rank on all linear layers; None: all parameters."""
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
@@ -109,7 +114,8 @@ class FakeTraining:
             FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
             operations_of_cuda(*choices_of_cuda()),
         ):
-            yield build_model(config, checkpointing=self.checkpointing), fake_mode
+            model = build_model(config, checkpointing=self.checkpointing)
+            yield model if self.lora_rank is None else _with_lora(model, self.lora_rank), fake_mode
 
     def let_gradients_go(self, model: nn.Module) -> None:
         """Have gradients leave the device as they are complete, if they do."""
@@ -119,9 +125,12 @@ class FakeTraining:
                     _let_go_of_gradient
                 )
 
-    def state_bytes(self, weights_bytes: int) -> int:
-        """Return the bytes of AdamW's moments on the device."""
-        return 2 * weights_bytes if self.training_state == "device" else 0
+    def state_bytes(self, model: nn.Module) -> int:
+        """Return the bytes of the optimizer's states on the device."""
+        if self.training_state == "host":
+            return 0
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return self.optimizer_bytes * num_trained
 
     def run(
         self,
@@ -129,6 +138,7 @@ class FakeTraining:
         micro_batch: int,
         sequence_length: int,
         end_phase: Callable[[str], None] = lambda name: None,
+        label: Callable[[Tensor, str], None] = lambda tensor, name: None,
     ) -> None:
         """Run forward, loss and backward of a micro-batch without padding.
 
@@ -137,6 +147,7 @@ class FakeTraining:
             micro_batch: samples.
             sequence_length: tokens of each.
             end_phase: told of the end of each part of the step.
+            label: told of tensors that have a name.
         """
         ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64)
         # As in a loop by hand, the outputs live on during backward, logits included.
@@ -145,6 +156,11 @@ class FakeTraining:
         bucket = None
         if self.training_state == "host":
             bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+            label(bucket, "the bucket that gradients are reduced in")
+        label(outputs.loss, "the loss")
+        logits = dict.get(outputs, "logits")  # not as users read it: they would be computed then
+        if type(logits) is FakeTensor:
+            label(logits, "the logits")
         outputs.loss.backward()
         end_phase("backward")
         del bucket, outputs
@@ -204,6 +220,7 @@ def peak_of(
     """
     with training.model() as (model, fake_mode):
         weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        state_bytes = training.state_bytes(model)
         training.let_gradients_go(model)
         with attach(model, settings, transport=transport or LateTransport()) as offloader:
             ledger = MemoryLedger(offloader.host_pool.owns)
@@ -214,7 +231,6 @@ def peak_of(
                 training.run(model, micro_batch, sequence_length, ledger.end_phase)
             figures = offloader.metrics()
             num_chunks = check_head_loss(offloader)
-    state_bytes = training.state_bytes(weights_bytes)
     phases = {name: value + state_bytes for name, value in ledger.phase_peak_bytes.items()}
     return StepPeak(
         peak_bytes=max(phases.values()),
@@ -240,6 +256,22 @@ def build_model(config: Any, *, checkpointing: bool) -> Any:
         # The state of the random numbers is a few bytes, and fake tensors have none.
         enable({"use_reentrant": False, "preserve_rng_state": False})
     return model
+
+
+def _with_lora(model: Any, rank: int) -> Any:
+    """Return *model* with LoRA adapters in bfloat16 on all linear layers.
+
+    Raises:
+        ConfigError: peft is missing.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError("LoRA needs peft, which is not installed: pip install peft.") from error
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    # A checkpoint's first input has to carry a gradient, where the embedding is frozen.
+    model.enable_input_require_grads()
+    return get_peft_model(model, config, autocast_adapter_dtype=False).train()
 
 
 def check_head_loss(offloader: Offloader) -> int:

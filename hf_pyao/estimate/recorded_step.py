@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining, check_head_loss
+from hf_pyao.estimate.shrunk_model import remove_equal_layers
 from hf_pyao.integrations.attach import attach
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.planning.step_recorder import (
@@ -14,6 +15,7 @@ from hf_pyao.planning.step_recorder import (
     RecordingTransport,
     StepRecorder,
 )
+from hf_pyao.planning.stretch import stretch
 
 
 def record_step(
@@ -22,6 +24,9 @@ def record_step(
     sequence_length: int,
     *,
     head_loss: str = "off",
+    recompute_modules: Sequence[str] = (),
+    keep_last_layers: int = 0,
+    is_whole: bool = False,
 ) -> StepProgram:
     """Run one step and return it as a program.
 
@@ -30,15 +35,26 @@ def record_step(
         micro_batch: samples.
         sequence_length: tokens of each, without padding.
         head_loss: ``PyAOConfig.head_loss``.
+        recompute_modules: ``PyAOConfig.recompute_modules``.
+        keep_last_layers: last layers in which nothing is recomputed, two at most; a plan says which
+            of the others are kept.
+        is_whole: run all layers, also where some stand for others.
 
     Raises:
         ConfigError: a chunked loss was asked for, and the model keeps its own.
     """
     settings = PyAOConfig.from_dict(
-        {**RECORDING, "head_loss": head_loss, "host_memory_gib": UNLIMITED_HOST_GIB}
+        {
+            **RECORDING,
+            "head_loss": head_loss,
+            "recompute_modules": tuple(recompute_modules),
+            "keep_last_layers": keep_last_layers,
+            "host_memory_gib": UNLIMITED_HOST_GIB,
+        }
     )
     with training.model() as (model, fake_mode):
-        weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        state_bytes = training.state_bytes(model)
+        removed = None if is_whole else remove_equal_layers(model)
         training.let_gradients_go(model)
         recorder = StepRecorder(fake_mode)
         with attach(model, settings, transport=RecordingTransport(recorder)) as offloader:
@@ -46,12 +62,7 @@ def record_step(
             offloader.engine.observe(recorder.observer)
             resident_bytes = recorder.note_resident([*model.parameters(), *model.buffers()])
             with RecordingMode(recorder):
-                training.run(model, micro_batch, sequence_length)
+                training.run(model, micro_batch, sequence_length, label=recorder.label)
             check_head_loss(offloader)
-        return recorder.program(resident_bytes + training.state_bytes(weights_bytes))
-
-
-def weights_of(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's parameters, each storage once."""
-    storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}
-    return sum(storage.nbytes() for storage in storages.values())
+        program = recorder.program(resident_bytes + state_bytes)
+    return program if removed is None else stretch(program, removed.layer_names, removed.nbytes)

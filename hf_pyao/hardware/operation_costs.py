@@ -33,13 +33,18 @@ def cost_of(
         result: what it returned.
         tensors: all tensors among arguments and results.
     """
-    if func.is_view or func._overloadpacket in _FREE:
+    if func.is_view or func._overloadpacket in _FREE or is_question(func):
         return None
     count = flop_registry.get(func._overloadpacket)
     # Products with sums in another dtype: formulas do not know that argument.
     known = [arg for arg in args if not isinstance(arg, torch.dtype)]
     flops = 0.0 if count is None else float(count(*known, **kwargs, out_val=result))
     return OperationCost(flops, sum(t.numel() * t.element_size() for t in tensors))
+
+
+def is_question(func: Any) -> bool:
+    """Say whether an operation only asks for a tensor's device or size, which fake modes see."""
+    return bool(func.namespace == "prim" or func._overloadpacket.__name__.startswith("sym_"))
 
 
 _FREE = frozenset(

@@ -12,12 +12,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD, Copy, Lanes, LateLanes, TimedLanes
-from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, SlotUse, StepProgram
+from hf_pyao.planning.step_program import (
+    BACKWARD,
+    FORWARD,
+    OUTSIDE,
+    Segment,
+    SlotUse,
+    StepProgram,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +53,18 @@ class Prediction:
     """What crosses the link to the host."""
     read_in_place_bytes: int
     """What had not left when backward asked for it, and did not come back."""
+    lifetimes: tuple[Lifetime, ...]
+    """When each buffer is on the device under the plan."""
+
+
+class Lifetime(NamedTuple):
+    """A stretch of operations over which a buffer is on the device."""
+
+    buffer: int
+    start: int
+    """The first operation with it."""
+    end: int
+    """The first operation without it."""
 
 
 def predict(
@@ -94,6 +115,10 @@ class _Walk:
         self.now_ms = 0.0
         self.stall_ms = {FORWARD: 0.0, BACKWARD: 0.0}
         self.phase = FORWARD
+        self.number = 0
+        """The operation that is walked to."""
+        self.lifetimes: list[Lifetime] = []
+        self.reloaded_at: dict[int, int] = {}
         self.live_bytes = program.resident_bytes
         self.peak_here = 0
         self.host_bytes = 0
@@ -113,6 +138,7 @@ class _Walk:
         self.is_exhausted = True
         self.is_waiting = [False] * len(program.slots)
         self.is_read_in_place = [False] * len(program.slots)
+        self.is_consumed: set[int] = set()
         self.is_over = [False] * len(program.slots)
         """Backward is done with the slot."""
         self._index()
@@ -125,10 +151,13 @@ class _Walk:
         self.ends: list[list[int]] = [[] for _ in range(end + 1)]
         self.packs: list[list[int]] = [[] for _ in range(end + 1)]
         self.unpacks: list[list[int]] = [[] for _ in range(end + 1)]
-        self.starts: dict[int, list[tuple[str, int]]] = {}
-        reloaded = {slot.reloaded for slot in program.slots if slot.reloaded >= 0}
+        self.starts: dict[int, list[Callable[[], None]]] = {}
+        self._is_reloaded = [False] * len(program.buffers)
+        for slot in program.slots:
+            if slot.reloaded >= 0:
+                self._is_reloaded[slot.reloaded] = True
         for number, buffer in enumerate(program.buffers):
-            if number not in reloaded:
+            if not self._is_reloaded[number]:
                 self.births[buffer.birth].append(number)
                 self.deaths[buffer.death].append(number)
         self.by_layer: dict[int, list[int]] = {}
@@ -137,22 +166,20 @@ class _Walk:
                 continue
             self.packs[slot.left_at].append(number)
             if slot.reloaded >= 0:
-                self.unpacks[slot.unpacked_at].append(number)
+                for moment in (slot.unpacked_at, *slot.asked_again):
+                    self.unpacks[moment].append(number)
                 self.ends[program.buffers[slot.reloaded].death].append(number)
             if self.leaves[number]:
                 self.by_layer.setdefault(slot.layer, []).append(number)
-        before = OUTSIDE
+        for numbers in self.unpacks:
+            numbers.sort(key=lambda number: program.slots[number].unpack_rank)
+        before: Segment | None = None
         for segment in program.segments:
             events = self.starts.setdefault(segment.start, [])
-            if before != OUTSIDE and self._is_forward(segment.start - 1):
-                events.append(("layer end", before))
-            before = segment.layer
-            if segment.phase == BACKWARD and segment.layer != OUTSIDE:
-                events.append(("backward", segment.layer))
-            events.append((segment.phase, segment.layer))
-
-    def _is_forward(self, operation: int) -> bool:
-        return self.program.segment_of(operation).phase == FORWARD
+            if before is not None and before.layer != OUTSIDE and before.phase == FORWARD:
+                events.append(self._layer_end)
+            events.append(partial(self._enter, segment))
+            before = segment
 
     def run(self) -> Prediction:
         """Walk."""
@@ -160,6 +187,7 @@ class _Walk:
         peaks: list[int] = []
         compute_ms = 0.0
         for number, operation in enumerate(program.operations):
+            self.number = number
             self.peak_here = 0
             self._before(number)
             if self.device is not None and operation.is_kernel:
@@ -173,7 +201,11 @@ class _Walk:
             for buffer in self.births[number]:
                 self._allocate(program.buffers[buffer].nbytes)
             peaks.append(max(self.peak_here, self.live_bytes))
-        self._before(program.num_operations)
+        self.number = program.num_operations
+        self._before(self.number)
+        for buffer, copy in enumerate(program.buffers):
+            if copy.death >= self.number and not self._is_reloaded[buffer]:
+                self.lifetimes.append(Lifetime(buffer, copy.birth, self.number))
         peak_bytes = max(peaks, default=program.resident_bytes)
         has_times = self.device is not None
         return Prediction(
@@ -187,21 +219,22 @@ class _Walk:
             host_peak_bytes=self.host_peak_bytes,
             offloaded_bytes=self.offloaded_bytes,
             read_in_place_bytes=self.read_in_place_bytes,
+            lifetimes=tuple(self.lifetimes),
         )
 
     def _before(self, number: int) -> None:
         """Do what happens between two operations."""
         for slot in self.packs[number]:
             self._pack(slot)
-        for what, layer in self.starts.get(number, ()):
-            if what == "layer end":
-                self._layer_end()
-            elif what == "backward":
-                self._backward_start(layer)
-            else:
-                self.phase = what
-        for slot in reversed(self.unpacks[number]):
+        for event in self.starts.get(number, ()):
+            event()
+        for slot in self.unpacks[number]:
             self._unpack(slot)
+
+    def _enter(self, segment: Segment) -> None:
+        self.phase = segment.phase
+        if segment.phase == BACKWARD and segment.layer != OUTSIDE:
+            self._backward_start(segment.layer)
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -212,7 +245,12 @@ class _Walk:
     def _source_dies(self, buffer: int) -> None:
         self.is_dead[buffer] = True
         if not self.holds[buffer]:
-            self.live_bytes -= self.program.buffers[buffer].nbytes
+            self._free(buffer)
+
+    def _free(self, buffer: int) -> None:
+        self.live_bytes -= self.program.buffers[buffer].nbytes
+        birth = self.program.buffers[buffer].birth
+        self.lifetimes.append(Lifetime(buffer, birth, self.number))
 
     def _hold(self, slot: SlotUse) -> None:
         if slot.source >= 0:
@@ -223,7 +261,7 @@ class _Walk:
             return
         self.holds[slot.source] -= 1
         if self.is_dead[slot.source] and not self.holds[slot.source]:
-            self.live_bytes -= self.program.buffers[slot.source].nbytes
+            self._free(slot.source)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -334,21 +372,24 @@ class _Walk:
         copy = Copy(RELOAD, slot.link_bytes, self.now_ms, needs=self.offloads[number])
         self.reloads[number] = copy
         self._allocate(slot.link_bytes)
+        self.reloaded_at[number] = self.number
         self.lanes.book(copy)
         self.ahead_bytes += slot.link_bytes
 
     def _unpack(self, number: int) -> None:
-        if not self.leaves[number]:
+        if not self.leaves[number] or number in self.is_consumed:
             return
         slot = self.program.slots[number]
         if self.is_waiting[number]:
-            self._hold(slot)
-            self.is_read_in_place[number] = True
-            self.read_in_place_bytes += slot.link_bytes
+            if not self.is_read_in_place[number]:
+                self._hold(slot)
+                self.is_read_in_place[number] = True
+                self.read_in_place_bytes += slot.link_bytes
             return
         if number not in self.reloads:
             self._reload(number)
         self._wait(self.reloads[number])
+        self.is_consumed.add(number)
         self.ahead_bytes -= slot.link_bytes
         if not self.is_exhausted or self.waiting_bytes:
             self._prefetch()
@@ -363,5 +404,7 @@ class _Walk:
         self.host_bytes -= slot.link_bytes
         if number in self.reloads:
             self.live_bytes -= slot.link_bytes
-        elif self.is_read_in_place[number]:
+            start = self.reloaded_at[number]
+            self.lifetimes.append(Lifetime(slot.reloaded, start, self.number))
+        if self.is_read_in_place[number]:
             self._let_go(slot)

@@ -8,8 +8,8 @@ does with it (``predict``) is to close the hole, or to move its edges.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 FORWARD = "forward"
@@ -65,6 +65,22 @@ class SlotUse(NamedTuple):
     """The buffer that backward gets; -1 if it stays, or was not asked for."""
     unpacked_at: int
     """Number of operations before it is asked for; -1 if it was not."""
+    asked_again: tuple[int, ...] = ()
+    """The same, for each time after the first."""
+    unpack_rank: int = 0
+    """Orders those that are asked for at the same moment."""
+
+
+class Pack(NamedTuple):
+    """A tensor that autograd saves in a layer, whether it was saved before or not."""
+
+    layer: int
+    path: str
+    """The sub-module that ran."""
+    nbytes: int
+    """Of the tensor."""
+    at: int
+    """Number of operations before it."""
 
 
 class Segment(NamedTuple):
@@ -94,6 +110,10 @@ class StepProgram:
     """What is there throughout: weights, buffers, optimizer states on the device."""
     layer_names: tuple[str, ...]
     """Qualified names of the layers, in forward order."""
+    packs: Sequence[Pack] = ()
+    """What autograd saves in the first two layers, without parameters, in order."""
+    labels: Mapping[int, str] = field(default_factory=dict)
+    """Names of buffers that have one of their own."""
 
     @property
     def num_layers(self) -> int:
@@ -114,6 +134,8 @@ class StepProgram:
 
     def name_of(self, buffer: int) -> str:
         """Name a buffer by the slot that it holds, or by the operation that made it."""
+        if buffer in self.labels:
+            return self.labels[buffer]
         for slot in self.slots:
             if buffer in (slot.source, slot.reloaded):
                 return f"{self.layer_names[slot.layer]} {slot.name}"

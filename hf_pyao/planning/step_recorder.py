@@ -15,13 +15,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_pyao.hardware.operation_costs import cost_of
+from hf_pyao.hardware.operation_costs import cost_of, is_question
 from hf_pyao.planning.step_program import (
     BACKWARD,
     FORWARD,
     OUTSIDE,
     Buffer,
     Operation,
+    Pack,
     Segment,
     SlotUse,
     StepProgram,
@@ -37,6 +38,10 @@ RECORDING = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0, "window": 0
 """Settings of :class:`~hf_pyao.PyAOConfig` under which a step is recorded."""
 
 
+NUM_PACKED_LAYERS = 2
+"""Layers of which every saved tensor is noted, those that were saved before too."""
+
+
 class _OpenSlot:
     """A slot whose use is not known to its end."""
 
@@ -49,6 +54,8 @@ class _OpenSlot:
         self.link_bytes = 0
         self.reloaded = -1
         self.unpacked_at = -1
+        self.unpack_rank = 0
+        self.asked_again: list[int] = []
 
 
 class StepRecorder:
@@ -73,6 +80,9 @@ class StepRecorder:
         self._open: dict[tuple[int, str], _OpenSlot] = {}
         self._slots: list[_OpenSlot] = []
         self._segments: list[tuple[str, int, int]] = [(FORWARD, OUTSIDE, 0)]
+        self._num_unpacks = 0
+        self._packs: list[Pack] = []
+        self._labels: dict[int, str] = {}
         self._paths: list[str] = [""]
         self._free_weak_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
@@ -108,7 +118,7 @@ class StepRecorder:
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation and take note of it."""
-        if self.is_paused:
+        if self.is_paused or is_question(func):
             return func(*args, **kwargs)
         self._sweep()
         with self._without_cache_for(func):
@@ -116,6 +126,9 @@ class StepRecorder:
         outputs = list(tensors_in(result))
         cost = cost_of(func, args, kwargs, result, [*tensors_in((args, kwargs)), *outputs])
         self._enter_head()
+        made = self._new_storages(outputs)
+        if cost is None and not made:
+            return result  # a view, or the host's
         number = self.now
         self._operations.append(
             Operation(
@@ -126,15 +139,19 @@ class StepRecorder:
                 cost is not None,
             )
         )
-        for tensor in outputs:
-            storage = tensor.untyped_storage()
-            if storage._cdata in self._alive:
-                continue
-            if self._is_host(storage):
-                continue
+        for storage in made:
             self._alive[cast(int, storage._weak_ref())] = len(self._births)
             self._births.append((storage.nbytes(), number))
         return result
+
+    def _new_storages(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+        """Return the device's storages among those of *tensors* that were not seen before."""
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive and not self._is_host(storage):
+                found[storage._cdata] = storage
+        return list(found.values())
 
     def buffer_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the buffer that *tensor* lies in; -1 if it was there before."""
@@ -195,6 +212,16 @@ class StepRecorder:
         if self._segments[-1][:2] != (phase, layer):
             self._segments.append((phase, layer, self.now))
 
+    def packed(self, layer: str, path: str, tensor: torch.Tensor) -> None:
+        """Take note of a tensor that autograd saves."""
+        number = self._layer_numbers[layer]
+        if number < NUM_PACKED_LAYERS and self._alive.get(tensor.untyped_storage()._cdata) != -1:
+            self._packs.append(Pack(number, path, tensor.nbytes, self.now))
+
+    def label(self, tensor: torch.Tensor, name: str) -> None:
+        """Name the buffer that *tensor* lies in."""
+        self._labels[self.buffer_of(tensor)] = name
+
     def saved(self, slot: Slot, stays: str | None) -> None:
         """Take note that a slot is saved; what follows tells whether it leaves."""
         used = _OpenSlot(slot, stays, self.now)
@@ -213,6 +240,14 @@ class StepRecorder:
         used = self._open[slot.layer_index, slot.name]
         used.reloaded = self.buffer_of(target)
         used.unpacked_at = self.now
+        used.unpack_rank = self._num_unpacks
+        self._num_unpacks += 1
+
+    def asked_for(self, slot: Slot) -> None:
+        """Take note that backward asks for a slot."""
+        used = self._open.get((slot.layer_index, slot.name))
+        if used is not None and used.unpacked_at >= 0:
+            used.asked_again.append(self.now)
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -241,6 +276,8 @@ class StepRecorder:
                 used.left_at,
                 used.reloaded,
                 used.unpacked_at,
+                tuple(used.asked_again),
+                used.unpack_rank,
             )
             for used in self._slots
         ]
@@ -251,6 +288,8 @@ class StepRecorder:
             tuple(segment for segment in segments if segment.start < segment.end),
             resident_bytes,
             self._layer_names,
+            tuple(self._packs),
+            dict(self._labels),
         )
 
 
@@ -278,6 +317,14 @@ class _Listener(Observer):
             self._recorder.module(path, is_start=is_start)
         else:
             self._recorder.layer(layer, phase, is_start=is_start)
+
+    def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
+        """Take note of it."""
+        self._recorder.packed(layer, path, tensor)
+
+    def on_unpack(self, slot: Slot) -> None:
+        """Take note of it."""
+        self._recorder.asked_for(slot)
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Take note of it."""

@@ -13,6 +13,7 @@ from hf_pyao.files import replace_file
 from hf_pyao.report import markdown
 from hf_pyao.report.bench_report import BenchReport, FactsReport
 from hf_pyao.report.documents import Document
+from hf_pyao.report.estimate_report import EstimateReport, estimate_notes, estimate_table
 from hf_pyao.report.plots import figure_of, image_bytes, need_matplotlib
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.schema import ReportError
@@ -93,7 +94,11 @@ def _section(document: Document, with_plots: bool) -> str:
         alt = _text(f"plot: {document.title}")
         parts.append(f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">')
     parts += [_html_table(header, rows) for header, rows in _tables(document)]
-    if isinstance(document, BenchReport) and (notes := reasons(document)):
+    notes = reasons(document) if isinstance(document, BenchReport) else []
+    if isinstance(document, EstimateReport):
+        verdict, *notes = estimate_notes(document)
+        parts.append(f"<p>{_text(verdict)}</p>")
+    if notes:
         items = "".join(f"<li>{_text(note)}</li>" for note in notes)
         parts.append(f"<ul>{items}</ul>")
     if isinstance(document, BenchReport):
@@ -116,6 +121,8 @@ def _tables(document: Document) -> list[tuple[list[str], list[list[str]]]]:
         return [bench_table(document)]
     if isinstance(document, RunReport):
         return run_tables(document)
+    if isinstance(document, EstimateReport):
+        return [estimate_table(document)]
     return [
         (["fact", "value"], [[name, fact_text(value)] for name, value in document.facts.items()])
     ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_pyao.report.bench_report import REFERENCE, BenchReport, BenchRow
+from hf_pyao.report.estimate_report import EstimateReport
 from hf_pyao.report.labels import place_labels
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.schema import ReportError
@@ -73,7 +74,7 @@ def need_matplotlib() -> None:
         ) from error
 
 
-def figure_of(report: BenchReport | RunReport) -> Figure | None:
+def figure_of(report: BenchReport | RunReport | EstimateReport) -> Figure | None:
     """Return the plot that belongs to *report*; None if it has too few figures for one.
 
     Raises:
@@ -82,6 +83,8 @@ def figure_of(report: BenchReport | RunReport) -> Figure | None:
     need_matplotlib()
     if isinstance(report, RunReport):
         return run_figure(report)
+    if isinstance(report, EstimateReport):
+        return estimate_figure(report)
     return largest_figure(report) if report.is_search else trade_off_figure(report)
 
 
@@ -163,6 +166,35 @@ def largest_figure(report: BenchReport) -> Figure | None:
     axes.grid(visible=False, axis="y")
     _title(axes, report, "Largest micro-batch: longer is better")
     return figure
+
+
+def estimate_figure(report: EstimateReport) -> Figure | None:
+    """Return each way's largest micro-batch and its speed there, as bars."""
+    rows = report.rows[:MOST_ROWS][::-1]
+    if not rows:
+        return None
+    figure, (left, right) = _two_axes(9.6, 1.8 + 0.34 * len(rows))
+    colours = [_family_of_way(row.method).colour for row in rows]
+    for axes, values, label in (
+        (left, [float(row.largest_micro_batch) for row in rows], "largest micro-batch, samples"),
+        (right, [row.tokens_per_s for row in rows], "tokens/s at the micro-batch of the table"),
+    ):
+        bars = axes.barh(range(len(rows)), values, color=colours, height=0.66)
+        texts = [f"{value:,.0f}" for value in values]
+        axes.bar_label(bars, texts, padding=4, color=_INK, fontsize=9)
+        axes.set_xlim(0, max(1.0, *values) * 1.3)
+        axes.set_xlabel(label)
+        axes.grid(visible=False, axis="y")
+    left.set_yticks(range(len(rows)), [_plain(row.method) for row in rows])
+    right.set_yticks(range(len(rows)), [""] * len(rows))
+    figure.suptitle(_plain(f"{report.title}: estimated, not measured"), color=_INK, fontsize=11)
+    return figure
+
+
+def _family_of_way(method: str) -> Family:
+    if method.startswith("policy"):
+        return OURS
+    return RECOMPUTE if method.startswith("checkpointing") else NOTHING
 
 
 def run_figure(report: RunReport) -> Figure | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_pyao.report.bench_report import OK, REFERENCE, BenchReport, BenchRow, FactsReport
 from hf_pyao.report.documents import Document
+from hf_pyao.report.estimate_report import EstimateReport, estimate_notes, estimate_table
 from hf_pyao.report.markdown import code, paragraph, table
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.run_report import RunReport
@@ -25,7 +26,22 @@ def markdown_of(document: Document) -> str:
         return bench_markdown(document)
     if isinstance(document, RunReport):
         return run_markdown(document)
+    if isinstance(document, EstimateReport):
+        return estimate_markdown(document)
     return facts_markdown(document)
+
+
+def estimate_markdown(report: EstimateReport) -> str:
+    """Return the heading, one table row for each way to train, what follows, and the provenance."""
+    verdict, *notes = estimate_notes(report)
+    parts = [
+        f"## {paragraph(report.title)}",
+        table(*estimate_table(report)),
+        paragraph(verdict),
+        "\n".join(f"- {paragraph(line)}" for line in notes),
+        provenance_line(report, text=paragraph, command=code),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def bench_markdown(report: BenchReport) -> str:

@@ -24,7 +24,7 @@ from hf_pyao.runtime.packing import Packer
 from hf_pyao.runtime.parameters import FrozenShapes, is_parameter
 from hf_pyao.runtime.policy import LayerRun, Policy
 from hf_pyao.runtime.recomputation import Recomputer
-from hf_pyao.runtime.saved_tensor import Handle
+from hf_pyao.runtime.saved_tensor import Handle, KeptTensor
 from hf_pyao.runtime.tape import Layer, LayerCall, MicroBatch, Tape
 from hf_pyao.runtime.unpacking import Unpacker
 from hf_pyao.transfer.layout import reason_not_movable
@@ -225,7 +225,30 @@ class OffloadEngine:
 
     def pack_of(self, call: LayerCall) -> Callable[[LayerCall, torch.Tensor], Handle]:
         """Return the pack hook for *call*."""
-        return self.pack if call.recomputation is None else self.packer.pack_traced
+        pack = self.pack if call.recomputation is None else self.packer.pack_traced
+        observer = self.observer
+        if observer is None:
+            return pack
+
+        def observed(call: LayerCall, tensor: torch.Tensor) -> Handle:
+            observer.on_pack(call.fqn, call.paths[-1], tensor)
+            return pack(call, tensor)
+
+        return observed
+
+    @property
+    def unpack_hook(self) -> Callable[[Handle], torch.Tensor]:
+        """The unpack hook for what is saved from here on."""
+        observer, unpack = self.observer, self.unpack
+        if observer is None:
+            return unpack
+
+        def observed(handle: Handle) -> torch.Tensor:
+            known = handle if isinstance(handle, KeptTensor) else handle.storage
+            observer.on_unpack(known.slot)
+            return unpack(handle)
+
+        return observed
 
     def forward_end(self, call: LayerCall, outputs: Sequence[torch.Tensor]) -> None:
         """Close *call*; its backward starts when a gradient reaches one of *outputs*."""

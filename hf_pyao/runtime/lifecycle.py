@@ -219,7 +219,7 @@ class Lifecycle:
             pack_tensor = self._pack_uncompiled if is_compiling else self.engine.pack_of(call)
             pack = pack_hook(pack_tensor, call)
             tokens.append(Token(module, call, pack, is_checkpointed))
-            push_hooks(pack, self._unpack_uncompiled if is_compiling else self.engine.unpack)
+            push_hooks(pack, self._unpack_uncompiled if is_compiling else self.engine.unpack_hook)
         except BaseException:
             self.leave_all()
             if call is not None:

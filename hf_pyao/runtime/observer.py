@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from hf_pyao.runtime.policy import Decision
 from hf_pyao.runtime.slots import Slot
 
@@ -33,6 +35,16 @@ class Observer:
                 gradient reaches its result, and ends when one reaches what it got.
             is_start: False for the end.
         """
+
+    def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
+        """Hear that autograd saves *tensor*, before anything is decided.
+
+        It hears of every tensor, parameters and those that were saved before included; *path* is
+        the sub-module that runs.
+        """
+
+    def on_unpack(self, slot: Slot) -> None:
+        """Hear that backward asks for a slot, before it gets it; not from compiled layers."""
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Hear what becomes of a slot; *stays*: why it stays whatever a policy decides."""

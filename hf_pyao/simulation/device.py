@@ -9,23 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.hardware.operation_costs import cost_of
 from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.runtime.layer_inputs import tensors_in
-from hf_pyao.simulation.ledger import MemoryLedger
+from hf_pyao.simulation.ledger import MemoryLedger, NotingMode
 from hf_pyao.simulation.virtual_link import VirtualLink
 from hf_pyao.stores import HostPool
 
 
-class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SimulatedDevice(NotingMode):  # type: ignore[no-untyped-call]
     """While active, charges operations to a clock and their results to a ledger.
 
     Args:
         model: the device's speeds.
         link: the clock; a SimulatedTransport's ``link``.
         host_pool: host memory, whose bytes are not the device's.
+        fake_mode: the mode that the operations run in, if they are on fake tensors.
 
     Use it around whole training steps::
 
@@ -42,21 +43,19 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         model: DeviceModel,
         link: VirtualLink,
         host_pool: HostPool | None = None,
+        fake_mode: FakeTensorMode | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(MemoryLedger(None if host_pool is None else host_pool.owns), fake_mode)
         self.model = model
         self.link = link
-        self.ledger = MemoryLedger(None if host_pool is None else host_pool.owns)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation; charge it unless it only makes a view or an empty tensor."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        outputs = list(tensors_in(result))
-        self.ledger.note(outputs)
-        tensors = [*tensors_in((args, kwargs)), *outputs]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = [*tensors_in((args, kwargs)), *tensors_in(result)]
         cost = cost_of(func, args, kwargs, result, tensors)
         if cost is not None:
             self.link.advance(self.model.op_ms(cost.flops, cost.nbytes))

@@ -6,8 +6,9 @@ import pytest
 
 from hf_pyao.bench.arguments import SMOKE_MODEL
 from hf_pyao.bench.measure import Bench
-from hf_pyao.bench.setup import BenchSetup, parse_model
+from hf_pyao.bench.setup import BenchSetup
 from hf_pyao.bench.worker import make_bench
+from hf_pyao.estimate.model_specs import parse_model
 
 
 @pytest.fixture(scope="session")

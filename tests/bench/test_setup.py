@@ -14,9 +14,10 @@ from transformers import LlamaConfig
 from hf_pyao.bench.arguments import SMOKE_MODEL, add_bench_arguments
 from hf_pyao.bench.memory import DeviceMemory, HostMemory, pick_device
 from hf_pyao.bench.models import build_model, free_memory, make_batch
-from hf_pyao.bench.setup import BenchSetup, Trial, parse_model
+from hf_pyao.bench.setup import BenchSetup, Trial
 from hf_pyao.bench.worker import describe_device
 from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.model_specs import parse_model
 
 SIZES = {"llama": {"tiny": SimpleNamespace(settings={"hidden_size": 8})}}
 SPEC = parse_model(SMOKE_MODEL)
@@ -54,7 +55,7 @@ def test_a_model_by_the_config_in_a_folder(tmp_path: Path) -> None:
     ("text", "sizes", "message"),
     [
         ("llama:tinny", SIZES, r"unknown size of llama 'tinny'; did you mean 'tiny'\?"),
-        ("llama:tiny", None, "no sizes of 'llama' are known by name here"),
+        ("mamba:tiny", SIZES, "no sizes of 'mamba' are known by name here"),
         ("llama:hidden_size=8,tiny", None, "'tiny' is no key=value pair"),
     ],
 )
@@ -235,7 +236,7 @@ def test_unified_memory_is_no_device_to_measure(monkeypatch: pytest.MonkeyPatch)
 
 def test_help_teaches_models_methods_and_examples() -> None:
     parser = argparse.ArgumentParser()
-    add_bench_arguments(parser, SIZES, "prog")
+    add_bench_arguments(parser, "prog")
     text = parser.format_help()
     for part in (
         "llama:SIZE",

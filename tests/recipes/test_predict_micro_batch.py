@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 import predict_micro_batch
 from hf_pyao.estimate import fake_step
 from hf_pyao.estimate.fake_step import METHODS, Method, peak_of_step
+from hf_pyao.estimate.search import largest_fitting
 from hf_pyao.integrations import cuda_choices
 from hf_pyao.simulation import cuda_operations
-from predict_micro_batch import largest_fitting
 from tests.ledger import AllocationLedger
 from tests.recipes.conftest import REPOSITORY
 

@@ -1,0 +1,273 @@
+"""``pyao estimate``: the command line of what a training would take."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.model_sizes import MODEL_SIZES
+from hf_pyao.hardware.presets import HARDWARE, Hardware, find_hardware
+from hf_pyao.hardware.speeds import GIB
+from hf_pyao.text import one_line, say
+
+DESCRIPTION = """\
+Estimate, without a GPU, what training a model would take on a card, by each way to save memory:
+the largest micro-batch, the longest sequence, the peak and what sets it, the time of a step. One
+step of the real model runs on fake tensors, which takes no memory; figures at other sizes and for
+other plans are reckoned from it. Nothing is measured: what is assumed is printed.
+"""
+
+ENGINES = {"plain": "device", "zero2": "host"}
+"""Name -> where gradients and optimizer are."""
+
+OPTIMIZER_BYTES = {"adamw": 4, "adamw-32bit": 8, "adamw-8bit": 2, "sgd": 0}
+"""Bytes of an optimizer's states for each trained parameter, where they are on the device."""
+
+
+def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options and help to *parser*."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.epilog = _epilog()
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--model", required=True, metavar="MODEL", help="see below")
+    what.add_argument(
+        "--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)"
+    )
+    what.add_argument(
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help="times and peaks for this many samples (default: for the most that fit)",
+    )
+    what.add_argument(
+        "--lora",
+        type=int,
+        nargs="?",
+        const=16,
+        metavar="RANK",
+        help="train LoRA adapters of this rank (16) on all linear layers; needs peft",
+    )
+    what.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="plain",
+        help="plain: gradients and optimizer on the device. zero2: gradients leave as they are "
+        "complete, the optimizer is on the host (default: plain)",
+    )
+    what.add_argument(
+        "--optimizer",
+        choices=OPTIMIZER_BYTES,
+        default="adamw",
+        help="its states on the device, with engine plain: two moments in 16 bits (adamw), 32 or "
+        "8, or none (default: adamw)",
+    )
+    card = parser.add_argument_group("what it is trained on")
+    card.add_argument(
+        "--device", default="rtx4070", metavar="NAME", help="see below (default: rtx4070)"
+    )
+    card.add_argument(
+        "--device-memory", metavar="SIZE", help="memory of the card, such as 12GiB, if another"
+    )
+    card.add_argument(
+        "--link",
+        metavar="SPEED",
+        help="speed of the link in each direction, such as 25GiB/s, if another",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--no-longest-sequence",
+        action="store_true",
+        help="do not look for the longest sequence, which takes half of the time",
+    )
+    how.add_argument("--json", action="store_true", help="print JSON, which `pyao report` reads")
+    how.add_argument("--output", type=Path, metavar="FILE.json", help="write the JSON here too")
+
+
+def run_from_arguments(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        PyAOError: an option is bad, or the model cannot be had.
+    """
+    from hf_pyao.report.schema import to_plain, write_json
+    from hf_pyao.report.tables import estimate_markdown
+
+    hardware = hardware_of(args)
+    for option, least in (("sequence_length", 2), ("micro_batch", 1), ("lora", 1)):
+        value = getattr(args, option)
+        if value is not None and value < least:
+            flag = "--" + option.replace("_", "-")
+            raise ConfigError(f"{flag} is {value}; expected {least} or more.")
+    report = estimate_report(
+        args.model,
+        hardware,
+        sequence_length=args.sequence_length,
+        micro_batch=args.micro_batch,
+        lora_rank=args.lora,
+        engine=args.engine,
+        optimizer=args.optimizer,
+        with_longest=not args.no_longest_sequence,
+        shows_progress=not args.json and sys.stderr.isatty(),
+    )
+    if args.output is not None:
+        write_json(args.output, report)
+    if args.json:
+        say(json.dumps(to_plain(report), indent=2))
+    else:
+        say(estimate_markdown(report))
+        if args.output is not None:
+            say(f"written: {one_line(str(args.output))}")
+    return 0
+
+
+def hardware_of(args: argparse.Namespace) -> Hardware:
+    """Return the card that the options describe.
+
+    Raises:
+        ConfigError: it is unknown, or a size or speed is none.
+    """
+    from hf_pyao.settings import Size
+
+    hardware = find_hardware(args.device)
+    if args.device_memory is not None:
+        nbytes = Size().check("--device-memory", args.device_memory)
+        hardware = dataclasses.replace(hardware, memory_gib=int(nbytes) / GIB)
+    if args.link is not None:
+        text = args.link.strip()
+        speed = Size().check("--link", text.removesuffix("/s"))
+        if not text.endswith("/s") or not int(speed):
+            raise ConfigError(f"--link is {text!r}; expected a speed, such as 25GiB/s or 50GB/s.")
+        hardware = hardware.with_link(int(speed) / GIB)
+    return hardware
+
+
+def estimate_report(
+    model: str,
+    hardware: Hardware,
+    *,
+    sequence_length: int = 512,
+    micro_batch: int | None = None,
+    lora_rank: int | None = None,
+    engine: str = "plain",
+    optimizer: str = "adamw",
+    with_longest: bool = True,
+    shows_progress: bool = False,
+) -> Any:
+    """Estimate all ways to train *model* on *hardware*.
+
+    Args:
+        model: as :func:`~hf_pyao.estimate.model_specs.parse_model` reads it.
+        hardware: the card.
+        sequence_length: tokens of a sample.
+        micro_batch: samples that times and peaks are for; None: the most that fit.
+        lora_rank: train adapters of this rank; None: all parameters.
+        engine: a key of :data:`ENGINES`.
+        optimizer: a key of :data:`OPTIMIZER_BYTES`.
+        with_longest: look for the longest sequences too.
+        shows_progress: draw a bar to stderr.
+
+    Returns:
+        An :class:`~hf_pyao.report.estimate_report.EstimateReport`.
+
+    Raises:
+        ConfigError: the model is unknown, or has no positions for so long a sequence.
+    """
+    from tqdm import tqdm
+
+    from hf_pyao.estimate.estimate import (
+        ASSUMPTIONS,
+        WAYS,
+        Estimator,
+        check_sequence_length,
+        verdict,
+    )
+    from hf_pyao.estimate.model_specs import config_of, parse_model
+    from hf_pyao.report.estimate_report import EstimateReport
+    from hf_pyao.report.provenance import collect_provenance
+
+    spec = parse_model(model)
+    config = config_of(spec)
+    check_sequence_length(config, sequence_length)
+    estimator = Estimator(
+        config,
+        hardware,
+        training_state=ENGINES[engine],
+        sequence_length=sequence_length,
+        lora_rank=lora_rank,
+        optimizer_bytes=OPTIMIZER_BYTES[optimizer],
+    )
+    rows = []
+    cases = [(way, head_loss) for head_loss in ("off", "chunked") for way in WAYS]
+    bar = tqdm(cases, disable=not shows_progress, leave=False, unit="way")
+    for way, head_loss in bar:
+        loss = " + chunked loss" if head_loss == "chunked" else ""
+        bar.set_description(f"estimating {way.name}{loss}")
+        try:
+            row = estimator.row(way, head_loss, micro_batch=micro_batch, with_longest=with_longest)
+        except ConfigError:
+            if head_loss == "off":
+                raise
+            continue  # a head that the chunked loss does not understand
+        rows.append(row)
+    trained = "" if lora_rank is None else f", LoRA of rank {lora_rank}"
+    return EstimateReport(
+        title=f"{spec.name}{trained} on {hardware.name}, {sequence_length} tokens, {engine}",
+        setup={
+            "model": dataclasses.asdict(spec),
+            "sequence_length": sequence_length,
+            "micro_batch": micro_batch,
+            "lora_rank": lora_rank,
+            "engine": engine,
+            "optimizer": optimizer,
+            "num_recorded_steps": estimator.num_recordings,
+        },
+        hardware=dataclasses.asdict(hardware),
+        assumptions=list(ASSUMPTIONS),
+        verdict=verdict(rows, hardware, sequence_length),
+        provenance=collect_provenance(),
+        rows=rows,
+    )
+
+
+def _epilog() -> str:
+    sizes = _aligned([(f"{name}:SIZE", ", ".join(table)) for name, table in MODEL_SIZES.items()])
+    cards = _aligned(
+        [
+            (
+                card.name,
+                f"{card.memory_gib:g} GiB, {card.device.tflop_per_s:.0f} TFLOP/s, "
+                f"{card.device.memory_gib_per_s:.0f} GiB/s, link "
+                f"{card.link.d2h_gib_per_s:.0f} GiB/s, {card.link.copy_engines} copy engine"
+                f"{'s' * (card.link.copy_engines > 1)}",
+            )
+            for card in HARDWARE.values()
+        ]
+    )
+    return f"""\
+models (weights are never made: only shapes matter)
+{sizes}
+  ARCH:key=value,...  any causal LM of transformers, sized by its config's arguments
+  FOLDER or HUB/NAME  its config.json is read, and nothing else
+
+devices (speeds that kernels reach; their source is in the JSON)
+{cards}
+
+examples
+  pyao estimate --model opt:1.3b --device rtx4070
+  pyao estimate --model llama:8b --device h200 --sequence-length 8192 --micro-batch 4
+  pyao estimate --model llama:1.2b --lora --device-memory 16GiB --link 12GiB/s
+  pyao estimate --model gpt2:0.8b --engine zero2 --output estimate.json
+  pyao report estimate.json -o estimate.html
+"""
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)

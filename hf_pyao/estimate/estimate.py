@@ -1,0 +1,352 @@
+"""What a model's training would take on a card, by each way to save memory.
+
+Steps are recorded on fake tensors at a few sizes (``recorded_step``), and reckoned at all others
+(``planning``). What is assumed is in :data:`ASSUMPTIONS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.fake_step import FakeTraining
+from hf_pyao.estimate.recorded_step import record_step
+from hf_pyao.estimate.search import largest_fitting, largest_on_a_line
+from hf_pyao.hardware.presets import Hardware
+from hf_pyao.hardware.speeds import GIB
+from hf_pyao.planning.activation_throughput import by_pack_intervals
+from hf_pyao.planning.iqr import find_outliers
+from hf_pyao.planning.peak_cause import peak_cause
+from hf_pyao.planning.predict import Prediction, predict
+from hf_pyao.planning.scaling import OtherOperationsError, interpolate
+from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.report.estimate_report import EstimateRow
+
+RESERVE = 0.04
+"""Share of a card's memory for what is not counted: context, workspaces, fragmentation."""
+
+LONGEST = 2**24
+"""Where the search for the longest sequence ends."""
+
+LENGTH_STEP = 64
+"""Sequence lengths are looked for in multiples of this."""
+
+ASSUMPTIONS = (
+    "weights and arithmetic in bfloat16, dropout as the configuration has it, no padding, eager "
+    "layers, flash attention",
+    "engine 'plain': gradients stay until the step ends. 'zero2': a gradient leaves when it is "
+    "complete, through a bucket of 1e9 bytes, and the optimizer is on the host",
+    "each operation takes the longer of its arithmetic and its memory traffic, and 3 us; copies "
+    "run at the link's speed; the optimizer's step and communication are not in the time",
+    "the outputs live on during backward, logits included where there are any; a storage counts "
+    "from the end of the operation that makes it until its last tensor is gone",
+    f"{RESERVE:.0%} of the card is set aside for the context, workspaces and fragmentation",
+    "autograd adds gradients out of place, so that the count is on the high side",
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train, without or with the chunked loss."""
+
+    name: str
+    checkpointing: bool = False
+    offloads: bool = False
+    is_pyao: bool = False
+    """Recomputes what PyAO's rule flags."""
+    is_budget: bool = False
+    """Offloads as much as forward compute hides."""
+
+
+WAYS = (
+    Way("none"),
+    Way("checkpointing", checkpointing=True),
+    Way("policy all", offloads=True),
+    Way("policy pyao", offloads=True, is_pyao=True),
+    Way("policy budget", offloads=True, is_budget=True),
+)
+"""What is compared."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Steps that run the same operations, whatever is offloaded of them."""
+
+    checkpointing: bool
+    head_loss: str
+    recompute_modules: tuple[str, ...] = ()
+
+
+class Estimator:
+    """Estimates one model on one card.
+
+    Args:
+        config: the model's transformers configuration.
+        hardware: the card.
+        training_state: ``"host"`` or ``"device"``, see
+            :class:`~hf_pyao.estimate.fake_step.FakeTraining`.
+        sequence_length: tokens of each sample.
+        window: ``PyAOConfig.window``.
+        more: further fields of :class:`~hf_pyao.estimate.fake_step.FakeTraining`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        hardware: Hardware,
+        *,
+        training_state: str = "host",
+        sequence_length: int = 512,
+        window: int | str = PyAOConfig.window,
+        **more: Any,
+    ) -> None:
+        self.config = config
+        self.hardware = hardware
+        self.sequence_length = sequence_length
+        window = PyAOConfig(window=window).window
+        self.window_bytes = None if isinstance(window, str) else window
+        self.limit_bytes = int(hardware.memory_gib * GIB * (1 - RESERVE))
+        self.num_recordings = 0
+        self._training = FakeTraining(config=config, training_state=training_state, **more)
+        self._recorded: dict[tuple[_Family, int, int], StepProgram] = {}
+        self._lines: dict[tuple[_Family, str, int], Callable[[int], StepProgram] | None] = {}
+        self._flagged: tuple[str, ...] | None = None
+        positions = _most_positions(config)
+        self.most_length = None if positions is None else positions // LENGTH_STEP * LENGTH_STEP
+        """The longest sequence that the model has positions for; None if any will do."""
+
+    def row(
+        self,
+        way: Way,
+        head_loss: str = "off",
+        *,
+        micro_batch: int | None = None,
+        with_longest: bool = True,
+    ) -> EstimateRow:
+        """Estimate one way to train.
+
+        Args:
+            way: which.
+            head_loss: ``PyAOConfig.head_loss``: ``"off"`` or ``"chunked"``.
+            micro_batch: what times and peaks are for; None: the largest that fits.
+            with_longest: look for the longest sequence too.
+
+        Raises:
+            ConfigError: the model has no head that the chunked loss understands.
+        """
+        flagged = self.flagged() if way.is_pyao else ()
+        family = _Family(way.checkpointing, head_loss, flagged)
+        length = self.sequence_length
+
+        def peak_at(size: int) -> int:
+            return self._predict(way, self.program(family, size, length)).peak_bytes
+
+        search = largest_fitting if head_loss == "off" else largest_on_a_line
+        largest = search(peak_at, self.limit_bytes)
+        shown = micro_batch or max(largest, 1)
+        program = self._record(family, shown, length)
+        prediction = self._predict(way, program, timed=True)
+        longest = self._longest(way, family) if with_longest else None
+        transfer_ms = 2 * self.hardware.link.copy_ms("offload", prediction.offloaded_bytes)
+        stall_ms = prediction.stall_forward_ms + prediction.stall_backward_ms
+        hidden = max(0.0, 1 - stall_ms / transfer_ms) if prediction.offloaded_bytes else None
+        name = way.name if head_loss == "off" else f"{way.name} + chunked loss"
+        late = self._predict(way, program)
+        cause = peak_cause(program, late)
+        return EstimateRow(
+            method=name,
+            largest_micro_batch=largest,
+            longest_sequence=longest,
+            is_length_limited_by_positions=longest is not None and longest == self.most_length,
+            micro_batch=shown,
+            fits=late.peak_bytes <= self.limit_bytes,
+            peak_bytes=late.peak_bytes,
+            peak_phase=cause.phase,
+            peak_where=cause.where,
+            peak_tensor=cause.tensor,
+            peak_tensor_bytes=cause.nbytes,
+            next_peak_bytes=cause.next_peak_bytes,
+            step_ms=prediction.step_ms,
+            compute_ms=prediction.compute_ms,
+            tokens_per_s=shown * length / prediction.step_ms * 1e3,
+            host_bytes=prediction.host_peak_bytes,
+            offloaded_bytes=prediction.offloaded_bytes,
+            hidden=hidden,
+            recomputed_modules=list(flagged),
+        )
+
+    def flagged(self) -> tuple[str, ...]:
+        """Return the sub-modules that PyAO's rule recomputes, timed as the paper times them."""
+        if self._flagged is None:
+            program = self._record(_Family(False, "off"), 1, self.sequence_length)
+            rates = by_pack_intervals(
+                program, self.hardware.device, layer=min(1, program.num_layers - 1)
+            )
+            self._flagged = find_outliers(rates, self.hardware.link.d2h_gib_per_s).flagged
+        return self._flagged
+
+    # ---- programs ------------------------------------------------------------------------------
+
+    def program(self, family: _Family, micro_batch: int, length: int) -> StepProgram:
+        """Return the step at a size: recorded there, or reckoned from recordings at others."""
+        line = None if micro_batch == 1 else self._line(family, "micro-batch", length)
+        return line(micro_batch) if line else self._record(family, micro_batch, length)
+
+    def _line(self, family: _Family, what: str, fixed: int) -> Callable[[int], StepProgram] | None:
+        """Return the step as a function of one size; None if it runs other operations then."""
+        key = (family, what, fixed)
+        if key not in self._lines:
+            self._lines[key] = None
+            if family.head_loss == "off":  # chunks of the head are as many as there are rows for
+                if what == "micro-batch":  # a single sample may run other operations
+                    points = [(size, self._record(family, size, fixed)) for size in (2, 3)]
+                else:
+                    lengths = [LENGTH_STEP * each for each in (1, 2, 3)]
+                    points = [(size, self._record(family, fixed, size)) for size in lengths]
+                with suppress(OtherOperationsError):
+                    self._lines[key] = interpolate(points)
+        return self._lines[key]
+
+    def _record(self, family: _Family, micro_batch: int, length: int) -> StepProgram:
+        key = (family, micro_batch, length)
+        if key not in self._recorded:
+            self.num_recordings += 1
+            self._recorded[key] = record_step(
+                dataclasses.replace(self._training, checkpointing=family.checkpointing),
+                micro_batch,
+                length,
+                head_loss=family.head_loss,
+                recompute_modules=family.recompute_modules,
+                keep_last_layers=PyAOConfig.keep_last_layers if family.recompute_modules else 0,
+            )
+        return self._recorded[key]
+
+    def _longest(self, way: Way, family: _Family) -> int:
+        most = (self.most_length or LONGEST) // LENGTH_STEP
+        line = self._line(family, "length", 1) if most >= 3 else None
+
+        def peak_at(multiple: int) -> int:
+            length = multiple * LENGTH_STEP
+            program = self._record(family, 1, length) if line is None else line(length)
+            return self._predict(way, program).peak_bytes
+
+        search = largest_fitting if line is not None else largest_on_a_line
+        return search(peak_at, self.limit_bytes, most=max(most, 1)) * LENGTH_STEP
+
+    # ---- plans ---------------------------------------------------------------------------------
+
+    def _predict(self, way: Way, program: StepProgram, *, timed: bool = False) -> Prediction:
+        return predict(
+            program,
+            self.leaves(way, program),
+            window_bytes=self.window_bytes,
+            device=self.hardware.device if timed else None,
+            link=self.hardware.link if timed else None,
+        )
+
+    def leaves(self, way: Way, program: StepProgram) -> list[bool]:
+        """Return which slots of *program* are offloaded."""
+        first_kept = program.num_layers - PyAOConfig.keep_last_layers
+        least = int(PyAOConfig().min_bytes)
+        found = [
+            way.offloads and slot.nbytes >= least and slot.layer < first_kept
+            for slot in program.slots
+        ]
+        if not way.is_budget:
+            return found
+        left = self.hidden_bytes(program)
+        for number, slot in enumerate(program.slots):
+            if found[number]:
+                found[number] = left >= slot.link_bytes
+                left -= slot.link_bytes
+        return found
+
+    def hidden_bytes(self, program: StepProgram) -> int:
+        """Return what the link carries while forward computes (Megatron-Core's rule of thumb)."""
+        device = self.hardware.device
+        forward_ms = sum(
+            device.op_ms(operation.flops, operation.traffic_bytes)
+            for segment in program.segments
+            if segment.phase == "forward"
+            for operation in program.operations[segment.start : segment.end]
+            if operation.is_kernel
+        )
+        return int(self.hardware.link.d2h_gib_per_s * GIB * forward_ms / 1e3)
+
+
+def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: int) -> str:
+    """Say in words which way is fastest, and why the others are not."""
+    fitting = [row for row in rows if row.fits and row.largest_micro_batch]
+    if not fitting:
+        least = min(rows, key=lambda row: row.peak_bytes)
+        return (
+            f"Nothing fits into {hardware.memory_gib:g} GiB at {sequence_length} tokens: the least "
+            f"is {least.peak_bytes / 1e9:.1f} GB with {least.method}, set by "
+            f"{least.peak_tensor}. Take shorter sequences, LoRA, or a larger card."
+        )
+    best = max(fitting, key=lambda row: row.tokens_per_s)
+    words = [
+        f"Fastest: {best.method}, {best.tokens_per_s:,.0f} tokens/s at micro-batch "
+        f"{best.micro_batch}."
+    ]
+    for kind, name in (("", "without the chunked loss"), (" + chunked loss", "with it")):
+        plain = {row.method.removesuffix(kind): row for row in fitting if _kind(row) == kind}
+        checkpointing, offloading = plain.get("checkpointing"), plain.get("policy all")
+        if checkpointing is None or offloading is None:
+            continue
+        words.append(_compare(checkpointing, offloading, hardware, name))
+    return " ".join(words)
+
+
+def _kind(row: EstimateRow) -> str:
+    return " + chunked loss" if row.method.endswith(" + chunked loss") else ""
+
+
+def _compare(
+    checkpointing: EstimateRow, offloading: EstimateRow, hardware: Hardware, name: str
+) -> str:
+    ratio = offloading.tokens_per_s / checkpointing.tokens_per_s
+    hidden = offloading.hidden or 0.0
+    carried = hardware.link.d2h_gib_per_s
+    if ratio >= 1.01:
+        return (
+            f"Offloading everything is {ratio - 1:.0%} faster than checkpointing ({name}): "
+            f"{hidden:.0%} of its copies pass under compute, and no layer runs twice."
+        )
+    if ratio <= 0.99:
+        return (
+            f"Checkpointing is {1 / ratio - 1:.0%} faster than offloading everything ({name}), "
+            f"because the layers save more than {carried:.0f} GiB/s carry: {hidden:.0%} of the "
+            "copies pass under compute."
+        )
+    return f"Offloading everything and checkpointing are equally fast ({name})."
+
+
+def _most_positions(config: Any) -> int | None:
+    """Return the positions that a model has a table for; None if any length will do."""
+    if getattr(config, "rope_theta", None) or getattr(config, "rope_parameters", None):
+        return None
+    if getattr(config, "rope_scaling", None):
+        return None
+    longest = getattr(config, "max_position_embeddings", None)
+    return None if longest is None or not math.isfinite(longest) else int(longest)
+
+
+def check_sequence_length(config: Any, sequence_length: int) -> None:
+    """Refuse a length that the model has no positions for.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    most = _most_positions(config)
+    if most is not None and sequence_length > most:
+        raise ConfigError(
+            f"the sequence length is {sequence_length}, and the model has {most} positions. Give a "
+            "shorter one."
+        )

@@ -1,0 +1,156 @@
+"""``EstimateReport``: what a model's training would take on a card, one row for each way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_pyao.report.provenance import Provenance
+from hf_pyao.report.schema import check_version, read_fields, to_plain
+
+SCHEMA_VERSION = 1
+"""Version of the JSON of an :class:`EstimateReport`."""
+
+KIND = "estimate"
+ABSENT = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateRow:
+    """One way to train, as estimated. Sizes are in bytes."""
+
+    method: str
+    largest_micro_batch: int
+    """Samples of the asked length that fit; 0: not even one."""
+    longest_sequence: int | None = None
+    """Tokens of a single sample that fit; None: it was not looked for."""
+    is_length_limited_by_positions: bool = False
+    """True if the model has no positions beyond :attr:`longest_sequence`."""
+    micro_batch: int
+    """What the figures below are for: the one that was asked for, else the largest."""
+    fits: bool
+    peak_bytes: int
+    """Most on the device at once; an upper bound for every link."""
+    peak_phase: str
+    """``"forward"`` or ``"backward"``."""
+    peak_where: str
+    """The layer in which the peak is; ``"outside of layers"`` for embeddings, head and loss."""
+    peak_tensor: str
+    """The tensor without which the peak would be lowest."""
+    peak_tensor_bytes: int
+    next_peak_bytes: int
+    """The peak without it."""
+    step_ms: float
+    """Forward and backward of the micro-batch."""
+    compute_ms: float
+    """The same without waiting for copies."""
+    tokens_per_s: float
+    host_bytes: int
+    """Activations on the host at once, all of it pinned where there is a device."""
+    offloaded_bytes: int
+    """What leaves the device in a step."""
+    hidden: float | None = None
+    """Share of the copies' time that passes under compute; None if nothing is copied."""
+    recomputed_modules: list[str] = field(default_factory=list)
+    """What PyAO's rule flags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateReport:
+    """Ways to train one model on one card, estimated and not measured."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = KIND
+    title: str
+    setup: dict[str, Any]
+    """Model, sizes, engine and optimizer."""
+    hardware: dict[str, Any]
+    """Speeds and memory of the card, and where they are from."""
+    is_measured: bool = False
+    assumptions: list[str]
+    verdict: str
+    provenance: Provenance
+    rows: list[EstimateRow]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> EstimateReport:
+        """Read plain values.
+
+        Raises:
+            ReportError: another schema version, an unknown or missing key, or a value of another
+                type, each by name.
+        """
+        check_version(values, cls, SCHEMA_VERSION, where)
+        return read_fields(cls, values, where)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON holds them."""
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+
+def estimate_table(report: EstimateReport) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the cells of an estimate's table."""
+    header = [
+        "method",
+        "largest micro-batch",
+        "longest sequence",
+        "at micro-batch",
+        "peak, GB",
+        "step, ms",
+        "tokens/s",
+        "copies hidden",
+        "host, GB",
+    ]
+    rows = [
+        [
+            row.method,
+            str(row.largest_micro_batch) if row.largest_micro_batch else "none",
+            _length(row),
+            str(row.micro_batch),
+            f"{row.peak_bytes / 1e9:.2f}" + ("" if row.fits else " (too much)"),
+            f"{row.step_ms:,.1f}",
+            f"{row.tokens_per_s:,.0f}",
+            ABSENT if row.hidden is None else f"{row.hidden:.0%}",
+            f"{row.host_bytes / 1e9:.2f}",
+        ]
+        for row in report.rows
+    ]
+    filled = [column for column in range(len(header)) if any(r[column] != ABSENT for r in rows)]
+    return [header[c] for c in filled], [[row[c] for c in filled] for row in rows]
+
+
+def estimate_notes(report: EstimateReport) -> list[str]:
+    """Return what is said beneath the table: what sets each peak, and what is recomputed."""
+    notes = [_cause(row) for row in report.rows]
+    return [report.verdict, *_without_repeats(notes), *map(_assumed, report.assumptions)]
+
+
+def _length(row: EstimateRow) -> str:
+    if row.longest_sequence is None:
+        return ABSENT
+    if not row.longest_sequence:
+        return "none"
+    return f"{row.longest_sequence:,}" + (
+        " (all positions)" if row.is_length_limited_by_positions else ""
+    )
+
+
+def _cause(row: EstimateRow) -> str:
+    recomputed = ""
+    if row.recomputed_modules:
+        recomputed = f" Recomputed: {', '.join(row.recomputed_modules)}."
+    return (
+        f"{row.method}: the peak is set by {row.peak_tensor} "
+        f"({row.peak_tensor_bytes / 1e9:.2f} GB), in {row.peak_phase} of {row.peak_where}; without "
+        f"it, it would be {row.next_peak_bytes / 1e9:.2f} GB.{recomputed}"
+    )
+
+
+def _assumed(text: str) -> str:
+    return f"assumed: {text}"
+
+
+def _without_repeats(notes: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(notes))

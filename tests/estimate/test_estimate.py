@@ -1,0 +1,193 @@
+"""``pyao estimate``: what fits, what sets the peak, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_pyao import PyAOConfig
+from hf_pyao.cli import main
+from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.estimate import WAYS, Estimator, verdict
+from hf_pyao.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.estimate.model_sizes import build_config, find_size
+from hf_pyao.hardware.presets import HARDWARE, Hardware, find_hardware
+from hf_pyao.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.report.estimate_report import EstimateReport, EstimateRow
+
+SMALL = Hardware(
+    name="small",
+    device=DeviceModel(tflop_per_s=1.0, memory_gib_per_s=50.0),
+    link=LinkModel(d2h_gib_per_s=2.0, h2d_gib_per_s=2.0),
+    memory_gib=0.25,
+    source="made up",
+)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, EstimateRow]:
+    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
+    estimator = Estimator(config, SMALL, training_state="device", sequence_length=64)
+    found = [estimator.row(way, head_loss) for head_loss in ("off", "chunked") for way in WAYS]
+    return {row.method: row for row in found}
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, EstimateRow]) -> None:
+    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
+    limit_bytes = int(SMALL.memory_gib * 2**30 * 0.96)
+    for name, policy, checkpointing in (
+        ("none", "off", False),
+        ("checkpointing", "off", True),
+        ("policy all", "all", False),
+    ):
+        training = FakeTraining(
+            config=config, training_state="device", checkpointing=checkpointing
+        )
+        settings = PyAOConfig(policy=policy, host_memory_gib=2.0**20)
+        row = rows[name]
+        peaks = [
+            peak_of(training, settings, row.largest_micro_batch + more, 64).peak_bytes
+            for more in (0, 1)
+        ]
+        assert peaks[0] == row.peak_bytes
+        assert peaks[0] <= limit_bytes < peaks[1], name
+
+
+def test_what_saves_memory_fits_more(rows: dict[str, EstimateRow]) -> None:
+    largest = {name: row.largest_micro_batch for name, row in rows.items()}
+    assert largest["none"] < largest["policy budget"] <= largest["policy all"]
+    assert largest["none"] < largest["checkpointing"]
+    for name in ("none", "checkpointing", "policy all"):
+        assert largest[f"{name} + chunked loss"] > largest[name]
+    for row in rows.values():
+        assert row.fits
+        assert row.longest_sequence is not None
+        assert row.longest_sequence > 64
+        assert row.next_peak_bytes < row.peak_bytes
+        assert row.tokens_per_s > 0
+    assert rows["none"].hidden is None
+    assert rows["policy budget"].hidden > rows["policy all"].hidden  # type: ignore[operator]
+
+
+def test_the_verdict_says_who_is_faster_and_why(rows: dict[str, EstimateRow]) -> None:
+    said = verdict(list(rows.values()), SMALL, 64)
+    best = max(rows.values(), key=lambda row: row.tokens_per_s)
+    assert f"Fastest: {best.method}," in said
+    slow = Estimator(
+        build_config("llama", find_size("llama", "tiny"), vocab_size=4096),
+        SMALL.with_link(0.01),
+        training_state="device",
+        sequence_length=64,
+    )
+    compared = [slow.row(way, with_longest=False) for way in WAYS[1:3]]
+    said = verdict(compared, slow.hardware, 64)
+    assert "Checkpointing is" in said and "faster than offloading everything" in said
+    assert "because the layers save more than" in said
+
+
+def test_nothing_fits() -> None:
+    estimator = Estimator(
+        build_config("llama", find_size("llama", "1.2b")), SMALL, sequence_length=64
+    )
+    row = estimator.row(WAYS[0], with_longest=False)
+    assert row.largest_micro_batch == 0
+    assert not row.fits
+    said = verdict([row], SMALL, 64)
+    assert "Nothing fits into 0.25 GiB" in said
+    assert "a larger card" in said
+
+
+def run(*options: str) -> tuple[str, ...]:
+    return ("estimate", "--model", "llama:micro", "--no-longest-sequence", *options)
+
+
+def test_the_command_prints_a_table_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "estimate.json"
+    options = ("--sequence-length", "32", "--micro-batch", "2", "--device-memory", "2GiB")
+    assert main(run(*options, "--output", str(path))) == 0
+    printed = capsys.readouterr().out
+    assert "| policy all + chunked loss |" in printed
+    assert "the peak is set by" in printed
+    assert "assumed:" in printed
+    report = EstimateReport.from_dict(json.loads(path.read_text()))
+    assert {row.micro_batch for row in report.rows} == {2}
+    assert report.hardware["memory_gib"] == 2
+    assert not report.is_measured
+    page = tmp_path / "page.html"
+    assert main(["report", str(path), "-o", str(page)]) == 0
+    assert "policy pyao" in page.read_text()
+    assert main(["report", str(path)]) == 0
+    assert "llama micro on rtx4070" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ["plain", "zero2"])
+def test_lora_trains_adapters_alone(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--sequence-length", "32", "--micro-batch", "2", "--engine", engine, "--json")
+    assert main(run(*options)) == 0
+    full = json.loads(capsys.readouterr().out)["rows"]
+    assert main(run(*options, "--lora", "4")) == 0
+    lora = json.loads(capsys.readouterr().out)["rows"]
+    if engine == "plain":
+        assert lora[0]["peak_bytes"] < full[0]["peak_bytes"]
+    assert [row["method"] for row in lora] == [row["method"] for row in full]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--device", "rtx407"), "unknown device 'rtx407'; did you mean 'rtx4070'?"),
+        (("--device-memory", "-1GiB"), "--device-memory is"),
+        (("--link", "fast"), "--link is 'fast'; expected"),
+        (("--link", "25GiB"), "expected a speed, such as 25GiB/s"),
+        (("--link", "0GiB/s"), "expected a speed"),
+        (("--sequence-length", "1"), "--sequence-length is 1; expected 2 or more"),
+        (("--micro-batch", "0"), "--micro-batch is 0; expected 1 or more"),
+        (("--lora", "0"), "--lora is 0; expected 1 or more"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(run(*options)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("opt:1.3c", "unknown size of opt '1.3c'"),
+        ("lama:hidden_size=8", "is no causal language model"),
+        ("/no/such/folder", "Give an architecture of transformers"),
+    ],
+)
+def test_bad_models_are_refused(
+    model: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", "--model", model]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_length_without_positions_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["estimate", "--model", "gpt2:124m", "--sequence-length", "2048"]
+    assert main(options) == 2
+    assert "the model has 1024 positions" in capsys.readouterr().err
+
+
+def test_cards_are_found_by_the_names_that_people_write() -> None:
+    for name in ("RTX 4070", "rtx-4070", "4070", "GeForce RTX 4070", "NVIDIA H200", "MI300X"):
+        assert find_hardware(name).name in HARDWARE
+    with pytest.raises(ConfigError, match="unknown device 'b300'"):
+        find_hardware("b300")
+
+
+def test_help_names_cards_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", "--help"])
+    printed = capsys.readouterr().out
+    words: list[Any] = [*HARDWARE, "opt:SIZE", "1.3b", "pyao estimate --model"]
+    assert all(word in printed for word in words)

@@ -1,0 +1,247 @@
+"""The predictor against the simulator, which runs the real engine and shares no code with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from hf_pyao import PyAOConfig
+from hf_pyao.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
+from hf_pyao.estimate.recorded_step import record_step
+from hf_pyao.estimate.simulated_step import simulate_step
+from hf_pyao.hardware.presets import Hardware, find_hardware
+from hf_pyao.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.planning.peak_cause import peak_cause
+from hf_pyao.planning.predict import Prediction, predict
+from hf_pyao.planning.step_program import StepProgram
+
+LENGTH = 64
+SLOW = Hardware(
+    name="slow",
+    device=DeviceModel(tflop_per_s=0.05, memory_gib_per_s=2.0, launch_us=1.0),
+    link=LinkModel(d2h_gib_per_s=1.0, h2d_gib_per_s=1.5, copy_engines=1),
+    memory_gib=1,
+    source="made up, so that copies of tiny models take as long as their compute",
+)
+FAST = Hardware(
+    name="fast",
+    device=DeviceModel(tflop_per_s=5.0, memory_gib_per_s=200.0, launch_us=1.0),
+    link=LinkModel(d2h_gib_per_s=0.3, h2d_gib_per_s=0.3),
+    memory_gib=1,
+    source="made up, so that nearly no copy is hidden",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is predicted."""
+
+    architecture: str
+    size: str = "tiny"
+    window: int | str = 2**20
+    keep_last_layers: int = 1
+    checkpointing: bool = False
+    head_loss: str = "off"
+    training_state: str = "host"
+    recompute_modules: tuple[str, ...] = ()
+    policy: str = "all"
+    micro_batch: int = 2
+    length: int = LENGTH
+
+    @property
+    def training(self) -> FakeTraining:
+        return FakeTraining(
+            config=build_config(self.architecture, find_size(self.architecture, self.size)),
+            checkpointing=self.checkpointing,
+            training_state=self.training_state,
+        )
+
+    @property
+    def settings(self) -> PyAOConfig:
+        return PyAOConfig(
+            policy=self.policy,
+            window=self.window,
+            keep_last_layers=self.keep_last_layers,
+            head_loss=self.head_loss,
+            recompute_modules=self.recompute_modules,
+            min_bytes=4096,
+            host_memory_gib=2.0**20,
+        )
+
+    @property
+    def program(self) -> StepProgram:
+        return _program(
+            self.training,
+            self.micro_batch,
+            self.length,
+            self.head_loss,
+            self.recompute_modules,
+            self.keep_last_layers if self.recompute_modules else 0,
+        )
+
+    def predicted(self, hardware: Hardware | None) -> Prediction:
+        program = self.program
+        first_kept = program.num_layers - self.keep_last_layers
+        leaves = [
+            self.policy == "all" and slot.nbytes >= 4096 and slot.layer < first_kept
+            for slot in program.slots
+        ]
+        window = None if self.window == "layer" else self.window
+        assert window is None or isinstance(window, int)
+        return predict(
+            program,
+            leaves,
+            window_bytes=window,
+            device=hardware and hardware.device,
+            link=hardware and hardware.link,
+        )
+
+
+_PROGRAMS: dict[str, StepProgram] = {}
+
+
+def _program(
+    training: FakeTraining,
+    micro_batch: int,
+    length: int,
+    head_loss: str,
+    recompute_modules: tuple[str, ...],
+    keep_last_layers: int,
+) -> StepProgram:
+    key = repr(
+        (
+            training.config.to_json_string(),
+            training.checkpointing,
+            training.training_state,
+            micro_batch,
+            length,
+            head_loss,
+            recompute_modules,
+            keep_last_layers,
+        )
+    )
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = record_step(
+            training,
+            micro_batch,
+            length,
+            head_loss=head_loss,
+            recompute_modules=recompute_modules,
+            keep_last_layers=keep_last_layers,
+        )
+    return _PROGRAMS[key]
+
+
+CASES = [
+    Case("opt"),
+    Case("gpt2", window="layer"),
+    Case("llama", window=0),
+    Case("llama", policy="off"),
+    Case("gpt2", keep_last_layers=0, head_loss="chunked"),
+    Case("opt", keep_last_layers=3, training_state="device"),
+    Case("llama", checkpointing=True),
+    Case("opt", checkpointing=True, window="layer", head_loss="chunked"),
+    Case("gpt2", recompute_modules=("mlp.c_proj",)),
+    Case("llama", recompute_modules=("mlp.act_fn", "mlp"), window="layer"),
+    Case("opt", "125m", window=2**24, micro_batch=4, length=128),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("hardware", [SLOW, FAST], ids=lambda hardware: hardware.name)
+def test_time_and_peak_are_the_simulators(case: Case, hardware: Hardware) -> None:
+    simulated = simulate_step(case.training, case.settings, hardware, case.micro_batch, case.length)
+    predicted = case.predicted(hardware)
+    assert predicted.offloaded_bytes == simulated.offloaded_bytes
+    assert predicted.peak_bytes == simulated.peak_bytes
+    assert predicted.step_ms == pytest.approx(simulated.step_ms, rel=1e-6)
+    stall_ms = predicted.stall_forward_ms + predicted.stall_backward_ms
+    assert stall_ms == pytest.approx(simulated.stall_ms, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_peak_on_any_link_is_that_of_copies_that_are_late(case: Case) -> None:
+    fake = peak_of(case.training, case.settings, case.micro_batch, case.length)
+    predicted = case.predicted(None)
+    assert predicted.peak_bytes == fake.peak_bytes
+    for hardware in (SLOW, FAST):
+        assert predicted.peak_bytes >= case.predicted(hardware).peak_bytes
+
+
+def test_these_cases_wait_for_copies() -> None:
+    """Else what is predicted of links would not be tried."""
+    assert CASES[0].predicted(FAST).stall_backward_ms > 0
+    assert CASES[2].predicted(SLOW).stall_forward_ms > 0
+    assert CASES[0].predicted(FAST).read_in_place_bytes > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("architecture", PAPER_SIZES)
+@pytest.mark.parametrize("name", ["rtx4070", "h200"])
+@pytest.mark.parametrize("window", [2**28, "layer"])
+def test_the_papers_models_at_full_size(architecture: str, name: str, window: int | str) -> None:
+    case = Case(
+        architecture,
+        PAPER_SIZES[architecture],
+        window=window,
+        head_loss="chunked",
+        micro_batch=4,
+        length=512,
+    )
+    hardware = find_hardware(name)
+    settings = PyAOConfig(window=window, head_loss="chunked", host_memory_gib=2.0**20)
+    simulated = simulate_step(case.training, settings, hardware, 4, 512)
+    program = case.program
+    leaves = [
+        slot.nbytes >= int(PyAOConfig().min_bytes) and slot.layer < program.num_layers - 1
+        for slot in program.slots
+    ]
+    predicted = predict(
+        program,
+        leaves,
+        window_bytes=None if isinstance(window, str) else window,
+        device=hardware.device,
+        link=hardware.link,
+    )
+    assert predicted.step_ms == pytest.approx(simulated.step_ms, rel=1e-6)
+    assert predicted.peak_bytes == simulated.peak_bytes
+
+
+@pytest.mark.parametrize("case", CASES[:7], ids=str)
+def test_without_the_named_tensor_the_peak_is_the_next_one(case: Case) -> None:
+    program, predicted = case.program, case.predicted(None)
+    cause = peak_cause(program, predicted)
+    # Told from lifetimes alone, by taking each buffer out.
+    least = None
+    for buffer, start, end in predicted.lifetimes:
+        without = [
+            live - program.buffers[buffer].nbytes * (start <= at < end)
+            for at, live in enumerate(predicted.live_bytes)
+        ]
+        least = min(max(without), predicted.peak_bytes if least is None else least)
+    assert cause.next_peak_bytes == least
+    assert cause.nbytes >= predicted.peak_bytes - cause.next_peak_bytes > 0
+    assert cause.tensor
+
+
+def test_lifetimes_add_up_to_what_is_alive() -> None:
+    case = CASES[0]
+    program, predicted = case.program, case.predicted(FAST)
+    live = [program.resident_bytes] * program.num_operations
+    for buffer, start, end in predicted.lifetimes:
+        for number in range(start, min(end, program.num_operations)):
+            live[number] += program.buffers[buffer].nbytes
+    # What came and went between two operations is in the one that follows.
+    assert all(ours <= theirs for ours, theirs in zip(live, predicted.live_bytes, strict=True))
+    same = sum(ours == theirs for ours, theirs in zip(live, predicted.live_bytes, strict=True))
+    assert same > 0.9 * len(live)
+
+
+def test_a_wrong_number_of_decisions_is_refused() -> None:
+    program = CASES[0].program
+    with pytest.raises(
+        ValueError, match=f"leaves has 1 entries; the program has {len(program.slots)}"
+    ):
+        predict(program, [True], window_bytes=None)
