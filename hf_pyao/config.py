@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.files import read_json_object
 from hf_pyao.settings import (
+    Amount,
     Choice,
     Count,
     FilePath,
@@ -29,8 +30,8 @@ from hf_pyao.text import echo
 SCHEMA_VERSION = 1
 """Version of the JSON written by :meth:`PyAOConfig.to_dict`."""
 
-POLICY_NAMES = ("all", "modules", "off")
-"""Names that ``policy`` takes; the implementations are in ``runtime/policy.py``."""
+POLICY_NAMES = ("all", "modules", "budget", "plan", "pyao", "off")
+"""Names that ``policy`` takes; ``planning/policies.py`` makes them."""
 
 HEAD_LOSS_NAMES = ("auto", "off", "chunked", "liger")
 """Names that ``head_loss`` takes."""
@@ -72,8 +73,11 @@ class PyAOConfig:
         Named("Policy", lambda: POLICY_NAMES, methods=("decide",)),
         "Which saved tensors leave the device. 'all': every one that is large enough, the most "
         "memory freed. 'modules': only those of {modules}; choose it when the link to the host is "
-        "the bottleneck. 'off': none; what would move is only counted, and {head_loss} works "
-        "alone. Python code may give a Policy instead of a name.",
+        "the bottleneck. 'budget': the first of each forward, within {budget}. 'plan': what the "
+        "file {plan} says. 'pyao': what the PyAO paper does; the first {profile_steps} "
+        "micro-batches are timed, then parts of a layer that save far more than the link carries "
+        "are recomputed, and the rest is offloaded. 'off': none; what would move is only counted, "
+        "and {head_loss} works alone. Python code may give a Policy instead of a name.",
     )
     codec: Any = setting(
         "identity",
@@ -103,6 +107,32 @@ class PyAOConfig:
         "With {policy} 'modules': the parts of a layer whose saved tensors leave. Roles such as "
         "mlp_act or core_attn, or module names inside a layer (mlp.act_fn), with * as wildcard. "
         "The MLP's (mlp_act, mlp_down) free the most.",
+    )
+    budget: int | str | None = setting(
+        None,
+        Amount(),
+        "With {policy} 'budget': how much leaves in each forward, first saved first: a number of "
+        "tensors, such as 8, or a size with a unit, such as 2GiB. What the link carries while "
+        "forward computes is a good start: `pyao estimate` says it.",
+    )
+    plan: str | os.PathLike[str] | None = setting(
+        None,
+        FilePath(),
+        "With {policy} 'plan': the JSON file that says what becomes of each saved tensor. With "
+        "'pyao': where to keep what was decided; if the file is there, it is followed and nothing "
+        "is timed.",
+    )
+    profile_steps: int = setting(
+        10,
+        Count("micro-batches"),
+        "Micro-batches that are measured: for {profile}, and with {policy} 'pyao' before it "
+        "decides (the paper takes 100).",
+    )
+    profile: str | os.PathLike[str] | None = setting(
+        None,
+        FilePath(),
+        "Write to this JSON file what the first {profile_steps} micro-batches took and saved, part "
+        "by part; `pyao report` draws it. To measure costs time while it lasts.",
     )
     recompute_modules: Sequence[str] = setting(
         (),
@@ -169,7 +199,7 @@ class PyAOConfig:
         for name, declared in settings_of(type(self)).items():
             value = declared.kind.check(name, getattr(self, name))
             object.__setattr__(self, name, value)
-        _check_together(self.policy, self.modules, self.label)
+        _check_together(vars(self), self.label)
 
     def label(self, name: str) -> str:
         """Return a field's name as the user gave it: a flag, a variable, a key of a file."""
@@ -192,7 +222,7 @@ class PyAOConfig:
         checked = _checked(_known(values), labels)
         defaults = {name: declared.default for name, declared in SETTINGS.items()}
         whole = {**defaults, **checked}
-        _check_together(whole["policy"], whole["modules"], lambda name: labels.get(name, name))
+        _check_together(whole, lambda name: labels.get(name, name))
         config = cls(**checked)
         object.__setattr__(config, "_labels", dict(labels))
         return config
@@ -276,18 +306,34 @@ def _checked(values: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, 
     return {n: SETTINGS[n].kind.check(labels.get(n, n), value) for n, value in values.items()}
 
 
-def _check_together(policy: Any, modules: Sequence[str], label: Callable[[str], str]) -> None:
+def _check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> None:
     """Refuse settings that contradict each other."""
+    policy, modules = values["policy"], values["modules"]
     if policy == "modules" and not modules:
         raise ConfigError(
             f"{label('policy')} is 'modules', which offloads only what {label('modules')} names, "
             f"and {label('modules')} is empty: name roles such as 'mlp_act', or choose 'all'."
         )
-    if modules and policy in ("all", "off"):
+    if modules and isinstance(policy, str) and policy != "modules":
         raise ConfigError(
             f"{label('modules')} is {echo(list(modules))}, which has no effect while "
             f"{label('policy')} is {policy!r}: choose policy 'modules', or drop the names."
         )
+    for name, policies, example in (
+        ("budget", ("budget",), "8 (tensors) or 2GiB"),
+        ("plan", ("plan", "pyao"), "plan.json"),
+    ):
+        given = values[name]
+        if given is None and policy == name:
+            raise ConfigError(
+                f"{label('policy')} is {policy!r}, and {label(name)} is not given: give one, such "
+                f"as {example}, or choose 'all'."
+            )
+        if given is not None and isinstance(policy, str) and policy not in policies:
+            raise ConfigError(
+                f"{label(name)} is {echo(given)}, which has no effect while {label('policy')} is "
+                f"{policy!r}: choose policy {policies[0]!r}, or drop it."
+            )
 
 
 def _described(cls: type) -> str:

@@ -199,6 +199,37 @@ class Size(Kind):
         return str(value)
 
 
+class Amount(Kind):
+    """A number of things, or their bytes with a unit (``8``, ``"2GiB"``), or None.
+
+    Kept as it was given; digits in a text are a number of things.
+    """
+
+    flag_type = int | str
+    metavar = "N|SIZE"
+
+    def check(self, label: str, value: Any) -> int | str | None:
+        """Check that *value* is a whole number, or a size with a unit."""
+        expected = (
+            "expected a whole number of tensors, such as 8, a size with a unit, such as '2GiB', or "
+            "None"
+        )
+        if value is None:
+            return None
+        if isinstance(value, str) and value.strip().isdigit():
+            value = int(value)
+        if isinstance(value, str):
+            if _parse_size(value) is None or value.strip()[-1:].isdigit():
+                raise ConfigError(f"{label} is {echo(value)}; {expected}.")
+            return value.strip()
+        return _check_whole(label, value, "tensors", expected)
+
+
+def amount_of(value: int | str) -> tuple[int | None, int | None]:
+    """Return the number of things and the bytes that a checked :class:`Amount` stands for."""
+    return (value, None) if isinstance(value, int) else (None, _parse_size(value))
+
+
 class Gibibytes(Kind):
     """A number of GiB (2**30 bytes), or None."""
 

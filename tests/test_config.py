@@ -17,15 +17,14 @@ from hf_pyao import PyAOConfig
 from hf_pyao.codecs import CODECS, Codec, get_codec
 from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.errors import ConfigError, PyAOError, unknown_name
+from hf_pyao.planning.policies import POLICIES, make_policy
 from hf_pyao.runtime.policy import (
-    POLICIES,
     Decision,
     Keep,
     Offload,
     OffloadAll,
     OffloadModules,
     Situation,
-    make_policy,
 )
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.text import echo
@@ -47,7 +46,10 @@ class Unreadable:
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"policy": "al"}, r"policy is 'al'; did you mean 'all'\?.*known: all, modules"),
     ({"policy": "everything at once"}, r"policy is 'everything at once'; known: all, modules"),
-    ({"policy": 3}, r"policy is 3; expected one of 'all', 'modules', 'off', or a Policy: an obj"),
+    (
+        {"policy": 3},
+        r"policy is 3; expected one of 'all', 'modules', 'budget', 'plan', 'pyao', 'off', or a Po",
+    ),
     ({"policy": None}, r"policy is None; expected .* with name, decide\(\)\. It lacks 'name'"),
     ({"policy": False}, r"policy is False; did you mean 'off'\? In YAML, write it with quotes"),
     ({"policy": OffloadAll}, r"policy is the class OffloadAll; .*Make one of it"),

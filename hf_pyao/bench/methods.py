@@ -115,9 +115,13 @@ def _table() -> list[Method]:
     ]
     # Policies that came later than this table get a row with the defaults of their knobs.
     ours += [
-        Method(f"pyao-{policy}", f"hf_pyao, {policy}", _PyAO(policy=policy, **window))
+        Method(
+            f"pyao-{policy}",
+            f"hf_pyao, {policy}",
+            _PyAO(policy=policy, **_ARGUMENTS.get(policy, {}), **window),
+        )
         for policy in POLICY_NAMES
-        if policy not in ("all", "modules")
+        if policy not in ("all", "modules", "plan")  # a plan is one model's: give it by pyao:plan=
     ]
     return [
         Method("none", "nothing", peers.nothing),
@@ -135,6 +139,10 @@ def _table() -> list[Method]:
         Method("transformer-engine", "Transformer Engine, default", peers.transformer_engine),
         Method("save-on-cpu", "torch save_on_cpu", peers.save_on_cpu),
     ]
+
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {"budget": {"budget": "1GiB"}, "pyao": {"profile_steps": 1}}
+"""What policies need beside their name, in their rows."""
 
 
 def known_methods() -> Mapping[str, Method]:

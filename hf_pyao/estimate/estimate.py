@@ -271,7 +271,7 @@ class Estimator:
         """Return what the link carries while forward computes (Megatron-Core's rule of thumb)."""
         device = self.hardware.device
         forward_ms = sum(
-            device.op_ms(operation.flops, operation.traffic_bytes)
+            device.op_ms(operation.flops, operation.traffic_bytes) * operation.num_runs
             for segment in program.segments
             if segment.phase == "forward"
             for operation in program.operations[segment.start : segment.end]

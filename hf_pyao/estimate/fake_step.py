@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
@@ -114,13 +114,16 @@ class FakeTraining:
             FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
             operations_of_cuda(*choices_of_cuda()),
         ):
-            model = build_model(config, checkpointing=self.checkpointing)
-            yield model if self.lora_rank is None else _with_lora(model, self.lora_rank), fake_mode
+            if self.lora_rank is None:
+                model = build_model(config, checkpointing=self.checkpointing)
+            else:
+                model = build_lora_model(config, self.lora_rank, checkpointing=self.checkpointing)
+            yield model, fake_mode
 
     def let_gradients_go(self, model: nn.Module) -> None:
         """Have gradients leave the device as they are complete, if they do."""
         if self.training_state == "host":
-            for parameter in model.parameters():
+            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     _let_go_of_gradient
                 )
@@ -258,8 +261,8 @@ def build_model(config: Any, *, checkpointing: bool) -> Any:
     return model
 
 
-def _with_lora(model: Any, rank: int) -> Any:
-    """Return *model* with LoRA adapters in bfloat16 on all linear layers.
+def build_lora_model(config: Any, rank: int, *, checkpointing: bool) -> Any:
+    """Return the model of *config* with LoRA adapters in bfloat16 on all linear layers.
 
     Raises:
         ConfigError: peft is missing.
@@ -268,10 +271,32 @@ def _with_lora(model: Any, rank: int) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError("LoRA needs peft, which is not installed: pip install peft.") from error
-    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    # A checkpoint's first input has to carry a gradient, where the embedding is frozen.
-    model.enable_input_require_grads()
-    return get_peft_model(model, config, autocast_adapter_dtype=False).train()
+    lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    # On the meta device first: peft moves parameters, which fake ones do not take.
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = build_model(config, checkpointing=checkpointing)
+        # A checkpoint's first input has to carry a gradient, where the embedding is frozen.
+        model.enable_input_require_grads()
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False).train()
+    _materialize(model)
+    return model
+
+
+def _materialize(model: nn.Module) -> None:
+    """Give *model*, on the meta device, parameters and buffers of the mode that is on."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    new = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = (
+                        nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                    )
+                table[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
 def check_head_loss(offloader: Offloader) -> int:

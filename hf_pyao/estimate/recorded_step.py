@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining, check_head_loss
 from hf_pyao.estimate.shrunk_model import remove_equal_layers
 from hf_pyao.integrations.attach import attach
+from hf_pyao.losses.chunking import ChunkPlan
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.planning.step_recorder import (
     RECORDING,
@@ -16,6 +19,9 @@ from hf_pyao.planning.step_recorder import (
     StepRecorder,
 )
 from hf_pyao.planning.stretch import stretch
+
+NUM_SHOWN_CHUNKS = 3
+"""Chunks of the head loss that are run; more are equal to the second."""
 
 
 def record_step(
@@ -61,8 +67,28 @@ def record_step(
             recorder.begin(offloader.layer_names, offloader.host_pool.owns)
             offloader.engine.observe(recorder.observer)
             resident_bytes = recorder.note_resident([*model.parameters(), *model.buffers()])
-            with RecordingMode(recorder):
+            with RecordingMode(recorder), _few_chunks(recorder):
                 training.run(model, micro_batch, sequence_length, label=recorder.label)
             check_head_loss(offloader)
         program = recorder.program(resident_bytes + state_bytes)
     return program if removed is None else stretch(program, removed.layer_names, removed.nbytes)
+
+
+@contextmanager
+def _few_chunks(recorder: StepRecorder) -> Iterator[None]:
+    """Let the head loss show three of its chunks: the second stands for all but first and last."""
+    all_slices = ChunkPlan.slices
+
+    def few_slices(plan: ChunkPlan) -> Iterator[tuple[int, int]]:
+        slices = list(all_slices(plan))
+        if len(slices) <= NUM_SHOWN_CHUNKS:
+            yield from slices
+            return
+        yield slices[0]
+        recorder.num_runs = len(slices) - 2
+        yield slices[1]
+        recorder.num_runs = 1
+        yield slices[-1]
+
+    with mock.patch.object(ChunkPlan, "slices", few_slices):
+        yield

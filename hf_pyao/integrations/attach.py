@@ -6,7 +6,7 @@ import logging
 import operator
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.buffer_keys import BufferKeys
 from hf_pyao.integrations.conflicts import check_model
 from hf_pyao.integrations.links import make_link, window_bytes_of
+from hf_pyao.integrations.model_identity import identity_of
 from hf_pyao.integrations.module_map import (
     FoundLayers,
     check_roles,
@@ -26,9 +27,13 @@ from hf_pyao.integrations.module_map import (
     named_submodules,
     resolve_selections,
 )
+from hf_pyao.integrations.profiling import ProfileWriter
+from hf_pyao.integrations.pyao_rule import PyAORule, kept_plan
 from hf_pyao.integrations.run_record import RunRecord
 from hf_pyao.integrations.sharding import KnownSharding
 from hf_pyao.integrations.wrappers import class_name
+from hf_pyao.planning.plan import PlanPolicy
+from hf_pyao.planning.policies import make_policy
 from hf_pyao.recompute.recomputer import LayerRecomputer
 from hf_pyao.recompute.tracing import stop_left_behind
 from hf_pyao.report import check_report_path
@@ -42,8 +47,6 @@ from hf_pyao.runtime.policy import (
     KeepLastLayers,
     Policy,
     RecomputeSelected,
-    Selection,
-    make_policy,
 )
 from hf_pyao.runtime.saved_tensor_hooks import pop_left_behind
 from hf_pyao.stores import HostPool
@@ -100,6 +103,7 @@ def attach(
     stop_left_behind()
     check_model(model)
     check_report_path(config.report, config.label("report"))
+    check_report_path(config.profile, config.label("profile"))
     attached = offloader_of(model)
     if attached is not None and not attached.is_attached:
         attached.detach()  # it was interrupted as it was made, or as it was detached
@@ -173,14 +177,40 @@ class Offloader:
         self._num_packs_seen = 0
         check_roles(found)
         selected = resolve_selections(config.modules, found, field=config.label("modules"))
+        identity = identity_of(found)
+        kept = kept_plan(config)
+        policy = make_policy(config, selected)
+        if kept is not None:
+            policy = PlanPolicy(kept, int(config.min_bytes), "pyao")
+        _check_plan(policy, identity, found)
+        wrap = _wrapper(config, found)
         self.engine = OffloadEngine(
-            policy=_policy_of(config, selected, found),
+            policy=wrap(policy),
             codec=get_codec(config.codec),
             link=self.link,
             recomputer=LayerRecomputer(),
             backward_order=backward_order,
             buffer_keys=BufferKeys(model),
         )
+        self.pyao_rule: PyAORule | None = None
+        """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
+        if config.policy == "pyao" and kept is None:
+            self.pyao_rule = PyAORule(
+                self.engine, self.transport, self.device, config, identity, wrap
+            )
+        self.profile_writer: ProfileWriter | None = None
+        """What writes the profile that is asked for; None if none is."""
+        if config.profile is not None:
+            self.profile_writer = ProfileWriter(
+                self.engine,
+                self.transport,
+                self.device,
+                path=config.profile,
+                num_micro_batches=config.profile_steps,
+                title=f"{class_name(model)} on {self.device.type}",
+                model=identity,
+                layer_names=[fqn for fqn, _ in found.layers],
+            )
         self._is_attached = False
         self.head_loss: HeadLoss | None = None
         self.record = record = RunRecord(
@@ -341,21 +371,37 @@ def _install_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
     return install_head_loss(model, config.head_loss)
 
 
-def _policy_of(config: PyAOConfig, selected: Selection, found: FoundLayers) -> Policy:
-    """Return the policy that *config* names, within what it says of recomputing and last layers."""
-    policy = make_policy(config, selected)
-    if config.recompute_modules:
-        names = [name for name in config.recompute_modules if name != POINTWISE]
-        policy = RecomputeSelected(
-            policy,
-            resolve_selections(
-                names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
-            ),
-            is_pointwise=POINTWISE in config.recompute_modules,
-        )
-    if config.keep_last_layers:
-        policy = KeepLastLayers(policy, len(found.layers) - config.keep_last_layers)
-    return policy
+def _wrapper(config: PyAOConfig, found: FoundLayers) -> Callable[[Policy], Policy]:
+    """Return what puts a policy within what *config* says of recomputing and of last layers.
+
+    It does not hold the model.
+    """
+    names = [name for name in config.recompute_modules if name != POINTWISE]
+    selected = resolve_selections(
+        names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
+    )
+    first_kept = len(found.layers) - config.keep_last_layers
+
+    def wrap(policy: Policy) -> Policy:
+        if config.recompute_modules:
+            is_pointwise = POINTWISE in config.recompute_modules
+            policy = RecomputeSelected(policy, selected, is_pointwise=is_pointwise)
+        if config.keep_last_layers:
+            policy = KeepLastLayers(policy, first_kept)
+        return policy
+
+    return wrap
+
+
+def _check_plan(policy: Policy, identity: Mapping[str, Any], found: FoundLayers) -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        PlanError: it was.
+    """
+    if isinstance(policy, PlanPolicy):
+        layers = [(fqn, [name for name, _ in named_submodules(m)]) for fqn, m in found.layers]
+        policy.plan.check_model(identity, layers)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -191,7 +191,8 @@ class _Walk:
             self.peak_here = 0
             self._before(number)
             if self.device is not None and operation.is_kernel:
-                elapsed_ms = self.device.op_ms(operation.flops, operation.traffic_bytes)
+                each_ms = self.device.op_ms(operation.flops, operation.traffic_bytes)
+                elapsed_ms = each_ms * operation.num_runs
                 self.now_ms += elapsed_ms
                 compute_ms += elapsed_ms
             for buffer in self.deaths[number]:

@@ -102,7 +102,7 @@ def _weights(sizes: Sequence[int], size: int) -> list[Fraction]:
 
 def _structure(program: StepProgram) -> tuple[object, ...]:
     return (
-        [(each.name, each.path, each.is_kernel) for each in program.operations],
+        [(each.name, each.path, each.is_kernel, each.num_runs) for each in program.operations],
         [(each.birth, each.death) for each in program.buffers],
         [each._replace(nbytes=0, link_bytes=0) for each in program.slots],
         [each._replace(nbytes=0) for each in program.packs],

@@ -30,6 +30,8 @@ class Operation(NamedTuple):
     """What it reads and writes."""
     is_kernel: bool
     """False if nothing runs on the device: views, empty tensors."""
+    num_runs: int = 1
+    """How often it runs, where one stands for others that leave memory as it was."""
 
 
 class Buffer(NamedTuple):

@@ -68,6 +68,8 @@ class StepRecorder:
     def __init__(self, fake_mode: FakeTensorMode | None = None) -> None:
         self.observer: Observer = _Listener(self)
         self.is_paused = False
+        self.num_runs = 1
+        """How often what is seen now is to run, where it is shown once."""
         self._fake_mode = fake_mode
         self._is_host: Callable[[torch.UntypedStorage], bool] = lambda storage: False
         self._layer_names: tuple[str, ...] = ()
@@ -137,6 +139,7 @@ class StepRecorder:
                 0.0 if cost is None else cost.flops,
                 0 if cost is None else cost.nbytes,
                 cost is not None,
+                self.num_runs,
             )
         )
         for storage in made:

@@ -10,17 +10,19 @@ from typing import Any
 from hf_pyao.errors import nearest
 from hf_pyao.report.bench_report import BenchReport, FactsReport
 from hf_pyao.report.estimate_report import EstimateReport
+from hf_pyao.report.profile_report import Profile
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.schema import ReportError, read_json
 from hf_pyao.text import echo
 
-Document = RunReport | BenchReport | FactsReport | EstimateReport
+Document = RunReport | BenchReport | FactsReport | EstimateReport | Profile
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any], str], Document]] = {
     "run": RunReport.from_dict,
     "bench": BenchReport.from_dict,
     "facts": FactsReport.from_dict,
     "estimate": EstimateReport.from_dict,
+    "profile": Profile.from_dict,
 }
 """Value of ``kind`` -> reader."""
 

@@ -15,6 +15,7 @@ from hf_pyao.report.bench_report import BenchReport, FactsReport
 from hf_pyao.report.documents import Document
 from hf_pyao.report.estimate_report import EstimateReport, estimate_notes, estimate_table
 from hf_pyao.report.plots import figure_of, image_bytes, need_matplotlib
+from hf_pyao.report.profile_report import Profile, profile_summary, profile_tables
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.schema import ReportError
 from hf_pyao.report.tables import (
@@ -87,6 +88,8 @@ def _section(document: Document, with_plots: bool) -> str:
     parts = [f"<h2>{_text(document.title)}</h2>"]
     if isinstance(document, RunReport):
         parts.append(f"<p>{_text(document.description)}</p>")
+    if isinstance(document, Profile):
+        parts.append(f"<p>{_text(profile_summary(document))}</p>")
     image = _image(document, "svg") if with_plots else None
     if image is not None:
         # As an image of its own, so that the identifiers inside two plots cannot meet.
@@ -123,6 +126,8 @@ def _tables(document: Document) -> list[tuple[list[str], list[list[str]]]]:
         return run_tables(document)
     if isinstance(document, EstimateReport):
         return [estimate_table(document)]
+    if isinstance(document, Profile):
+        return profile_tables(document)
     return [
         (["fact", "value"], [[name, fact_text(value)] for name, value in document.facts.items()])
     ]

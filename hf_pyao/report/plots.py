@@ -6,12 +6,14 @@ Colours and markers tell families of methods apart, so that a plot reads in grey
 from __future__ import annotations
 
 import io
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_pyao.report.bench_report import REFERENCE, BenchReport, BenchRow
 from hf_pyao.report.estimate_report import EstimateReport
 from hf_pyao.report.labels import place_labels
+from hf_pyao.report.profile_report import Profile
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.schema import ReportError
 from hf_pyao.report.tables import GIB, MIB, RUN_FIGURES, kept_rows, number
@@ -74,7 +76,7 @@ def need_matplotlib() -> None:
         ) from error
 
 
-def figure_of(report: BenchReport | RunReport | EstimateReport) -> Figure | None:
+def figure_of(report: BenchReport | RunReport | EstimateReport | Profile) -> Figure | None:
     """Return the plot that belongs to *report*; None if it has too few figures for one.
 
     Raises:
@@ -85,6 +87,8 @@ def figure_of(report: BenchReport | RunReport | EstimateReport) -> Figure | None
         return run_figure(report)
     if isinstance(report, EstimateReport):
         return estimate_figure(report)
+    if isinstance(report, Profile):
+        return throughput_figure(report)
     return largest_figure(report) if report.is_search else trade_off_figure(report)
 
 
@@ -165,6 +169,35 @@ def largest_figure(report: BenchReport) -> Figure | None:
     axes.set_xlabel("largest micro-batch that fits, sequences")
     axes.grid(visible=False, axis="y")
     _title(axes, report, "Largest micro-batch: longer is better")
+    return figure
+
+
+def throughput_figure(profile: Profile) -> Figure | None:
+    """Return the activation throughput of each part of a layer (PyAO paper, Figure 2), as bars.
+
+    Lines are the link's speed and the bound above which throughputs are outliers.
+    """
+    rows = [row for row in profile.modules if row.throughput_gib_per_s is not None][:MOST_ROWS]
+    rows.sort(key=lambda row: row.throughput_gib_per_s or 0.0)
+    if not rows:
+        return None
+    values = [row.throughput_gib_per_s or 0.0 for row in rows]
+    figure, axes = _figure(8.6, 1.8 + 0.34 * len(rows))
+    bars = axes.barh(range(len(rows)), values, color=OURS.colour, height=0.66)
+    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=4, color=_INK, fontsize=9)
+    axes.set_yticks(range(len(rows)), [_plain(row.path or "(the layer itself)") for row in rows])
+    lines = [("the link's speed", profile.link_gib_per_s, RECOMPUTE.colour, "--")]
+    if len(values) > 1:
+        lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+        lines.append(("Q3 + 1.5 IQR", upper + 1.5 * (upper - lower), OFFLOAD.colour, ":"))
+    for label, value, colour, style in lines:
+        if value is not None:
+            axes.axvline(value, color=colour, linestyle=style, label=f"{label}, {value:.3g}")
+    axes.set_xlim(0, max([*values, *(value or 0.0 for _, value, _, _ in lines), 1e-9]) * 1.18)
+    axes.set_xlabel("activation throughput, GiB/s: bytes over the time between saved tensors")
+    axes.grid(visible=False, axis="y")
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    axes.set_title(_plain(profile.title), color=_INK, fontsize=11, loc="left")
     return figure
 
 

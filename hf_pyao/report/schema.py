@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import types
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from hf_pyao.errors import PyAOError, nearest
@@ -164,7 +164,7 @@ def check_version(values: Mapping[str, Any], cls: type, version: int, where: str
         )
 
 
-def read_json(path: str | Path) -> Mapping[str, Any]:
+def read_json(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
@@ -178,7 +178,7 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
     )
 
 
-def write_json(path: str | Path, document: Any) -> None:
+def write_json(path: str | os.PathLike[str], document: Any) -> None:
     """Write *document* so that a reader sees the old file or the whole new one, never a part.
 
     Raises:

@@ -9,6 +9,7 @@ from hf_pyao.report.bench_report import OK, REFERENCE, BenchReport, BenchRow, Fa
 from hf_pyao.report.documents import Document
 from hf_pyao.report.estimate_report import EstimateReport, estimate_notes, estimate_table
 from hf_pyao.report.markdown import code, paragraph, table
+from hf_pyao.report.profile_report import Profile, profile_summary, profile_tables
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.run_report import RunReport
 
@@ -28,6 +29,8 @@ def markdown_of(document: Document) -> str:
         return run_markdown(document)
     if isinstance(document, EstimateReport):
         return estimate_markdown(document)
+    if isinstance(document, Profile):
+        return profile_markdown(document)
     return facts_markdown(document)
 
 
@@ -40,6 +43,17 @@ def estimate_markdown(report: EstimateReport) -> str:
         paragraph(verdict),
         "\n".join(f"- {paragraph(line)}" for line in notes),
         provenance_line(report, text=paragraph, command=code),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def profile_markdown(profile: Profile) -> str:
+    """Return the heading, what was measured, parts and slots, and the provenance."""
+    parts = [
+        f"## {paragraph(profile.title)}",
+        paragraph(profile_summary(profile)),
+        *(table(*each) for each in profile_tables(profile)),
+        provenance_line(profile, text=paragraph, command=code),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -19,10 +19,10 @@ from hf_pyao.metrics import MicroBatchStats, RunTotals
 from hf_pyao.runtime.backward_order import BackwardOrder, Reversed
 from hf_pyao.runtime.compile_guard import uncompiled
 from hf_pyao.runtime.idle_warnings import IdleWarnings
-from hf_pyao.runtime.observer import Observer
+from hf_pyao.runtime.observer import Observer, Observers
 from hf_pyao.runtime.packing import Packer
 from hf_pyao.runtime.parameters import FrozenShapes, is_parameter
-from hf_pyao.runtime.policy import LayerRun, Policy
+from hf_pyao.runtime.policy import LayerRun, Policy, for_forward
 from hf_pyao.runtime.recomputation import Recomputer
 from hf_pyao.runtime.saved_tensor import Handle, KeptTensor
 from hf_pyao.runtime.tape import Layer, LayerCall, MicroBatch, Tape
@@ -75,6 +75,7 @@ class OffloadEngine:
         """Why hooks stayed off when a layer was entered last in vain; empty if that never was."""
         self.observer: Observer | None = None
         """Hears what happens; see :meth:`observe`."""
+        self._observers: tuple[Observer, ...] = ()
         self._policy = policy
         self._recomputer = recomputer
         self._find_buffer_keys = buffer_keys
@@ -116,16 +117,27 @@ class OffloadEngine:
         if not isinstance(policy, Policy):
             raise ConfigError(
                 f"policy is {policy!r}; expected an object with `name` and `decide(slot, "
-                "situation)`. A named one is made by hf_pyao.runtime.policy.make_policy(config)."
+                "situation)`. A named one is made by hf_pyao.planning.policies.make_policy(config)."
             )
         self._policy = policy
 
-    def observe(self, observer: Observer | None) -> None:
-        """Tell *observer* what happens from the next layer call on; None: no one."""
+    def observe(self, *observers: Observer | None) -> None:
+        """Tell *observers*, and no one else, what happens from the next layer call on."""
+        self._observers = tuple(each for each in observers if each is not None)
+        one = self._observers[0] if self._observers else None
+        observer = one if len(self._observers) < 2 else Observers(self._observers)
         self.observer = observer
         self.packer.observer = observer
         self.unpacker.observer = observer
         self.mover.watcher = observer
+
+    def observe_too(self, observer: Observer) -> None:
+        """Tell *observer* beside those that are told already."""
+        self.observe(*self._observers, observer)
+
+    def stop_observing(self, observer: Observer) -> None:
+        """Tell *observer* nothing more."""
+        self.observe(*(each for each in self._observers if each is not observer))
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -136,7 +148,7 @@ class OffloadEngine:
             is_announced: False if that is only concluded from the order of the layers.
         """
         self.end_forward()
-        tape = Tape(self._policy, self._num_tapes, is_announced=is_announced)
+        tape = Tape(for_forward(self._policy), self._num_tapes, is_announced=is_announced)
         self._open_tapes[tape.number] = tape
         self._num_tapes += 1
         self._running.add(tape)
@@ -345,6 +357,8 @@ class OffloadEngine:
         self.mover.collect(stats)
         self.last_stats = stats
         self.totals.add(stats)
+        if self.observer is not None:
+            self.observer.on_micro_batch(stats)
         if not (stats.offloaded_bytes or stats.recomputed_bytes) and self.policy.name != "off":
             self.idle_warnings.nothing_moved(stats)
 

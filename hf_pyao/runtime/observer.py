@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.runtime.policy import Decision
 from hf_pyao.runtime.slots import Slot
 
@@ -62,10 +64,61 @@ class Observer:
     def on_trace(self, layer: str, recomputation: Any) -> None:
         """Hear that a layer call was traced, before the trace is forgotten."""
 
+    def on_micro_batch(self, stats: MicroBatchStats) -> None:
+        """Hear that a micro-batch's backward is over, and what it came to."""
+
     def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
         """Run *work*, one of :data:`OVERHEADS` or an ``"operation"``, and return its result.
 
         Parts lie inside of others: what a recipe reads is restored while it is recomputed, and the
         operations of a traced layer run while they are traced.
         """
+        return work()
+
+
+class Observers(Observer):
+    """Tells several observers, in order."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = tuple(observers)
+
+    def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_module(layer, path, phase, is_start=is_start)
+
+    def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_pack(layer, path, tensor)
+
+    def on_unpack(self, slot: Slot) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_unpack(slot)
+
+    def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_slot(slot, stays, decision)
+
+    def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_copy(direction, label, nbytes, ticket)
+
+    def on_trace(self, layer: str, recomputation: Any) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_trace(layer, recomputation)
+
+    def on_micro_batch(self, stats: MicroBatchStats) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_micro_batch(stats)
+
+    def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
+        """Run *work* inside of each."""
+        for observer in reversed(self.observers):
+            work = partial(observer.around, what, label, work)
         return work()

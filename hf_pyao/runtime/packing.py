@@ -40,7 +40,7 @@ from hf_pyao.transfer.layout import (
 )
 from hf_pyao.transfer.mover import HOST_FULL, Mover
 
-SHARED = "shared by layers"
+SHARED_BY_LAYERS = "shared by layers"
 ELSEWHERE = "not on the device"
 EMPTY = "empty"
 DUPLICATE = "equal to another"
@@ -182,11 +182,12 @@ class Packer:
         nbytes: int,
     ) -> Handle:
         """Decide on a storage, or a content of one, that is new to the tape, and act on it."""
+        if call.shared_keys and storage._cdata in call.shared_keys:
+            return self._keep_shared(call, tensor, storage, nbytes)
         entry = call.next_entry(nbytes, tensor.dtype)
         decision = entry.decision
         if (
             entry.policy is call.policy  # mostly: what was decided before holds
-            and not (call.shared_keys and storage._cdata in call.shared_keys)
             and self.observer is None
         ):
             if type(decision) is Keep:
@@ -207,12 +208,22 @@ class Packer:
             self.observer.on_slot(entry.slot, stays, decision)
         return self._carry_out(call, tensor, storage, entry.slot, decision)
 
+    def _keep_shared(
+        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+    ) -> Handle:
+        """Keep what other layers get too; the policy only hears of it."""
+        slot = call.shared(nbytes, tensor.dtype)
+        call.policy.decide(slot, Situation(call.is_last_run, None, SHARED_BY_LAYERS))
+        if self.observer is not None:
+            self.observer.on_slot(slot, SHARED_BY_LAYERS, _KEEP_SHARED)
+        return self._keep(call, tensor, storage, slot, _KEEP_SHARED)
+
     def _reason_to_stay(
         self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
     ) -> str | None:
         """Say why *tensor*'s storage stays whatever the policy decides; None if it need not."""
         if call.shared_keys and storage._cdata in call.shared_keys:
-            return SHARED
+            return SHARED_BY_LAYERS
         if not nbytes or not tensor.numel():
             return EMPTY
         device = tensor.device
@@ -239,6 +250,8 @@ class Packer:
     ) -> Handle:
         """Decide on a storage of a traced layer, which may be dropped too."""
         assert call.recomputation is not None
+        if call.shared_keys and storage._cdata in call.shared_keys:
+            return self._keep_shared(call, tensor, storage, nbytes)
         slot = call.next_entry(nbytes, tensor.dtype).slot
         stays = self._reason_to_stay(call, tensor, storage, nbytes)
         producer = call.recomputation.producer_of(storage)
@@ -399,6 +412,7 @@ class Packer:
 
 
 _KEEP_HOST_FULL = Keep(HOST_FULL)
+_KEEP_SHARED = Keep(SHARED_BY_LAYERS)
 _KEEP_UNSUPPORTED = Keep(UNSUPPORTED)
 
 NOT_TRACED = "not traced"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from hf_pyao.codecs import Codec
-from hf_pyao.config import POLICY_NAMES, PyAOConfig
-from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.runtime.slots import Slot
 
 BELOW_MIN_BYTES = "below min_bytes"
@@ -171,6 +169,13 @@ class RecomputeSelected:
             return otherwise
         return Recompute(otherwise)
 
+    def for_forward(self) -> RecomputeSelected:
+        """Return the same over what the base policy makes for a forward."""
+        base = for_forward(self.base)
+        if base is self.base:
+            return self
+        return RecomputeSelected(base, self.selected, is_pointwise=self.is_pointwise)
+
     def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
         """Return the selected sub-modules of the layer."""
         selected = self.selected.get(run.layer, frozenset())
@@ -195,6 +200,11 @@ class KeepLastLayers:
         if situation.is_last_run and slot.layer_index >= self.first_kept:
             return _KEEP_LAST
         return self.base.decide(slot, situation)
+
+    def for_forward(self) -> KeepLastLayers:
+        """Return the same over what the base policy makes for a forward."""
+        base = for_forward(self.base)
+        return self if base is self.base else KeepLastLayers(base, self.first_kept)
 
     def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
         """Ask the base policy, if it is one that recomputes, about the layers before."""
@@ -226,30 +236,11 @@ def is_static(policy: Policy) -> bool:
     return bool(getattr(policy, "is_static", False))
 
 
-POLICIES: dict[str, Callable[[PyAOConfig, Selection], Policy]] = {
-    "all": lambda config, selected: OffloadAll(int(config.min_bytes)),
-    "modules": lambda config, selected: OffloadModules(int(config.min_bytes), selected),
-    "off": lambda config, selected: OffloadNothing(),
-}
+def for_forward(policy: Policy) -> Policy:
+    """Return what decides in one forward: *policy*, or what it makes for each (``for_forward()``).
 
-
-def make_policy(config: PyAOConfig, selected: Selection | None = None) -> Policy:
-    """Return the policy that *config* names.
-
-    Args:
-        config: names the policy or holds an instance.
-        selected: the sub-modules that ``config.modules`` stands for in this model.
-
-    Raises:
-        ConfigError: the name is unknown, or the object is no policy.
+    So a policy that counts as it goes has no state that forwards on several threads share.
     """
-    if isinstance(config.policy, str):
-        if config.policy not in POLICIES:
-            raise unknown_name("policy", config.policy, POLICIES)
-        return POLICIES[config.policy](config, selected or {})
-    if not isinstance(config.policy, Policy):
-        raise ConfigError(
-            f"policy is {config.policy!r}; expected one of {list(POLICY_NAMES)} or an object with "
-            "`name` and `decide(slot, situation)`."
-        )
-    return config.policy
+    make = getattr(policy, "for_forward", None)
+    made: Policy = policy if make is None else make()
+    return made

@@ -17,7 +17,7 @@ from hf_pyao.runtime.observer import Observer
 from hf_pyao.runtime.parameters import FrozenShapes
 from hf_pyao.runtime.policy import Decision, Policy
 from hf_pyao.runtime.recomputation import Recomputation
-from hf_pyao.runtime.slots import NO_SLOT, Slot
+from hf_pyao.runtime.slots import ANCHOR, NO_SLOT, SHARED, Slot
 from hf_pyao.transfer.graph_task import NO_TASK
 from hf_pyao.transfer.moved_bytes import MovedBytes
 
@@ -66,7 +66,7 @@ class SlotEntry:
 class Layer:
     """A module whose saved tensors are offloaded."""
 
-    __slots__ = ("_anchors", "_entries", "_unnamed", "fqn", "index")
+    __slots__ = ("_apart", "_entries", "_unnamed", "fqn", "index")
 
     def __init__(self, index: int, fqn: str) -> None:
         self.index = index
@@ -74,7 +74,7 @@ class Layer:
         """Qualified name."""
         self._entries: dict[bool, list[SlotEntry]] = {True: [], False: []}
         self._unnamed: dict[str, Slot] = {}
-        self._anchors: dict[tuple[str, int], Slot] = {}
+        self._apart: dict[tuple[str, str, int], Slot] = {}
 
     def entries(self, is_last_run: bool) -> list[SlotEntry]:
         """Return what its newest such call saved, in order: the next is likely to save the same.
@@ -94,12 +94,12 @@ class Layer:
             slot = self._unnamed[path] = Slot(self.fqn, self.index, path, NO_SLOT, 0, None)
         return slot
 
-    def anchor(self, path: str, ordinal: int, nbytes: int, dtype: torch.dtype) -> Slot:
-        """Return the slot of an anchor."""
-        slot = self._anchors.get((path, ordinal))
+    def apart(self, kind: str, path: str, ordinal: int, nbytes: int, dtype: torch.dtype) -> Slot:
+        """Return a slot of a *kind* that is counted apart: anchors, and what layers share."""
+        slot = self._apart.get((kind, path, ordinal))
         if slot is None or slot.nbytes != nbytes or slot.dtype != dtype:
-            slot = Slot(self.fqn, self.index, path, ordinal, nbytes, dtype, is_anchor=True)
-            self._anchors[path, ordinal] = slot
+            slot = Slot(self.fqn, self.index, path, ordinal, nbytes, dtype, kind)
+            self._apart[kind, path, ordinal] = slot
         return slot
 
 
@@ -114,7 +114,9 @@ class LayerCall:
     """Id of the graph task in which its backward started last."""
     is_open = True
     num_slots = 0
-    """Distinct storages saved so far."""
+    """Distinct storages saved so far, without those that layers share."""
+    num_shared = 0
+    """Those that layers share."""
     _owns_entries = False
 
     def __init__(
@@ -167,7 +169,7 @@ class LayerCall:
         shape."""
         self._put_off: list[weakref.ref[Record]] = []
         self._anchors: dict[int, Slot] = {}
-        self._num_anchors: dict[str, int] = {}
+        self._num_apart: dict[tuple[str, str], int] = {}
 
     @property
     def fqn(self) -> str:
@@ -224,10 +226,18 @@ class LayerCall:
         """Return the slot under which storage *key* is stored, which autograd has not saved."""
         slot = self._anchors.get(key)
         if slot is None:
-            ordinal = self._num_anchors.get(path, 0)
-            self._num_anchors[path] = ordinal + 1
-            slot = self._anchors[key] = self.layer.anchor(path, ordinal, nbytes, dtype)
+            slot = self._anchors[key] = self._slot_apart(ANCHOR, path, nbytes, dtype)
         return slot
+
+    def shared(self, nbytes: int, dtype: torch.dtype) -> Slot:
+        """Return the slot of a storage that other layers get too, and that none has saved yet."""
+        self.num_shared += 1
+        return self._slot_apart(SHARED, self.paths[-1], nbytes, dtype)
+
+    def _slot_apart(self, kind: str, path: str, nbytes: int, dtype: torch.dtype) -> Slot:
+        ordinal = self._num_apart.get((kind, path), 0)
+        self._num_apart[kind, path] = ordinal + 1
+        return self.layer.apart(kind, path, ordinal, nbytes, dtype)
 
     def is_first_save_of_anchor(self, key: int) -> bool:
         """Say whether autograd saves storage *key*, an anchor so far, for the first time now."""
@@ -245,7 +255,7 @@ class LayerCall:
             self.is_open = False
             self.layer.remember(self.is_last_run, self.entries)
             self._owns_entries = False
-            self.tape.stats.num_slots += self.num_slots
+            self.tape.stats.num_slots += self.num_slots + self.num_shared
         self.cast_input = None
         self.casts.clear()  # their keys hold the graph, which holds the call
 

@@ -98,7 +98,7 @@ def test_every_policy_has_a_row() -> None:
         for name in known_methods()
         if name.startswith("pyao-")
     }
-    assert policies == set(POLICY_NAMES)
+    assert policies == set(POLICY_NAMES) - {"plan"}  # which is one model's
 
 
 @pytest.mark.parametrize(("method", "reason"), NOT_ON_A_CPU.items())

@@ -31,6 +31,10 @@ EXAMPLES = {
     "codec": "identity",
     "layers": ["mid_block"],
     "modules": ["mlp_act"],
+    "budget": 8,
+    "plan": "plan.json",
+    "profile_steps": 3,
+    "profile": "profile.json",
     "recompute_modules": ["mlp_norm"],
     "keep_last_layers": 2,
     "min_bytes": 1024,
@@ -246,7 +250,7 @@ def test_help_lists_every_name() -> None:
     for names in (POLICY_NAMES, CODECS, ("off", "chunked", "liger"), ("summary",)):
         for name in names:
             assert f"'{name}'" in text, name
-    assert "--activation_offload_policy {all,modules,off}" in text
+    assert "--activation_offload_policy {all,modules,budget,plan,pyao,off}" in text
     assert "--activation_offload_codec {identity,int8,fp8,int4,bitmask}" in text
     assert "copy_streams" not in text
 

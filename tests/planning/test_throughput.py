@@ -26,9 +26,7 @@ FLAGGED = {
 @pytest.mark.parametrize("architecture", FLAGGED)
 def test_what_is_flagged_on_the_papers_card(architecture: str) -> None:
     config = build_config(architecture, find_size(architecture, PAPER_SIZES[architecture]))
-    program = record_step(
-        FakeTraining(config=config), PAPERS_MICRO_BATCHES[architecture], 512
-    )
+    program = record_step(FakeTraining(config=config), PAPERS_MICRO_BATCHES[architecture], 512)
     card = find_hardware("rtx4070")
     for rates, expected in zip(
         (by_pack_intervals(program, card.device), by_device_time(program, card.device)),

@@ -167,3 +167,32 @@ def test_only_what_says_that_it_is_static_is_not_asked_again() -> None:
                 model(**tiny_batch()).loss.backward()
         counts = Counter(slot for slot, _ in policy.asked)
         assert set(counts.values()) == {times}, policy
+
+
+@pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
+def test_equal_layers_save_under_equal_names(architecture: str) -> None:
+    """What layers share is saved by the first alone, and moves no ordinal of the others."""
+
+    class Listing:
+        name = "listing"
+
+        def __init__(self) -> None:
+            self.names: dict[int, list[tuple[str, int]]] = {}
+            self.shared: list[Slot] = []
+
+        def decide(self, slot: Slot, situation: Situation) -> Any:
+            if situation.stays is None:
+                self.names.setdefault(slot.layer_index, []).append((slot.name, slot.nbytes))
+            else:
+                self.shared.append(slot)
+            return Offload()
+
+    model, policy = tiny_model(architecture), Listing()
+    with attach(model, replace(EVERYTHING, policy=policy)):
+        model(**tiny_batch(), use_cache=False).loss.backward()
+    first, *others = policy.names.values()
+    assert others
+    assert all(names == first for names in others)
+    if architecture == "llama":
+        assert [slot.name for slot in policy.shared] == ["self_attn:shared0", "self_attn:shared1"]
+        assert {slot.layer_index for slot in policy.shared} == {0}

@@ -128,7 +128,7 @@ def test_saved_tensors_may_be_looked_at_outside_of_backward() -> None:
 
 def test_names() -> None:
     assert Slot("model.layers.3", 3, "self_attn.q_proj", 2, 64, None).name == "self_attn.q_proj:2"
-    anchor = Slot("model.layers.3", 3, "mlp", 1, 64, None, is_anchor=True)
+    anchor = Slot("model.layers.3", 3, "mlp", 1, 64, None, kind="anchor")
     assert anchor.name == "mlp:anchor1"
     message = str(modified_error(Slot("model.layers.3", 3, "mlp", 0, 64, None)))
     assert "slot 'mlp:0' of layer 'model.layers.3'" in message

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_pyao import Offloader, PyAOConfig, attach
-from hf_pyao.runtime.policy import make_policy
+from hf_pyao.planning.policies import make_policy
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.runtime.tape import Layer, LayerCall, StorageTable, Tape
 from tests.helpers import EVERY_LAYER, EVERYTHING, RecordingTransport, Stack, linear_relu

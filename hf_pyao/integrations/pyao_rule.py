@@ -1,0 +1,114 @@
+"""Policy ``pyao``: times the first micro-batches, decides once, and goes on with the plan."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.errors import PyAOError
+from hf_pyao.integrations.run_record import is_main_process
+from hf_pyao.planning.iqr import find_outliers
+from hf_pyao.planning.pack_intervals import PackIntervals
+from hf_pyao.planning.plan import Plan, PlanPolicy
+from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.policy import Policy
+from hf_pyao.transfer.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "PyAO's rule (PyAO paper, section 4.4)"
+
+
+class PyAORule:
+    """Has an engine time its micro-batches, and gives it a plan when that is done.
+
+    Until then everything is offloaded. Nothing is decided where the link's speed is not known.
+
+    Args:
+        engine: what is timed.
+        transport: whose clock and whose measured speed are used.
+        device: where the model is.
+        config: how long to time, and where the plan is kept.
+        identity: what tells the model.
+        wrap: puts a policy within what the configuration says of last layers and recomputing.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        transport: Transport,
+        device: torch.device,
+        config: PyAOConfig,
+        identity: Mapping[str, Any],
+        wrap: Callable[[Policy], Policy],
+    ) -> None:
+        self._engine = weakref.ref(engine)
+        self._transport = transport
+        self._config = config
+        self._identity = dict(identity)
+        self._wrap = wrap
+        self.plan: Plan | None = None
+        """What was decided; None until then."""
+        engine.observe_too(PackIntervals(transport, device, config.profile_steps, self._decide))
+
+    def _decide(self, intervals: PackIntervals) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        engine.stop_observing(intervals)
+        speed = self._transport.bandwidth()
+        known = [each for each in (speed.d2h_gib_per_s, speed.h2d_gib_per_s) if each]
+        if not known:
+            logger.warning(
+                "policy 'pyao' goes on offloading everything: nothing was copied while it timed "
+                "%d micro-batches, so that the link's speed is not known.",
+                self._config.profile_steps,
+            )
+            return
+        rates = intervals.throughput_gib_per_s()
+        outliers = find_outliers(rates, fmean(known))
+        self.plan = Plan(
+            source=SOURCE,
+            model=self._identity,
+            slots=[],
+            recomputed_modules=list(outliers.flagged),
+            figures={
+                "link_gib_per_s": outliers.link_gib_per_s,
+                "upper_bound_gib_per_s": outliers.upper_bound_gib_per_s,
+                "num_micro_batches": float(self._config.profile_steps),
+                **{f"throughput_gib_per_s/{path}": rate for path, rate in rates.items()},
+            },
+        )
+        engine.use(self._wrap(PlanPolicy(self.plan, int(self._config.min_bytes), "pyao")))
+        flagged = ", ".join(outliers.flagged) or "nothing"
+        logger.info(
+            "policy 'pyao' recomputes %s and offloads the rest: above %.1f GiB/s, the bound for "
+            "outliers, and above the link's %.1f GiB/s.",
+            flagged,
+            outliers.upper_bound_gib_per_s,
+            outliers.link_gib_per_s,
+        )
+        if self._config.plan is not None and is_main_process():
+            try:
+                self.plan.to_json_file(self._config.plan)
+            except PyAOError as error:  # no reason to end a training
+                logger.warning("the plan is not kept: %s", error)
+
+
+def kept_plan(config: PyAOConfig) -> Plan | None:
+    """Return the plan that policy ``pyao`` decided in a run before; None if none was kept.
+
+    Raises:
+        ReportError: the file is no plan.
+        PlanError: the plan contradicts itself.
+    """
+    if config.policy != "pyao" or config.plan is None or not Path(config.plan).exists():
+        return None
+    return Plan.from_json_file(config.plan)

@@ -1,0 +1,69 @@
+"""The policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_pyao.config import POLICY_NAMES, PyAOConfig
+from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.planning.budget import OffloadBudget
+from hf_pyao.planning.plan import Plan, PlanPolicy
+from hf_pyao.runtime.policy import OffloadAll, OffloadModules, OffloadNothing, Policy, Selection
+from hf_pyao.settings import amount_of
+
+
+def _all(config: PyAOConfig, selected: Selection) -> Policy:
+    return OffloadAll(int(config.min_bytes))
+
+
+def _modules(config: PyAOConfig, selected: Selection) -> Policy:
+    return OffloadModules(int(config.min_bytes), selected)
+
+
+def _budget(config: PyAOConfig, selected: Selection) -> Policy:
+    assert config.budget is not None
+    max_tensors, max_bytes = amount_of(config.budget)
+    return OffloadBudget(int(config.min_bytes), max_tensors=max_tensors, max_bytes=max_bytes)
+
+
+def _plan(config: PyAOConfig, selected: Selection) -> Policy:
+    assert config.plan is not None
+    return PlanPolicy(Plan.from_json_file(config.plan), int(config.min_bytes))
+
+
+def _off(config: PyAOConfig, selected: Selection) -> Policy:
+    return OffloadNothing()
+
+
+POLICIES: dict[str, Callable[[PyAOConfig, Selection], Policy]] = {
+    "all": _all,
+    "modules": _modules,
+    "budget": _budget,
+    "plan": _plan,
+    "pyao": _all,  # until it has timed what there is: planning/pyao_rule.py
+    "off": _off,
+}
+
+
+def make_policy(config: PyAOConfig, selected: Selection | None = None) -> Policy:
+    """Return the policy that *config* names.
+
+    Args:
+        config: names the policy or holds an instance.
+        selected: the sub-modules that ``config.modules`` stands for in this model.
+
+    Raises:
+        ConfigError: the name is unknown, or the object is no policy.
+        ReportError: the plan cannot be read.
+        PlanError: the plan contradicts itself.
+    """
+    if isinstance(config.policy, str):
+        if config.policy not in POLICIES:
+            raise unknown_name("policy", config.policy, POLICIES)
+        return POLICIES[config.policy](config, selected or {})
+    if not isinstance(config.policy, Policy):
+        raise ConfigError(
+            f"policy is {config.policy!r}; expected one of {list(POLICY_NAMES)} or an object with "
+            "`name` and `decide(slot, situation)`."
+        )
+    return config.policy

@@ -1,0 +1,169 @@
+"""``Profile``: what the steps of a training took and saved, part by part, as it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_pyao.report.provenance import Provenance
+from hf_pyao.report.schema import check_version, read_fields, to_plain
+
+SCHEMA_VERSION = 1
+"""Version of the JSON of a :class:`Profile`."""
+
+KIND = "profile"
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A time over layers and steps, in ms."""
+
+    mean_ms: float
+    least_ms: float
+    most_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledModule:
+    """A part of the layers: equal layers are one."""
+
+    path: str
+    """The sub-module in its layer; empty for the layer itself."""
+    forward: Spread | None = None
+    """From its start to its end, what runs inside of it included; None: it was not called."""
+    backward: Spread | None = None
+    """From when a gradient reaches its result to when one reaches what it got."""
+    saved_bytes: int = 0
+    """What it saves first in a layer, each storage once."""
+    num_packs: float = 0.0
+    """Tensors that it saves in a layer, those that were saved before included."""
+    packed_bytes: int = 0
+    """Their bytes."""
+    throughput_gib_per_s: float | None = None
+    """Bytes over the time between packs, averaged over packs (PyAO paper, section 5.5)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledSlot:
+    """A slot: the same in all layers that have it."""
+
+    name: str
+    nbytes: int
+    """The largest."""
+    dtype: str
+    num_layers: int
+    """Layers that save it."""
+    stays: str | None = None
+    """Why it stays in any case; None if it can leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What was measured of some micro-batches of a training."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = KIND
+    title: str
+    is_measured: bool = True
+    model: dict[str, Any]
+    """What tells the model: kinds and number of its layers, a digest of their structure."""
+    device: str
+    num_micro_batches: int
+    layer_names: list[str]
+    layer_forward: Spread | None = None
+    """A layer's forward."""
+    layer_backward: Spread | None = None
+    """A layer's backward."""
+    modules: list[ProfiledModule]
+    """By the time of their forward, the longest first."""
+    slots: list[ProfiledSlot]
+    """In the order of packing."""
+    link: dict[str, float | None]
+    """``d2h_gib_per_s`` and ``h2d_gib_per_s``, as far as copies told; None: nothing was copied."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last micro-batch that was measured."""
+    provenance: Provenance
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "the profile") -> Profile:
+        """Read plain values.
+
+        Raises:
+            ReportError: another schema version, an unknown or missing key, or a value of another
+                type, each by name.
+        """
+        check_version(values, cls, SCHEMA_VERSION, where)
+        return read_fields(cls, values, where)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON holds them."""
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+    @property
+    def link_gib_per_s(self) -> float | None:
+        """Mean speed of the link over the directions that are known."""
+        known = [speed for speed in self.link.values() if speed]
+        return sum(known) / len(known) if known else None
+
+
+def profile_tables(profile: Profile) -> list[tuple[list[str], list[list[str]]]]:
+    """Return the tables of modules and of slots: header and cells of each."""
+    modules = [
+        [
+            module.path or "(the layer itself)",
+            _time(module.forward),
+            _time(module.backward),
+            f"{module.saved_bytes / MIB:.2f}",
+            f"{module.packed_bytes / MIB:.2f}",
+            "–" if module.throughput_gib_per_s is None else f"{module.throughput_gib_per_s:.2f}",
+        ]
+        for module in profile.modules
+    ]
+    slots = [
+        [
+            slot.name,
+            f"{slot.nbytes / MIB:.2f}",
+            slot.dtype,
+            str(slot.num_layers),
+            slot.stays or "",
+        ]
+        for slot in profile.slots
+    ]
+    return [
+        (
+            [
+                "part of a layer",
+                "forward, ms",
+                "backward, ms",
+                "saved, MiB",
+                "packed, MiB",
+                "GiB/s",
+            ],
+            modules,
+        ),
+        (["slot", "MiB", "dtype", "layers", "stays"], slots),
+    ]
+
+
+def profile_summary(profile: Profile) -> str:
+    """Say in a sentence or two what was measured."""
+    layers = f"{len(profile.layer_names)} layers"
+    speed = profile.link_gib_per_s
+    link = (
+        "the link's speed is not known" if speed is None else f"the link carried {speed:.1f} GiB/s"
+    )
+    return (
+        f"{profile.num_micro_batches} micro-batches on {profile.device}; {layers}, forward "
+        f"{_time(profile.layer_forward)} ms and backward {_time(profile.layer_backward)} ms each "
+        f"(mean, least to most); {link}."
+    )
+
+
+def _time(spread: Spread | None) -> str:
+    if spread is None:
+        return "–"
+    return f"{spread.mean_ms:.3f} ({spread.least_ms:.3f}–{spread.most_ms:.3f})"
