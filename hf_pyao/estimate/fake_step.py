@@ -249,8 +249,10 @@ def build_model(config: Any, *, checkpointing: bool) -> Any:
     """Return the model of *config* in bfloat16 and training mode."""
     from transformers import AutoModelForCausalLM
 
+    cls: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    has_sdpa = getattr(cls, "_supports_sdpa", False)
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        config, dtype=torch.bfloat16, attn_implementation="sdpa" if has_sdpa else "eager"
     ).train()
     if checkpointing:
         # transformers 5.23 renamed it.

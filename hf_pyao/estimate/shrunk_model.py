@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +33,22 @@ def remove_equal_layers(model: nn.Module) -> RemovedLayers | None:
     names = tuple(name for name, _ in layers)
     if len(layers) <= NUM_RECORDED or len({_structure(layer) for _, layer in layers}) > 1:
         return None
-    containers = {name.rpartition(".")[0] for name in names}
-    container = model.get_submodule(containers.pop()) if len(containers) == 1 else None
-    if not isinstance(container, nn.ModuleList) or len(container) != len(layers):
+    container = _list_of([layer for _, layer in layers], model)
+    if container is None:
         return None
     half = NUM_RECORDED // 2
     before = _bytes_of(model)
     del container[half : len(container) - half]
     return RemovedLayers(names, before - _bytes_of(model))
+
+
+def _list_of(layers: Sequence[nn.Module], model: nn.Module) -> nn.ModuleList | None:
+    """Return the list in *model* that holds *layers* and nothing else; None if there is none."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(layers):
+            if all(own is layer for own, layer in zip(module, layers, strict=True)):
+                return module
+    return None
 
 
 def _structure(layer: nn.Module) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ def interpolate(points: Sequence[tuple[int, StepProgram]]) -> Callable[[int], St
 
     Args:
         points: sizes and the programs recorded there; as many as the degree of growth plus one.
+            Lengths in multiples of 64, as those that are asked for: kernels round them up.
 
     Returns:
         A function of the size. Bytes are rounded up, and are never below those of the smallest

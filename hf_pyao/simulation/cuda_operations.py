@@ -26,6 +26,8 @@ def operations_of_cuda(*more: Replacement) -> Iterator[None]:
 
     - Attention without a mask is the flash kernel, which takes grouped heads as they are, and saves
       its inputs, its result and a float32 statistic per row; what it drops it draws again.
+    - Attention with a mask is the memory-efficient kernel, which saves the mask as a bias besides,
+      and takes grouped heads repeated.
     - Dropout saves one byte for each element.
 
     Args:
@@ -34,9 +36,6 @@ def operations_of_cuda(*more: Replacement) -> Iterator[None]:
 
     For the whole process, until it ends: nothing else may run meanwhile. Attention on real tensors
     fails under it: no CPU has the kernel.
-
-    Raises:
-        RuntimeError: from attention with a mask, for which CUDA would take another kernel.
     """
     attention = Replacement(F, "scaled_dot_product_attention", _flash_attention)
     with ExitStack() as stack:
@@ -71,9 +70,32 @@ def _flash_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     if attn_mask is not None:
-        raise RuntimeError("attention got a mask, for which CUDA would take another kernel")
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
+        return _efficient_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
     result: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return result
+
+
+def _efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    if mask.dtype == torch.bool:
+        unmasked = torch.zeros_like(mask, dtype=query.dtype)
+        mask = unmasked.masked_fill(mask.logical_not(), float("-inf"))
+    bias = mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, mask))
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, saves, dropout_p, is_causal, scale=scale
     )[0]
     return result
 
