@@ -8,7 +8,7 @@ place (``hf_pyao/simulation``). So no GPU is needed, and none is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,9 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.model_sizes import build_config, find_size
 from hf_pyao.integrations.attach import Offloader, attach
-from hf_pyao.integrations.cuda_choices import choices_of_cuda
+from hf_pyao.integrations.cuda_choices import choices_of_cuda, masks_without_values
 from hf_pyao.integrations.module_map import find_layers
-from hf_pyao.simulation.cuda_operations import operations_of_cuda
+from hf_pyao.simulation.cuda_operations import operations_of_cuda, replaced
 from hf_pyao.simulation.late_transport import LateTransport
 from hf_pyao.simulation.ledger import MemoryLedger, NotingMode
 from hf_pyao.transfer.transport import Transport
@@ -98,6 +98,8 @@ class FakeTraining:
     optimizer_bytes: int = 4
     """Bytes of the optimizer's states for each trained parameter, where they are on the device: 4
     is AdamW's two moments in bfloat16."""
+    operations_of: str = "cuda"
+    """Whose choice of operations is run: ``"cuda"`` or ``"cpu"``."""
     lora_rank: int | None = None
     """Train LoRA adapters of this rank on all linear layers; None: all parameters."""
 
@@ -112,7 +114,7 @@ class FakeTraining:
         config.use_cache = False
         with (
             FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
-            operations_of_cuda(*choices_of_cuda()),
+            _operations_of(self.operations_of),
         ):
             if self.lora_rank is None:
                 model = build_model(config, checkpointing=self.checkpointing)
@@ -167,6 +169,12 @@ class FakeTraining:
         outputs.loss.backward()
         end_phase("backward")
         del bucket, outputs
+
+
+def _operations_of(device: str) -> AbstractContextManager[None]:
+    if device == "cuda":
+        return operations_of_cuda(*choices_of_cuda())
+    return replaced(*masks_without_values())
 
 
 def peak_of_step(

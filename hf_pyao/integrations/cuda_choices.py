@@ -5,6 +5,8 @@ Here and not in ``hf_pyao.simulation``, because that imports torch alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import masking_utils
 
@@ -20,10 +22,7 @@ def choices_of_cuda() -> tuple[Replacement, ...]:
     - Products of halves in the head loss have their sums in float32, if torch can trace that. Call
       this under the fake mode, then.
     """
-    masks = (
-        Replacement(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
-        Replacement(masking_utils, "_ignore_causal_mask_sdpa", lambda *_, **__: True),
-    )
+    masks = masks_without_values()
     if not can_trace_wide_products():
         return masks
     products = [
@@ -31,6 +30,20 @@ def choices_of_cuda() -> tuple[Replacement, ...]:
         for module in (cross_entropy, gradient_buffer)
     ]
     return (*masks, *products)
+
+
+def _needs_no_mask(padding_mask: object, query_length: int, kv_length: int, *others: Any) -> bool:
+    """Say whether causal attention without padding needs no mask: unless it is within a window."""
+    window = others[-1]  # the last argument in all releases
+    return window is None or kv_length < window
+
+
+def masks_without_values() -> tuple[Replacement, ...]:
+    """Return what has to be replaced so that transformers finds that a batch has no padding."""
+    return (
+        Replacement(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
+        Replacement(masking_utils, "_ignore_causal_mask_sdpa", _needs_no_mask),
+    )
 
 
 def _is_half(tensor: torch.Tensor) -> bool:

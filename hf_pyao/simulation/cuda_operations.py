@@ -38,8 +38,15 @@ def operations_of_cuda(*more: Replacement) -> Iterator[None]:
     fails under it: no CPU has the kernel.
     """
     attention = Replacement(F, "scaled_dot_product_attention", _flash_attention)
+    with replaced(attention, Replacement(F, "dropout", _dropout), *more):
+        yield
+
+
+@contextmanager
+def replaced(*replacements: Replacement) -> Iterator[None]:
+    """Let names mean something else, for the whole process, until it ends."""
     with ExitStack() as stack:
-        for module, name, instead in (attention, Replacement(F, "dropout", _dropout), *more):
+        for module, name, instead in replacements:
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, instead))
         yield
