@@ -124,7 +124,7 @@ class PyAOConfig:
     )
     profile_steps: int = setting(
         10,
-        Count("micro-batches"),
+        Count("micro-batches", least=1),
         "Micro-batches that are measured: for {profile}, and with {policy} 'pyao' before it "
         "decides (the paper takes 100).",
     )

@@ -148,15 +148,20 @@ class Names(Kind):
 
 @dataclass(frozen=True)
 class Count(Kind):
-    """A whole number, 0 or more."""
+    """A whole number, *least* or more."""
 
     unit: str
+    least: int = 0
     flag_type = int
     metavar = "N"
 
     def check(self, label: str, value: Any) -> int:
-        """Check that *value* is a whole number, and not negative."""
-        return _check_whole(label, value, self.unit, f"a whole number of {self.unit}")
+        """Check that *value* is a whole number, and no less than it may be."""
+        count = _check_whole(label, value, self.unit, f"a whole number of {self.unit}")
+        if count < self.least:
+            expected = f"expected {self.least} or more (unit: {self.unit})"
+            raise ConfigError(f"{label} is {count}; {expected}.")
+        return count
 
     def parse(self, label: str, text: str) -> int:
         """Return the number that *text* is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,6 +87,12 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not look for the longest sequence, which takes half of the time",
     )
+    how.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes that work at it, 3 at most (default: 2, where there are two cores)",
+    )
     how.add_argument("--json", action="store_true", help="print JSON, which `pyao report` reads")
     how.add_argument("--output", type=Path, metavar="FILE.json", help="write the JSON here too")
 
@@ -100,7 +107,12 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     from hf_pyao.report.tables import estimate_markdown
 
     hardware = hardware_of(args)
-    for option, least in (("sequence_length", 2), ("micro_batch", 1), ("lora", 1)):
+    for option, least in (
+        ("sequence_length", 2),
+        ("micro_batch", 1),
+        ("lora", 1),
+        ("processes", 1),
+    ):
         value = getattr(args, option)
         if value is not None and value < least:
             flag = "--" + option.replace("_", "-")
@@ -114,6 +126,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         engine=args.engine,
         optimizer=args.optimizer,
         with_longest=not args.no_longest_sequence,
+        num_processes=args.processes or min(2, os.cpu_count() or 1),
         shows_progress=not args.json and sys.stderr.isatty(),
     )
     if args.output is not None:
@@ -158,6 +171,7 @@ def estimate_report(
     engine: str = "plain",
     optimizer: str = "adamw",
     with_longest: bool = True,
+    num_processes: int = 1,
     shows_progress: bool = False,
 ) -> Any:
     """Estimate all ways to train *model* on *hardware*.
@@ -171,6 +185,7 @@ def estimate_report(
         engine: a key of :data:`ENGINES`.
         optimizer: a key of :data:`OPTIMIZER_BYTES`.
         with_longest: look for the longest sequences too.
+        num_processes: how many work at it.
         shows_progress: draw a bar to stderr.
 
     Returns:
@@ -181,13 +196,8 @@ def estimate_report(
     """
     from tqdm import tqdm
 
-    from hf_pyao.estimate.estimate import (
-        ASSUMPTIONS,
-        WAYS,
-        Estimator,
-        check_sequence_length,
-        verdict,
-    )
+    from hf_pyao.estimate.estimate import ASSUMPTIONS, check_sequence_length, verdict
+    from hf_pyao.estimate.jobs import all_jobs, run_jobs
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.report.estimate_report import EstimateReport
     from hf_pyao.report.provenance import collect_provenance
@@ -195,27 +205,23 @@ def estimate_report(
     spec = parse_model(model)
     config = config_of(spec)
     check_sequence_length(config, sequence_length)
-    estimator = Estimator(
-        config,
-        hardware,
-        training_state=ENGINES[engine],
-        sequence_length=sequence_length,
-        lora_rank=lora_rank,
-        optimizer_bytes=OPTIMIZER_BYTES[optimizer],
+    jobs = all_jobs(
+        config=config,
+        hardware=hardware,
+        options={
+            "training_state": ENGINES[engine],
+            "sequence_length": sequence_length,
+            "lora_rank": lora_rank,
+            "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
+        },
+        micro_batch=micro_batch,
+        with_longest=with_longest,
     )
-    rows = []
-    cases = [(way, head_loss) for head_loss in ("off", "chunked") for way in WAYS]
-    bar = tqdm(cases, disable=not shows_progress, leave=False, unit="way")
-    for way, head_loss in bar:
-        loss = " + chunked loss" if head_loss == "chunked" else ""
-        bar.set_description(f"estimating {way.name}{loss}")
-        try:
-            row = estimator.row(way, head_loss, micro_batch=micro_batch, with_longest=with_longest)
-        except ConfigError:
-            if head_loss == "off":
-                raise
-            continue  # a head that the chunked loss does not understand
-        rows.append(row)
+    num_cases = sum(len(job.cases) for job in jobs)
+    with tqdm(
+        total=num_cases, disable=not shows_progress, leave=False, unit="way", desc="estimating"
+    ) as bar:
+        rows, num_recordings = run_jobs(jobs, num_processes, lambda count: bar.update(count))
     trained = "" if lora_rank is None else f", LoRA of rank {lora_rank}"
     return EstimateReport(
         title=f"{spec.name}{trained} on {hardware.name}, {sequence_length} tokens, {engine}",
@@ -226,7 +232,7 @@ def estimate_report(
             "lora_rank": lora_rank,
             "engine": engine,
             "optimizer": optimizer,
-            "num_recorded_steps": estimator.num_recordings,
+            "num_recorded_steps": num_recordings,
         },
         hardware=dataclasses.asdict(hardware),
         assumptions=list(ASSUMPTIONS),

@@ -85,14 +85,16 @@ def config_of(spec: ModelSpec) -> Any:
 
     try:
         if spec.path is not None:
-            return AutoConfig.from_pretrained(spec.path)
+            config = AutoConfig.from_pretrained(spec.path)
+            _check_architecture(config.model_type)
+            return config
         architecture = spec.model_type or ""
         _check_architecture(architecture)
         config = AutoConfig.for_model(architecture, **spec.settings)
         _check_settings(spec, config)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except Exception as error:  # of whatever reads and checks configurations
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"model {spec.name!r}: {reason} Give an architecture of transformers with its "

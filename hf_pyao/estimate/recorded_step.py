@@ -42,8 +42,8 @@ def record_step(
         sequence_length: tokens of each, without padding.
         head_loss: ``PyAOConfig.head_loss``.
         recompute_modules: ``PyAOConfig.recompute_modules``.
-        keep_last_layers: last layers in which nothing is recomputed, two at most; a plan says which
-            of the others are kept.
+        keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
+            others are kept. With more than one, all layers are run.
         is_whole: run all layers, also where some stand for others.
 
     Raises:
@@ -60,7 +60,9 @@ def record_step(
     )
     with training.model() as (model, fake_mode):
         state_bytes = training.state_bytes(model)
-        removed = None if is_whole else remove_equal_layers(model)
+        # Of the layers that stand for others, the one behind them runs the same.
+        runs_all = is_whole or (bool(recompute_modules) and keep_last_layers > 1)
+        removed = None if runs_all else remove_equal_layers(model)
         training.let_gradients_go(model)
         recorder = StepRecorder(fake_mode)
         with attach(model, settings, transport=RecordingTransport(recorder)) as offloader:

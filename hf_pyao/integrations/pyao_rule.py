@@ -65,14 +65,16 @@ class PyAORule:
         engine.stop_observing(intervals)
         speed = self._transport.bandwidth()
         known = [each for each in (speed.d2h_gib_per_s, speed.h2d_gib_per_s) if each]
-        if not known:
+        rates = intervals.throughput_gib_per_s()
+        if not known or not rates:
+            why = "the link's speed is not known" if rates else "compiled layers cannot be timed"
             logger.warning(
-                "policy 'pyao' goes on offloading everything: nothing was copied while it timed "
-                "%d micro-batches, so that the link's speed is not known.",
+                "policy 'pyao' goes on offloading everything, and keeps no plan: %s after %d "
+                "micro-batches.",
+                why,
                 self._config.profile_steps,
             )
             return
-        rates = intervals.throughput_gib_per_s()
         outliers = find_outliers(rates, fmean(known))
         self.plan = Plan(
             source=SOURCE,

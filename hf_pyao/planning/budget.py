@@ -64,15 +64,21 @@ class _Spending(OffloadBudget):
         self._bytes_left = budget.max_bytes
 
     def decide(self, slot: Slot, situation: Situation) -> Decision:
-        """Offload *slot* if the budget has room for it."""
+        """Offload *slot* if the budget has room for it, which is less then."""
+        decision = self.would_decide(slot, situation)
+        if decision is _OFFLOAD and situation.stays is None:
+            if self._num_left is not None:
+                self._num_left -= 1
+            if self._bytes_left is not None:
+                self._bytes_left -= slot.nbytes
+        return decision
+
+    def would_decide(self, slot: Slot, situation: Situation) -> Decision:
+        """Say the same, and use nothing of the budget."""
         if slot.nbytes < self.min_bytes:
             return _KEEP_SMALL
         if situation.stays is not None:
             return _OFFLOAD  # whatever is said, it stays
         if self._num_left == 0 or (self._bytes_left is not None and slot.nbytes > self._bytes_left):
             return _KEEP_OVER
-        if self._num_left is not None:
-            self._num_left -= 1
-        if self._bytes_left is not None:
-            self._bytes_left -= slot.nbytes
         return _OFFLOAD

@@ -110,16 +110,22 @@ class Plan:
 
     def _check_order(self) -> None:
         """Refuse slots that are recomputed from each other."""
-        recomputed = {
-            slot.name: slot.rebuilt_from for slot in self.slots if slot.action == RECOMPUTE
-        }
-        try:
-            graphlib.TopologicalSorter(recomputed).prepare()
-        except graphlib.CycleError as error:
-            circle = " <- ".join(map(str, error.args[1]))
-            raise PlanError(
-                f"slots are recomputed from each other: {circle}. Offload or keep one of them."
-            ) from error
+        named = {layer for slot in self.slots for layer in slot.layers or ()}
+        for layer in (None, *sorted(named)):
+            of_layer = {slot.name: slot for slot in self.slots if slot.layers is None}
+            of_layer |= {s.name: s for s in self.slots if layer in (s.layers or ())}
+            recomputed = {
+                slot.name: slot.rebuilt_from
+                for slot in of_layer.values()
+                if slot.action == RECOMPUTE
+            }
+            try:
+                graphlib.TopologicalSorter(recomputed).prepare()
+            except graphlib.CycleError as error:
+                circle = " <- ".join(map(str, error.args[1]))
+                raise PlanError(
+                    f"slots are recomputed from each other: {circle}. Offload or keep one of them."
+                ) from error
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "the plan") -> Plan:

@@ -31,6 +31,11 @@ def _plan(config: PyAOConfig, selected: Selection) -> Policy:
     return PlanPolicy(Plan.from_json_file(config.plan), int(config.min_bytes))
 
 
+def _pyao(config: PyAOConfig, selected: Selection) -> Policy:
+    """Return what is done until it has been decided, see ``integrations/pyao_rule.py``."""
+    return OffloadAll(int(config.min_bytes), name="pyao")
+
+
 def _off(config: PyAOConfig, selected: Selection) -> Policy:
     return OffloadNothing()
 
@@ -40,7 +45,7 @@ POLICIES: dict[str, Callable[[PyAOConfig, Selection], Policy]] = {
     "modules": _modules,
     "budget": _budget,
     "plan": _plan,
-    "pyao": _all,  # until it has timed what there is: planning/pyao_rule.py
+    "pyao": _pyao,
     "off": _off,
 }
 

@@ -76,6 +76,7 @@ class OffloadEngine:
         self.observer: Observer | None = None
         """Hears what happens; see :meth:`observe`."""
         self._observers: tuple[Observer, ...] = ()
+        self._lasting_observers: tuple[Observer, ...] = ()
         self._policy = policy
         self._recomputer = recomputer
         self._find_buffer_keys = buffer_keys
@@ -122,22 +123,31 @@ class OffloadEngine:
         self._policy = policy
 
     def observe(self, *observers: Observer | None) -> None:
-        """Tell *observers*, and no one else, what happens from the next layer call on."""
+        """Tell *observers* what happens from the next layer call on, in place of those before.
+
+        Those of :meth:`observe_too` are told besides.
+        """
         self._observers = tuple(each for each in observers if each is not None)
-        one = self._observers[0] if self._observers else None
-        observer = one if len(self._observers) < 2 else Observers(self._observers)
+        self._tell_observers()
+
+    def observe_too(self, observer: Observer) -> None:
+        """Tell *observer* until :meth:`stop_observing`, whoever else is told."""
+        self._lasting_observers = (*self._lasting_observers, observer)
+        self._tell_observers()
+
+    def stop_observing(self, observer: Observer) -> None:
+        """Tell *observer* nothing more."""
+        self._observers = tuple(o for o in self._observers if o is not observer)
+        self._lasting_observers = tuple(o for o in self._lasting_observers if o is not observer)
+        self._tell_observers()
+
+    def _tell_observers(self) -> None:
+        observers = (*self._lasting_observers, *self._observers)
+        observer = Observers(observers) if len(observers) > 1 else next(iter(observers), None)
         self.observer = observer
         self.packer.observer = observer
         self.unpacker.observer = observer
         self.mover.watcher = observer
-
-    def observe_too(self, observer: Observer) -> None:
-        """Tell *observer* beside those that are told already."""
-        self.observe(*self._observers, observer)
-
-    def stop_observing(self, observer: Observer) -> None:
-        """Tell *observer* nothing more."""
-        self.observe(*(each for each in self._observers if each is not observer))
 
     # ---- forward -------------------------------------------------------------------------------
 

@@ -41,8 +41,8 @@ class Observer:
     def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
         """Hear that autograd saves *tensor*, before anything is decided.
 
-        It hears of every tensor, parameters and those that were saved before included; *path* is
-        the sub-module that runs.
+        It hears of every tensor, parameters and those that were saved before included, but not
+        from compiled layers; *path* is the sub-module that runs.
         """
 
     def on_unpack(self, slot: Slot) -> None:

@@ -100,11 +100,11 @@ class Policy(Protocol):
 class OffloadAll:
     """Offload everything that is large enough to be worth a copy."""
 
-    name = "all"
     is_static = True
 
-    def __init__(self, min_bytes: int) -> None:
+    def __init__(self, min_bytes: int, name: str = "all") -> None:
         self.min_bytes = min_bytes
+        self.name = name
 
     def decide(self, slot: Slot, situation: Situation) -> Decision:
         """Offload unless the storage is smaller than ``min_bytes``."""
@@ -162,12 +162,12 @@ class RecomputeSelected:
 
     def decide(self, slot: Slot, situation: Situation) -> Decision:
         """Recompute if a selected sub-module saved or made it."""
-        otherwise = self.base.decide(slot, situation)
         selected = self.selected.get(slot.layer, frozenset())
         is_selected = slot.path in selected or situation.producer in selected
-        if isinstance(otherwise, Recompute) or not (is_selected or self.is_pointwise):
-            return otherwise
-        return Recompute(otherwise)
+        if not (is_selected or self.is_pointwise):
+            return self.base.decide(slot, situation)
+        otherwise = would_decide(self.base, slot, situation)
+        return otherwise if isinstance(otherwise, Recompute) else Recompute(otherwise)
 
     def for_forward(self) -> RecomputeSelected:
         """Return the same over what the base policy makes for a forward."""
@@ -234,6 +234,16 @@ def products_to_replay(policy: Policy, run: LayerRun) -> frozenset[str] | None:
 def is_static(policy: Policy) -> bool:
     """Say whether what *policy* decides follows from what it is asked alone."""
     return bool(getattr(policy, "is_static", False))
+
+
+def would_decide(policy: Policy, slot: Slot, situation: Situation) -> Decision:
+    """Return what *policy* decides if nothing else becomes of *slot*.
+
+    A policy that counts what leaves has a method ``would_decide``, which counts nothing.
+    """
+    ask = getattr(policy, "would_decide", policy.decide)
+    decision: Decision = ask(slot, situation)
+    return decision
 
 
 def for_forward(policy: Policy) -> Policy:

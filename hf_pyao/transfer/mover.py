@@ -152,6 +152,8 @@ class Mover:
         stats.offloaded_bytes += nbytes
         stats.link_bytes += nbytes
         self._offloads.add(moved)
+        if self.watcher is not None:  # when all is noted: it may raise
+            self.watcher.on_copy("offload", moved.label, nbytes, moved.offload_ticket)
         return True
 
     def _queue_encoded(self, moved: MovedBytes, codec: Codec, rows: torch.Tensor) -> bool:
@@ -166,14 +168,19 @@ class Mover:
         if host is None:
             return False
         moved.encode_as(codec, encoded.spec, encoded.payload, places, nbytes, host)
+        copies = []
         for part, target in zip(encoded.payload, part_targets(host.data, places), strict=True):
             self._copy_out(moved, part.contiguous().view(-1).view(torch.uint8), target)
+            copies.append((target.nbytes, moved.offload_ticket))
         stats = moved.stats
         stats.offloaded_bytes += moved.nbytes
         stats.link_bytes += nbytes
         self._offloads.add(moved)
         if self._streams.are_several:
             moved.linger(self._streams.let_go(moved.home, rows.untyped_storage()))
+        if watcher is not None:
+            for part_bytes, ticket in copies:
+                watcher.on_copy("offload", moved.label, part_bytes, ticket)
         return True
 
     def _copy_out(self, moved: MovedBytes, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -186,8 +193,6 @@ class Mover:
         moved.copy_queued(ticket)
         if moved.home is None and ticket.compute is not None:
             moved.live_at(self._streams.home_on(ticket.compute))
-        if self.watcher is not None:
-            self.watcher.on_copy("offload", moved.label, target.nbytes, ticket)
 
     def _flat(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """View bytes of *tensor*'s storage as a flat uint8 tensor; nothing is copied."""

@@ -120,11 +120,28 @@ def test_a_budget_composes_with_last_layers_recomputing_and_checkpointing() -> N
         ({"policy": "plan"}, "policy is 'plan', and plan is not given"),
         ({"plan": "plan.json"}, "plan is 'plan.json', which has no effect"),
         ({"policy": "pyao", "profile_steps": -1}, "profile_steps is -1"),
+        ({"policy": "pyao", "profile_steps": 0}, "profile_steps is 0; expected 1 or more"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PyAOConfig(**settings)
+
+
+def test_what_is_recomputed_takes_nothing_of_the_budget() -> None:
+    model = tiny_model("llama")
+    expected = step(model)
+    config = replace(EVERY_LAYER, recompute_modules=("pointwise",))
+    with attach(model, config, transport=SimulatedTransport(1)) as offloader:
+        step(model)
+        most = offloader.transport.num_copies["offload"]  # type: ignore[attr-defined]
+    for budget in (1, 4, most, most + 1):
+        budgeted = replace(config, policy="budget", budget=budget)
+        with attach(model, budgeted, transport=SimulatedTransport(1)) as offloader:
+            assert_same(step(model), expected)
+            copies = offloader.transport.num_copies["offload"]  # type: ignore[attr-defined]
+        # What is stored to rebuild others is offloaded whatever the budget is.
+        assert budget <= copies <= most or copies == most
 
 
 # ---- plans -------------------------------------------------------------------------------------
@@ -208,6 +225,23 @@ def test_plans_that_contradict_themselves_are_refused(
         Plan(**changes)
 
 
+def test_circles_are_looked_for_in_each_layer() -> None:
+    def recomputed(name: str, layers: list[int], *rebuilt_from: str) -> PlannedSlot:
+        return PlannedSlot(
+            name=name, action="recompute", layers=layers, rebuilt_from=list(rebuilt_from)
+        )
+
+    Plan(slots=[recomputed("a:0", [0], "b:0"), recomputed("b:0", [1], "a:0")])
+    with pytest.raises(PlanError, match="recomputed from each other"):
+        Plan(
+            slots=[
+                recomputed("a:0", [0], "b:0"),
+                recomputed("b:0", [0], "a:0"),
+                recomputed("a:0", [1]),
+            ]
+        )
+
+
 def test_plans_of_other_models_and_shapes_are_refused(tmp_path: Path) -> None:
     llama, opt = tiny_model("llama"), tiny_model("opt")
 
@@ -281,6 +315,33 @@ def test_pyao_times_decides_once_and_goes_on(
         assert offloader.pyao_rule is None
         assert_same(step(model), expected)
         assert offloader.engine.observer is None
+
+
+def test_an_observer_of_the_users_does_not_stop_it() -> None:
+    model = tiny_model("llama")
+    with attach(model, replace(EVERY_LAYER, policy="pyao", profile_steps=1)) as offloader:
+        assert "policy 'pyao'" in offloader.describe()
+        offloader.engine.observe(None)
+        step(model)
+        assert offloader.pyao_rule is not None
+        assert offloader.pyao_rule.plan is not None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
+def test_compiled_layers_cannot_be_timed_and_nothing_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    path = tmp_path / "plan.json"
+    config = replace(EVERY_LAYER, policy="pyao", profile_steps=1, plan=path)
+    with attach(model, config) as offloader:
+        step(model)
+        assert offloader.pyao_rule is not None
+        assert offloader.pyao_rule.plan is None
+    assert not path.exists()
+    assert "compiled layers cannot be timed" in caplog.text
 
 
 def test_what_is_flagged_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:

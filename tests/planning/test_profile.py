@@ -168,6 +168,8 @@ def test_with_the_papers_rule_and_a_timeline_beside_it(tmp_path: Path) -> None:
         assert offloader.pyao_rule.plan is not None
         assert (tmp_path / "profile.json").exists()
         assert offloader.engine.observer is timeline
+        offloader.engine.observe(None)  # for others alone
+        assert offloader.engine.observer is timeline
         assert timeline.spans()
 
 
@@ -199,6 +201,7 @@ def test_several_observers_hear_the_same_and_may_leave() -> None:
         offloader.engine.stop_observing(first)
         offloader.engine.observe_too(late)
         step(model)
+        offloader.engine.stop_observing(late)
         offloader.engine.observe(None)
         num_heard = len(second.heard)
         step(model)

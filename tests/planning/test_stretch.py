@@ -70,6 +70,18 @@ def test_it_is_that_of_the_whole_model(
             )
 
 
+@pytest.mark.parametrize("keep_last_layers", [0, 1, 2, 3])
+def test_recomputing_in_all_but_the_last_layers(keep_last_layers: int) -> None:
+    options = {"recompute_modules": ("pointwise",), "keep_last_layers": keep_last_layers}
+    fake = training("llama")
+    stretched = record_step(fake, 2, 32, **options)  # type: ignore[arg-type]
+    whole = record_step(fake, 2, 32, is_whole=True, **options)  # type: ignore[arg-type]
+    for window in (None, 0, 20_000):
+        assert alive(stretched, offloads=True, window=window) == alive(
+            whole, offloads=True, window=window
+        )
+
+
 def test_models_of_unequal_layers_are_recorded_whole() -> None:
     config = AutoConfig.for_model("llama", **SHAPES["llama"])
     fake = FakeTraining(config=config)

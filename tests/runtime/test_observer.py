@@ -157,3 +157,22 @@ def test_who_listens_no_more_hears_nothing() -> None:
         offloader.engine.observe(None)
         model(**tiny_batch()).loss.backward()
     assert not notes.modules + notes.slots + notes.copies  # type: ignore[operator]
+
+
+def test_an_observer_that_raises_loses_no_copy() -> None:
+    class Failing(Observer):
+        def on_copy(self, direction: str, label: object, nbytes: int, ticket: object) -> None:
+            raise ValueError("no")
+
+    model = tiny_model("llama")
+    transport = SimulatedTransport(1)
+    config = replace(EVERYTHING, window=2**20)
+    with attach(model, config, transport=transport) as offloader:
+        offloader.engine.observe(Failing())
+        with pytest.raises(ValueError, match="no"):
+            model(**tiny_batch(), use_cache=False).loss.backward()
+        offloader.engine.observe(None)
+        for _ in range(3):
+            model(**tiny_batch(), use_cache=False).loss.backward()
+        assert offloader.host_pool.settle() == 0
+    assert not transport.violations
