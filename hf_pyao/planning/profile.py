@@ -56,6 +56,9 @@ class StepProfiler(PackIntervals):
             self._running[part] = now
         elif part in self._running:
             self._spans[part].append((self._running.pop(part), now))
+            if not path:  # what has not ended by now has no end: it returned what it got
+                for open_part in [each for each in self._running if each[:2] == (phase, layer)]:
+                    del self._running[open_part]
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Note the slot."""

@@ -196,7 +196,7 @@ def throughput_figure(profile: Profile) -> Figure | None:
     axes.set_xlim(0, max([*values, *(value or 0.0 for _, value, _, _ in lines), 1e-9]) * 1.18)
     axes.set_xlabel("activation throughput, GiB/s: bytes over the time between saved tensors")
     axes.grid(visible=False, axis="y")
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    axes.legend(loc="lower right", facecolor="white", edgecolor="none", fontsize=9)
     axes.set_title(_plain(profile.title), color=_INK, fontsize=11, loc="left")
     return figure
 
@@ -209,8 +209,12 @@ def estimate_figure(report: EstimateReport) -> Figure | None:
     figure, (left, right) = _two_axes(9.6, 1.8 + 0.34 * len(rows))
     colours = [_family_of_way(row.method).colour for row in rows]
     for axes, values, label in (
-        (left, [float(row.largest_micro_batch) for row in rows], "largest micro-batch, samples"),
-        (right, [row.tokens_per_s for row in rows], "tokens/s at the micro-batch of the table"),
+        (
+            left,
+            [float(row.largest_micro_batch) for row in rows],
+            "largest micro-batch, samples (estimated)",
+        ),
+        (right, [row.tokens_per_s for row in rows], "tokens/s there (estimated)"),
     ):
         bars = axes.barh(range(len(rows)), values, color=colours, height=0.66)
         texts = [f"{value:,.0f}" for value in values]
@@ -220,7 +224,7 @@ def estimate_figure(report: EstimateReport) -> Figure | None:
         axes.grid(visible=False, axis="y")
     left.set_yticks(range(len(rows)), [_plain(row.method) for row in rows])
     right.set_yticks(range(len(rows)), [""] * len(rows))
-    figure.suptitle(_plain(f"{report.title}: estimated, not measured"), color=_INK, fontsize=11)
+    figure.suptitle(_plain(report.title), color=_INK, fontsize=11)
     return figure
 
 

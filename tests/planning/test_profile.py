@@ -66,6 +66,9 @@ def test_what_is_measured(architecture: str, tmp_path: Path) -> None:
         if module.forward is not None:
             spread = module.forward
             assert 0 <= spread.least_ms <= spread.mean_ms <= spread.most_ms
+        if module.backward is not None:
+            assert profile.layer_backward is not None
+            assert module.backward.most_ms <= profile.layer_backward.most_ms
     parts = {module.path for module in profile.modules}
     assert any("mlp" in part or "fc" in part for part in parts)
     assert profile.layer_forward is not None
