@@ -20,7 +20,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.model_sizes import build_config, find_size
 from hf_pyao.integrations.attach import Offloader, attach
-from hf_pyao.integrations.cuda_choices import choices_of_cuda, masks_without_values
+from hf_pyao.integrations.cuda_choices import answers_without_values, choices_of_cuda
 from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.simulation.cuda_operations import operations_of_cuda, replaced
 from hf_pyao.simulation.late_transport import LateTransport
@@ -174,7 +174,7 @@ class FakeTraining:
 def _operations_of(device: str) -> AbstractContextManager[None]:
     if device == "cuda":
         return operations_of_cuda(*choices_of_cuda())
-    return replaced(*masks_without_values())
+    return replaced(*answers_without_values())
 
 
 def peak_of_step(

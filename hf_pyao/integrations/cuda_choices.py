@@ -5,6 +5,7 @@ Here and not in ``hf_pyao.simulation``, because that imports torch alone.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,19 @@ def choices_of_cuda() -> tuple[Replacement, ...]:
     - Products of halves in the head loss have their sums in float32, if torch can trace that. Call
       this under the fake mode, then.
     """
-    masks = masks_without_values()
+    answers = answers_without_values()
     if not can_trace_wide_products():
-        return masks
+        return answers
     products = [
         Replacement(module, "has_wide_products", _is_half)
         for module in (cross_entropy, gradient_buffer)
     ]
-    return (*masks, *products)
+    return (*answers, *products)
+
+
+def _rand(own: Any, *size: Any, **options: Any) -> Any:
+    """Draw a single number as 1.0, which is below no rate; all else as ever."""
+    return 1.0 if size == ([],) else own(*size, **options)
 
 
 def _needs_no_mask(padding_mask: object, query_length: int, kv_length: int, *others: Any) -> bool:
@@ -38,11 +44,25 @@ def _needs_no_mask(padding_mask: object, query_length: int, kv_length: int, *oth
     return window is None or kv_length < window
 
 
-def masks_without_values() -> tuple[Replacement, ...]:
-    """Return what has to be replaced so that transformers finds that a batch has no padding."""
+def _needed_no_mask(*_: Any, sliding_window: int | None = None, **__: Any) -> bool:
+    """Say the same as older releases ask it; none of those that do has a window."""
+    return sliding_window is None
+
+
+def answers_without_values() -> tuple[Replacement, ...]:
+    """Return what has to be replaced where transformers asks for values, which fakes have not.
+
+    A batch has no padding, and no layer is dropped (OPT's ``layerdrop``).
+    """
+    try:  # OPT's, before transformers 5
+        from transformers.modeling_attn_mask_utils import AttentionMaskConverter as older
+    except ImportError:
+        older = None
     return (
+        Replacement(older, "_ignore_causal_mask_sdpa", _needed_no_mask),
         Replacement(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
         Replacement(masking_utils, "_ignore_causal_mask_sdpa", _needs_no_mask),
+        Replacement(torch, "rand", partial(_rand, torch.rand)),
     )
 
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_pyao import attach
@@ -21,6 +23,8 @@ SPARSE = ("mixtral", "qwen3_moe")
 @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {*ENCODER_DECODERS}))
 @pytest.mark.parametrize("keep_last_layers", [0, 1])
 def test_they_are_the_same(architecture: str, keep_last_layers: int) -> None:
+    if architecture == "mixtral" and Version(transformers.__version__) < Version("5"):
+        pytest.skip("this release's mixtral looks at values in its forward")
     config = AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
     training = FakeTraining(config=config, training_state="device", operations_of="cpu")
     program = record_step(training, BATCH, LENGTH)
