@@ -54,10 +54,13 @@ def answers_without_values() -> tuple[Replacement, ...]:
 
     A batch has no padding, and no layer is dropped (OPT's ``layerdrop``).
     """
+    older: Any = None
     try:  # OPT's, before transformers 5
-        from transformers.modeling_attn_mask_utils import AttentionMaskConverter as older
+        from transformers.modeling_attn_mask_utils import AttentionMaskConverter
+
+        older = AttentionMaskConverter
     except ImportError:
-        older = None
+        pass
     return (
         Replacement(older, "_ignore_causal_mask_sdpa", _needed_no_mask),
         Replacement(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
