@@ -6,17 +6,15 @@ import logging
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hf_pyao.codecs import get_codec
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.integrations.buffer_keys import BufferKeys
 from hf_pyao.integrations.conflicts import check_model
 from hf_pyao.integrations.links import make_link, window_bytes_of
 from hf_pyao.integrations.model_identity import identity_of
@@ -30,24 +28,22 @@ from hf_pyao.integrations.module_map import (
 from hf_pyao.integrations.profiling import ProfileWriter
 from hf_pyao.integrations.pyao_rule import PyAORule, kept_plan
 from hf_pyao.integrations.run_record import RunRecord
-from hf_pyao.integrations.sharding import KnownSharding
+from hf_pyao.integrations.wiring import (
+    make_engine,
+    make_lifecycle,
+    put_on_head_loss,
+    wrapper_of,
+)
 from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.planning.plan import PlanPolicy
 from hf_pyao.planning.policies import make_policy
-from hf_pyao.recompute.recomputer import LayerRecomputer
 from hf_pyao.recompute.tracing import stop_left_behind
 from hf_pyao.report import check_report_path
 from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.backward_order import BackwardOrder
-from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.lifecycle import Lifecycle
 from hf_pyao.runtime.model_hooks import ModelHook
-from hf_pyao.runtime.policy import (
-    POINTWISE,
-    KeepLastLayers,
-    Policy,
-    RecomputeSelected,
-)
+from hf_pyao.runtime.policy import Policy
 from hf_pyao.runtime.saved_tensor_hooks import pop_left_behind
 from hf_pyao.stores import HostPool
 from hf_pyao.transfer.link import LinkContext
@@ -183,15 +179,8 @@ class Offloader:
         if kept is not None:
             policy = PlanPolicy(kept, int(config.min_bytes), "pyao")
         _check_plan(policy, identity, found)
-        wrap = _wrapper(config, found)
-        self.engine = OffloadEngine(
-            policy=wrap(policy),
-            codec=get_codec(config.codec),
-            link=self.link,
-            recomputer=LayerRecomputer(),
-            backward_order=backward_order,
-            buffer_keys=BufferKeys(model),
-        )
+        wrap = wrapper_of(config, found)
+        self.engine = make_engine(model, config, wrap(policy), self.link, backward_order)
         self.pyao_rule: PyAORule | None = None
         """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
         if config.policy == "pyao" and kept is None:
@@ -221,18 +210,11 @@ class Offloader:
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
         self._finalizer: weakref.finalize[..., Offloader] | None = None
-        self._lifecycle: Lifecycle | None = Lifecycle(
-            self.engine,
-            found.stack,
-            found.layers,
-            named_submodules=named_submodules,
-            sharding=KnownSharding(),
-            owner=self,
-        )
+        self._lifecycle: Lifecycle | None = make_lifecycle(self.engine, found, self)
         _forget_compiled_code()
         # After everything that may refuse: a failed attach leaves the model as it was.
         try:
-            self.head_loss = _install_head_loss(model, config)
+            self.head_loss = put_on_head_loss(model, config)
             if self.head_loss is not None:
                 record.head_loss_description = f" {self.head_loss.describe()}."
             self._lifecycle.install()
@@ -361,36 +343,6 @@ class Offloader:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of what holds an offloader has none."""
         return None
-
-
-def _install_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
-    if config.head_loss == "off":
-        return None
-    from hf_pyao.integrations.head_loss import install_head_loss  # imports transformers
-
-    return install_head_loss(model, config.head_loss)
-
-
-def _wrapper(config: PyAOConfig, found: FoundLayers) -> Callable[[Policy], Policy]:
-    """Return what puts a policy within what *config* says of recomputing and of last layers.
-
-    It does not hold the model.
-    """
-    names = [name for name in config.recompute_modules if name != POINTWISE]
-    selected = resolve_selections(
-        names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
-    )
-    first_kept = len(found.layers) - config.keep_last_layers
-
-    def wrap(policy: Policy) -> Policy:
-        if config.recompute_modules:
-            is_pointwise = POINTWISE in config.recompute_modules
-            policy = RecomputeSelected(policy, selected, is_pointwise=is_pointwise)
-        if config.keep_last_layers:
-            policy = KeepLastLayers(policy, first_kept)
-        return policy
-
-    return wrap
 
 
 def _check_plan(policy: Policy, identity: Mapping[str, Any], found: FoundLayers) -> None:

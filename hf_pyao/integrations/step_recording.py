@@ -1,0 +1,152 @@
+"""Records a training step of a model on fake tensors as a program of plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+from unittest import mock
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.integrations.shrunk_model import remove_equal_layers
+from hf_pyao.integrations.wiring import make_engine, make_lifecycle, put_on_head_loss, wrapper_of
+from hf_pyao.losses.chunking import ChunkPlan
+from hf_pyao.planning.policies import make_policy
+from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.planning.step_recorder import (
+    RECORDING,
+    RecordingMode,
+    RecordingTransport,
+    StepRecorder,
+)
+from hf_pyao.planning.stretch import stretch
+from hf_pyao.stores import HostPool
+from hf_pyao.transfer.link import LinkContext
+
+NUM_SHOWN_CHUNKS = 3
+"""Chunks of the head loss that are run; more are equal to the second."""
+
+UNLIMITED_BYTES = 2**60
+
+
+class FakeStep(Protocol):
+    """A training step that can be run on fake tensors."""
+
+    def model(self) -> AbstractContextManager[tuple[nn.Module, FakeTensorMode]]:
+        """Make the model; everything of it happens in here."""
+        ...
+
+    def let_gradients_go(self, model: nn.Module) -> None:
+        """Have gradients leave the device as they are complete, if they do."""
+        ...
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """Return the bytes of the optimizer's states on the device."""
+        ...
+
+    def run(self, model: nn.Module, label: Callable[[Tensor, str], None]) -> None:
+        """Run forward, loss and backward; *label* is told of tensors that have a name."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A recorded step: of as few layers as will do."""
+
+    program: StepProgram
+    """Of the layers that were run."""
+    layer_names: tuple[str, ...]
+    """Qualified names of all layers of the model."""
+    added_bytes: int
+    """Bytes of the layers that were not run."""
+
+    def whole(self) -> StepProgram:
+        """Return the step of the whole model."""
+        if self.layer_names == self.program.layer_names:
+            return self.program
+        return stretch(self.program, self.layer_names, self.added_bytes)
+
+
+def record_fake_step(
+    step: FakeStep,
+    *,
+    head_loss: str = "off",
+    recompute_modules: Sequence[str] = (),
+    keep_last_layers: int = 0,
+    is_whole: bool = False,
+) -> tuple[RecordedStep, int]:
+    """Run *step* once; return it, and the number of chunks that the head loss took (0: none).
+
+    Args:
+        step: the model, and how it is trained.
+        head_loss: ``PyAOConfig.head_loss``.
+        recompute_modules: ``PyAOConfig.recompute_modules``.
+        keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
+            others are kept. With more than one, all layers are run.
+        is_whole: run all layers, also where some stand for others.
+
+    Raises:
+        ConfigError: the head is not one that the chunked loss understands.
+    """
+    config = PyAOConfig.from_dict(
+        {
+            **RECORDING,
+            "head_loss": head_loss,
+            "recompute_modules": tuple(recompute_modules),
+            "keep_last_layers": keep_last_layers,
+        }
+    )
+    with step.model() as (model, fake_mode):
+        state_bytes = step.state_bytes(model)
+        # Of the layers that stand for others, the one behind them runs the same.
+        runs_all = is_whole or (bool(recompute_modules) and keep_last_layers > 1)
+        removed = None if runs_all else remove_equal_layers(model)
+        step.let_gradients_go(model)
+        recorder = StepRecorder(fake_mode)
+        pool = HostPool(UNLIMITED_BYTES, pin=False)
+        link = LinkContext(RecordingTransport(recorder), pool, 0)
+        found = find_layers(model)
+        engine = make_engine(model, config, wrapper_of(config, found)(make_policy(config)), link)
+        lifecycle = make_lifecycle(engine, found)
+        loss = put_on_head_loss(model, config)
+        try:
+            lifecycle.install()
+            recorder.begin([name for name, _ in found.layers], pool.owns)
+            engine.observe(recorder.observer)
+            resident_bytes = recorder.note_resident([*model.parameters(), *model.buffers()])
+            with RecordingMode(recorder), _few_chunks(recorder):
+                step.run(model, recorder.label)
+        finally:
+            if loss is not None:
+                loss.uninstall()
+            lifecycle.remove()
+        num_chunks = 0 if loss is None else int(loss.metrics()["head_loss_num_chunks"])
+        program = recorder.program(resident_bytes + state_bytes)
+    if removed is None:
+        return RecordedStep(program, program.layer_names, 0), num_chunks
+    return RecordedStep(program, removed.layer_names, removed.nbytes), num_chunks
+
+
+@contextmanager
+def _few_chunks(recorder: StepRecorder) -> Iterator[None]:
+    """Let the head loss show three of its chunks: the second stands for all but first and last."""
+    all_slices = ChunkPlan.slices
+
+    def few_slices(plan: ChunkPlan) -> Iterator[tuple[int, int]]:
+        slices = list(all_slices(plan))
+        if len(slices) <= NUM_SHOWN_CHUNKS:
+            yield from slices
+            return
+        yield slices[0]
+        recorder.num_runs = len(slices) - 2
+        yield slices[1]
+        recorder.num_runs = 1
+        yield slices[-1]
+
+    with mock.patch.object(ChunkPlan, "slices", few_slices):
+        yield

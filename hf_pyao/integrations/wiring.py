@@ -1,0 +1,91 @@
+"""What is put on a model: engine, hooks, head loss. For ``attach``, and for recordings of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hf_pyao.codecs import get_codec
+from hf_pyao.config import PyAOConfig
+from hf_pyao.integrations.buffer_keys import BufferKeys
+from hf_pyao.integrations.module_map import FoundLayers, named_submodules, resolve_selections
+from hf_pyao.integrations.sharding import KnownSharding
+from hf_pyao.recompute.recomputer import LayerRecomputer
+from hf_pyao.runtime.backward_order import BackwardOrder
+from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.lifecycle import Lifecycle
+from hf_pyao.runtime.policy import POINTWISE, KeepLastLayers, Policy, RecomputeSelected
+from hf_pyao.transfer.link import LinkContext
+
+if TYPE_CHECKING:
+    from hf_pyao.integrations.head_loss import HeadLoss
+
+
+def make_engine(
+    model: nn.Module,
+    config: PyAOConfig,
+    policy: Policy,
+    link: LinkContext,
+    backward_order: BackwardOrder | None = None,
+) -> OffloadEngine:
+    """Return an engine that follows *policy* over *link*."""
+    return OffloadEngine(
+        policy=policy,
+        codec=get_codec(config.codec),
+        link=link,
+        recomputer=LayerRecomputer(),
+        backward_order=backward_order,
+        buffer_keys=BufferKeys(model),
+    )
+
+
+def make_lifecycle(engine: OffloadEngine, found: FoundLayers, owner: Any = None) -> Lifecycle:
+    """Return what drives *engine* by hooks on *found*, once it is installed."""
+    return Lifecycle(
+        engine,
+        found.stack,
+        found.layers,
+        named_submodules=named_submodules,
+        sharding=KnownSharding(),
+        owner=owner,
+    )
+
+
+def put_on_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
+    """Put the loss on *model*'s head that *config* asks for; None if it asks for none.
+
+    Raises:
+        ConfigError: the model has no head that it understands.
+    """
+    if config.head_loss == "off":
+        return None
+    from hf_pyao.integrations.head_loss import install_head_loss  # imports transformers
+
+    return install_head_loss(model, config.head_loss)
+
+
+def wrapper_of(config: PyAOConfig, found: FoundLayers) -> Callable[[Policy], Policy]:
+    """Return what puts a policy within what *config* says of recomputing and of last layers.
+
+    It does not hold the model.
+
+    Raises:
+        ConfigError: a module to recompute is in no layer.
+    """
+    names = [name for name in config.recompute_modules if name != POINTWISE]
+    selected = resolve_selections(
+        names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
+    )
+    first_kept = len(found.layers) - config.keep_last_layers
+
+    def wrap(policy: Policy) -> Policy:
+        if config.recompute_modules:
+            is_pointwise = POINTWISE in config.recompute_modules
+            policy = RecomputeSelected(policy, selected, is_pointwise=is_pointwise)
+        if config.keep_last_layers:
+            policy = KeepLastLayers(policy, first_kept)
+        return policy
+
+    return wrap
