@@ -84,6 +84,7 @@ def interpolate(points: Sequence[tuple[int, StepProgram]]) -> Callable[[int], St
             slots=slots,
             packs=packs,
             resident_bytes=resident,
+            graph=None,
         )
 
     return at

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hf_pyao.planning.layer_graph import LayerGraph
+
 FORWARD = "forward"
 BACKWARD = "backward"
 
@@ -116,6 +118,8 @@ class StepProgram:
     """What autograd saves in the first two layers, without parameters, in order."""
     labels: Mapping[int, str] = field(default_factory=dict)
     """Names of buffers that have one of their own."""
+    graph: LayerGraph | None = None
+    """What depends on what in one layer's forward; None at sizes that were not recorded."""
 
     @property
     def num_layers(self) -> int:

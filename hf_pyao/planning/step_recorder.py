@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.hardware.operation_costs import cost_of, is_question
+from hf_pyao.planning.layer_graph import INPUT, MADE, PARAMETER, GraphRecorder, LayerGraph
 from hf_pyao.planning.step_program import (
     BACKWARD,
     FORWARD,
@@ -86,6 +87,7 @@ class StepRecorder:
         self._packs: list[Pack] = []
         self._labels: dict[int, str] = {}
         self._paths: list[str] = [""]
+        self._graph: GraphRecorder | None = None
         self._free_weak_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
     @property
@@ -103,6 +105,7 @@ class StepRecorder:
             is_host: says which storages are the host's.
         """
         self._layer_names = tuple(layer_names)
+        self._graph = GraphRecorder(min(1, len(self._layer_names) - 1))
         self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
         self._is_host = is_host
 
@@ -145,14 +148,55 @@ class StepRecorder:
         for storage in made:
             self._alive[cast(int, storage._weak_ref())] = len(self._births)
             self._births.append((storage.nbytes(), number))
+        self._note_dependencies(func, number, args, kwargs, outputs)
         return result
 
+    def _note_dependencies(
+        self, func: Any, number: int, args: Any, kwargs: Any, outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Add an operation of the one layer whose graph is kept."""
+        phase, layer, start = self._segments[-1]
+        if phase != FORWARD or self._graph is None or layer != self._graph.layer:
+            return
+        first_made = next((n for n, (_, birth) in enumerate(self._births) if birth >= start), None)
+
+        def values_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+            found = dict.fromkeys(
+                self._value_of(tensor.untyped_storage(), first_made) for tensor in tensors
+            )
+            return [value for value in found if value is not None]
+
+        written = [
+            value
+            for argument, given in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for value in values_of(tensors_in((given,)))
+        ]
+        reads = values_of(tensors_in((args, kwargs)))
+        makes = [value for value in values_of(outputs) if value not in reads]
+        self._graph.add(func, number, reads, list(dict.fromkeys((*written, *makes))))
+
+    def _value_of(self, storage: torch.UntypedStorage, first_made: int | None) -> int | None:
+        """Return the graph's number of a storage; None for the host's."""
+        assert self._graph is not None
+        buffer = self._alive.get(storage._cdata)
+        if buffer is None:
+            return None
+        if buffer == -1:
+            return self._graph.value(-1 - storage._cdata, storage.nbytes(), PARAMETER)
+        is_made = first_made is not None and buffer >= first_made
+        return self._graph.value(buffer, storage.nbytes(), MADE if is_made else INPUT)
+
     def _new_storages(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-        """Return the device's storages among those of *tensors* that were not seen before."""
+        """Return the device's storages among those of *tensors* that were not seen before.
+
+        Those without bytes do not count: the engine makes many, to put storages into.
+        """
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive and not self._is_host(storage):
+            is_new = storage._cdata not in self._alive and storage.nbytes() > 0
+            if is_new and not self._is_host(storage):
                 found[storage._cdata] = storage
         return list(found.values())
 
@@ -293,6 +337,19 @@ class StepRecorder:
             self._layer_names,
             tuple(self._packs),
             dict(self._labels),
+            self._layer_graph(),
+        )
+
+    def _layer_graph(self) -> LayerGraph | None:
+        if self._graph is None:
+            return None
+        layer = self._graph.layer
+        return self._graph.graph(
+            {
+                used.source: used.slot.name
+                for used in reversed(self._slots)  # the first to save a storage names it
+                if used.slot.layer_index == layer
+            }
         )
 
 

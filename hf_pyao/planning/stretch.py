@@ -82,6 +82,7 @@ class _Stretch:
                 self.numbers[number, self._stretched(self._layer_that_makes(number))]: name
                 for number, name in self.program.labels.items()
             },
+            self.program.graph,  # of the layer that is repeated first
         )
 
     # ---- operations ----------------------------------------------------------------------------
