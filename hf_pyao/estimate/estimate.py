@@ -23,9 +23,9 @@ from hf_pyao.hardware.speeds import GIB
 from hf_pyao.planning.activation_throughput import by_pack_intervals
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.peak_cause import peak_cause
-from hf_pyao.planning.predict import Prediction, predict
+from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
-from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.planning.step_program import FORWARD, StepProgram
 from hf_pyao.report.estimate_report import EstimateRow
 
 RESERVE = 0.04
@@ -269,13 +269,11 @@ class Estimator:
 
     def hidden_bytes(self, program: StepProgram) -> int:
         """Return what the link carries while forward computes (Megatron-Core's rule of thumb)."""
-        device = self.hardware.device
+        times_ms = operation_times_ms(program, self.hardware.device)
         forward_ms = sum(
-            device.op_ms(operation.flops, operation.traffic_bytes) * operation.num_runs
+            sum(times_ms[segment.start : segment.end])
             for segment in program.segments
-            if segment.phase == "forward"
-            for operation in program.operations[segment.start : segment.end]
-            if operation.is_kernel
+            if segment.phase == FORWARD
         )
         return int(self.hardware.link.d2h_gib_per_s * GIB * forward_ms / 1e3)
 

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.fake_step import FakeTraining
-from hf_pyao.integrations.step_recording import RecordedStep, record_fake_step
+from hf_pyao.integrations.step_recording import record_fake_step
+from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import StepProgram
 
 

@@ -41,7 +41,7 @@ from hf_pyao.recompute.tracing import stop_left_behind
 from hf_pyao.report import check_report_path
 from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.backward_order import BackwardOrder
-from hf_pyao.runtime.lifecycle import Lifecycle
+from hf_pyao.runtime.lifecycle import Lifecycle, is_compiled
 from hf_pyao.runtime.model_hooks import ModelHook
 from hf_pyao.runtime.policy import Policy
 from hf_pyao.runtime.saved_tensor_hooks import pop_left_behind
@@ -187,19 +187,8 @@ class Offloader:
             self.pyao_rule = PyAORule(
                 self.engine, self.transport, self.device, config, identity, wrap
             )
-        self.profile_writer: ProfileWriter | None = None
+        self.profile_writer = self._profile_writer(model, found, identity)
         """What writes the profile that is asked for; None if none is."""
-        if config.profile is not None:
-            self.profile_writer = ProfileWriter(
-                self.engine,
-                self.transport,
-                self.device,
-                path=config.profile,
-                num_micro_batches=config.profile_steps,
-                title=f"{class_name(model)} on {self.device.type}",
-                model=identity,
-                layer_names=[fqn for fqn, _ in found.layers],
-            )
         self._is_attached = False
         self.head_loss: HeadLoss | None = None
         self.record = record = RunRecord(
@@ -218,6 +207,8 @@ class Offloader:
             if self.head_loss is not None:
                 record.head_loss_description = f" {self.head_loss.describe()}."
             self._lifecycle.install()
+            if self.profile_writer is not None:
+                self.profile_writer.start(model, self)
             if config.report is not None:
                 # It holds the engine, which therefore goes a collection later than its cycle with
                 # us: only where there is something to write.
@@ -226,6 +217,22 @@ class Offloader:
         except BaseException:
             self.detach()
             raise
+
+    def _profile_writer(
+        self, model: nn.Module, found: FoundLayers, identity: Mapping[str, Any]
+    ) -> ProfileWriter | None:
+        if self.config.profile is None:
+            return None
+        return ProfileWriter(
+            self.engine,
+            self.link,
+            self.device,
+            self.config,
+            title=f"{class_name(model)} on {self.device.type}",
+            identity=identity,
+            layer_names=[fqn for fqn, _ in found.layers],
+            has_compiled_layers=any(is_compiled(layer) for _, layer in found.layers),
+        )
 
     @property
     def is_attached(self) -> bool:
@@ -312,6 +319,13 @@ class Offloader:
 
     def _take_down(self) -> None:
         """Remove what is installed still. It may be called again, also where it was interrupted."""
+        try:
+            if self.profile_writer is not None:
+                self.profile_writer.end()
+        finally:
+            self._take_down_hooks()
+
+    def _take_down_hooks(self) -> None:
         try:
             if self.head_loss is not None:
                 self.head_loss.uninstall()

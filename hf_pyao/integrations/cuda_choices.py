@@ -49,11 +49,20 @@ def _needed_no_mask(*_: Any, sliding_window: int | None = None, **__: Any) -> bo
     return sliding_window is None
 
 
-def answers_without_values() -> tuple[Replacement, ...]:
+def _needs_mask(*_: Any, **__: Any) -> bool:
+    """Say that a mask is needed: a batch has padding."""
+    return False
+
+
+def answers_without_values(*, has_padding: bool = False) -> tuple[Replacement, ...]:
     """Return what has to be replaced where transformers asks for values, which fakes have not.
 
-    A batch has no padding, and no layer is dropped (OPT's ``layerdrop``).
+    No layer is dropped (OPT's ``layerdrop``).
+
+    Args:
+        has_padding: whether the batch has padding, so that attention needs a mask.
     """
+    needed, needs = (_needs_mask, _needs_mask) if has_padding else (_needed_no_mask, _needs_no_mask)
     older: Any = None
     try:  # OPT's, before transformers 5
         from transformers.modeling_attn_mask_utils import AttentionMaskConverter
@@ -62,9 +71,9 @@ def answers_without_values() -> tuple[Replacement, ...]:
     except ImportError:
         pass
     return (
-        Replacement(older, "_ignore_causal_mask_sdpa", _needed_no_mask),
+        Replacement(older, "_ignore_causal_mask_sdpa", needed),
         Replacement(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
-        Replacement(masking_utils, "_ignore_causal_mask_sdpa", _needs_no_mask),
+        Replacement(masking_utils, "_ignore_causal_mask_sdpa", needs),
         Replacement(torch, "rand", partial(_rand, torch.rand)),
     )
 

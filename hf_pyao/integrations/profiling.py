@@ -1,24 +1,45 @@
-"""Writes the profile that the configuration asks for, when its micro-batches have run."""
+"""Writes the profile that the configuration asks for, when its micro-batches have run.
+
+The first micro-batches are measured, and the profile is written. Before the next forward (or when
+the offloader is detached) the step is recorded on a fake copy of the model, and the profile is
+written again with it: not in between, where backward may still be under way on another thread. The
+first rank adds what the others measured, as soon as all have.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
-import os
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import PyAOError
+from hf_pyao.integrations.model_copy import CopyError, ForwardWatch, SeenForward
+from hf_pyao.integrations.rank_exchange import RankExchange
 from hf_pyao.integrations.run_record import is_main_process
+from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.planning.profile import StepProfiler
+from hf_pyao.planning.profile_merge import merge_profiles
 from hf_pyao.report.profile_report import Profile
-from hf_pyao.report.schema import write_json
+from hf_pyao.report.provenance import collect_provenance
+from hf_pyao.report.schema import ReportError, read_json, to_plain, write_json
 from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.transfer.transport import Transport
+from hf_pyao.text import describe_error, echo
+from hf_pyao.transfer.link import LinkContext
 
 logger = logging.getLogger(__name__)
+
+LAST_WAIT_S = 10.0
+"""How long the first rank waits for the others' figures when its training ends."""
+
+_NOT_YET = "the run ended before it was recorded."
 
 
 class ProfileWriter:
@@ -26,57 +47,213 @@ class ProfileWriter:
 
     Args:
         engine: what is measured.
-        transport: whose clock is used.
+        link: whose clock and host memory it uses.
         device: where the model is.
-        path: the JSON file to write.
-        num_micro_batches: how many are measured.
+        config: names the file, and says how many micro-batches are measured.
         title: a heading.
-        model: what tells the model.
+        identity: what tells the model.
         layer_names: qualified names of its layers.
+        has_compiled_layers: whether some are compiled.
+
+    Raises:
+        ReportError: there is a file already, and it is no profile of this version and this model.
     """
 
     def __init__(
         self,
         engine: OffloadEngine,
-        transport: Transport,
+        link: LinkContext,
         device: torch.device,
+        config: PyAOConfig,
         *,
-        path: str | os.PathLike[str],
-        num_micro_batches: int,
         title: str,
-        model: Mapping[str, Any],
+        identity: Mapping[str, Any],
         layer_names: Sequence[str],
+        has_compiled_layers: bool = False,
     ) -> None:
+        assert config.profile is not None
         self._engine = weakref.ref(engine)
+        self._link = link
         self._device = device
-        self._path = path
+        self._path = Path(config.profile)
+        self._head_loss = config.head_loss
         self._title = title
-        self._model = dict(model)
+        self._identity = dict(identity)
         self._layer_names = tuple(layer_names)
+        self._has_compiled_layers = has_compiled_layers
+        self._kept = _read_kept(self._path, self._identity)
         self.profile: Profile | None = None
-        """What was measured; None until then."""
-        engine.observe_too(StepProfiler(transport, device, num_micro_batches, self._write))
+        """What was measured, or read from the file; None until then."""
+        self._is_complete = False
+        self._exchange: RankExchange | None = None
+        self._profiler = StepProfiler(link.transport, device, config.profile_steps, self._measured)
+        self._watch: ForwardWatch | None = None
 
-    def _write(self, profiler: StepProfiler) -> None:
+    def start(self, model: nn.Module, owner: object) -> None:
+        """Begin; *owner* is who has the writer, and *model* what is trained."""
+        engine = self._engine()
+        if engine is not None:
+            engine.observe_too(self._profiler)
+        self._watch = ForwardWatch(model, owner, self._before_forward)
+
+    def _before_forward(self, seen: SeenForward, *, is_first: bool) -> None:
+        """Use the profile of an earlier run, if it is of the same; else go on."""
+        if is_first and self._kept is not None:
+            other = self._differs(self._kept, seen)
+            if other is None:
+                self._use_kept(self._kept)
+                return
+            logger.info("the profile in %s is made anew: %s.", echo(str(self._path)), other)
+        if self.profile is not None:
+            self.finish()
+
+    def _use_kept(self, kept: Profile) -> None:
+        self.profile, self._is_complete = kept, True
+        self._leave()
+        logger.info(
+            "the profile in %s is of this model, these shapes, this device and these versions: "
+            "nothing is measured. Delete it to have it made anew.",
+            echo(str(self._path)),
+        )
+
+    def _differs(self, kept: Profile, seen: SeenForward) -> str | None:
+        """Say in what a profile differs from what runs; None if in nothing that matters."""
+        ours = collect_provenance().versions
+        theirs = kept.provenance.versions
+        for what, then, now in (
+            ("shapes", kept.shapes, seen.shapes()),
+            ("device", kept.device, _name_of(self._device)),
+            *((name, theirs.get(name), ours.get(name)) for name in ("torch", "transformers")),
+        ):
+            if then != now:
+                return f"{what}: it has {echo(str(then))}, and here it is {echo(str(now))}"
+        return None
+
+    def _measured(self, profiler: StepProfiler) -> None:
+        """Write what was measured. The rest follows in :meth:`finish`."""
         engine = self._engine()
         if engine is None:
             return
         engine.stop_observing(profiler)
-        stats = engine.last_stats
+        pool = self._link.pool
+        host = {
+            "capacity_bytes": float(pool.capacity_bytes),
+            "peak_bytes": float(pool.peak_used_bytes),
+            "pinned_bytes": float(pool.pool_bytes if pool.pin else 0),
+        }
+        seen = None if self._watch is None else self._watch.seen
         self.profile = profiler.profile(
             title=self._title,
-            model=self._model,
+            model=self._identity,
             layer_names=self._layer_names,
             device_name=_name_of(self._device),
-            metrics={} if stats is None else stats.as_dict(),
+            shapes=[] if seen is None else seen.shapes(),
+            compiled_layers=self._has_compiled_layers,
+            host=host,
+            why_no_program=_NOT_YET,
         )
+        self._exchange = RankExchange("profile")
+        self._exchange.tell(json.dumps(to_plain(self.profile)))
+        self._write()
+
+    def finish(self, *, is_last: bool = False) -> None:
+        """Record the step, and add what other ranks measured, if all have.
+
+        Args:
+            is_last: it is not called again: wait a little for them.
+        """
+        if self.profile is None or self._is_complete:
+            return
+        if not is_main_process():
+            self._complete()
+            return
+        changed = False
+        if self.profile.program is None and self.profile.why_no_program == _NOT_YET:
+            program, why = self._recorded()
+            self.profile = dataclasses.replace(self.profile, program=program, why_no_program=why)
+            changed = True
+        if self._exchange is not None and self._exchange.num_ranks > 1:
+            texts = self._exchange.heard(wait_s=LAST_WAIT_S if is_last else 0.0)
+            if texts is not None:
+                others = [Profile.from_dict(json.loads(text)) for text in texts[1:]]
+                self.profile = merge_profiles([self.profile, *others])
+                changed = True
+            elif is_last:
+                logger.warning("the profile is of one rank: not all of the others told theirs.")
+            else:
+                self._write_if(changed)
+                return
+        self._write_if(changed)
+        self._complete()
+
+    def _recorded(self) -> tuple[dict[str, Any] | None, str]:
+        """Return the recorded step, or why there is none."""
+        if self._has_compiled_layers:
+            return None, "some layers are compiled."
+        try:
+            if self._watch is None:
+                raise CopyError(_NOT_YET)
+            step = self._watch.step()
+            recorded, _ = record_fake_step(step, head_loss=self._head_loss)
+            return recorded.to_dict(), ""
+        except CopyError as error:
+            return None, str(error)
+        except Exception as error:  # no reason to end a training
+            return None, f"it could not be recorded: {describe_error(error)}"
+
+    def _write_if(self, changed: bool) -> None:
+        if changed:
+            self._write()
+
+    def _write(self) -> None:
         if not is_main_process():
             return
         try:
             write_json(self._path, self.profile)
-            logger.info("the profile is written: %s", os.fspath(self._path))
+            logger.info("the profile is written: %s", self._path)
         except PyAOError as error:  # no reason to end a training
             logger.warning("the profile is lost: %s", error)
+
+    def _complete(self) -> None:
+        self._is_complete = True
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+        engine = self._engine()
+        if engine is not None:
+            engine.stop_observing(self._profiler)
+
+    def end(self) -> None:
+        """Do what is left, and take everything off. Twice is fine."""
+        try:
+            self.finish(is_last=True)
+        finally:
+            self._leave()
+
+
+def _read_kept(path: Path, identity: Mapping[str, Any]) -> Profile | None:
+    """Return the profile of an earlier run; None if there is none.
+
+    Raises:
+        ReportError: the file is none, is of another version, or of another model.
+    """
+    if not path.exists():
+        return None
+    remedy = "Name another file, or delete this one."
+    where = echo(str(path))
+    try:
+        kept = Profile.from_dict(read_json(path), where)
+    except ReportError as error:
+        raise ReportError(f"{error} A profile is to be written there: {remedy}") from error
+    for key, value in identity.items():
+        if kept.model.get(key) != value:
+            raise ReportError(
+                f"{where} is the profile of another model: its {key} is "
+                f"{echo(str(kept.model.get(key)))}, and here it is {echo(str(value))}. {remedy}"
+            )
+    return kept
 
 
 def _name_of(device: torch.device) -> str:

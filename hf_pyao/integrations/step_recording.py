@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 from unittest import mock
 
@@ -17,14 +16,13 @@ from hf_pyao.integrations.shrunk_model import remove_equal_layers
 from hf_pyao.integrations.wiring import make_engine, make_lifecycle, put_on_head_loss, wrapper_of
 from hf_pyao.losses.chunking import ChunkPlan
 from hf_pyao.planning.policies import make_policy
-from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_recorder import (
     RECORDING,
     RecordingMode,
     RecordingTransport,
     StepRecorder,
 )
-from hf_pyao.planning.stretch import stretch
 from hf_pyao.stores import HostPool
 from hf_pyao.transfer.link import LinkContext
 
@@ -52,24 +50,6 @@ class FakeStep(Protocol):
     def run(self, model: nn.Module, label: Callable[[Tensor, str], None]) -> None:
         """Run forward, loss and backward; *label* is told of tensors that have a name."""
         ...
-
-
-@dataclass(frozen=True)
-class RecordedStep:
-    """A recorded step: of as few layers as will do."""
-
-    program: StepProgram
-    """Of the layers that were run."""
-    layer_names: tuple[str, ...]
-    """Qualified names of all layers of the model."""
-    added_bytes: int
-    """Bytes of the layers that were not run."""
-
-    def whole(self) -> StepProgram:
-        """Return the step of the whole model."""
-        if self.layer_names == self.program.layer_names:
-            return self.program
-        return stretch(self.program, self.layer_names, self.added_bytes)
 
 
 def record_fake_step(

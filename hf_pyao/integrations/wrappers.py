@@ -61,6 +61,19 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     return model
 
 
+def unwrap_parallel(model: nn.Module) -> nn.Module:
+    """Return what users call inside of wrappers that spread a model over devices, or compile it.
+
+    PEFT's models are called themselves, and stay.
+    """
+    while True:
+        names = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+        inner = None if "peft" in names else wrapped_module(model)
+        if inner is None:
+            return model
+        model = inner
+
+
 def class_name(module: nn.Module) -> str:
     """Return the class name of what *module* wraps, without the prefix that FSDP2 adds to it."""
     bases = [cls.__name__ for cls in type(unwrap_model(module)).__mro__]

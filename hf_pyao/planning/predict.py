@@ -73,6 +73,7 @@ def predict(
     *,
     window_bytes: int | None,
     device: DeviceModel | None = None,
+    times_ms: Sequence[float] | None = None,
     link: LinkModel | None = None,
 ) -> Prediction:
     """Predict the step.
@@ -81,17 +82,35 @@ def predict(
         program: the step.
         leaves: for each slot of the program, whether it is offloaded; what stays, stays.
         window_bytes: what may be in flight; None: compute and copies meet at the end of each layer.
-        device: speeds; None: no times are predicted.
+        device: speeds; None: no times are predicted, unless they are given.
+        times_ms: what each operation takes, in place of *device*.
         link: speeds of copies; None: they are never done before something waits for them, so that
             the peak is one for every link.
 
     Raises:
-        ValueError: *leaves* is not as long as the program's slots.
+        ValueError: *leaves* is not as long as the program's slots, or *times_ms* not as its
+            operations.
     """
     if len(leaves) != len(program.slots):
         raise ValueError(f"leaves has {len(leaves)} entries; the program has {len(program.slots)}")
+    if times_ms is None and device is not None:
+        times_ms = operation_times_ms(program, device)
+    if times_ms is not None and len(times_ms) != program.num_operations:
+        raise ValueError(
+            f"times_ms has {len(times_ms)} entries; the program has {program.num_operations}"
+        )
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
-    return _Walk(program, leaves, window_bytes, device, lanes).run()
+    return _Walk(program, leaves, window_bytes, times_ms, lanes).run()
+
+
+def operation_times_ms(program: StepProgram, device: DeviceModel) -> list[float]:
+    """Return what each operation of *program* takes on *device*; 0 for what runs no kernel."""
+    return [
+        device.op_ms(operation.flops, operation.traffic_bytes) * operation.num_runs
+        if operation.is_kernel
+        else 0.0
+        for operation in program.operations
+    ]
 
 
 class _Walk:
@@ -102,12 +121,12 @@ class _Walk:
         program: StepProgram,
         leaves: Sequence[bool],
         window_bytes: int | None,
-        device: DeviceModel | None,
+        times_ms: Sequence[float] | None,
         lanes: Lanes,
     ) -> None:
         self.program = program
         self.window_bytes = window_bytes
-        self.device = device
+        self.times_ms = times_ms
         self.lanes = lanes
         self.leaves = [
             leaves[number] and slot.link_bytes > 0 for number, slot in enumerate(program.slots)
@@ -150,6 +169,9 @@ class _Walk:
         self.deaths: list[list[int]] = [[] for _ in range(end + 1)]
         self.ends: list[list[int]] = [[] for _ in range(end + 1)]
         self.packs: list[list[int]] = [[] for _ in range(end + 1)]
+        self.first_packs: list[list[int]] = [[] for _ in range(end + 1)]
+        """Those that a layer saves before its first operation: after the end of the one before."""
+        begun = {(each.layer, each.start) for each in program.segments if each.phase == FORWARD}
         self.unpacks: list[list[int]] = [[] for _ in range(end + 1)]
         self.starts: dict[int, list[Callable[[], None]]] = {}
         self._is_reloaded = [False] * len(program.buffers)
@@ -164,7 +186,8 @@ class _Walk:
         for number, slot in enumerate(program.slots):
             if slot.link_bytes == 0:
                 continue
-            self.packs[slot.left_at].append(number)
+            is_first = (slot.layer, slot.left_at) in begun
+            (self.first_packs if is_first else self.packs)[slot.left_at].append(number)
             if slot.reloaded >= 0:
                 for moment in (slot.unpacked_at, *slot.asked_again):
                     self.unpacks[moment].append(number)
@@ -186,15 +209,13 @@ class _Walk:
         program = self.program
         peaks: list[int] = []
         compute_ms = 0.0
-        for number, operation in enumerate(program.operations):
+        for number in range(program.num_operations):
             self.number = number
             self.peak_here = 0
             self._before(number)
-            if self.device is not None and operation.is_kernel:
-                each_ms = self.device.op_ms(operation.flops, operation.traffic_bytes)
-                elapsed_ms = each_ms * operation.num_runs
-                self.now_ms += elapsed_ms
-                compute_ms += elapsed_ms
+            if self.times_ms is not None:
+                self.now_ms += self.times_ms[number]
+                compute_ms += self.times_ms[number]
             for buffer in self.deaths[number]:
                 self._source_dies(buffer)
             for slot in self.ends[number]:
@@ -208,7 +229,7 @@ class _Walk:
             if copy.death >= self.number and not self._is_reloaded[buffer]:
                 self.lifetimes.append(Lifetime(buffer, copy.birth, self.number))
         peak_bytes = max(peaks, default=program.resident_bytes)
-        has_times = self.device is not None
+        has_times = self.times_ms is not None
         return Prediction(
             step_ms=self.now_ms if has_times else math.nan,
             compute_ms=compute_ms if has_times else math.nan,
@@ -229,6 +250,8 @@ class _Walk:
             self._pack(slot)
         for event in self.starts.get(number, ()):
             event()
+        for slot in self.first_packs[number]:
+            self._pack(slot)
         for slot in self.unpacks[number]:
             self._unpack(slot)
 

@@ -5,19 +5,34 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.planning.pack_intervals import PackIntervals
-from hf_pyao.report.profile_report import Profile, ProfiledModule, ProfiledSlot, Spread
+from hf_pyao.report.profile_report import (
+    Profile,
+    ProfiledModule,
+    ProfiledSlot,
+    ProfiledSpan,
+    Spread,
+)
 from hf_pyao.report.provenance import collect_provenance
 from hf_pyao.runtime.policy import Decision
 from hf_pyao.runtime.slots import Slot
+from hf_pyao.runtime.timeline import StepTimeline
 from hf_pyao.transfer.transport import Transport
 
 Part = tuple[str, str, str]
 """Phase, layer, and path in it."""
+
+Result = TypeVar("Result")
+
+_HEAD: Part = ("head", "", "")
+
+MOST_SPANS = 20_000
+"""Most spans of a micro-batch that a profile keeps."""
 
 
 class StepProfiler(PackIntervals):
@@ -47,11 +62,18 @@ class StepProfiler(PackIntervals):
         self._slots: dict[str, dict[str, Slot]] = {}
         self._stays: dict[str, str | None] = {}
         self._packs: defaultdict[str, list[int]] = defaultdict(list)
+        self._stats: list[MicroBatchStats] = []
+        self._timeline = StepTimeline(transport, device) if num_micro_batches == 1 else None
+        """Of the last micro-batch, from its start."""
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
         """Note the moment."""
         super().on_module(layer, path, phase, is_start=is_start)
+        if self._timeline is not None:
+            self._timeline.on_module(layer, path, phase, is_start=is_start)
         part, now = (phase, layer, path), self._transport.mark(self._device)
+        if not path:
+            self._note_head(phase, now, is_start=is_start)
         if is_start:
             self._running[part] = now
         elif part in self._running:
@@ -59,6 +81,31 @@ class StepProfiler(PackIntervals):
             if not path:  # what has not ended by now has no end: it returned what it got
                 for open_part in [each for each in self._running if each[:2] == (phase, layer)]:
                     del self._running[open_part]
+
+    def _note_head(self, phase: str, now: Any, *, is_start: bool) -> None:
+        """See where the last layer's forward ends, and where the first backward starts."""
+        if phase == "forward":
+            self._running.pop(_HEAD, None)
+            if not is_start:
+                self._running[_HEAD] = now
+        elif is_start and _HEAD in self._running:
+            self._spans[_HEAD].append((self._running.pop(_HEAD), now))
+
+    def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
+        """Note the copy, in the last micro-batch."""
+        if self._timeline is not None:
+            self._timeline.on_copy(direction, label, nbytes, ticket)
+
+    def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
+        """Note a part of the overhead, in the last micro-batch."""
+        return work() if self._timeline is None else self._timeline.around(what, label, work)
+
+    def on_micro_batch(self, stats: MicroBatchStats) -> None:
+        """Count it."""
+        self._stats.append(stats)
+        if len(self._stats) == self._num_micro_batches - 1:
+            self._timeline = StepTimeline(self._transport, self._device)
+        super().on_micro_batch(stats)
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Note the slot."""
@@ -76,7 +123,7 @@ class StepProfiler(PackIntervals):
         model: Mapping[str, Any],
         layer_names: Sequence[str],
         device_name: str,
-        metrics: Mapping[str, float],
+        **more: Any,
     ) -> Profile:
         """Return what was measured. Waits for the device.
 
@@ -85,12 +132,13 @@ class StepProfiler(PackIntervals):
             model: what tells the model.
             layer_names: qualified names of its layers.
             device_name: what it ran on.
-            metrics: of the last micro-batch.
+            more: further fields of the profile.
         """
         throughput = self.throughput_gib_per_s()
         speed = self._transport.bandwidth()
         num_calls = max(1, self._num_micro_batches * len(layer_names))
-        paths = {path for _, _, path in self._spans} | set(self._packs)
+        paths = {path for part in self._spans if part != _HEAD for path in part[2:]}
+        paths |= set(self._packs)
         modules = [
             ProfiledModule(
                 path=path,
@@ -132,18 +180,34 @@ class StepProfiler(PackIntervals):
                 "d2h_gib_per_s": speed.d2h_gib_per_s,
                 "h2d_gib_per_s": speed.h2d_gib_per_s,
             },
-            metrics=dict(metrics),
+            head=_spread_of(self._times_ms("head", "")),
+            metrics=_means([stats.as_dict() for stats in self._stats]),
+            peak_allocated_bytes=max(s.device_peak_bytes for s in self._stats) or None,
+            timeline=self._spans_of_timeline(),
             provenance=collect_provenance(),
+            **more,
         )
 
+    def _spans_of_timeline(self) -> list[ProfiledSpan]:
+        if self._timeline is None:
+            return []
+        return [ProfiledSpan(**span._asdict()) for span in self._timeline.spans()[:MOST_SPANS]]
+
     def _spread(self, phase: str, path: str) -> Spread | None:
-        times_ms = [
+        return _spread_of(self._times_ms(phase, path))
+
+    def _times_ms(self, phase: str, path: str) -> list[float]:
+        return [
             self._transport.elapsed_ms(start, end)
             for (its_phase, _, its_path), spans in self._spans.items()
             if (its_phase, its_path) == (phase, path)
             for start, end in spans
         ]
-        return _spread_of(times_ms)
+
+
+def _means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    keys = dict.fromkeys(key for each in metrics for key in each)
+    return {key: fmean(each.get(key, 0.0) for each in metrics) for key in keys}
 
 
 def _spread_of(times_ms: Iterable[float]) -> Spread | None:

@@ -1,4 +1,4 @@
-"""``Profile``: what the steps of a training took and saved, part by part, as it was measured."""
+"""``Profile``: what the steps of a training take and save, part by part: measured, or predicted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.schema import check_version, read_fields, to_plain
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the JSON of a :class:`Profile`."""
 
 KIND = "profile"
@@ -61,30 +61,66 @@ class ProfiledSlot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfiledSpan:
+    """Something that ran in the last micro-batch that was measured."""
+
+    lane: str
+    """``"forward"``, ``"backward"``, ``"offload"``, ``"reload"``, or a part of the overhead."""
+    label: str
+    """The layer and sub-module, or the slot."""
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was measured of some micro-batches of a training."""
+    """What some micro-batches of a training take and save."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = KIND
     title: str
     is_measured: bool = True
+    """False: reckoned from fake tensors and a card's speeds."""
     model: dict[str, Any]
     """What tells the model: kinds and number of its layers, a digest of their structure."""
+    shapes: list[str] = field(default_factory=list)
+    """What its forward was called with; empty if that is not known."""
     device: str
     num_micro_batches: int
+    num_ranks: int = 1
+    """Processes whose times are in the means."""
     layer_names: list[str]
+    compiled_layers: bool = False
+    """True if some are compiled: those are measured whole."""
     layer_forward: Spread | None = None
     """A layer's forward."""
     layer_backward: Spread | None = None
     """A layer's backward."""
+    head: Spread | None = None
+    """From the end of the last layer's forward to the start of its backward: head and loss."""
     modules: list[ProfiledModule]
     """By the time of their forward, the longest first."""
     slots: list[ProfiledSlot]
     """In the order of packing."""
     link: dict[str, float | None]
-    """``d2h_gib_per_s`` and ``h2d_gib_per_s``, as far as copies told; None: nothing was copied."""
+    """``d2h_gib_per_s`` and ``h2d_gib_per_s``, as far as copies told; None: nothing was copied.
+    With several ranks their mean, and ``least_d2h_gib_per_s``, ``least_h2d_gib_per_s``."""
+    host: dict[str, float] = field(default_factory=dict)
+    """Host memory in bytes: ``capacity_bytes``, ``peak_bytes``, ``pinned_bytes``."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last micro-batch that was measured."""
+    """Means over the micro-batches that were measured."""
+    peak_allocated_bytes: int | None = None
+    """Most on the device over them, as torch counts it; None where it does not."""
+    speeds: dict[str, float] | None = None
+    """What a predicted profile assumes of the device: ``tflop_per_s``, ``memory_gib_per_s``,
+    ``launch_us``."""
+    program: dict[str, Any] | None = None
+    """The step on fake tensors, operation by operation, see
+    :class:`hf_pyao.planning.recorded_step.RecordedStep`."""
+    why_no_program: str = ""
+    """Why there is none."""
+    timeline: list[ProfiledSpan] = field(default_factory=list)
+    """The last micro-batch."""
     provenance: Provenance
 
     @classmethod
@@ -106,7 +142,8 @@ class Profile:
     @property
     def link_gib_per_s(self) -> float | None:
         """Mean speed of the link over the directions that are known."""
-        known = [speed for speed in self.link.values() if speed]
+        directions = ("d2h_gib_per_s", "h2d_gib_per_s")
+        known = [speed for each in directions if (speed := self.link.get(each))]
         return sum(known) / len(known) if known else None
 
 
@@ -150,17 +187,27 @@ def profile_tables(profile: Profile) -> list[tuple[list[str], list[list[str]]]]:
 
 
 def profile_summary(profile: Profile) -> str:
-    """Say in a sentence or two what was measured."""
-    layers = f"{len(profile.layer_names)} layers"
+    """Say in a few sentences what was measured, or predicted."""
     speed = profile.link_gib_per_s
     link = (
         "the link's speed is not known" if speed is None else f"the link carried {speed:.1f} GiB/s"
     )
-    return (
-        f"{profile.num_micro_batches} micro-batches on {profile.device}; {layers}, forward "
+    if not profile.is_measured:
+        link = "no copy was looked at" if speed is None else f"a link of {speed:.1f} GiB/s"
+    how = f"{profile.num_micro_batches} micro-batches" if profile.is_measured else "Predicted,"
+    ranks = f", mean of {profile.num_ranks} ranks" if profile.num_ranks > 1 else ""
+    words = [
+        f"{how} on {profile.device}{ranks}; {len(profile.layer_names)} layers, forward "
         f"{_time(profile.layer_forward)} ms and backward {_time(profile.layer_backward)} ms each "
-        f"(mean, least to most); {link}."
-    )
+        f"(mean, least to most), head and loss {_time(profile.head)} ms; {link}."
+    ]
+    if profile.shapes:
+        words.append(f"Called with {', '.join(profile.shapes)}.")
+    if profile.compiled_layers:
+        words.append("Compiled layers are measured whole: nothing is seen inside of them.")
+    if profile.why_no_program:
+        words.append(f"The step is not in it operation by operation: {profile.why_no_program}")
+    return " ".join(words)
 
 
 def _time(spread: Spread | None) -> str:

@@ -120,7 +120,7 @@ class Lifecycle:
         for layer in list(self._layers):
             layer.register_forward_pre_hook(EnterHook(self), with_kwargs=True)
             layer.register_forward_hook(LeaveHook(self), always_call=True)
-            if _is_compiled(layer):
+            if is_compiled(layer):
                 continue
             for path, module in self._named_submodules(layer):
                 if path and module is not layer:
@@ -281,10 +281,11 @@ class Lifecycle:
 
     def _reason_not_traceable(self, module: nn.Module, is_compiling: bool) -> str | None:
         """Say why a layer's operations cannot be recorded for recomputation; None if they can."""
-        if is_compiling or any(_is_compiled(child) for child in module.modules()):
+        if is_compiling or any(is_compiled(child) for child in module.modules()):
             return COMPILED
         return self._sharding.reason_not_traceable(module)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether *module* was compiled, in place or in a wrapper."""
     return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None

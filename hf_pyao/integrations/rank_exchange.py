@@ -1,0 +1,69 @@
+"""What the ranks of a training tell each other, without any of them waiting.
+
+Texts go through the store that torch's process group met in, and not through a collective: those
+would have to come in the same order on all ranks, between the gradients' own, and would wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class RankExchange:
+    """One round in which each rank tells the others a text.
+
+    Args:
+        name: what it is about; rounds of one name are counted on each rank.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._store: Any = None
+        self.rank, self.num_ranks = 0, 1
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return
+        self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
+        if self.num_ranks == 1:
+            return
+        try:
+            self._store = distributed.distributed_c10d._get_default_store()
+            number = self._store.add(f"hf_pyao/{name}/{self.rank}", 1)
+        except Exception as error:  # a store of another kind, or gone
+            logger.warning("the ranks do not hear of each other's figures: %s", error)
+            self._store, self.num_ranks = None, 1
+            return
+        self._prefix = f"hf_pyao/{name}/{number}"
+
+    def tell(self, text: str) -> None:
+        """Tell the other ranks."""
+        if self._store is not None:
+            self._store.set(self._key(self.rank), text)
+
+    def heard(self, *, wait_s: float = 0.0) -> Sequence[str] | None:
+        """Return what all ranks told, in order; None if some have not yet.
+
+        Args:
+            wait_s: how long to wait for them.
+        """
+        if self._store is None:
+            return None
+        keys = [self._key(rank) for rank in range(self.num_ranks)]
+        try:
+            if wait_s:
+                self._store.wait(keys, timedelta(seconds=wait_s))
+            elif not self._store.check(keys):
+                return None
+            return [self._store.get(key).decode("utf-8") for key in keys]
+        except Exception as error:  # a rank that ended takes the store with it
+            logger.debug("nothing heard of the other ranks: %s", error)
+            return None
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
