@@ -138,7 +138,6 @@ class ProfileWriter:
         pool = self._link.pool
         host = {
             "capacity_bytes": float(pool.capacity_bytes),
-            "peak_bytes": float(pool.peak_used_bytes),
             "pinned_bytes": float(pool.pool_bytes if pool.pin else 0),
         }
         seen = None if self._watch is None else self._watch.seen

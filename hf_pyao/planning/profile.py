@@ -123,6 +123,7 @@ class StepProfiler(PackIntervals):
         model: Mapping[str, Any],
         layer_names: Sequence[str],
         device_name: str,
+        host: Mapping[str, float] | None = None,
         **more: Any,
     ) -> Profile:
         """Return what was measured. Waits for the device.
@@ -132,6 +133,7 @@ class StepProfiler(PackIntervals):
             model: what tells the model.
             layer_names: qualified names of its layers.
             device_name: what it ran on.
+            host: what is known of the host's memory.
             more: further fields of the profile.
         """
         throughput = self.throughput_gib_per_s()
@@ -181,8 +183,12 @@ class StepProfiler(PackIntervals):
                 "h2d_gib_per_s": speed.h2d_gib_per_s,
             },
             head=_spread_of(self._times_ms("head", "")),
+            host={
+                **(host or {}),
+                "peak_bytes": float(max((s.host_peak_bytes for s in self._stats), default=0)),
+            },
             metrics=_means([stats.as_dict() for stats in self._stats]),
-            peak_allocated_bytes=max(s.device_peak_bytes for s in self._stats) or None,
+            peak_allocated_bytes=max((s.device_peak_bytes for s in self._stats), default=0) or None,
             timeline=self._spans_of_timeline(),
             provenance=collect_provenance(),
             **more,

@@ -53,7 +53,8 @@ class ProfiledSlot:
     name: str
     nbytes: int
     """The largest."""
-    dtype: str
+    dtype: str = ""
+    """Empty if that is not known."""
     num_layers: int
     """Layers that save it."""
     stays: str | None = None

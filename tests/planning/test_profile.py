@@ -94,11 +94,7 @@ def test_times_are_the_devices() -> None:
             with SimulatedDevice(speeds, transport.link, offloader.host_pool):
                 step(model)
             assert done == [profiler]
-            found.append(
-                profiler.profile(
-                    title="t", model={}, layer_names=["a"], device_name="d", metrics={}
-                )
-            )
+            found.append(profiler.profile(title="t", model={}, layer_names=["a"], device_name="d"))
     first, second = (
         {module.path: module.forward.mean_ms for module in each.modules if module.forward}
         for each in found
