@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.integrations.cuda_choices import choices_of_cuda
-from hf_pyao.report.tables import table
+from hf_pyao.report.markdown import table
 from hf_pyao.simulation.cuda_operations import operations_of_cuda
 from result_file import write_result
 

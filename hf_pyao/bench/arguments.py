@@ -19,7 +19,7 @@ from hf_pyao.bench.setup import (
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.model_sizes import MODEL_SIZES
 from hf_pyao.estimate.model_specs import parse_model
-from hf_pyao.report.tables import bench_markdown
+from hf_pyao.report.tables import markdown_of
 from hf_pyao.text import one_line, say
 
 SMOKE_MODEL = (
@@ -119,7 +119,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
         progress=lambda line: say(one_line(line)),
     )
-    say("\n" + bench_markdown(report))
+    say("\n" + markdown_of(report))
     name = one_line(str(output))
     say(f"written: {name}\nplot it: pyao report {name} -o report.html")
     return 0 if all(row.status != "failed" for row in report.rows) else 1

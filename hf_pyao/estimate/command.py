@@ -104,7 +104,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         PyAOError: an option is bad, or the model cannot be had.
     """
     from hf_pyao.report.schema import to_plain, write_json
-    from hf_pyao.report.tables import estimate_markdown
+    from hf_pyao.report.tables import markdown_of
 
     hardware = hardware_of(args)
     for option, least in (
@@ -134,7 +134,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     if args.json:
         say(json.dumps(to_plain(report), indent=2))
     else:
-        say(estimate_markdown(report))
+        say(markdown_of(report))
         if args.output is not None:
             say(f"written: {one_line(str(args.output))}")
     return 0

@@ -1,33 +1,74 @@
-"""Which kinds of JSON documents there are, and how each is read."""
+"""Which kinds of JSON documents there are, and how each is read, shown and drawn."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_pyao.errors import nearest
 from hf_pyao.report.bench_report import BenchReport, FactsReport
-from hf_pyao.report.estimate_report import EstimateReport
-from hf_pyao.report.profile_report import Profile
+from hf_pyao.report.bench_view import bench_view, facts_view
+from hf_pyao.report.estimate_report import EstimateReport, estimate_view
+from hf_pyao.report.plots.bench_plots import bench_figure
+from hf_pyao.report.plots.estimate_plots import estimate_figure
+from hf_pyao.report.plots.look import LIGHT, Look, need_matplotlib
+from hf_pyao.report.plots.profile_plots import throughput_figure
+from hf_pyao.report.plots.run_plots import run_figure
+from hf_pyao.report.profile_report import Profile, profile_view
 from hf_pyao.report.run_report import RunReport
+from hf_pyao.report.run_view import run_view
 from hf_pyao.report.schema import ReportError, read_json
+from hf_pyao.report.view import Kind, View
 from hf_pyao.text import echo
 
-Document = RunReport | BenchReport | FactsReport | EstimateReport | Profile
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-KINDS: Mapping[str, Callable[[Mapping[str, Any], str], Document]] = {
-    "run": RunReport.from_dict,
-    "bench": BenchReport.from_dict,
-    "facts": FactsReport.from_dict,
-    "estimate": EstimateReport.from_dict,
-    "profile": Profile.from_dict,
+KINDS: Mapping[str, Kind] = {
+    "run": Kind(document=RunReport, view=run_view, figure=run_figure),
+    "bench": Kind(document=BenchReport, view=bench_view, figure=bench_figure),
+    "facts": Kind(document=FactsReport, view=facts_view),
+    "estimate": Kind(document=EstimateReport, view=estimate_view, figure=estimate_figure),
+    "profile": Kind(document=Profile, view=profile_view, figure=throughput_figure),
 }
-"""Value of ``kind`` -> reader."""
+"""Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
 
 
-def read_document(path: str | Path) -> Document:
+class Document(Protocol):
+    """A document: an instance of the class of one of :data:`KINDS`."""
+
+    @property
+    def kind(self) -> str:
+        """A key of :data:`KINDS`."""
+        ...
+
+
+def kind_of(document: Document) -> Kind:
+    """Return what belongs to the kind of *document*."""
+    return next(kind for kind in KINDS.values() if isinstance(document, kind.document))
+
+
+def view_of(document: Document) -> View:
+    """Return what *document* shows."""
+    return kind_of(document).view(document)
+
+
+def figure_of(document: Document, look: Look = LIGHT) -> Figure | None:
+    """Return the plot that belongs to *document*; None if there is none of such, or of this one.
+
+    Raises:
+        ReportError: matplotlib is missing.
+    """
+    draw = kind_of(document).figure
+    if draw is None:
+        return None
+    need_matplotlib()
+    return draw(document, look)
+
+
+def read_document(path: str | Path) -> Any:
     """Read a JSON document of any kind.
 
     Raises:
@@ -41,10 +82,10 @@ def read_document(path: str | Path) -> Document:
             f"{where} has kind {echo(kind)}{hint or ';'} known: {', '.join(KINDS)}. Give files "
             "that hf_pyao wrote (`pyao bench`, or a training run with --activation_offload_report)."
         )
-    return KINDS[kind](values, where)
+    return KINDS[kind].document.from_dict(values, where)
 
 
-def read_named_document(path: str | Path) -> Document:
+def read_named_document(path: str | Path) -> Any:
     """Read a JSON document of any kind; a run without a name gets its file's.
 
     Raises:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_pyao.report.provenance import Provenance
+from hf_pyao.report.quantities import ABSENT
 from hf_pyao.report.schema import check_version, read_fields, to_plain
+from hf_pyao.report.view import Table, View
 
 SCHEMA_VERSION = 1
 """Version of the JSON of an :class:`EstimateReport`."""
 
 KIND = "estimate"
-ABSENT = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,20 @@ class EstimateReport:
         return plain
 
 
-def estimate_table(report: EstimateReport) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the cells of an estimate's table."""
+def estimate_view(report: EstimateReport) -> View:
+    """Return one table row for each way to train, the verdict, and what sets each peak."""
+    notes = [*map(_cause, report.rows), *map(_assumed, report.assumptions)]
+    return View(
+        title=report.title,
+        tables=[estimate_table(report)],
+        conclusion=report.verdict,
+        notes=list(dict.fromkeys(notes)),
+        provenance=report.provenance,
+    )
+
+
+def estimate_table(report: EstimateReport) -> Table:
+    """Return an estimate's table; columns that no row has a figure for are left out."""
     header = [
         "method",
         "largest micro-batch",
@@ -118,13 +131,7 @@ def estimate_table(report: EstimateReport) -> tuple[list[str], list[list[str]]]:
         for row in report.rows
     ]
     filled = [column for column in range(len(header)) if any(r[column] != ABSENT for r in rows)]
-    return [header[c] for c in filled], [[row[c] for c in filled] for row in rows]
-
-
-def estimate_notes(report: EstimateReport) -> list[str]:
-    """Return what is said beneath the table: what sets each peak, and what is recomputed."""
-    notes = [_cause(row) for row in report.rows]
-    return [report.verdict, *_without_repeats(notes), *map(_assumed, report.assumptions)]
+    return Table([header[c] for c in filled], [[row[c] for c in filled] for row in rows])
 
 
 def _length(row: EstimateRow) -> str:
@@ -150,7 +157,3 @@ def _cause(row: EstimateRow) -> str:
 
 def _assumed(text: str) -> str:
     return f"assumed: {text}"
-
-
-def _without_repeats(notes: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(notes))

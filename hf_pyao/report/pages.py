@@ -6,27 +6,16 @@ import base64
 import html
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
 from hf_pyao.files import replace_file
-from hf_pyao.report import markdown
-from hf_pyao.report.bench_report import BenchReport, FactsReport
-from hf_pyao.report.documents import Document
-from hf_pyao.report.estimate_report import EstimateReport, estimate_notes, estimate_table
-from hf_pyao.report.plots import figure_of, image_bytes, need_matplotlib
-from hf_pyao.report.profile_report import Profile, profile_summary, profile_tables
-from hf_pyao.report.run_report import RunReport
+from hf_pyao.report.documents import Document, figure_of, kind_of, view_of
+from hf_pyao.report.plots.look import DARK, LIGHT, Look, image_bytes, need_matplotlib
 from hf_pyao.report.schema import ReportError
-from hf_pyao.report.tables import (
-    bench_table,
-    fact_text,
-    legend,
-    markdown_of,
-    provenance_line,
-    reasons,
-    run_tables,
-)
+from hf_pyao.report.tables import markdown_of, provenance_line
+from hf_pyao.report.view import Table
 from hf_pyao.text import echo, one_line
 
 
@@ -43,7 +32,7 @@ def write_page(
     path = Path(output)
     if path.suffix not in (".md", ".html") or "\0" in str(output):
         raise ReportError(f"output {echo(str(output))}: expected a name that ends in .md or .html.")
-    if with_plots and any(not isinstance(document, FactsReport) for document in documents):
+    if with_plots and any(kind_of(document).figure for document in documents):
         need_matplotlib()
     try:
         if path.suffix == ".html":
@@ -59,16 +48,14 @@ def write_page(
 def _write_markdown(documents: Sequence[Document], path: Path, *, with_plots: bool) -> list[Path]:
     written, parts = [path], []
     for index, document in enumerate(documents, start=1):
-        text = markdown_of(document)
-        image = _image(document, "png") if with_plots else None
+        image = _image(document, "png", LIGHT) if with_plots else None
+        link = None
         if image is not None:
             picture = path.with_name(f"{path.stem}-{index}.png")
             replace_file(picture, image)
             written.append(picture)
-            heading, rest = text.split("\n\n", 1)
-            link = f"![{markdown.escaped(document.title)}]({quote(os.fsencode(picture.name))})"
-            text = f"{heading}\n\n{link}\n\n{rest}"
-        parts.append(text)
+            link = quote(os.fsencode(picture.name))
+        parts.append(markdown_of(document, link))
     replace_file(path, "\n".join(parts).encode("utf-8"))
     return written
 
@@ -80,34 +67,64 @@ def html_page(documents: Sequence[Document], *, with_plots: bool = True) -> str:
         ReportError: matplotlib is missing.
     """
     sections = "\n".join(_section(document, with_plots) for document in documents)
-    title = _text(documents[0].title if len(documents) == 1 else "hf_pyao: reports")
+    title = _text(view_of(documents[0]).title if len(documents) == 1 else "hf_pyao: reports")
     return _PAGE.format(title=title, style=_STYLE, sections=sections)
 
 
 def _section(document: Document, with_plots: bool) -> str:
-    parts = [f"<h2>{_text(document.title)}</h2>"]
-    if isinstance(document, RunReport):
-        parts.append(f"<p>{_text(document.description)}</p>")
-    if isinstance(document, Profile):
-        parts.append(f"<p>{_text(profile_summary(document))}</p>")
-    image = _image(document, "svg") if with_plots else None
-    if image is not None:
-        # As an image of its own, so that the identifiers inside two plots cannot meet.
-        data = base64.b64encode(image).decode("ascii")
-        alt = _text(f"plot: {document.title}")
-        parts.append(f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">')
-    parts += [_html_table(header, rows) for header, rows in _tables(document)]
-    notes = reasons(document) if isinstance(document, BenchReport) else []
-    if isinstance(document, EstimateReport):
-        verdict, *notes = estimate_notes(document)
-        parts.append(f"<p>{_text(verdict)}</p>")
-    if notes:
-        items = "".join(f"<li>{_text(note)}</li>" for note in notes)
-        parts.append(f"<ul>{items}</ul>")
-    if isinstance(document, BenchReport):
-        parts.append(f'<p class="source">{_text(legend(document))}</p>')
-    parts.append(f'<p class="source">{provenance_line(document, text=_text, command=_code)}</p>')
-    return "<section>\n" + "\n".join(parts) + "\n</section>"
+    view = view_of(document)
+    source = provenance_line(view, text=_text, command=_code)
+    parts = [
+        f"<h2>{_text(view.title)}</h2>",
+        _paragraph(_text(view.summary)),
+        _picture(document, view.title) if with_plots else "",
+        *(_html_table(each) for each in view.tables),
+        _paragraph(_text(view.conclusion)),
+        _list(view.notes),
+        _paragraph(_text(view.legend), "source"),
+        _paragraph(source, "source"),
+    ]
+    return "<section>\n" + "\n".join(part for part in parts if part) + "\n</section>"
+
+
+def _picture(document: Document, title: str) -> str:
+    """Return the plot as images of their own, so that identifiers inside of two cannot meet.
+
+    There is one for each look, of which a browser shows the one that fits the page.
+    """
+    images = [(media, _image(document, "svg", look)) for media, look in _LOOKS]
+    if any(image is None for _, image in images):
+        return ""
+    *others, (_, last) = [(media, _data(image or b"")) for media, image in images]
+    sources = "".join(f'<source media="{media}" srcset="{data}">\n' for media, data in others)
+    alt = _text(f"plot: {title}")
+    return f'<picture>\n{sources}<img alt="{alt}" src="{last}">\n</picture>'
+
+
+_DARK_PAGE, _NARROW_PAGE = "(prefers-color-scheme: dark)", "(max-width: 640px)"
+
+_LOOKS = (
+    (f"{_DARK_PAGE} and {_NARROW_PAGE}", replace(DARK, is_narrow=True)),
+    (_NARROW_PAGE, replace(LIGHT, is_narrow=True)),
+    (_DARK_PAGE, DARK),
+    ("", LIGHT),
+)
+"""What a page asks for, and the plot for it; the first that holds counts."""
+
+
+def _data(image: bytes) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(image).decode('ascii')}"
+
+
+def _paragraph(markup: str, kind: str = "") -> str:
+    if not markup:
+        return ""
+    return f'<p class="{kind}">{markup}</p>' if kind else f"<p>{markup}</p>"
+
+
+def _list(notes: Sequence[str]) -> str:
+    items = "".join(f"<li>{_text(note)}</li>" for note in notes)
+    return f"<ul>{items}</ul>" if items else ""
 
 
 def _text(text: str) -> str:
@@ -119,35 +136,23 @@ def _code(text: str) -> str:
     return f"<code>{_text(text)}</code>"
 
 
-def _tables(document: Document) -> list[tuple[list[str], list[list[str]]]]:
-    if isinstance(document, BenchReport):
-        return [bench_table(document)]
-    if isinstance(document, RunReport):
-        return run_tables(document)
-    if isinstance(document, EstimateReport):
-        return [estimate_table(document)]
-    if isinstance(document, Profile):
-        return profile_tables(document)
-    return [
-        (["fact", "value"], [[name, fact_text(value)] for name, value in document.facts.items()])
-    ]
-
-
-def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _html_table(table: Table) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells) + "</tr>"
+        tags = [f'{tag} class="text"'] * table.num_text_columns + [tag] * len(cells)
+        marked = [
+            f"<{start}>{_text(cell)}</{tag}>" for start, cell in zip(tags, cells, strict=False)
+        ]
+        return "<tr>" + "".join(marked) + "</tr>"
 
-    body = "\n".join(line(row, "td") for row in rows)
+    body = "\n".join(line(row, "td") for row in table.rows)
     return (
-        f'<div class="wide"><table>\n<thead>{line(header, "th")}</thead>\n'
+        f'<div class="wide"><table>\n<thead>{line(table.header, "th")}</thead>\n'
         f"<tbody>\n{body}\n</tbody>\n</table></div>"
     )
 
 
-def _image(document: Document, kind: str) -> bytes | None:
-    if isinstance(document, FactsReport):
-        return None
-    figure = figure_of(document)
+def _image(document: Document, kind: str, look: Look) -> bytes | None:
+    figure = figure_of(document, look)
     return None if figure is None else image_bytes(figure, kind)
 
 
@@ -160,12 +165,13 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back);
        max-width: 74rem; margin: 2.5rem auto; padding: 0 1.25rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
-img { max-width: 100%; background: #ffffff; border: 1px solid var(--line); border-radius: 6px; }
+img { max-width: 100%; height: auto; border: 1px solid var(--line); border-radius: 6px; }
+code { overflow-wrap: anywhere; } p, li, h2 { overflow-wrap: break-word; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .75rem; text-align: right; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; color: var(--soft); vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; }
+.text { text-align: left; }
 tbody tr:nth-child(odd) { background: var(--band); }
 .source, li { color: var(--soft); font-size: .85rem; }
 """

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_pyao.report.provenance import Provenance
+from hf_pyao.report.quantities import ABSENT, MIB
 from hf_pyao.report.schema import check_version, read_fields, to_plain
+from hf_pyao.report.view import Table, View
 
 SCHEMA_VERSION = 2
 """Version of the JSON of a :class:`Profile`."""
 
 KIND = "profile"
-GIB = 2**30
-MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +148,18 @@ class Profile:
         return sum(known) / len(known) if known else None
 
 
-def profile_tables(profile: Profile) -> list[tuple[list[str], list[list[str]]]]:
-    """Return the tables of modules and of slots: header and cells of each."""
+def profile_view(profile: Profile) -> View:
+    """Return what was measured, parts and slots."""
+    return View(
+        title=profile.title,
+        summary=profile_summary(profile),
+        tables=profile_tables(profile),
+        provenance=profile.provenance,
+    )
+
+
+def profile_tables(profile: Profile) -> list[Table]:
+    """Return the tables of modules and of slots."""
     modules = [
         [
             module.path or "(the layer itself)",
@@ -157,7 +167,7 @@ def profile_tables(profile: Profile) -> list[tuple[list[str], list[list[str]]]]:
             _time(module.backward),
             f"{module.saved_bytes / MIB:.2f}",
             f"{module.packed_bytes / MIB:.2f}",
-            "–" if module.throughput_gib_per_s is None else f"{module.throughput_gib_per_s:.2f}",
+            ABSENT if module.throughput_gib_per_s is None else f"{module.throughput_gib_per_s:.2f}",
         ]
         for module in profile.modules
     ]
@@ -172,7 +182,7 @@ def profile_tables(profile: Profile) -> list[tuple[list[str], list[list[str]]]]:
         for slot in profile.slots
     ]
     return [
-        (
+        Table(
             [
                 "part of a layer",
                 "forward, ms",
@@ -183,7 +193,7 @@ def profile_tables(profile: Profile) -> list[tuple[list[str], list[list[str]]]]:
             ],
             modules,
         ),
-        (["slot", "MiB", "dtype", "layers", "stays"], slots),
+        Table(["slot", "MiB", "dtype", "layers", "stays"], slots),
     ]
 
 
@@ -213,5 +223,5 @@ def profile_summary(profile: Profile) -> str:
 
 def _time(spread: Spread | None) -> str:
     if spread is None:
-        return "–"
+        return ABSENT
     return f"{spread.mean_ms:.3f} ({spread.least_ms:.3f}–{spread.most_ms:.3f})"

@@ -11,16 +11,11 @@ from pathlib import Path
 import pytest
 
 from hf_pyao.report import ReportError
+from hf_pyao.report.documents import figure_of
 from hf_pyao.report.labels import place_labels
 from hf_pyao.report.pages import html_page, write_page
-from hf_pyao.report.plots import (
-    FAMILIES,
-    family_of,
-    figure_of,
-    image_bytes,
-    largest_figure,
-    trade_off_figure,
-)
+from hf_pyao.report.plots.bench_plots import largest_figure, trade_off_figure
+from hf_pyao.report.plots.look import FAMILIES, family_of, image_bytes
 from tests.report.documents import make_bench, make_facts, make_row, make_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -38,7 +33,7 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes.append((tag, dict(attrs)))
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "img", "source"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -163,7 +158,8 @@ def test_labels_of_a_cluster_do_not_overlap() -> None:
 
 
 def test_families_differ_in_colour_and_in_marker() -> None:
-    assert len({family.colour for family in FAMILIES}) == len(FAMILIES)
+    for theme in ("light", "dark"):
+        assert len({getattr(family, theme) for family in FAMILIES}) == len(FAMILIES)
     assert len({family.marker for family in FAMILIES}) == len(FAMILIES)
     assert [family_of(m).label for m in ("none", "pyao:x=1", "checkpoint", "trl-streams")] == [
         *("nothing", "hf_pyao", "recompute", "other offloading"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from hf_pyao.report.bench_report import OUT_OF_MEMORY, BenchRow
-from hf_pyao.report.tables import bench_table, markdown_of, number
+from hf_pyao.report.bench_view import bench_table
+from hf_pyao.report.quantities import number
+from hf_pyao.report.tables import markdown_of
 from tests.report.documents import make_bench, make_facts, make_row, make_run
 
 
 def test_a_benchmark_as_a_table() -> None:
-    header, rows = bench_table(make_bench())
+    header, rows, _ = bench_table(make_bench())
     assert header == [
         "method",
         "result",
@@ -39,7 +41,7 @@ def test_another_loss_is_said() -> None:
 
 
 def test_without_a_device_there_are_no_device_columns() -> None:
-    header, _ = bench_table(make_bench([make_row("none", 100.0, None)]))
+    header, _, _ = bench_table(make_bench([make_row("none", 100.0, None)]))
     assert "peak allocated, GiB" not in header
     assert "host memory +GiB" in header
 
@@ -57,7 +59,7 @@ def test_a_search_shows_micro_batches_and_compares_no_times() -> None:
         make_row("none", 100.0, 8.0, num_tried=5, micro_batch=7, gradient_digest=None),
         BenchRow(method="x", label="x", status=OUT_OF_MEMORY, micro_batch=0, num_tried=1),
     ]
-    header, cells = bench_table(make_bench(rows))
+    header, cells, _ = bench_table(make_bench(rows))
     assert "against nothing" not in header
     column = header.index("largest micro-batch")
     assert [row[column] for row in cells] == ["7", "0"]

@@ -17,8 +17,9 @@ import pytest
 
 from hf_pyao import cli
 from hf_pyao.report import ReportError, RunReport, markdown, read_document
+from hf_pyao.report.documents import figure_of
 from hf_pyao.report.pages import html_page
-from hf_pyao.report.plots import figure_of, image_bytes
+from hf_pyao.report.plots.look import image_bytes
 from hf_pyao.report.schema import to_plain, write_json
 from hf_pyao.report.tables import markdown_of
 from tests.report.documents import make_bench, make_facts, make_row, make_run

@@ -1,0 +1,1 @@
+"""Plots of documents, by matplotlib's object interface: no global state, no window."""
