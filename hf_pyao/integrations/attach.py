@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import operator
+import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -187,7 +189,7 @@ class Offloader:
             self.pyao_rule = PyAORule(
                 self.engine, self.transport, self.device, config, identity, wrap
             )
-        self.profile_writer = self._profile_writer(model, found, identity)
+        self.profile_writer = self._profile_writer(config, found, identity)
         """What writes the profile that is asked for; None if none is."""
         self._is_attached = False
         self.head_loss: HeadLoss | None = None
@@ -219,16 +221,16 @@ class Offloader:
             raise
 
     def _profile_writer(
-        self, model: nn.Module, found: FoundLayers, identity: Mapping[str, Any]
+        self, config: PyAOConfig, found: FoundLayers, identity: Mapping[str, Any]
     ) -> ProfileWriter | None:
-        if self.config.profile is None:
+        if config.profile is None:
             return None
         return ProfileWriter(
             self.engine,
             self.link,
             self.device,
-            self.config,
-            title=f"{class_name(model)} on {self.device.type}",
+            config,
+            title=f"{class_name(found.stack)} on {self.device.type}",
             identity=identity,
             layer_names=[fqn for fqn, _ in found.layers],
             has_compiled_layers=any(is_compiled(layer) for _, layer in found.layers),
@@ -254,6 +256,32 @@ class Offloader:
         ours = [ref() for ref in self._layers]
         theirs = [layer for _, layer in found.layers]
         return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+
+    def start_profile(self, path: str | os.PathLike[str], num_micro_batches: int) -> None:
+        """Measure the next micro-batches and write their profile, as ``PyAOConfig.profile`` does.
+
+        Args:
+            path: the JSON file to write.
+            num_micro_batches: how many are measured.
+
+        Raises:
+            ConflictError: a profile is being made already, or this is detached.
+            ReportError: there is a file already that is no profile of this model.
+        """
+        model = self._model()
+        if self.profile_writer is not None or model is None or not self._is_attached:
+            raise ConflictError(
+                "no profile can be begun: one is being made already (`profile` in the "
+                "configuration), or the model is not attached any more."
+            )
+        found = find_layers(model, self.config.layers)
+        config = dataclasses.replace(
+            self.config, profile=os.fspath(path), profile_steps=num_micro_batches
+        )
+        check_report_path(config.profile, config.label("profile"))
+        self.profile_writer = self._profile_writer(config, found, identity_of(found))
+        assert self.profile_writer is not None
+        self.profile_writer.start(model, self)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of the last finished micro-batch; empty before the first.

@@ -36,6 +36,12 @@ from hf_pyao.transfer.link import LinkContext
 
 logger = logging.getLogger(__name__)
 
+SETTINGS = (
+    *("policy", "window", "min_bytes", "keep_last_layers", "codec", "head_loss"),
+    "recompute_modules",
+)
+"""Fields of the configuration that a profile holds."""
+
 LAST_WAIT_S = 10.0
 """How long the first rank waits for the others' figures when its training ends."""
 
@@ -77,6 +83,8 @@ class ProfileWriter:
         self._device = device
         self._path = Path(config.profile)
         self._head_loss = config.head_loss
+        plain = config.to_dict()
+        self._settings = {name: plain[name] for name in SETTINGS}
         self._title = title
         self._identity = dict(identity)
         self._layer_names = tuple(layer_names)
@@ -149,6 +157,7 @@ class ProfileWriter:
             shapes=[] if seen is None else seen.shapes(),
             compiled_layers=self._has_compiled_layers,
             host=host,
+            settings=self._settings,
             why_no_program=_NOT_YET,
         )
         self._exchange = RankExchange("profile")
@@ -169,7 +178,11 @@ class ProfileWriter:
         changed = False
         if self.profile.program is None and self.profile.why_no_program == _NOT_YET:
             program, why = self._recorded()
-            self.profile = dataclasses.replace(self.profile, program=program, why_no_program=why)
+            seen = None if self._watch is None else self._watch.seen
+            shapes = self.profile.shapes or ([] if seen is None else seen.shapes())
+            self.profile = dataclasses.replace(
+                self.profile, shapes=shapes, program=program, why_no_program=why
+            )
             changed = True
         if self._exchange is not None and self._exchange.num_ranks > 1:
             texts = self._exchange.heard(wait_s=LAST_WAIT_S if is_last else 0.0)

@@ -7,7 +7,10 @@ Both are this rule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hf_pyao.errors import ConfigError
+from hf_pyao.planning.step_program import SlotUse
 from hf_pyao.runtime.policy import BELOW_MIN_BYTES, Decision, Keep, Offload, Situation
 from hf_pyao.runtime.slots import Slot
 
@@ -82,3 +85,20 @@ class _Spending(OffloadBudget):
         if self._num_left == 0 or (self._bytes_left is not None and slot.nbytes > self._bytes_left):
             return _KEEP_OVER
         return _OFFLOAD
+
+
+def leaves_within(slots: Sequence[SlotUse], leaves: Sequence[bool], max_bytes: int) -> list[bool]:
+    """Return those of *leaves* that a budget of bytes would offload in a forward.
+
+    Args:
+        slots: of a step, in the order of packing.
+        leaves: for each, whether it would leave without a budget.
+        max_bytes: the budget.
+    """
+    found = []
+    for slot, would_leave in zip(slots, leaves, strict=True):
+        has_room = would_leave and slot.stays is None and slot.nbytes <= max_bytes
+        found.append(has_room)
+        if has_room:
+            max_bytes -= slot.nbytes
+    return found

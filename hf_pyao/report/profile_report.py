@@ -112,6 +112,9 @@ class Profile:
     """Means over the micro-batches that were measured."""
     peak_allocated_bytes: int | None = None
     """Most on the device over them, as torch counts it; None where it does not."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What it ran with: ``policy``, ``window``, ``min_bytes``, ``keep_last_layers``, ``codec``,
+    ``head_loss``, ``recompute_modules``."""
     speeds: dict[str, float] | None = None
     """What a predicted profile assumes of the device: ``tflop_per_s``, ``memory_gib_per_s``,
     ``launch_us``."""

@@ -1,0 +1,209 @@
+"""What a profiled step comes to under plans: arithmetic on a profile of either kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hf_pyao.errors import PyAOError
+from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
+from hf_pyao.planning.budget import leaves_within
+from hf_pyao.planning.calibration import times_of
+from hf_pyao.planning.peak_cause import peak_cause
+from hf_pyao.planning.plan import KEEP, RECOMPUTE, Plan, PlanError
+from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
+from hf_pyao.planning.recorded_step import RecordedStep
+from hf_pyao.planning.step_program import FORWARD
+from hf_pyao.report.prediction_report import ComparedFigure, PredictedPlan
+from hf_pyao.report.profile_report import Profile
+
+
+class ForecastError(PyAOError, ValueError):
+    """A profile does not hold what a prediction needs."""
+
+
+class Forecast:
+    """Predicts plans for the step of a profile.
+
+    Args:
+        profile: of either kind, with its step in it.
+        device: speeds of another device than the profile's; None: as it was profiled.
+        link: speeds of another link; None: as it was profiled.
+        window_bytes: bytes in flight; None: compute and copies meet at each layer's end.
+
+    Raises:
+        ForecastError: the step is not in the profile, or no speed of a link is known.
+        ReportError: the step in it is damaged.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        device: DeviceModel | None = None,
+        link: LinkModel | None = None,
+        window_bytes: int | None,
+    ) -> None:
+        if profile.program is None:
+            raise ForecastError(
+                f"the step is not in the profile: {profile.why_no_program or 'no reason is given.'}"
+                " Without it nothing can be predicted: profile the plain model, in one process."
+            )
+        self.profile = profile
+        self.program = RecordedStep.from_dict(profile.program).whole()
+        self.times_ms = (
+            times_of(profile, self.program)
+            if device is None
+            else operation_times_ms(self.program, device)
+        )
+        self.link = link or _link_of(profile)
+        self.window_bytes = window_bytes
+
+    def leaves(self, *, min_bytes: int, keep_last_layers: int) -> list[bool]:
+        """Return which slots leave with policy ``all``."""
+        first_kept = self.program.num_layers - keep_last_layers
+        return [slot.nbytes >= min_bytes and slot.layer < first_kept for slot in self.program.slots]
+
+    def within_budget(self, leaves: Sequence[bool], budget_bytes: int) -> list[bool]:
+        """Return those of *leaves* that fit into a budget, first saved first."""
+        return leaves_within(self.program.slots, leaves, budget_bytes)
+
+    def hidden_bytes(self) -> int:
+        """Return what the link carries while forward computes."""
+        forward_ms = sum(
+            sum(self.times_ms[segment.start : segment.end])
+            for segment in self.program.segments
+            if segment.phase == FORWARD
+        )
+        return int(self.link.d2h_gib_per_s * GIB * forward_ms / 1e3)
+
+    def leaves_of_plan(self, plan: Plan, *, min_bytes: int) -> list[bool]:
+        """Return which slots a plan offloads.
+
+        Raises:
+            PlanError: it recomputes something, or is for larger or other slots.
+        """
+        if plan.recomputed_modules or any(slot.action == RECOMPUTE for slot in plan.slots):
+            raise PlanError(
+                "the plan recomputes something, which changes the operations of the step: a "
+                "profile cannot tell of that. `pyao estimate` records the model with it."
+            )
+        _check_model(plan, self.profile)
+        planned = {
+            (slot.name, layer): slot
+            for slot in plan.slots
+            for layer in (slot.layers if slot.layers is not None else [None])
+        }
+        known = {slot.name for slot in self.program.slots}
+        for name, _ in planned:
+            if name not in known:
+                raise PlanError(f"the plan names the slot {name!r}, which the profile has not.")
+        found = []
+        for slot in self.program.slots:
+            entry = planned.get((slot.name, slot.layer)) or planned.get((slot.name, None))
+            action = plan.otherwise if entry is None else entry.action
+            found.append(action != KEEP and slot.nbytes >= min_bytes)
+        return found
+
+    def predict(self, leaves: Sequence[bool], *, late: bool = False) -> Prediction:
+        """Predict the step; *late*: with copies that are never early, for a peak on every link."""
+        return predict(
+            self.program,
+            leaves,
+            window_bytes=self.window_bytes,
+            times_ms=None if late else self.times_ms,
+            link=None if late else self.link,
+        )
+
+    def plan(
+        self, name: str, leaves: Sequence[bool], limit_bytes: int | None = None
+    ) -> PredictedPlan:
+        """Return a plan's row."""
+        timed, late = self.predict(leaves), self.predict(leaves, late=True)
+        cause = peak_cause(self.program, late)
+        return PredictedPlan(
+            name=name,
+            step_ms=timed.step_ms,
+            compute_ms=timed.compute_ms,
+            stall_forward_ms=timed.stall_forward_ms,
+            stall_backward_ms=timed.stall_backward_ms,
+            peak_bytes=late.peak_bytes,
+            peak_where=f"{cause.phase} of {cause.where}",
+            peak_tensor=cause.tensor,
+            next_peak_bytes=cause.next_peak_bytes,
+            fits=None if limit_bytes is None else late.peak_bytes <= limit_bytes,
+            host_bytes=timed.host_peak_bytes,
+            offloaded_bytes=timed.offloaded_bytes,
+        )
+
+    def compared(self, leaves: Sequence[bool]) -> list[ComparedFigure]:
+        """Return measured figures beside predicted ones, for what the profile ran with."""
+        profile = self.profile
+        if not profile.is_measured:
+            return []
+        found = self.predict(leaves)
+        num_layers = len(profile.layer_names)
+        parts = (profile.layer_forward, profile.layer_backward)
+        figures: list[tuple[str, str, float, float]] = []
+        if all(parts) and profile.head is not None:
+            inside_ms = sum(num_layers * each.mean_ms for each in parts if each is not None)
+            figures.append(
+                (
+                    "layers, head and loss",
+                    "ms",
+                    inside_ms + profile.head.mean_ms,
+                    self._inside_ms(found),
+                )
+            )
+        metrics: Mapping[str, float] = profile.metrics
+        for key, unit, predicted in (
+            ("stall_forward_ms", "ms", found.stall_forward_ms),
+            ("stall_backward_ms", "ms", found.stall_backward_ms),
+            ("offloaded_bytes", "bytes", float(found.offloaded_bytes)),
+            ("host_peak_bytes", "bytes", float(found.host_peak_bytes)),
+        ):
+            if key in metrics:
+                figures.append((key, unit, metrics[key], predicted))
+        if profile.peak_allocated_bytes is not None:
+            peak = float(profile.peak_allocated_bytes)
+            figures.append(("peak on the device", "bytes", peak, float(found.peak_bytes)))
+        return [
+            ComparedFigure(name=name, unit=unit, measured=measured, predicted=predicted)
+            for name, unit, measured, predicted in figures
+        ]
+
+    def _inside_ms(self, found: Prediction) -> float:
+        """Return the time from the first layer's forward to the end of its backward, in ms."""
+        first = self.program.segments[0]
+        last = self.program.segments[-1]
+        outside_ms = sum(
+            sum(self.times_ms[segment.start : segment.end])
+            for segment in (first, last)
+            if segment.layer < 0
+        )
+        return found.step_ms - outside_ms
+
+
+def _link_of(profile: Profile) -> LinkModel:
+    d2h, h2d = (profile.link.get(f"{each}_gib_per_s") for each in ("d2h", "h2d"))
+    if not d2h and not h2d:
+        raise ForecastError(
+            "the profile does not know the link's speed, since nothing was copied. State it "
+            "(--link 25GiB/s, or --device)."
+        )
+    d2h, h2d = d2h or h2d, h2d or d2h
+    assert d2h is not None
+    assert h2d is not None
+    if d2h <= 0 or h2d <= 0:
+        raise ForecastError(
+            f"the link of the profile has speeds of {d2h} and {h2d} GiB/s; expected more than 0."
+        )
+    return LinkModel(d2h_gib_per_s=d2h, h2d_gib_per_s=h2d)
+
+
+def _check_model(plan: Plan, profile: Profile) -> None:
+    for key, value in plan.model.items():
+        if profile.model.get(key) != value:
+            raise PlanError(
+                f"the plan was made for another model than the profile: its {key} is {value!r}, "
+                f"and the profile's is {profile.model.get(key)!r}. Give a plan of the same model."
+            )
