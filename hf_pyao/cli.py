@@ -15,6 +15,8 @@ Activation offloading for HuggingFace training: tools beside the library.
 
   pyao doctor                       can this machine offload well, and what to change
   pyao estimate --model opt:1.3b    what fits on which card, and how fast, without one
+  pyao profile train.py ...         what the steps of a script take, part by part
+  pyao predict profile.json         what these steps would come to under plans
   pyao bench --model ...            compare it with checkpointing and other offloaders
   pyao report FILE.json -o out.html turn results and run reports into tables and plots
 """
@@ -56,6 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
     import hf_pyao
     from hf_pyao.bench.arguments import add_bench_arguments, run_from_arguments
     from hf_pyao.estimate.command import add_estimate_arguments
+    from hf_pyao.estimate.predict_command import add_predict_arguments
+    from hf_pyao.estimate.profile_command import add_profile_arguments
 
     parser = argparse.ArgumentParser(
         prog="pyao",
@@ -72,6 +76,14 @@ def make_parser() -> argparse.ArgumentParser:
     estimate = commands.add_parser("estimate", help="what fits on which card, without one")
     add_estimate_arguments(estimate)
     estimate.set_defaults(run=_estimate)
+
+    profile = commands.add_parser("profile", help="what the steps of a script take")
+    add_profile_arguments(profile)
+    profile.set_defaults(run=_profile)
+
+    predict = commands.add_parser("predict", help="plans for the steps of a profile")
+    add_predict_arguments(predict)
+    predict.set_defaults(run=_predict)
 
     report = commands.add_parser(
         "report",
@@ -117,6 +129,20 @@ def _need_torch() -> None:
 def _estimate(args: argparse.Namespace) -> int:
     _need_torch()
     from hf_pyao.estimate.command import run_from_arguments
+
+    return run_from_arguments(args)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    _need_torch()
+    from hf_pyao.estimate.profile_command import run_from_arguments
+
+    return run_from_arguments(args)
+
+
+def _predict(args: argparse.Namespace) -> int:
+    _need_torch()
+    from hf_pyao.estimate.predict_command import run_from_arguments
 
     return run_from_arguments(args)
 

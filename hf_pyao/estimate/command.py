@@ -153,12 +153,23 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
         nbytes = Size().check("--device-memory", args.device_memory)
         hardware = dataclasses.replace(hardware, memory_gib=int(nbytes) / GIB)
     if args.link is not None:
-        text = args.link.strip()
-        speed = Size().check("--link", text.removesuffix("/s"))
-        if not text.endswith("/s") or not int(speed):
-            raise ConfigError(f"--link is {text!r}; expected a speed, such as 25GiB/s or 50GB/s.")
-        hardware = hardware.with_link(int(speed) / GIB)
+        hardware = hardware.with_link(link_gib_per_s(args.link))
     return hardware
+
+
+def link_gib_per_s(text: str) -> float:
+    """Return the speed that ``--link`` states.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from hf_pyao.settings import Size
+
+    text = text.strip()
+    speed = int(Size().check("--link", text.removesuffix("/s")))
+    if not text.endswith("/s") or speed <= 0:
+        raise ConfigError(f"--link is {text!r}; expected a speed, such as 25GiB/s or 50GB/s.")
+    return speed / GIB
 
 
 def estimate_report(

@@ -189,7 +189,7 @@ class Offloader:
             self.pyao_rule = PyAORule(
                 self.engine, self.transport, self.device, config, identity, wrap
             )
-        self.profile_writer = self._profile_writer(config, found, identity)
+        self.profile_writer = self._profile_writer(model, config, found, identity)
         """What writes the profile that is asked for; None if none is."""
         self._is_attached = False
         self.head_loss: HeadLoss | None = None
@@ -221,7 +221,7 @@ class Offloader:
             raise
 
     def _profile_writer(
-        self, config: PyAOConfig, found: FoundLayers, identity: Mapping[str, Any]
+        self, model: nn.Module, config: PyAOConfig, found: FoundLayers, identity: Mapping[str, Any]
     ) -> ProfileWriter | None:
         if config.profile is None:
             return None
@@ -230,7 +230,7 @@ class Offloader:
             self.link,
             self.device,
             config,
-            title=f"{class_name(found.stack)} on {self.device.type}",
+            title=f"{class_name(model)} on {self.device.type}",
             identity=identity,
             layer_names=[fqn for fqn, _ in found.layers],
             has_compiled_layers=any(is_compiled(layer) for _, layer in found.layers),
@@ -279,7 +279,7 @@ class Offloader:
             self.config, profile=os.fspath(path), profile_steps=num_micro_batches
         )
         check_report_path(config.profile, config.label("profile"))
-        self.profile_writer = self._profile_writer(config, found, identity_of(found))
+        self.profile_writer = self._profile_writer(model, config, found, identity_of(found))
         assert self.profile_writer is not None
         self.profile_writer.start(model, self)
 

@@ -83,8 +83,10 @@ class ProfileWriter:
         self._device = device
         self._path = Path(config.profile)
         self._head_loss = config.head_loss
+        self._layers = config.layers
         plain = config.to_dict()
         self._settings = {name: plain[name] for name in SETTINGS}
+        self._settings["transport"] = link.transport.name
         self._title = title
         self._identity = dict(identity)
         self._layer_names = tuple(layer_names)
@@ -206,7 +208,7 @@ class ProfileWriter:
             if self._watch is None:
                 raise CopyError(_NOT_YET)
             step = self._watch.step()
-            recorded, _ = record_fake_step(step, head_loss=self._head_loss)
+            recorded, _ = record_fake_step(step, head_loss=self._head_loss, layers=self._layers)
             return recorded.to_dict(), ""
         except CopyError as error:
             return None, str(error)

@@ -58,6 +58,7 @@ def record_fake_step(
     head_loss: str = "off",
     recompute_modules: Sequence[str] = (),
     keep_last_layers: int = 0,
+    layers: Sequence[str] = (),
     is_whole: bool = False,
 ) -> tuple[RecordedStep, int]:
     """Run *step* once; return it, and the number of chunks that the head loss took (0: none).
@@ -68,6 +69,7 @@ def record_fake_step(
         recompute_modules: ``PyAOConfig.recompute_modules``.
         keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
             others are kept. With more than one, all layers are run.
+        layers: ``PyAOConfig.layers``; where they are named, all are run.
         is_whole: run all layers, also where some stand for others.
 
     Raises:
@@ -84,13 +86,13 @@ def record_fake_step(
     with step.model() as (model, fake_mode):
         state_bytes = step.state_bytes(model)
         # Of the layers that stand for others, the one behind them runs the same.
-        runs_all = is_whole or (bool(recompute_modules) and keep_last_layers > 1)
+        runs_all = is_whole or bool(layers) or (bool(recompute_modules) and keep_last_layers > 1)
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
         recorder = StepRecorder(fake_mode)
         pool = HostPool(UNLIMITED_BYTES, pin=False)
         link = LinkContext(RecordingTransport(recorder), pool, 0)
-        found = find_layers(model)
+        found = find_layers(model, layers)
         engine = make_engine(model, config, wrapper_of(config, found)(make_policy(config)), link)
         lifecycle = make_lifecycle(engine, found)
         loss = put_on_head_loss(model, config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
 from hf_pyao.planning.budget import leaves_within
 from hf_pyao.planning.calibration import times_of
+from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.plan import KEEP, RECOMPUTE, Plan, PlanError
 from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
@@ -15,6 +17,9 @@ from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import FORWARD
 from hf_pyao.report.prediction_report import ComparedFigure, PredictedPlan
 from hf_pyao.report.profile_report import Profile
+
+BLOCKING = "blocking"
+"""Name of the transport under which compute stands still while copies run."""
 
 
 class ForecastError(PyAOError, ValueError):
@@ -56,6 +61,10 @@ class Forecast:
             else operation_times_ms(self.program, device)
         )
         self.link = link or _link_of(profile)
+        self.is_elsewhere = device is not None or link is not None
+        """True if it is not for what was profiled."""
+        self.is_blocking = not self.is_elsewhere and profile.settings.get("transport") == BLOCKING
+        """True if compute stands still while copies run, as where the host is the device."""
         self.window_bytes = window_bytes
 
     def leaves(self, *, min_bytes: int, keep_last_layers: int) -> list[bool]:
@@ -68,7 +77,9 @@ class Forecast:
         return leaves_within(self.program.slots, leaves, budget_bytes)
 
     def hidden_bytes(self) -> int:
-        """Return what the link carries while forward computes."""
+        """Return what the link carries while forward computes; 0 if that stands still meanwhile."""
+        if self.is_blocking:
+            return 0
         forward_ms = sum(
             sum(self.times_ms[segment.start : segment.end])
             for segment in self.program.segments
@@ -106,12 +117,23 @@ class Forecast:
 
     def predict(self, leaves: Sequence[bool], *, late: bool = False) -> Prediction:
         """Predict the step; *late*: with copies that are never early, for a peak on every link."""
-        return predict(
+        found = predict(
             self.program,
             leaves,
             window_bytes=self.window_bytes,
             times_ms=None if late else self.times_ms,
-            link=None if late else self.link,
+            link=None if late or self.is_blocking else self.link,
+        )
+        if late or not self.is_blocking:
+            return found
+        stalls_ms = [
+            self.link.copy_ms(direction, found.offloaded_bytes) for direction in (OFFLOAD, RELOAD)
+        ]
+        return dataclasses.replace(
+            found,
+            step_ms=found.compute_ms + sum(stalls_ms),
+            stall_forward_ms=stalls_ms[0],
+            stall_backward_ms=stalls_ms[1],
         )
 
     def plan(

@@ -27,6 +27,7 @@ from hf_pyao.planning.step_program import (
     SlotUse,
     StepProgram,
 )
+from hf_pyao.stores.slabs import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Prediction:
     live_bytes: tuple[int, ...]
     """Bytes on the device by operation: most since the operation before."""
     host_peak_bytes: int
-    """Most bytes on the host, without what the pool rounds up."""
+    """Most bytes of the host pool in use at once."""
     offloaded_bytes: int
     """What crosses the link to the host."""
     read_in_place_bytes: int
@@ -299,7 +300,7 @@ class _Walk:
         self.lanes.book(copy)
         self.offloads[number] = copy
         self.offloaded_bytes += slot.link_bytes
-        self.host_bytes += slot.link_bytes
+        self.host_bytes += _in_pool(slot.link_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         if (
             self.window_bytes is not None
@@ -425,10 +426,15 @@ class _Walk:
         if not self.leaves[number]:
             self._let_go(slot)
             return
-        self.host_bytes -= slot.link_bytes
+        self.host_bytes -= _in_pool(slot.link_bytes)
         if number in self.reloads:
             self.live_bytes -= slot.link_bytes
             start = self.reloaded_at[number]
             self.lifetimes.append(Lifetime(slot.reloaded, start, self.number))
         if self.is_read_in_place[number]:
             self._let_go(slot)
+
+
+def _in_pool(nbytes: int) -> int:
+    """Return what a buffer takes of the host pool."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,104 @@
+"""The plans that a forecast is asked for by default, as a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.planning.forecast import Forecast
+from hf_pyao.planning.iqr import find_outliers
+from hf_pyao.planning.plan import Plan
+from hf_pyao.report.prediction_report import PredictionReport
+from hf_pyao.report.profile_report import Profile
+from hf_pyao.report.provenance import collect_provenance
+
+
+def prediction_of(
+    forecast: Forecast,
+    plans: Mapping[str, Plan],
+    *,
+    limit_bytes: int | None,
+    device_name: str,
+) -> PredictionReport:
+    """Return keeping everything, offloading everything, what hides under forward, and *plans*.
+
+    Args:
+        forecast: the profiled step.
+        plans: more plans, by name.
+        limit_bytes: memory of the device, if that is known.
+        device_name: what the times are of.
+
+    Raises:
+        PlanError: a plan cannot be predicted, or is not for this step.
+    """
+    profile = forecast.profile
+    min_bytes, keep_last_layers = int(PyAOConfig().min_bytes), PyAOConfig.keep_last_layers
+    everything = forecast.leaves(min_bytes=min_bytes, keep_last_layers=keep_last_layers)
+    hidden_bytes = forecast.hidden_bytes()
+    found = {
+        "keep everything": [False] * len(everything),
+        "policy all": everything,
+        f"policy budget, {hidden_bytes / 1e9:.3g} GB": forecast.within_budget(
+            everything, hidden_bytes
+        ),
+        **{
+            name: forecast.leaves_of_plan(plan, min_bytes=min_bytes) for name, plan in plans.items()
+        },
+    }
+    link = forecast.link
+    blocks = ", and compute stands still meanwhile" if forecast.is_blocking else ""
+    source = "as it was profiled" if profile.device == device_name else "by its data sheet"
+    return PredictionReport(
+        title=f"{profile.title}: plans",
+        summary=(
+            f"Times of {device_name}, {source}; link {link.d2h_gib_per_s:.3g} GiB/s to the host, "
+            f"{link.h2d_gib_per_s:.3g} back{blocks}. Weights and gradients are in the peak, the "
+            "optimizer's states are not."
+        ),
+        profile={
+            "title": profile.title,
+            "device": profile.device,
+            "is_measured": profile.is_measured,
+            "shapes": profile.shapes,
+            "model": profile.model,
+        },
+        plans=[forecast.plan(name, leaves, limit_bytes) for name, leaves in found.items()],
+        compared=[] if forecast.is_elsewhere else forecast.compared(_as_profiled(forecast)),
+        notes=_notes(profile),
+        provenance=collect_provenance(),
+    )
+
+
+def _as_profiled(forecast: Forecast) -> list[bool]:
+    """Return which slots left while the profile was made."""
+    settings = forecast.profile.settings
+    if settings.get("policy") == "off":
+        return [False] * len(forecast.program.slots)
+    return forecast.leaves(
+        min_bytes=int(settings.get("min_bytes", 0)),
+        keep_last_layers=int(settings.get("keep_last_layers", 0)),
+    )
+
+
+def _notes(profile: Profile) -> list[str]:
+    rates = {
+        module.path: module.throughput_gib_per_s
+        for module in profile.modules
+        if module.throughput_gib_per_s is not None
+    }
+    speed = profile.link_gib_per_s
+    notes = []
+    if rates and speed:
+        flagged = ", ".join(find_outliers(rates, speed).flagged) or "nothing"
+        notes.append(
+            f"PyAO's rule would recompute {flagged} (policy 'pyao'), which changes the operations "
+            "of the step: `pyao estimate` predicts it."
+        )
+    if not profile.is_measured:
+        notes.append("The profile is predicted: no figure here was measured.")
+    elif profile.settings.get("policy") not in ("all", "off"):
+        notes.append(
+            f"It was profiled with policy {profile.settings.get('policy')!r}; what is compared is "
+            "predicted for policy 'all'."
+        )
+    return notes
