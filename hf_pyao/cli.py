@@ -16,6 +16,7 @@ Activation offloading for HuggingFace training: tools beside the library.
   pyao doctor                       can this machine offload well, and what to change
   pyao estimate --model opt:1.3b    what fits on which card, and how fast, without one
   pyao bench --model ...            compare it with checkpointing and other offloaders
+  pyao sweep --model ...            memory and speed over budgets, and where the knee is
   pyao report FILE.json -o out.html turn results and run reports into tables and plots
 """
 
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser with its subcommands."""
     import hf_pyao
+    from hf_pyao.bench import sweep_command
     from hf_pyao.bench.arguments import add_bench_arguments, run_from_arguments
     from hf_pyao.estimate.command import add_estimate_arguments
 
@@ -72,6 +74,10 @@ def make_parser() -> argparse.ArgumentParser:
     estimate = commands.add_parser("estimate", help="what fits on which card, without one")
     add_estimate_arguments(estimate)
     estimate.set_defaults(run=_estimate)
+
+    sweep = commands.add_parser("sweep", help="memory and speed over budgets of offloading")
+    sweep_command.add_sweep_arguments(sweep)
+    sweep.set_defaults(run=_sweep)
 
     report = commands.add_parser(
         "report",
@@ -117,6 +123,13 @@ def _need_torch() -> None:
 def _estimate(args: argparse.Namespace) -> int:
     _need_torch()
     from hf_pyao.estimate.command import run_from_arguments
+
+    return run_from_arguments(args)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    _need_torch()
+    from hf_pyao.bench.sweep_command import run_from_arguments
 
     return run_from_arguments(args)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.planning.step_program import SlotUse
+from hf_pyao.planning.step_program import SlotUse, StepProgram
 from hf_pyao.runtime.policy import BELOW_MIN_BYTES, Decision, Keep, Offload, Situation
 from hf_pyao.runtime.slots import Slot
 
@@ -101,4 +101,25 @@ def leaves_within(slots: Sequence[SlotUse], leaves: Sequence[bool], max_bytes: i
         found.append(has_room)
         if has_room:
             max_bytes -= slot.nbytes
+    return found
+
+
+def leaving(program: StepProgram, budget: OffloadBudget, keep_last_layers: int) -> list[bool]:
+    """Return which slots of a recorded step leave the device within *budget*.
+
+    Args:
+        program: the step.
+        budget: it is asked as in a forward.
+        keep_last_layers: last layers of which nothing leaves; they take nothing of the budget.
+    """
+    first_kept = program.num_layers - keep_last_layers
+    spending = budget.for_forward()
+    found = []
+    for use in program.slots:
+        slot = Slot(program.layer_names[use.layer], use.layer, use.name, 0, use.nbytes, None)
+        found.append(
+            use.stays is None
+            and use.layer < first_kept
+            and isinstance(spending.decide(slot, Situation()), Offload)
+        )
     return found

@@ -34,8 +34,8 @@ class Point(NamedTuple):
 class Knee(NamedTuple):
     """What was found."""
 
-    index: int | None
-    """Of the point; None if there is no knee."""
+    position: int | None
+    """Of the point among those given; None if there is no knee."""
     reason: str
     """Why this one, or why none: the end of a sentence."""
 

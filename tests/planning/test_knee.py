@@ -19,49 +19,49 @@ def _curve(throughputs: list[float]) -> list[Point]:
 
 def test_a_known_knee_is_found() -> None:
     knee = find_knee(_curve([1000, 999, 998, 997, 996, 900, 800, 700, 600]))
-    assert knee.index == 4
+    assert knee.position == 4
     assert "above the straight line" in knee.reason
 
 
 @pytest.mark.parametrize("bend", [1, 3, 6])
 def test_it_is_where_two_lines_meet(bend: int) -> None:
     throughputs = [1000 - (2 * k if k <= bend else 2 * bend + 60 * (k - bend)) for k in range(9)]
-    assert find_knee(_curve([float(value) for value in throughputs])).index == bend
+    assert find_knee(_curve([float(value) for value in throughputs])).position == bend
 
 
 def test_units_do_not_matter() -> None:
     points = _curve([1000, 990, 985, 800, 600])
     scaled = [Point(p.memory_bytes / 7, p.tokens_per_s * 13) for p in points]
-    assert find_knee(points).index == find_knee(scaled).index == 2
+    assert find_knee(points).position == find_knee(scaled).position == 2
 
 
 def test_the_order_of_points_does_not_matter() -> None:
     points = _curve([1000, 999, 998, 997, 996, 900, 800, 700, 600])
     order = list(range(len(points)))
     random.Random(3).shuffle(order)
-    index = find_knee([points[number] for number in order]).index
-    assert index is not None
-    assert order[index] == 4
+    found = find_knee([points[number] for number in order]).position
+    assert found is not None
+    assert order[found] == 4
 
 
 def test_a_straight_line_has_none() -> None:
     knee = find_knee(_curve([1000.0 - 50 * k for k in range(9)]))
-    assert knee.index is None
+    assert knee.position is None
     assert "a straight line" in knee.reason
 
 
 def test_a_flat_curve_has_none_and_says_what_to_take() -> None:
     knee = find_knee(_curve([1000, 999, 1001, 998, 1000]))
-    assert knee.index is None
+    assert knee.position is None
     assert "does not fall" in knee.reason
     assert "least memory is the best" in knee.reason
 
 
 def test_a_bend_within_the_noise_has_none() -> None:
     throughputs = [1000.0, 990, 980, 960, 900, 850]
-    assert find_knee(_curve(throughputs), noise_tokens_per_s=5).index is not None
+    assert find_knee(_curve(throughputs), noise_tokens_per_s=5).position is not None
     knee = find_knee(_curve(throughputs), noise_tokens_per_s=60)
-    assert knee.index is None
+    assert knee.position is None
     assert "60.0 are noise" in knee.reason
 
 
@@ -71,14 +71,14 @@ def test_noise_alone_has_none(seed: int) -> None:
     draw = random.Random(seed)
     flat = [1000 + draw.gauss(0, 20) for _ in range(12)]
     # Of twelve draws the two farthest apart are about 3.3 standard deviations from each other.
-    assert find_knee(_curve(flat), noise_tokens_per_s=5 * 20).index is None
+    assert find_knee(_curve(flat), noise_tokens_per_s=5 * 20).position is None
     line = [1000 - 25 * k + draw.gauss(0, 10) for k in range(12)]
-    assert find_knee(_curve(line), noise_tokens_per_s=5 * 10).index is None
+    assert find_knee(_curve(line), noise_tokens_per_s=5 * 10).position is None
 
 
 def test_a_curve_below_its_chord_has_none() -> None:
     knee = find_knee(_curve([1000, 700, 650, 620, 600]))
-    assert knee.index is None
+    assert knee.position is None
     assert "the first budgets cost most" in knee.reason
 
 
@@ -86,38 +86,38 @@ def test_a_curve_that_goes_up_and_down_is_read_by_its_better_edge() -> None:
     smooth = [1000.0, 999, 998, 997, 996, 900, 800, 700, 600]
     rough = [*smooth]
     rough[1], rough[3] = 850, 900  # beaten by budgets that save more and are faster
-    assert find_knee(_curve(rough)).index == find_knee(_curve(smooth)).index == 4
+    assert find_knee(_curve(rough)).position == find_knee(_curve(smooth)).position == 4
 
 
 def test_a_budget_that_is_best_in_both_needs_no_knee() -> None:
     knee = find_knee(_curve([1000, 1010, 1020, 1100]))
-    assert knee.index is None
+    assert knee.position is None
     assert "least memory is the best" in knee.reason
 
 
 def test_two_ends_that_beat_all_others() -> None:
     knee = find_knee(_curve([1000, 500, 500, 600]))
-    assert knee.index is None
+    assert knee.position is None
     assert "by the two ends" in knee.reason
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_few_points_have_none(count: int) -> None:
     knee = find_knee(_curve([1000.0, 500.0][:count]))
-    assert knee.index is None
+    assert knee.position is None
     assert f"there are {count}" in knee.reason
 
 
 def test_points_without_figures_are_passed_over() -> None:
     points = _curve([1000, 999, 998, 997, 996, 900, 800, 700, 600])
     points.insert(0, Point(math.nan, 5.0))
-    assert find_knee(points).index == 5
-    assert find_knee([Point(1.0, math.nan)] * 9).index is None
+    assert find_knee(points).position == 5
+    assert find_knee([Point(1.0, math.nan)] * 9).position is None
 
 
 def test_no_memory_saved() -> None:
     knee = find_knee([Point(1.0, tokens) for tokens in (3.0, 2.0, 1.0)])
-    assert knee.index is None
+    assert knee.position is None
     assert "no budget changes the memory" in knee.reason
 
 
@@ -129,5 +129,5 @@ def test_neurocache_s_own_sweep_has_none() -> None:
         10: (2365.6, 1885.4),
     }
     knee = find_knee([Point(memory * MIB, tokens) for memory, tokens in table.values()])
-    assert knee.index is None
+    assert knee.position is None
     assert "costs 12.8 of 1,898.2" in knee.reason
