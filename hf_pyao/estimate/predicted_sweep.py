@@ -24,7 +24,7 @@ from hf_pyao.report.sweep_report import TENSORS, SweepPoint, SweepReport
 from hf_pyao.settings import Size
 from hf_pyao.text import describe_error
 
-PEAK = "predicted peak of device memory, an upper bound for every link"
+PEAK = "predicted peak of device memory, with copies at the link's speed"
 
 
 def predict_sweep(
@@ -183,18 +183,19 @@ def _predict(
     timed = predict(
         program, leaves, window_bytes=window_bytes, device=hardware.device, link=hardware.link
     )
-    peak_bytes = predict(program, leaves, window_bytes=window_bytes).peak_bytes
+    bound_bytes = predict(program, leaves, window_bytes=window_bytes).peak_bytes
     limit_bytes = int(hardware.memory_gib * GIB * (1 - RESERVE))
-    fits = peak_bytes <= limit_bytes
+    fits = bound_bytes <= limit_bytes
     return SweepPoint(
         budget=budget,
         position=position,
         status=OK if fits else OUT_OF_MEMORY,
         reason=""
         if fits
-        else f"the peak is {peak_bytes / GIB:.2f} GiB, and {limit_bytes / GIB:.2f} GiB of "
+        else f"the peak may be {bound_bytes / GIB:.2f} GiB, and {limit_bytes / GIB:.2f} GiB of "
         f"{hardware.name} can be used",
-        memory_bytes=peak_bytes,
+        memory_bytes=timed.peak_bytes,
+        bound_bytes=bound_bytes,
         host_bytes=timed.host_peak_bytes,
         offloaded_bytes=timed.offloaded_bytes,
         step_ms=timed.step_ms,
