@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_pyao.bench.harness import describe_machine
 from hf_pyao.bench.methods import CUSTOM_PREFIX, OVER_CHECKPOINT, find_method
-from hf_pyao.bench.processes import SERVER, probe, run_trials
+from hf_pyao.bench.processes import probe, run_trials
 from hf_pyao.bench.setup import BenchSetup, Trial
 from hf_pyao.planning.sweep import Budgets, order_of, with_points
 from hf_pyao.report.bench_report import BenchRow
@@ -69,7 +69,6 @@ def run_sweep(
     on_machine: Callable[[str], None] = lambda line: None,
     on_point: Progress = lambda point: None,
     provenance: Provenance | None = None,
-    server: str = SERVER,
 ) -> SweepReport:
     """Measure each budget with each seed, and return the report.
 
@@ -82,7 +81,6 @@ def run_sweep(
         on_machine: told of the machine once.
         on_point: told of each point.
         provenance: where the figures come from; None: this process's command line.
-        server: what measuring processes run, as ``module:function``.
 
     Raises:
         ConfigError: the device or the model cannot be had, or a setting is bad.
@@ -98,7 +96,7 @@ def run_sweep(
             for position, budget in enumerate(order_of(plan.budgets, seed, plan.order_seed)):
                 setup = dataclasses.replace(plan.setup, seed=seed)
                 trial = plan.trial(budget)
-                (row,) = run_trials(setup, [trial], timeout_s=timeout_s, server=server)
+                (row,) = run_trials(setup, [trial], timeout_s=timeout_s)
                 points.append(point_of(row, budget, seed, position))
                 report = with_points(report, points)
                 if output is not None:

@@ -184,7 +184,9 @@ def _measured(args: argparse.Namespace, budgets: Any, output: Path) -> Any:
     from tqdm import tqdm
 
     from hf_pyao.bench.sweep import SweepPlan, run_sweep
+    from hf_pyao.config import PyAOConfig
 
+    PyAOConfig(**_settings(args))  # refuse bad values before anything is measured
     plan = SweepPlan(
         setup=BenchSetup(
             model=parse_model(args.model),

@@ -62,9 +62,8 @@ def find_knee(points: Sequence[Point], noise_tokens_per_s: float = 0.0) -> Knee:
     if fall <= threshold:
         return Knee(
             None,
-            f"throughput does not fall: the least memory costs {fall:,.1f} of "
-            f"{best.tokens_per_s:,.1f} tokens/s, and {_what(noise_tokens_per_s, threshold)}. The "
-            "budget with the least memory is the best",
+            f"what the least memory costs, {fall:,.1f} of {best.tokens_per_s:,.1f} tokens/s, is "
+            f"nothing that can be told: {_what(noise_tokens_per_s, threshold)}",
         )
     if len(front) < 3:
         return Knee(None, "all other budgets are beaten in memory and throughput by the two ends")

@@ -128,6 +128,7 @@ def _notes(report: SweepReport) -> Iterator[str]:
             f"{report.noise_tokens_per_s:,.1f} tokens/s is twice the standard deviation at one "
             "budget, all budgets pooled; smaller differences say nothing."
         )
+    yield from _all_that_can_leave(report)
     for row in report.rows:
         if row.reason:
             yield f"{budget_text(report, row.budget)}: {row.reason}."
@@ -137,6 +138,20 @@ def _notes(report: SweepReport) -> Iterator[str]:
         yield ON_A_CPU
     for text in report.assumptions:
         yield f"assumed: {text}"
+
+
+def _all_that_can_leave(report: SweepReport) -> Iterator[str]:
+    """Say from which budget on nothing more leaves."""
+    known = [row for row in report.rows if row.offloaded_bytes is not None]
+    if not known or not known[-1].offloaded_bytes:
+        return
+    most_bytes = known[-1].offloaded_bytes
+    first = next(row for row in known if row.offloaded_bytes == most_bytes)
+    if first is not known[-1]:
+        yield (
+            f"{size_text(most_bytes)} is all that can leave: budgets above "
+            f"{budget_text(report, first.budget)} change nothing."
+        )
 
 
 def _equality(what: str, are_equal: bool) -> str:
