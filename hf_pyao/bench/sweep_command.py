@@ -184,9 +184,7 @@ def _measured(args: argparse.Namespace, budgets: Any, output: Path) -> Any:
     from tqdm import tqdm
 
     from hf_pyao.bench.sweep import SweepPlan, run_sweep
-    from hf_pyao.config import PyAOConfig
 
-    PyAOConfig(**_settings(args))  # refuse bad values before anything is measured
     plan = SweepPlan(
         setup=BenchSetup(
             model=parse_model(args.model),
@@ -248,12 +246,18 @@ def _predicted(args: argparse.Namespace, budgets: Any) -> Any:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return further fields of ``PyAOConfig``."""
+    """Return further fields of ``PyAOConfig``.
+
+    Raises:
+        ConfigError: one is bad. Measuring processes would say so for each point.
+    """
+    from hf_pyao.config import SETTINGS
+
     found: dict[str, Any] = {}
     if args.head_loss != "off":
         found["head_loss"] = args.head_loss
     if args.min_bytes is not None:
-        found["min_bytes"] = args.min_bytes
+        found["min_bytes"] = SETTINGS["min_bytes"].kind.check("--min-bytes", args.min_bytes)
     if args.keep_last_layers is not None:
         found["keep_last_layers"] = args.keep_last_layers
     return found

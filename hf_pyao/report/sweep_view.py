@@ -30,8 +30,17 @@ def sweep_view(report: SweepReport) -> View:
 def knee_text(report: SweepReport) -> str:
     """Say where the knee is, or why there is none."""
     if report.knee is None:
-        return f"No knee, because {report.knee_reason}."
+        return f"No knee, because {report.knee_reason}.{_least_memory(report)}"
     return f"The knee is at {budget_text(report, report.knee)}, because {report.knee_reason}."
+
+
+def _least_memory(report: SweepReport) -> str:
+    """Say where a sweep without a knee has least memory: the smallest budget of such."""
+    known = [(row.memory_bytes.mean, row.budget) for row in report.rows if row.memory_bytes]
+    if not known or known[0][0] == min(known)[0]:
+        return ""
+    least_bytes, budget = min(known)
+    return f" The least memory, {size_text(least_bytes)}, is at {budget_text(report, budget)}."
 
 
 def budget_text(report: SweepReport, budget: int) -> str:

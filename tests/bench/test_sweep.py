@@ -139,6 +139,7 @@ def test_points_become_rows(plan: SweepPlan, tmp_path: Path) -> None:
     assert "nothing that can be told" in report.knee_reason
     text = markdown_of(report)
     assert "gradients do not depend on the budget" in text
+    assert "The least memory, 1.0 MiB, is at 5 tensors." in text
     assert "| 7 | out of memory |" in text
     assert figure_of(report) is not None
 
@@ -305,8 +306,8 @@ def test_a_card_that_is_too_small_is_said(capsys: Any) -> None:
         (["--predict", "--tflop-per-s", "-1"], "--tflop-per-s is -1"),
         (["--predict", "--micro-batch", "0"], "--micro-batch is 0; expected 1 or more"),
         (["--predict", "--sequence-length", "65"], "the model has 64 positions"),
-        (["--predict", "--min-bytes", "few"], "min_bytes is 'few'"),
-        (["--min-bytes", "few", "--device", "cpu"], "min_bytes is 'few'"),
+        (["--predict", "--min-bytes", "few"], "--min-bytes is 'few'"),
+        (["--min-bytes", "few", "--device", "cpu"], "--min-bytes is 'few'"),
     ],
 )
 def test_bad_options_are_one_line(argv: list[str], message: str, capsys: Any) -> None:
