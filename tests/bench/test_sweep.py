@@ -139,7 +139,7 @@ def test_points_become_rows(plan: SweepPlan, tmp_path: Path) -> None:
     assert "nothing that can be told" in report.knee_reason
     text = markdown_of(report)
     assert "gradients do not depend on the budget" in text
-    assert "The least memory, 1.0 MiB, is at 5 tensors." in text
+    assert "The least memory, 0.9 MiB, is at 5 tensors." in text
     assert "| 7 | out of memory |" in text
     assert figure_of(report) is not None
 
