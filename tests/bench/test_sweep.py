@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hf_pyao import cli
+from hf_pyao import PyAOConfig, attach, cli
 from hf_pyao.bench import sweep
 from hf_pyao.bench.arguments import SMOKE_MODEL
 from hf_pyao.bench.measure import Bench
+from hf_pyao.bench.pack_clock import PackClock
 from hf_pyao.bench.setup import BenchSetup, Trial
 from hf_pyao.bench.sweep import SweepPlan, run_sweep
 from hf_pyao.bench.worker import run_trial
@@ -216,6 +218,19 @@ def test_pack_hooks_are_timed_when_asked_for_alone(bench: Bench) -> None:
     plain = run_trial(bench, Trial(method=method, micro_batch=2))
     assert "pack_ms" not in plain.metrics
     assert plain.gradient_digest == timed.gradient_digest
+
+
+def test_the_clock_leaves_the_hooks_as_they_were(bench: Bench) -> None:
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    with attach(bench.model, PyAOConfig(policy="off")) as offloader:
+        engine = offloader.engine
+        before = engine.pack
+        with PackClock(engine) as clock:
+            bench.model(input_ids=ids, labels=ids).loss.backward()
+        assert engine.pack == before
+        elapsed_ms = clock.elapsed_ms
+        bench.model(input_ids=ids, labels=ids).loss.backward()
+        assert clock.elapsed_ms == elapsed_ms > 0
 
 
 def test_budgets_go_over_what_checkpointing_leaves(bench: Bench) -> None:
