@@ -82,8 +82,8 @@ def predict_sweep(
     first, *others = ASSUMPTIONS
     what = "checkpointing, " if checkpointing else ""
     report = SweepReport(
-        title=f"{model.name}, micro-batch {micro_batch} x {sequence_length} tokens, {dtype}, "
-        f"{what}budgets in {budgets.are}, predicted on {hardware.name}",
+        title=f"{model.name} predicted on {hardware.name}, micro-batch {micro_batch} x "
+        f"{sequence_length} tokens, {dtype}, {what}budgets in {budgets.are}",
         is_measured=False,
         budgets_are=budgets.are,
         memory_is=PEAK,
