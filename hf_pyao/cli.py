@@ -18,6 +18,7 @@ Activation offloading for HuggingFace training: tools beside the library.
   pyao profile train.py ...         what the steps of a script take, part by part
   pyao predict profile.json         what these steps would come to under plans
   pyao bench --model ...            compare it with checkpointing and other offloaders
+  pyao sweep --model ...            memory and speed over budgets, and where the knee is
   pyao report FILE.json -o out.html turn results and run reports into tables and plots
 """
 
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser with its subcommands."""
     import hf_pyao
+    from hf_pyao.bench import sweep_command
     from hf_pyao.bench.arguments import add_bench_arguments, run_from_arguments
     from hf_pyao.estimate.command import add_estimate_arguments
     from hf_pyao.estimate.predict_command import add_predict_arguments
@@ -84,6 +86,10 @@ def make_parser() -> argparse.ArgumentParser:
     predict = commands.add_parser("predict", help="plans for the steps of a profile")
     add_predict_arguments(predict)
     predict.set_defaults(run=_predict)
+
+    sweep = commands.add_parser("sweep", help="memory and speed over budgets of offloading")
+    sweep_command.add_sweep_arguments(sweep)
+    sweep.set_defaults(run=_sweep)
 
     report = commands.add_parser(
         "report",
@@ -143,6 +149,13 @@ def _profile(args: argparse.Namespace) -> int:
 def _predict(args: argparse.Namespace) -> int:
     _need_torch()
     from hf_pyao.estimate.predict_command import run_from_arguments
+
+    return run_from_arguments(args)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    _need_torch()
+    from hf_pyao.bench.sweep_command import run_from_arguments
 
     return run_from_arguments(args)
 

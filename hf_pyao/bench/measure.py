@@ -13,6 +13,7 @@ from hf_pyao.bench.checksum import GradientDigest, GradientSink
 from hf_pyao.bench.memory import DeviceMemory, HostMemory
 from hf_pyao.bench.methods import Installed, find_method
 from hf_pyao.bench.models import make_batch
+from hf_pyao.bench.pack_clock import PackClock
 from hf_pyao.bench.setup import BenchSetup, Trial
 from hf_pyao.report.bench_report import BenchRow, StepTimes
 
@@ -54,7 +55,8 @@ class Bench:
             for _ in range(self.setup.num_warmup):
                 after_forward_bytes = self._step(installed, batch)
             self.memory.reset_peaks()
-            times_ms = [self._timed_step(installed, batch) for _ in range(self.setup.num_steps)]
+            with _pack_clock(installed, trial) as clock:
+                times_ms = [self._timed_step(installed, batch) for _ in range(self.setup.num_steps)]
             step = StepTimes.of(times_ms, self.setup.num_warmup)
             tokens = trial.micro_batch * self.setup.sequence_length
             peak_rss_bytes = self.host.peak_rss_bytes()
@@ -71,7 +73,7 @@ class Bench:
                 peak_rss_bytes=peak_rss_bytes,
                 rss_growth_bytes=_difference(peak_rss_bytes, rss_bytes),
                 pinned_bytes=self.host.pinned_bytes(),
-                metrics=installed.metrics(),
+                metrics=installed.metrics() | _pack_time(clock, self.setup.num_steps),
                 **compared,
             )
 
@@ -162,6 +164,16 @@ class Bench:
             # The other outputs (the logits) go at once, as in Trainer.compute_loss.
             loss: torch.Tensor = self.model(**batch).loss
         return loss
+
+
+def _pack_clock(installed: Installed, trial: Trial) -> AbstractContextManager[PackClock | None]:
+    if installed.engine is None or not trial.times_packs:
+        return nullcontext()
+    return PackClock(installed.engine)
+
+
+def _pack_time(clock: PackClock | None, num_steps: int) -> dict[str, float]:
+    return {} if clock is None else {"pack_ms": clock.elapsed_ms / num_steps}
 
 
 @contextmanager

@@ -37,6 +37,9 @@ SELECTED_ROLES = ("core_attn", "mlp_act")
 CUSTOM_PREFIX = "pyao:"
 """Before a configuration of one's own: ``pyao:window=67108864,keep_last_layers=2``."""
 
+OVER_CHECKPOINT = "checkpoint+"
+"""Before :data:`CUSTOM_PREFIX`: the same on top of checkpointing."""
+
 Install = Callable[["nn.Module", "torch.device"], AbstractContextManager[Installed]]
 
 
@@ -79,7 +82,7 @@ class _PyAO:
             if self.with_checkpointing:
                 stack.enter_context(peers.checkpointing(model))
             offloader = stack.enter_context(attach(model, config, transport=transport))
-            yield Installed(step=nullcontext, metrics=offloader.metrics)
+            yield Installed(step=nullcontext, metrics=offloader.metrics, engine=offloader.engine)
 
 
 def _table() -> list[Method]:
@@ -156,7 +159,7 @@ def find_method(name: str) -> Method:
     Raises:
         ConfigError: there is none; the nearest name and all names are given.
     """
-    if name.startswith(CUSTOM_PREFIX):
+    if name.removeprefix(OVER_CHECKPOINT).startswith(CUSTOM_PREFIX):
         return _custom(name)
     methods = known_methods()
     if name not in methods:
@@ -177,11 +180,14 @@ def is_lossy(name: str) -> bool:
 
 def _custom(name: str) -> Method:
     settings: dict[str, Any] = {}
-    for pair in name.removeprefix(CUSTOM_PREFIX).split(","):
+    given = name.removeprefix(OVER_CHECKPOINT).removeprefix(CUSTOM_PREFIX)
+    is_over_checkpoint = name.startswith(OVER_CHECKPOINT)
+    for pair in given.split(","):
         key, equals, text = pair.partition("=")
         if not equals or key not in SETTINGS:
             raise unknown_name(f"setting in {echo(name)}:", key, SETTINGS)
         # A comma separates settings, so several names are joined with '+'.
         has_names = isinstance(SETTINGS[key].kind, Names)
         settings[key] = tuple(text.split("+")) if has_names else parse_value(text)
-    return Method(name, f"hf_pyao, {name.removeprefix(CUSTOM_PREFIX)}", _PyAO(**settings))
+    label = f"hf_pyao{' over checkpointing' * is_over_checkpoint}, {given}"
+    return Method(name, label, _PyAO(with_checkpointing=is_over_checkpoint, **settings))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hf_pyao.runtime.engine import OffloadEngine
+
 
 class MethodUnavailable(Exception):
     """A method cannot run here; the message says why."""
@@ -37,6 +39,8 @@ class Installed:
     """Makes the context in which one forward and its backward run."""
     metrics: Callable[[], dict[str, float]] = _no_metrics
     """Returns the method's own counters for the last step."""
+    engine: OffloadEngine | None = None
+    """hf_pyao's, where that is the method."""
 
 
 @contextmanager

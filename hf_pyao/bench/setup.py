@@ -77,6 +77,8 @@ class Trial:
     """What to measure at; in a search, the largest to try."""
     is_search: bool = False
     """Look for the largest micro-batch that fits, and measure there."""
+    times_packs: bool = False
+    """Time hf_pyao's pack hooks too, as ``pack_ms`` of the row's metrics."""
 
     def __post_init__(self) -> None:
         """Check the micro-batch.

@@ -21,7 +21,7 @@ from hf_pyao.estimate.search import largest_fitting, largest_on_a_line
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import GIB
 from hf_pyao.planning.activation_throughput import by_pack_intervals
-from hf_pyao.planning.budget import leaves_within
+from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
@@ -261,7 +261,8 @@ class Estimator:
         ]
         if not way.is_budget:
             return found
-        return leaves_within(program.slots, found, self.hidden_bytes(program))
+        budget = OffloadBudget(least, max_bytes=self.hidden_bytes(program))
+        return leaving(program, budget, PyAOConfig.keep_last_layers)
 
     def hidden_bytes(self, program: StepProgram) -> int:
         """Return what the link carries while forward computes (Megatron-Core's rule of thumb)."""

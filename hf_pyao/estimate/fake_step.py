@@ -102,10 +102,12 @@ class FakeTraining:
     """Whose choice of operations is run: ``"cuda"`` or ``"cpu"``."""
     lora_rank: int | None = None
     """Train LoRA adapters of this rank on all linear layers; None: all parameters."""
+    dtype: str = "bfloat16"
+    """Of weights and arithmetic; that of LoRA is bfloat16."""
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
-        """Build the model in bfloat16 on fake tensors; everything of it happens in here.
+        """Build the model on fake tensors; everything of it happens in here.
 
         Yields:
             The model, and the mode.
@@ -117,7 +119,7 @@ class FakeTraining:
             _operations_of(self.operations_of),
         ):
             if self.lora_rank is None:
-                model = build_model(config, checkpointing=self.checkpointing)
+                model = build_model(config, checkpointing=self.checkpointing, dtype=self.dtype)
             else:
                 model = build_lora_model(config, self.lora_rank, checkpointing=self.checkpointing)
             yield model, fake_mode
@@ -253,14 +255,16 @@ def peak_of(
     )
 
 
-def build_model(config: Any, *, checkpointing: bool) -> Any:
-    """Return the model of *config* in bfloat16 and training mode."""
+def build_model(config: Any, *, checkpointing: bool, dtype: str = "bfloat16") -> Any:
+    """Return the model of *config* in *dtype* and training mode."""
     from transformers import AutoModelForCausalLM
 
     cls: Any = AutoModelForCausalLM._model_mapping[type(config)]
     has_sdpa = getattr(cls, "_supports_sdpa", False)
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation="sdpa" if has_sdpa else "eager"
+        config,
+        dtype=getattr(torch, dtype),
+        attn_implementation="sdpa" if has_sdpa else "eager",
     ).train()
     if checkpointing:
         # transformers 5.23 renamed it.

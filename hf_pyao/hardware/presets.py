@@ -3,7 +3,8 @@
 Speeds are what kernels reach, not what data sheets promise: 85 % of a sheet's dense tensor-core
 rate for 16-bit inputs that are summed in 32 bits, and 80 % of its memory bandwidth, unless the
 source says otherwise; a PCIe 4.0 link of 16 lanes carries 25e9 bytes a second, a PCIe 5.0 link
-50e9. They are starting points: give measured ones where there are any.
+50e9, a PCIe 3.0 link of 8 lanes 6.25e9. They are starting points: give measured ones where there
+are any.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
 
 COMPUTE_SHARE = 0.85
 MEMORY_SHARE = 0.80
+PCIE_3_X8_GIB_PER_S = 6.25e9 / GIB
 PCIE_4_GIB_PER_S = 25e9 / GIB
 PCIE_5_GIB_PER_S = 50e9 / GIB
 
@@ -77,6 +79,16 @@ def _card(
 
 
 _CARDS = (
+    _card(
+        "rtx2050",
+        sheet_tflop_per_s=10.2,
+        sheet_gb_per_s=112,
+        memory_gib=4,
+        link_gib_per_s=PCIE_3_X8_GIB_PER_S,
+        copy_engines=1,
+        source="RTX 2050 Laptop at 45 W: 5.1 TFLOP/s of shaders, tensor cores twice that with "
+        "32-bit sums; PCIe 3.0 of 8 lanes",
+    ),
     _card(
         "rtx3060",
         sheet_tflop_per_s=25.6,

@@ -7,10 +7,8 @@ Both are this rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hf_pyao.errors import ConfigError
-from hf_pyao.planning.step_program import SlotUse
+from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.runtime.policy import BELOW_MIN_BYTES, Decision, Keep, Offload, Situation
 from hf_pyao.runtime.slots import Slot
 
@@ -87,18 +85,22 @@ class _Spending(OffloadBudget):
         return _OFFLOAD
 
 
-def leaves_within(slots: Sequence[SlotUse], leaves: Sequence[bool], max_bytes: int) -> list[bool]:
-    """Return those of *leaves* that a budget of bytes would offload in a forward.
+def leaving(program: StepProgram, budget: OffloadBudget, keep_last_layers: int) -> list[bool]:
+    """Return which slots of a recorded step leave the device within *budget*.
 
     Args:
-        slots: of a step, in the order of packing.
-        leaves: for each, whether it would leave without a budget.
-        max_bytes: the budget.
+        program: the step.
+        budget: it is asked as in a forward.
+        keep_last_layers: last layers of which nothing leaves; they take nothing of the budget.
     """
+    first_kept = program.num_layers - keep_last_layers
+    spending = budget.for_forward()
     found = []
-    for slot, would_leave in zip(slots, leaves, strict=True):
-        has_room = would_leave and slot.stays is None and slot.nbytes <= max_bytes
-        found.append(has_room)
-        if has_room:
-            max_bytes -= slot.nbytes
+    for use in program.slots:
+        slot = Slot(program.layer_names[use.layer], use.layer, use.name, 0, use.nbytes, None)
+        found.append(
+            use.stays is None
+            and use.layer < first_kept
+            and isinstance(spending.decide(slot, Situation()), Offload)
+        )
     return found

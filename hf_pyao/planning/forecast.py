@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
-from hf_pyao.planning.budget import leaves_within
+from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.calibration import times_of
 from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.planning.peak_cause import peak_cause
@@ -72,9 +72,12 @@ class Forecast:
         first_kept = self.program.num_layers - keep_last_layers
         return [slot.nbytes >= min_bytes and slot.layer < first_kept for slot in self.program.slots]
 
-    def within_budget(self, leaves: Sequence[bool], budget_bytes: int) -> list[bool]:
-        """Return those of *leaves* that fit into a budget, first saved first."""
-        return leaves_within(self.program.slots, leaves, budget_bytes)
+    def within_budget(
+        self, budget_bytes: int, *, min_bytes: int, keep_last_layers: int
+    ) -> list[bool]:
+        """Return which slots leave with policy ``budget``."""
+        budget = OffloadBudget(min_bytes, max_bytes=budget_bytes)
+        return leaving(self.program, budget, keep_last_layers)
 
     def hidden_bytes(self) -> int:
         """Return what the link carries while forward computes; 0 if that stands still meanwhile."""

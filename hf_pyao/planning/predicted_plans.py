@@ -39,7 +39,7 @@ def prediction_of(
         "keep everything": [False] * len(everything),
         "policy all": everything,
         f"policy budget, {hidden_bytes / 1e9:.3g} GB": forecast.within_budget(
-            everything, hidden_bytes
+            hidden_bytes, min_bytes=min_bytes, keep_last_layers=keep_last_layers
         ),
         **{
             name: forecast.leaves_of_plan(plan, min_bytes=min_bytes) for name, plan in plans.items()

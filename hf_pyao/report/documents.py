@@ -16,11 +16,14 @@ from hf_pyao.report.plots.estimate_plots import estimate_figure
 from hf_pyao.report.plots.look import LIGHT, Look, need_matplotlib
 from hf_pyao.report.plots.profile_plots import throughput_figure
 from hf_pyao.report.plots.run_plots import run_figure
+from hf_pyao.report.plots.sweep_plots import sweep_figure
 from hf_pyao.report.prediction_report import PredictionReport, prediction_view
 from hf_pyao.report.profile_report import Profile, profile_view
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.run_view import run_view
 from hf_pyao.report.schema import ReportError, read_json
+from hf_pyao.report.sweep_report import SweepReport
+from hf_pyao.report.sweep_view import sweep_view
 from hf_pyao.report.view import Kind, View
 from hf_pyao.text import echo
 
@@ -34,6 +37,7 @@ KINDS: Mapping[str, Kind] = {
     "estimate": Kind(document=EstimateReport, view=estimate_view, figure=estimate_figure),
     "profile": Kind(document=Profile, view=profile_view, figure=throughput_figure),
     "prediction": Kind(document=PredictionReport, view=prediction_view),
+    "sweep": Kind(document=SweepReport, view=sweep_view, figure=sweep_figure),
 }
 """Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
 
