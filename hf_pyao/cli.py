@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hf_pyao.errors import PyAOError
-from hf_pyao.text import one_line, say
+from hf_pyao.text import echo, one_line, say
 
 DESCRIPTION = """\
 Activation offloading for HuggingFace training: tools beside the library.
@@ -23,8 +24,10 @@ Activation offloading for HuggingFace training: tools beside the library.
 """
 
 REPORT_DESCRIPTION = """\
-Turn JSON files that hf_pyao wrote into tables and plots: results of `pyao bench`, and the reports
-of training runs (--activation_offload_report FILE.json). Files of another version are refused.
+Turn JSON files that hf_pyao wrote into tables and plots: results of `pyao bench` and `pyao
+estimate`, plans, and the reports and profiles of training runs (--activation_offload_report,
+--activation_offload_profile). Files of another version are refused. An output that ends in .json is
+a Chrome trace of steps, for chrome://tracing and Perfetto.
 """
 
 REPORT_EPILOG = """\
@@ -32,6 +35,7 @@ examples
   pyao report results/*.json                 tables to the terminal, as Markdown
   pyao report bench.json -o bench.md         and a PNG of memory versus time beside it
   pyao report run.json bench.json -o all.html  one page that needs nothing beside it
+  pyao report step.json -o trace.json        what ran when, for a trace viewer
 """
 
 DOCTOR_DESCRIPTION = """\
@@ -100,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     report.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="a .md or .html file to write"
+        "-o", "--output", type=Path, metavar="FILE", help="a .md, .html or .json file to write"
     )
     report.add_argument(
         "--no-plots", action="store_true", help="tables alone; matplotlib is then not needed"
@@ -169,6 +173,11 @@ def _report(args: argparse.Namespace) -> int:
 
         say("\n".join(markdown_of(document) for document in documents))
         return 0
+    if any(os.path.abspath(args.output) == os.path.abspath(path) for path in args.files):
+        raise PyAOError(
+            f"the output {echo(str(args.output))} is one of the files that are read, which it "
+            "would replace. Give another name."
+        )
     from hf_pyao.report.pages import write_page
 
     for path in write_page(documents, args.output, with_plots=not args.no_plots):

@@ -16,7 +16,7 @@ from hf_pyao.report.bench_report import FactsReport
 from hf_pyao.report.schema import write_json
 from tests.report.documents import make_bench, make_run
 
-COMMANDS = ["bench", "estimate", "sweep", "report", "doctor"]
+COMMANDS = ["bench", "estimate", "profile", "predict", "sweep", "report", "doctor"]
 
 
 def _help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

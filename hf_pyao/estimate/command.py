@@ -95,6 +95,18 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--json", action="store_true", help="print JSON, which `pyao report` reads")
     how.add_argument("--output", type=Path, metavar="FILE.json", help="write the JSON here too")
+    how.add_argument(
+        "--step",
+        type=Path,
+        metavar="FILE.json",
+        help="write one step over time here: memory, compute, copies; `pyao report` draws it",
+    )
+    how.add_argument(
+        "--step-method",
+        metavar="WAY",
+        help="which way --step shows, such as 'policy all' (default: the one that the verdict "
+        "names)",
+    )
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -107,16 +119,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     from hf_pyao.report.tables import markdown_of
 
     hardware = hardware_of(args)
-    for option, least in (
-        ("sequence_length", 2),
-        ("micro_batch", 1),
-        ("lora", 1),
-        ("processes", 1),
-    ):
-        value = getattr(args, option)
-        if value is not None and value < least:
-            flag = "--" + option.replace("_", "-")
-            raise ConfigError(f"{flag} is {value}; expected {least} or more.")
+    _check_options(args)
     report = estimate_report(
         args.model,
         hardware,
@@ -131,13 +134,61 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     )
     if args.output is not None:
         write_json(args.output, report)
+    if args.step is not None:
+        write_json(args.step, _step(args, report, hardware))
     if args.json:
         say(json.dumps(to_plain(report), indent=2))
-    else:
-        say(markdown_of(report))
-        if args.output is not None:
-            say(f"written: {one_line(str(args.output))}")
+        return 0
+    say(markdown_of(report))
+    for path in (args.output, args.step):
+        if path is not None:
+            say(f"written: {one_line(str(path))}")
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse what cannot be, before anything is estimated."""
+    for option, least in (
+        ("sequence_length", 2),
+        ("micro_batch", 1),
+        ("lora", 1),
+        ("processes", 1),
+    ):
+        value = getattr(args, option)
+        if value is not None and value < least:
+            flag = "--" + option.replace("_", "-")
+            raise ConfigError(f"{flag} is {value}; expected {least} or more.")
+    if args.step is not None:
+        from hf_pyao.estimate.one_step import check_method
+        from hf_pyao.report.run_report import check_report_path
+
+        check_method(args.step_method)
+        check_report_path(args.step, "--step")
+        if args.output is not None and os.path.abspath(args.output) == os.path.abspath(args.step):
+            raise ConfigError("--output and --step name the same file: give each one of its own.")
+    elif args.step_method is not None:
+        raise ConfigError("--step-method says which way --step shows: give --step FILE.json too.")
+
+
+def _step(args: argparse.Namespace, report: Any, hardware: Hardware) -> Any:
+    """Return the step that is asked for."""
+    from hf_pyao.estimate.model_specs import config_of, parse_model
+    from hf_pyao.estimate.one_step import step_of
+
+    options = _options(args.engine, args.optimizer, args.sequence_length, args.lora)
+    return step_of(report, config_of(parse_model(args.model)), hardware, options, args.step_method)
+
+
+def _options(
+    engine: str, optimizer: str, sequence_length: int, lora_rank: int | None
+) -> dict[str, Any]:
+    """Return keyword arguments of :class:`~hf_pyao.estimate.estimate.Estimator`."""
+    return {
+        "training_state": ENGINES[engine],
+        "sequence_length": sequence_length,
+        "lora_rank": lora_rank,
+        "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
+    }
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:
@@ -219,12 +270,7 @@ def estimate_report(
     jobs = all_jobs(
         config=config,
         hardware=hardware,
-        options={
-            "training_state": ENGINES[engine],
-            "sequence_length": sequence_length,
-            "lora_rank": lora_rank,
-            "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
-        },
+        options=_options(engine, optimizer, sequence_length, lora_rank),
         micro_batch=micro_batch,
         with_longest=with_longest,
     )
@@ -282,6 +328,8 @@ examples
   pyao estimate --model llama:1.2b --lora --device-memory 16GiB --link 12GiB/s
   pyao estimate --model gpt2:0.8b --engine zero2 --output estimate.json
   pyao report estimate.json -o estimate.html
+  pyao estimate --model opt:1.3b --step step.json --step-method "policy all"
+  pyao report step.json -o step.html; pyao report step.json -o trace.json
 """
 
 

@@ -74,6 +74,22 @@ WAYS = (
 )
 """What is compared."""
 
+CHUNKED = " + chunked loss"
+"""What is behind the name of a way with the chunked loss."""
+
+
+@dataclass(frozen=True)
+class PredictedWay:
+    """A step of one way to train, at one size."""
+
+    program: StepProgram
+    timed: Prediction
+    """On the card and its link."""
+    late: Prediction
+    """With copies as late as can be: its peak holds for every link."""
+    flagged: tuple[str, ...]
+    """What PyAO's rule recomputes."""
+
 
 @dataclass(frozen=True)
 class _Family:
@@ -141,8 +157,7 @@ class Estimator:
         Raises:
             ConfigError: the model has no head that the chunked loss understands.
         """
-        flagged = self.flagged() if way.is_pyao else ()
-        family = _Family(way.checkpointing, head_loss, flagged)
+        family = self._family(way, head_loss)
         length = self.sequence_length
 
         def peak_at(size: int) -> int:
@@ -151,15 +166,14 @@ class Estimator:
         search = largest_fitting if head_loss == "off" else largest_on_a_line
         largest = search(peak_at, self.limit_bytes)
         shown = micro_batch or max(largest, 1)
-        program = self._record(family, shown, length)
-        prediction = self._predict(way, program, timed=True)
+        predicted = self.predicted(way, head_loss, shown)
+        prediction, late = predicted.timed, predicted.late
         longest = self._longest(way, family) if with_longest else None
         transfer_ms = 2 * self.hardware.link.copy_ms("offload", prediction.offloaded_bytes)
         stall_ms = prediction.stall_forward_ms + prediction.stall_backward_ms
         hidden = max(0.0, 1 - stall_ms / transfer_ms) if prediction.offloaded_bytes else None
-        name = way.name if head_loss == "off" else f"{way.name} + chunked loss"
-        late = self._predict(way, program)
-        cause = peak_cause(program, late)
+        name = way.name if head_loss == "off" else way.name + CHUNKED
+        cause = peak_cause(predicted.program, late)
         return EstimateRow(
             method=name,
             largest_micro_batch=largest,
@@ -179,8 +193,31 @@ class Estimator:
             host_bytes=prediction.host_peak_bytes,
             offloaded_bytes=prediction.offloaded_bytes,
             hidden=hidden,
-            recomputed_modules=list(flagged),
+            recomputed_modules=list(predicted.flagged),
         )
+
+    def predicted(self, way: Way, head_loss: str, micro_batch: int) -> PredictedWay:
+        """Predict one step.
+
+        Args:
+            way: how it is trained.
+            head_loss: ``PyAOConfig.head_loss``.
+            micro_batch: samples.
+
+        Raises:
+            ConfigError: the model has no head that the chunked loss understands.
+        """
+        family = self._family(way, head_loss)
+        program = self._record(family, micro_batch, self.sequence_length)
+        return PredictedWay(
+            program,
+            self._predict(way, program, timed=True),
+            self._predict(way, program),
+            family.recompute_modules,
+        )
+
+    def _family(self, way: Way, head_loss: str) -> _Family:
+        return _Family(way.checkpointing, head_loss, self.flagged() if way.is_pyao else ())
 
     def flagged(self) -> tuple[str, ...]:
         """Return the sub-modules that PyAO's rule recomputes, timed as the paper times them."""
@@ -277,20 +314,20 @@ class Estimator:
 
 def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: int) -> str:
     """Say in words which way is fastest, and why the others are not."""
-    fitting = [row for row in rows if row.fits and row.largest_micro_batch]
+    fitting = _fitting(rows)
+    best = named_row(rows)
     if not fitting:
-        least = min(rows, key=lambda row: row.peak_bytes)
+        least = best
         return (
             f"Nothing fits into {hardware.memory_gib:g} GiB at {sequence_length} tokens: the least "
             f"is {least.peak_bytes / 1e9:.1f} GB with {least.method}, set by "
             f"{least.peak_tensor}. Take shorter sequences, LoRA, or a larger card."
         )
-    best = max(fitting, key=lambda row: row.tokens_per_s)
     words = [
         f"Fastest: {best.method}, {best.tokens_per_s:,.0f} tokens/s at micro-batch "
         f"{best.micro_batch}."
     ]
-    for kind, name in (("", "without the chunked loss"), (" + chunked loss", "with it")):
+    for kind, name in (("", "without the chunked loss"), (CHUNKED, "with it")):
         plain = {row.method.removesuffix(kind): row for row in fitting if _kind(row) == kind}
         checkpointing, offloading = plain.get("checkpointing"), plain.get("policy all")
         if checkpointing is None or offloading is None:
@@ -299,8 +336,20 @@ def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: in
     return " ".join(words)
 
 
+def named_row(rows: Sequence[EstimateRow]) -> EstimateRow:
+    """Return the row that the verdict names: the fastest that fits, else the smallest."""
+    fitting = _fitting(rows)
+    if not fitting:
+        return min(rows, key=lambda row: row.peak_bytes)
+    return max(fitting, key=lambda row: row.tokens_per_s)
+
+
+def _fitting(rows: Sequence[EstimateRow]) -> list[EstimateRow]:
+    return [row for row in rows if row.fits and row.largest_micro_batch]
+
+
 def _kind(row: EstimateRow) -> str:
-    return " + chunked loss" if row.method.endswith(" + chunked loss") else ""
+    return CHUNKED if row.method.endswith(CHUNKED) else ""
 
 
 def _compare(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.estimate import WAYS, Estimator, Way
+from hf_pyao.estimate.estimate import CHUNKED, WAYS, Estimator, Way
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.report.estimate_report import EstimateRow
 from hf_pyao.text import describe_error
@@ -107,9 +107,7 @@ def run_jobs(
     rows = [row for rows, _ in done for row in rows]
     order = {
         name: number
-        for number, name in enumerate(
-            way.name + loss for loss in ("", " + chunked loss") for way in WAYS
-        )
+        for number, name in enumerate(way.name + loss for loss in ("", CHUNKED) for way in WAYS)
     }
     rows.sort(key=lambda row: order[row.method])
     return rows, sum(count for _, count in done)

@@ -26,6 +26,10 @@ class Copy:
     ready_ms: float
     needs: Copy | None = None
     """A copy that has to end before this one starts."""
+    slot: int = -1
+    """Number of the slot that it is of; -1: of none."""
+    start_ms: float = math.inf
+    """Infinite until it is known."""
     end_ms: float = math.inf
     """Infinite until it is known."""
 
@@ -71,7 +75,8 @@ class LateLanes:
         """End *copy*, and those before it."""
         queue = self._queues[copy.direction]
         while copy.end_ms > now_ms:
-            queue.popleft().end_ms = now_ms
+            ended = queue.popleft()
+            ended.start_ms = ended.end_ms = now_ms
         return now_ms
 
     def finish(self, now_ms: float) -> float:
@@ -146,6 +151,7 @@ class TimedLanes:
             free_ms > start_ms for number, free_ms in enumerate(self._free_ms) if number != engine
         )
         slowdown = self._slowdown if others_run else self._slowdown_alone
+        copy.start_ms = start_ms
         copy.end_ms = start_ms + self._link.copy_ms(kind, copy.nbytes) * slowdown
         self._free_ms[engine] = copy.end_ms
         return True

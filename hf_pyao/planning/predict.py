@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -56,6 +56,12 @@ class Prediction:
     """What had not left when backward asked for it, and did not come back."""
     lifetimes: tuple[Lifetime, ...]
     """When each buffer is on the device under the plan."""
+    start_ms: tuple[float, ...] = ()
+    """When each operation starts; empty where no times are predicted."""
+    copies: tuple[PredictedCopy, ...] = ()
+    """When copies run, by start; empty without times, or without a link."""
+    stalls: tuple[Stall, ...] = ()
+    """When compute waits for copies, in order; empty without times, or without a link."""
 
 
 class Lifetime(NamedTuple):
@@ -66,6 +72,28 @@ class Lifetime(NamedTuple):
     """The first operation with it."""
     end: int
     """The first operation without it."""
+
+
+class PredictedCopy(NamedTuple):
+    """A copy of a slot, with when it runs."""
+
+    direction: str
+    """``"offload"`` or ``"reload"``."""
+    slot: int
+    """Its number in the program."""
+    start_ms: float
+    end_ms: float
+
+
+class Stall(NamedTuple):
+    """Compute waits for a copy."""
+
+    phase: str
+    """``"forward"`` or ``"backward"``."""
+    slot: int
+    """The slot whose copy is waited for, by its number in the program."""
+    start_ms: float
+    end_ms: float
 
 
 def predict(
@@ -101,7 +129,11 @@ def predict(
             f"times_ms has {len(times_ms)} entries; the program has {program.num_operations}"
         )
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
-    return _Walk(program, leaves, window_bytes, times_ms, lanes).run()
+    walk = _Walk(program, leaves, window_bytes, times_ms, lanes)
+    prediction = walk.run()
+    if times_ms is None or link is None:
+        return prediction
+    return replace(prediction, copies=walk.all_copies(), stalls=tuple(walk.stalls))
 
 
 def operation_times_ms(program: StepProgram, device: DeviceModel) -> list[float]:
@@ -134,6 +166,8 @@ class _Walk:
         ]
         self.now_ms = 0.0
         self.stall_ms = {FORWARD: 0.0, BACKWARD: 0.0}
+        self.stalls: list[Stall] = []
+        self.start_ms: list[float] = []
         self.phase = FORWARD
         self.number = 0
         """The operation that is walked to."""
@@ -214,6 +248,7 @@ class _Walk:
             self.number = number
             self.peak_here = 0
             self._before(number)
+            self.start_ms.append(self.now_ms)
             if self.times_ms is not None:
                 self.now_ms += self.times_ms[number]
                 compute_ms += self.times_ms[number]
@@ -243,7 +278,15 @@ class _Walk:
             offloaded_bytes=self.offloaded_bytes,
             read_in_place_bytes=self.read_in_place_bytes,
             lifetimes=tuple(self.lifetimes),
+            start_ms=tuple(self.start_ms) if has_times else (),
         )
+
+    def all_copies(self) -> tuple[PredictedCopy, ...]:
+        """Return the copies, those included that end when compute is over."""
+        self.lanes.finish(self.now_ms)
+        copies = [*self.offloads.values(), *self.reloads.values()]
+        found = [PredictedCopy(c.direction, c.slot, c.start_ms, c.end_ms) for c in copies]
+        return tuple(sorted(found, key=lambda copy: (copy.start_ms, copy.slot)))
 
     def _before(self, number: int) -> None:
         """Do what happens between two operations."""
@@ -296,7 +339,7 @@ class _Walk:
             if slot.reloaded >= 0:
                 self._hold(slot)
             return
-        copy = Copy(OFFLOAD, slot.link_bytes, self.now_ms)
+        copy = Copy(OFFLOAD, slot.link_bytes, self.now_ms, slot=number)
         self.lanes.book(copy)
         self.offloads[number] = copy
         self.offloaded_bytes += slot.link_bytes
@@ -340,6 +383,8 @@ class _Walk:
 
     def _wait(self, copy: Copy) -> None:
         until_ms = self.lanes.wait(copy, self.now_ms)
+        if until_ms > self.now_ms:
+            self.stalls.append(Stall(self.phase, copy.slot, self.now_ms, until_ms))
         self.stall_ms[self.phase] += until_ms - self.now_ms
         self.now_ms = until_ms
 
@@ -394,7 +439,8 @@ class _Walk:
 
     def _reload(self, number: int) -> None:
         slot = self.program.slots[number]
-        copy = Copy(RELOAD, slot.link_bytes, self.now_ms, needs=self.offloads[number])
+        offload = self.offloads[number]
+        copy = Copy(RELOAD, slot.link_bytes, self.now_ms, needs=offload, slot=number)
         self.reloads[number] = copy
         self._allocate(slot.link_bytes)
         self.reloaded_at[number] = self.number

@@ -11,19 +11,26 @@ from hf_pyao.errors import nearest
 from hf_pyao.report.bench_report import BenchReport, FactsReport
 from hf_pyao.report.bench_view import bench_view, facts_view
 from hf_pyao.report.estimate_report import EstimateReport, estimate_view
+from hf_pyao.report.plan_report import Plan
+from hf_pyao.report.plan_view import plan_view
 from hf_pyao.report.plots.bench_plots import bench_figure
 from hf_pyao.report.plots.estimate_plots import estimate_figure
 from hf_pyao.report.plots.look import LIGHT, Look, need_matplotlib
+from hf_pyao.report.plots.plan_plots import plan_figure
 from hf_pyao.report.plots.profile_plots import throughput_figure
 from hf_pyao.report.plots.run_plots import run_figure
+from hf_pyao.report.plots.step_plots import step_figure
 from hf_pyao.report.plots.sweep_plots import sweep_figure
 from hf_pyao.report.prediction_report import PredictionReport, prediction_view
 from hf_pyao.report.profile_report import Profile, profile_view
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.run_view import run_view
 from hf_pyao.report.schema import ReportError, read_json
+from hf_pyao.report.step_report import StepReport
+from hf_pyao.report.step_view import step_view
 from hf_pyao.report.sweep_report import SweepReport
 from hf_pyao.report.sweep_view import sweep_view
+from hf_pyao.report.trace_events import profile_events, step_events
 from hf_pyao.report.view import Kind, View
 from hf_pyao.text import echo
 
@@ -35,9 +42,16 @@ KINDS: Mapping[str, Kind] = {
     "bench": Kind(document=BenchReport, view=bench_view, figure=bench_figure),
     "facts": Kind(document=FactsReport, view=facts_view),
     "estimate": Kind(document=EstimateReport, view=estimate_view, figure=estimate_figure),
-    "profile": Kind(document=Profile, view=profile_view, figure=throughput_figure),
+    "profile": Kind(
+        document=Profile,
+        view=profile_view,
+        figure=throughput_figure,
+        trace_events=profile_events,
+    ),
     "prediction": Kind(document=PredictionReport, view=prediction_view),
     "sweep": Kind(document=SweepReport, view=sweep_view, figure=sweep_figure),
+    "plan": Kind(document=Plan, view=plan_view, figure=plan_figure),
+    "step": Kind(document=StepReport, view=step_view, figure=step_figure, trace_events=step_events),
 }
 """Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from hf_pyao.files import replace_file
+from hf_pyao.report.chrome_trace import write_trace
 from hf_pyao.report.documents import Document, figure_of, kind_of, view_of
 from hf_pyao.report.plots.look import DARK, LIGHT, Look, image_bytes, need_matplotlib
 from hf_pyao.report.schema import ReportError
@@ -24,14 +25,20 @@ def write_page(
 ) -> list[Path]:
     """Write *documents* to *output*; return the files written, that one first.
 
-    ``.md`` gets one PNG for each plot beside it, ``.html`` holds all in one file.
+    ``.md`` gets one PNG for each plot beside it, ``.html`` holds all in one file. ``.json`` gets a
+    Chrome trace, where all documents hold spans.
 
     Raises:
         ReportError: the suffix is another one, matplotlib is missing, or a file cannot be written.
     """
     path = Path(output)
-    if path.suffix not in (".md", ".html") or "\0" in str(output):
-        raise ReportError(f"output {echo(str(output))}: expected a name that ends in .md or .html.")
+    if path.suffix not in (".md", ".html", ".json") or "\0" in str(output):
+        raise ReportError(
+            f"output {echo(str(output))}: expected a name that ends in .md or .html, or in .json "
+            "for a Chrome trace."
+        )
+    if path.suffix == ".json":
+        return write_trace(documents, path)
     if with_plots and any(kind_of(document).figure for document in documents):
         need_matplotlib()
     try:
@@ -171,6 +178,8 @@ code { overflow-wrap: anywhere; } p, li, h2 { overflow-wrap: break-word; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .75rem; text-align: right; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; color: var(--soft); vertical-align: bottom; }
+td { white-space: nowrap; }
+td.text { white-space: normal; overflow-wrap: break-word; min-width: 8rem; max-width: 26rem; }
 .text { text-align: left; }
 tbody tr:nth-child(odd) { background: var(--band); }
 .source, li { color: var(--soft); font-size: .85rem; }

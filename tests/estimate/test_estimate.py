@@ -18,6 +18,7 @@ from hf_pyao.estimate.model_sizes import build_config, find_size
 from hf_pyao.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.report.estimate_report import EstimateReport, EstimateRow
+from tests.report.documents import PROVENANCE
 
 SMALL = Hardware(
     name="small",
@@ -218,3 +219,69 @@ def test_help_names_cards_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     words: list[Any] = [*HARDWARE, "opt:SIZE", "1.3b", "pyao estimate --model"]
     assert all(word in printed for word in words)
+
+
+def test_the_step_of_a_way_is_the_one_of_its_row(rows: dict[str, EstimateRow]) -> None:
+    from hf_pyao.estimate.one_step import check_method, step_of
+
+    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
+    options = {"training_state": "device", "sequence_length": 64, "window": WINDOW}
+    report = EstimateReport(
+        title="t",
+        setup={"model": {"name": "llama tiny"}},
+        hardware={},
+        assumptions=[],
+        verdict=verdict(list(rows.values()), SMALL, 64),
+        provenance=PROVENANCE,
+        rows=[row for row in rows.values() if row.method != "none + chunked loss"],
+    )
+    step = step_of(report, config, SMALL, options, "policy all")
+    row = rows["policy all"]
+    assert step.title == (
+        f"One step of llama tiny on small: policy all, micro-batch {row.micro_batch} x 64 tokens"
+    )
+    assert step.totals.step_ms == row.step_ms
+    assert step.totals.offloaded_bytes == row.offloaded_bytes > 0
+    assert step.totals.late_peak_bytes == row.peak_bytes
+    assert step.limit_bytes is not None
+    assert row.peak_bytes <= step.limit_bytes
+    assert {span.lane for span in step.spans} >= {"forward", "backward", "offload", "reload"}
+    named = step_of(report, config, SMALL, options)
+    assert f"Fastest: {named.setup['method']}," in report.verdict
+    with pytest.raises(
+        ConfigError, match="which this model has no row for.*Rows: none, checkpointing"
+    ):
+        step_of(report, config, SMALL, options, "none + chunked loss")
+    with pytest.raises(
+        ConfigError, match="unknown way to train 'policy al'; did you mean 'policy all'"
+    ):
+        check_method("policy al")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--step-method", "none"), "give --step FILE.json too"),
+        (("--step", "x.json", "--step-method", "nothing"), "unknown way to train 'nothing'"),
+        (("--step", "x.json", "--output", "./x.json"), "name the same file"),
+        (("--step", "/"), "which is a folder"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_before_anything_is_estimated(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(run(*options)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_the_command_writes_a_step_that_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step.json"
+    options = ("--sequence-length", "32", "--micro-batch", "2", "--step-method", "policy all")
+    assert main(run(*options, "--step", str(path))) == 0
+    assert f"written: {path}" in capsys.readouterr().out
+    for name in ("page.html", "page.md", "trace.json"):
+        assert main(["report", str(path), "-o", str(tmp_path / name)]) == 0
+    assert "Predicted, one step on rtx4070" in (tmp_path / "page.md").read_text()

@@ -6,7 +6,9 @@ from typing import Any
 
 from hf_pyao.report import BenchReport, BenchRow, RunReport
 from hf_pyao.report.bench_report import OUT_OF_MEMORY, UNAVAILABLE, FactsReport, StepTimes
+from hf_pyao.report.plan_report import Plan, PlannedSlot
 from hf_pyao.report.provenance import Provenance
+from hf_pyao.report.step_report import MemoryPoint, StepPeak, StepReport, StepSpan, StepTotals
 
 GIB = 2**30
 MIB = 2**20
@@ -112,3 +114,59 @@ def make_facts() -> FactsReport:
         facts={"outcome": "passed", "num_passed": 78, "wall_s": 61.25, "failures": []},
         provenance=PROVENANCE,
     )
+
+
+def make_step(**changes: Any) -> StepReport:
+    """Return a step of two layers, of which the first is copied and waited for."""
+    spans = [
+        ("outside", "outside of layers, forward", 0, 1),
+        ("forward", "layers.0", 1, 3),
+        ("offload", "layers.0 mlp:0", 3, 6),
+        ("stall", "layers.0 mlp:0", 3, 4),
+        ("forward", "layers.1", 4, 6),
+        ("backward", "layers.1", 6, 10),
+        ("reload", "layers.0 mlp:0", 6, 9),
+        ("backward", "layers.0", 10, 14),
+    ]
+    sizes = [(0, 2), (1, 3), (4, 5), (6, 6), (10, 4), (14, 2)]
+    fields: dict[str, Any] = {
+        "title": "One step of opt 1.3b",
+        "is_measured": False,
+        "setup": {"method": "policy all"},
+        "device": "rtx4070",
+        "memory": [MemoryPoint(time_ms=ms, nbytes=size * GIB) for ms, size in sizes],
+        "limit_bytes": 8 * GIB,
+        "peak": StepPeak(
+            time_ms=6.0,
+            nbytes=6 * GIB,
+            phase="backward",
+            where="layers.1",
+            tensor="layers.1 mlp:0",
+            tensor_bytes=GIB,
+            next_peak_bytes=5 * GIB,
+        ),
+        "spans": [
+            StepSpan(lane=lane, label=label, start_ms=start, end_ms=end)
+            for lane, label, start, end in spans
+        ],
+        "totals": StepTotals(
+            step_ms=14.0, compute_ms=13.0, stall_forward_ms=1.0, stall_backward_ms=0.0
+        ),
+        "provenance": PROVENANCE,
+    }
+    return StepReport(**{**fields, **changes})
+
+
+def make_plan(**changes: Any) -> Plan:
+    """Return a plan with a slot of each action."""
+    fields: dict[str, Any] = {
+        "model": {"num_layers": 24},
+        "slots": [
+            PlannedSlot(name="attn:0", action="offload", nbytes=8 * MIB, codec="fp8", reason="big"),
+            PlannedSlot(name="act:0", action="recompute", nbytes=4 * MIB, layers=[0, 1, 2, 5]),
+            PlannedSlot(name="norm:0", action="keep", nbytes=MIB),
+        ],
+        "recomputed_modules": ["mlp"],
+        "figures": {"link_gib_per_s": 24.0},
+    }
+    return Plan(**{**fields, **changes})

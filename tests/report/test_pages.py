@@ -15,8 +15,16 @@ from hf_pyao.report.documents import figure_of
 from hf_pyao.report.labels import place_labels
 from hf_pyao.report.pages import html_page, write_page
 from hf_pyao.report.plots.bench_plots import largest_figure, trade_off_figure
-from hf_pyao.report.plots.look import FAMILIES, family_of, image_bytes
-from tests.report.documents import make_bench, make_facts, make_row, make_run
+from hf_pyao.report.plots.look import (
+    DARK,
+    FAMILIES,
+    LIGHT,
+    NARROW_INCHES,
+    Look,
+    family_of,
+    image_bytes,
+)
+from tests.report.documents import make_bench, make_facts, make_row, make_run, make_step
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -164,3 +172,26 @@ def test_families_differ_in_colour_and_in_marker() -> None:
     assert [family_of(m).label for m in ("none", "pyao:x=1", "checkpoint", "trl-streams")] == [
         *("nothing", "hf_pyao", "recompute", "other offloading"),
     ]
+
+
+def test_a_plot_is_there_for_light_and_dark_pages_narrow_and_wide() -> None:
+    page = _Page(html_page([make_step()]))
+    sources = [attributes for tag, attributes in page.attributes if tag == "source"]
+    dark, narrow = "(prefers-color-scheme: dark)", "(max-width: 640px)"
+    assert [source["media"] for source in sources] == [f"{dark} and {narrow}", narrow, dark]
+    (last,) = [attributes["src"] for tag, attributes in page.attributes if tag == "img"]
+    links = [*(source["srcset"] for source in sources), last]
+    images = [base64.b64decode((link or "").partition(",")[2]).decode() for link in links]
+    backs = [DARK.back, LIGHT.back, DARK.back, LIGHT.back]
+    for image, back, is_narrow in zip(images, backs, [True, True, False, False], strict=True):
+        assert f"fill: {back}" in image
+        width_pt = float(re.search(r'width="([\d.]+)pt"', image)[1])  # type: ignore[index]
+        assert (width_pt <= 72 * NARROW_INCHES) == is_narrow
+
+
+def test_long_labels_are_broken_on_narrow_pages_but_no_dollar_is_let_loose() -> None:
+    look = Look(is_narrow=True)
+    for length in range(1, 40):
+        lines = look.wrapped(look.plain("a" * length + "$" * 20), 24).splitlines()
+        assert all(re.fullmatch(r"(a|…|\\\$)*", line) for line in lines)
+    assert LIGHT.wrapped("a b" * 100) == "a b" * 100

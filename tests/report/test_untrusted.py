@@ -19,10 +19,19 @@ from hf_pyao import cli
 from hf_pyao.report import ReportError, RunReport, markdown, read_document
 from hf_pyao.report.documents import figure_of
 from hf_pyao.report.pages import html_page
+from hf_pyao.report.plan_report import PlannedSlot
 from hf_pyao.report.plots.look import image_bytes
 from hf_pyao.report.schema import to_plain, write_json
+from hf_pyao.report.step_report import StepSpan
 from hf_pyao.report.tables import markdown_of
-from tests.report.documents import make_bench, make_facts, make_row, make_run
+from tests.report.documents import (
+    make_bench,
+    make_facts,
+    make_plan,
+    make_row,
+    make_run,
+    make_step,
+)
 
 HOSTILE = "\x1b[31m\n\n# forged\n\n<script>alert(1)</script> [x](javascript:1) `a` | b \u202e \ud800 $\\frac$"
 """A heading, a script, a link, escape sequences, a mark of direction, and no formula."""
@@ -38,7 +47,15 @@ def _documents() -> list[dict[str, Any]]:
         make_row("none", 100.0, 8.0, num_tried=5, micro_batch=7),
         make_row("checkpoint", 131.0, None, num_tried=2, micro_batch=9),
     ]
-    return [to_plain(d) for d in (make_run(), make_bench(), make_bench(search), make_facts())]
+    documents = (
+        make_run(),
+        make_bench(),
+        make_bench(search),
+        make_facts(),
+        make_step(),
+        make_plan(),
+    )
+    return [to_plain(document) for document in documents]
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -117,7 +134,8 @@ def test_many_changed_documents_are_read_whole_or_refused_in_one_line(tmp_path: 
 @pytest.mark.thorough
 @pytest.mark.parametrize("suffix", [".html", ".md"])
 def test_changed_documents_are_drawn_or_refused_in_one_line(suffix: str, tmp_path: Path) -> None:
-    _fuzz(range(10_000, 10_300), tmp_path, "-o", str(tmp_path / f"out{suffix}"))
+    num = {".html": 100, ".md": 300}[suffix]  # a page in HTML draws each plot four times
+    _fuzz(range(10_000, 10_000 + num), tmp_path, "-o", str(tmp_path / f"out{suffix}"))
 
 
 @pytest.mark.thorough
@@ -143,7 +161,13 @@ def _hostile() -> list[Any]:
     row = make_row(HOSTILE, 10.0, 1.0, label=HOSTILE, status=HOSTILE, reason=HOSTILE)
     bench = dataclasses.replace(make_bench([row]), title=HOSTILE, device={"name": HOSTILE})
     facts = dataclasses.replace(make_facts(), title=HOSTILE, facts={HOSTILE: [HOSTILE]})
-    return [dataclasses.replace(run, totals=totals, provenance=provenance), bench, facts]
+    span = StepSpan(lane="stall", label=HOSTILE, start_ms=0.0, end_ms=1.0)
+    peak = dataclasses.replace(make_step().peak, where=HOSTILE, tensor=HOSTILE)  # type: ignore[type-var]
+    step = make_step(title=HOSTILE, device=HOSTILE, spans=[span], peak=peak)
+    slot = PlannedSlot(name=f"{HOSTILE}:0", action="keep", reason=HOSTILE)
+    plan = make_plan(source=HOSTILE, slots=[slot], figures={HOSTILE: 1.0}, model={HOSTILE: HOSTILE})
+    run = dataclasses.replace(run, totals=totals, provenance=provenance)
+    return [run, bench, facts, step, plan]
 
 
 @pytest.mark.parametrize("document", _hostile(), ids=lambda document: document.kind)

@@ -6,6 +6,7 @@ Colours and markers tell families of methods apart, so that a plot reads in grey
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PNG_DPI = 160
+_DOLLAR = r"\$"
+"""A dollar sign that begins no formula."""
 MOST_ROWS = 100
 """Most rows that a plot shows: an image has a largest size."""
 
@@ -42,6 +45,10 @@ NOTHING = Family("nothing", "*", "#1f2933", "#e4e7eb")
 OURS = Family("hf_pyao", "o", "#0b7a75", "#2fb5ad")
 RECOMPUTE = Family("recompute", "^", "#d9822b", "#f0a35a")
 OFFLOAD = Family("other offloading", "s", "#5b62b3", "#929af0")
+FORWARD = Family("forward", "s", "#3b6fb6", "#6ea3e8")
+BACKWARD = Family("backward", "s", "#7b5ea7", "#b195dc")
+WAITING = Family("waiting for copies", "s", "#c0392b", "#ff7b6b")
+RELOAD = Family("reload", "s", "#5f8f24", "#9ccb57")
 QUIET = Family("", ".", "#7b8794", "#9aa5b1")
 """What belongs to none."""
 FAMILIES = (NOTHING, OURS, RECOMPUTE, OFFLOAD)
@@ -80,10 +87,19 @@ class Look:
 
     def plain(self, text: str, longest: int = 60) -> str:
         """Return *text* as a label shows it: in one line, cut, and with no formula in it."""
-        longest = min(longest, 26) if self.is_narrow else longest
+        longest = min(longest, 48) if self.is_narrow else longest
         text = one_line(text)
         text = text if len(text) <= longest else f"{text[: longest - 1]}…"
-        return text.replace("$", r"\$")
+        return text.replace("$", _DOLLAR)
+
+    def wrapped(self, text: str, longest: int = 48) -> str:
+        """Return a title or a label, in lines of so many characters if the page is narrow.
+
+        No line ends inside of what :meth:`plain` writes for a dollar sign.
+        """
+        if not self.is_narrow:
+            return text
+        return textwrap.fill(text.replace(_DOLLAR, "\0"), longest).replace("\0", _DOLLAR)
 
     def figure(self, width: float, height: float) -> tuple[Figure, Axes]:
         """Return a figure of so many inches, narrower on a narrow page, with its axes."""
@@ -131,9 +147,12 @@ class Look:
         rows = rows[::-1]  # barh draws from the bottom
         values = [float(row[1]) for row in rows]
         colours = [row[2] for row in rows]
+        labels = [self.wrapped(self.plain(row[0]), 24) for row in rows]
         bars = axes.barh(range(len(rows)), values, color=colours, height=0.66)
-        axes.set_yticks(range(len(rows)), [self.plain(row[0]) for row in rows])
-        axes.bar_label(bars, list(texts)[::-1], padding=4, color=self.ink, fontsize=9)
+        axes.set_yticks(range(len(rows)), labels)
+        behind = {"facecolor": self.back, "edgecolor": "none", "pad": 0.8}
+        shown = list(texts)[::-1]
+        axes.bar_label(bars, shown, padding=4, color=self.ink, fontsize=9, bbox=behind)
         axes.set_xlim(0, max(1e-9, *values) * (1.45 if self.is_narrow else 1.25))
         axes.grid(visible=False, axis="y")
 

@@ -49,11 +49,11 @@ def run_figure(report: RunReport, look: Look = LIGHT) -> Figure | None:
     figure, (left, right) = look.two_axes(11.0, 1.9 + 0.34 * len(sizes))
     scale, unit = (GIB, "GiB") if max(size for _, size, _ in sizes) >= GIB else (MIB, "MiB")
     _draw(left, look, [(label, size / scale, colour) for label, size, colour in sizes])
-    left.set_xlabel(f"{unit} per micro-batch, mean over the run")
+    left.set_xlabel(look.wrapped(f"{unit} per micro-batch, mean over the run", 26))
     left.set_title("saved for backward", loc="left", fontsize=10, color=look.ink)
     _draw(right, look, times)
-    right.set_xlabel("ms per micro-batch, mean over the run")
-    title = "copies, and compute waiting for them"
+    right.set_xlabel(look.wrapped("ms per micro-batch, mean over the run", 26))
+    title = look.wrapped("copies, and compute waiting for them", 28)
     right.set_title(title, loc="left", fontsize=10, color=look.ink)
     return figure
 

@@ -1,0 +1,206 @@
+"""``Plan``: what becomes of each slot, as a document: computed, or written by hand."""
+
+from __future__ import annotations
+
+import graphlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_pyao.errors import PyAOError, nearest, unknown_name
+from hf_pyao.report.schema import check_version, read_fields, read_json, to_plain, write_json
+from hf_pyao.text import echo
+
+SCHEMA_VERSION = 1
+"""Version of the JSON of a :class:`Plan`."""
+
+KIND = "plan"
+
+KEEP = "keep"
+OFFLOAD = "offload"
+RECOMPUTE = "recompute"
+ACTIONS = (KEEP, OFFLOAD, RECOMPUTE)
+
+
+class PlanError(PyAOError, ValueError):
+    """A plan does not hold for this model, or contradicts itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSlot:
+    """What becomes of one slot."""
+
+    name: str
+    """As :attr:`hf_pyao.runtime.slots.Slot.name`: ``mlp.act_fn:0``."""
+    action: str
+    """One of :data:`ACTIONS`."""
+    layers: list[int] | None = None
+    """Positions of the layers that this holds for; None: all."""
+    codec: str | None = None
+    """How it is written, where it is offloaded; None: as the configuration says."""
+    otherwise: str = OFFLOAD
+    """What becomes of it where it cannot be recomputed: ``offload`` or ``keep``."""
+    rebuilt_from: list[str] = field(default_factory=list)
+    """Slots that must be there to recompute it, where that is known."""
+    nbytes: int | None = None
+    """Its size when the plan was made; a larger one is refused."""
+    reason: str = ""
+    """Why, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What becomes of what the layers of one model save.
+
+    Raises:
+        PlanError: an action or a codec is unknown, a slot is named twice for a layer, or slots are
+            recomputed from each other.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = KIND
+    source: str = "written by hand"
+    """Who made it."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """What tells the model, see :func:`hf_pyao.integrations.model_identity.identity_of`; empty:
+    any model."""
+    slots: list[PlannedSlot]
+    otherwise: str = OFFLOAD
+    """What becomes of slots that are not named: ``offload`` or ``keep``."""
+    recomputed_modules: list[str] = field(default_factory=list)
+    """Sub-modules of which all slots that are not named are recomputed, those that they save and
+    those that they make. Their matrix products and attention may run again for that."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What it was computed from, and what it is predicted to come to."""
+
+    def __post_init__(self) -> None:
+        """Check that it does not contradict itself; see the class docstring."""
+        for action in (self.otherwise, *(slot.otherwise for slot in self.slots)):
+            if action not in (OFFLOAD, KEEP):
+                raise PlanError(f"otherwise is {echo(action)}; expected 'offload' or 'keep'.")
+        self._check_slots()
+        self._check_order()
+
+    def _check_slots(self) -> None:
+        """Refuse unknown actions, codecs and forms of names, and slots that are named twice."""
+        from hf_pyao.codecs import CODECS  # imports torch, which reading other reports does not
+        from hf_pyao.runtime.slots import ANCHOR, SHARED
+
+        named: set[tuple[str, int | None]] = set()
+        for slot in self.slots:
+            if slot.action not in ACTIONS:
+                raise PlanError(
+                    f"slot {echo(slot.name)}: {unknown_name('action', slot.action, ACTIONS)}"
+                )
+            if slot.codec is not None and slot.codec not in CODECS:
+                raise PlanError(
+                    f"slot {echo(slot.name)}: {unknown_name('codec', slot.codec, CODECS)}"
+                )
+            _, colon, number = slot.name.rpartition(":")
+            if not colon or not number.removeprefix(ANCHOR).removeprefix(SHARED).isdigit():
+                raise PlanError(
+                    f"slot {echo(slot.name)}: expected a sub-module and a number, such as "
+                    "'mlp.act_fn:0', as `describe` and reports name them."
+                )
+            for layer in slot.layers if slot.layers is not None else [None]:
+                if (slot.name, layer) in named:
+                    where = "" if layer is None else f" for layer {layer}"
+                    raise PlanError(f"slot {echo(slot.name)} is named twice{where}.")
+                named.add((slot.name, layer))
+
+    def _check_order(self) -> None:
+        """Refuse slots that are recomputed from each other."""
+        named = {layer for slot in self.slots for layer in slot.layers or ()}
+        for layer in (None, *sorted(named)):
+            of_layer = {slot.name: slot for slot in self.slots if slot.layers is None}
+            of_layer |= {s.name: s for s in self.slots if layer in (s.layers or ())}
+            recomputed = {
+                slot.name: slot.rebuilt_from
+                for slot in of_layer.values()
+                if slot.action == RECOMPUTE
+            }
+            try:
+                graphlib.TopologicalSorter(recomputed).prepare()
+            except graphlib.CycleError as error:
+                circle = " <- ".join(map(str, error.args[1]))
+                raise PlanError(
+                    f"slots are recomputed from each other: {circle}. Offload or keep one of them."
+                ) from error
+
+    @property
+    def title(self) -> str:
+        """A heading."""
+        return f"Plan, {self.source}"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "the plan") -> Plan:
+        """Read plain values.
+
+        Raises:
+            ReportError: another schema version, an unknown or missing key, or a value of another
+                type, each by name.
+            PlanError: it contradicts itself.
+        """
+        if values.get("kind", KIND) != KIND:
+            raise PlanError(f"{where} has kind {echo(values.get('kind'))}; expected 'plan'.")
+        check_version(values, cls, SCHEMA_VERSION, where)
+        return read_fields(cls, values, where)
+
+    @classmethod
+    def from_json_file(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a file.
+
+        Raises:
+            ReportError: the file cannot be read, or is no plan of this version.
+            PlanError: it contradicts itself.
+        """
+        return cls.from_dict(read_json(path), echo(os.fspath(path)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON holds them."""
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+    def to_json_file(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file that :meth:`from_json_file` reads.
+
+        Raises:
+            ReportError: the file cannot be written.
+        """
+        write_json(path, self)
+
+    def check_model(
+        self, identity: Mapping[str, Any], layers: Sequence[tuple[str, Sequence[str]]]
+    ) -> None:
+        """Refuse a model that the plan was not made for.
+
+        Args:
+            identity: what tells the model.
+            layers: qualified name and sub-modules' paths of each layer, in forward order.
+
+        Raises:
+            PlanError: says what differs, and what to do.
+        """
+        remedy = "Make a plan for this model, or leave `model` out of a plan that is to fit any."
+        for key, expected in self.model.items():
+            if key in identity and identity[key] != expected:
+                raise PlanError(
+                    f"the plan was made for another model: its {key} is {echo(expected)}, and here "
+                    f"it is {echo(identity[key])}. {remedy}"
+                )
+        known = {path for _, paths in layers for path in ("", *paths)}
+        for name in [*(s.name.rpartition(":")[0] for s in self.slots), *self.recomputed_modules]:
+            if name not in known:
+                hint = nearest(name, sorted(known)) or "."
+                raise PlanError(
+                    f"the plan names the sub-module {echo(name)}, which no layer of this model "
+                    f"has{hint} {remedy}"
+                )
+        for slot in self.slots:
+            for layer in slot.layers or ():
+                if not 0 <= layer < len(layers):
+                    raise PlanError(
+                        f"the plan names layer {layer} for slot {echo(slot.name)}, and this model "
+                        f"has {len(layers)} layers. {remedy}"
+                    )

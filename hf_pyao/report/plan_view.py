@@ -1,0 +1,93 @@
+"""What a plan shows: what becomes of each slot, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hf_pyao.report.plan_report import ACTIONS, Plan, PlannedSlot
+from hf_pyao.report.quantities import ABSENT, MIB, fact_text
+from hf_pyao.report.view import Table, View
+
+MOST_LAYERS = 100_000
+"""Most layers that a plan is taken to be for: a file may say anything."""
+
+
+def plan_view(plan: Plan) -> View:
+    """Return a plan's slots, its figures, and what becomes of the rest."""
+    tables = [
+        Table(["slot", "action", "layers", "codec", "why", "MiB"], _slot_rows(plan), 5),
+        Table(["figure", "value"], [[name, fact_text(v)] for name, v in plan.figures.items()]),
+        Table(["made for", ""], [[name, fact_text(v)] for name, v in plan.model.items()], 2),
+    ]
+    return View(
+        title=plan.title,
+        summary=_summary(plan),
+        tables=[table for table in tables if table.rows],
+    )
+
+
+def bytes_by_action(plan: Plan) -> dict[str, float]:
+    """Return the bytes of a micro-batch for each action, as far as the plan holds sizes.
+
+    A slot of all layers counts once for each, where the plan says how many there are.
+    """
+    found: dict[str, float] = {}
+    for action in ACTIONS:
+        sized = [s for s in plan.slots if s.action == action and s.nbytes is not None]
+        if sized:
+            found[action] = sum(float(s.nbytes or 0) * _num_layers(plan, s) for s in sized)
+    return found
+
+
+def _num_layers(plan: Plan, slot: PlannedSlot) -> int:
+    if slot.layers is not None:
+        return len(slot.layers)
+    named = {name for s in plan.slots if s.name == slot.name for name in s.layers or ()}
+    return max(0, num_layers(plan) - len(named))
+
+
+def num_layers(plan: Plan) -> int:
+    """Return the layers of the model that the plan is for; 1 if it does not say."""
+    count = plan.model.get("num_layers")
+    is_count = isinstance(count, int) and not isinstance(count, bool) and 0 < count <= MOST_LAYERS
+    return count if is_count and isinstance(count, int) else 1
+
+
+def _summary(plan: Plan) -> str:
+    said = [f"{len(plan.slots)} slots are named; what is not named: {plan.otherwise}."]
+    if plan.recomputed_modules:
+        said.append(f"Recomputed modules: {', '.join(plan.recomputed_modules)}.")
+    if not plan.model:
+        said.append("It holds for any model that has these slots.")
+    return " ".join(said)
+
+
+def _slot_rows(plan: Plan) -> list[list[str]]:
+    return [
+        [
+            slot.name,
+            slot.action,
+            "all" if slot.layers is None else ranges(slot.layers),
+            slot.codec or ABSENT,
+            slot.reason or ABSENT,
+            ABSENT if slot.nbytes is None else f"{slot.nbytes / MIB:,.2f}",
+        ]
+        for slot in plan.slots
+    ]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers in order, runs of three and more as their ends: ``0–5, 7``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    parts = []
+    for first, last in runs:
+        if last == first:
+            parts.append(str(first))
+        else:
+            parts.append(f"{first}–{last}" if last - first > 1 else f"{first}, {last}")
+    return ", ".join(parts)
