@@ -84,7 +84,7 @@ class ClusterPoint:
     rx_bytes_per_step: list[float]
     """Bytes that each node received, likewise."""
     expected_bytes_per_step: float
-    """What the engine's collectives send from one node, headers apart: see ``cluster_volume.py``."""
+    """What the engine's collectives send from one node, headers apart (``cluster_volume.py``)."""
     losses: list[float]
     """Training loss of each optimizer step, mean over the nodes."""
     losses_by_node: list[list[float]]

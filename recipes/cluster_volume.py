@@ -1,8 +1,8 @@
 """How many bytes an engine's collectives move in one step: counted on paper, checked on the wire.
 
-Per optimizer step one of N nodes sends ``c * (N - 1) / N * B`` bytes, where B is one whole gradient:
+Per optimizer step each of N nodes sends ``c * (N - 1) / N * B`` bytes; B is one whole gradient:
 
-- ``ddp``: one all-reduce of the gradient, c = 2, however many micro-steps it was accumulated over;
+- ``ddp``: one all-reduce of the gradient, c = 2, over however many micro-steps it was accumulated;
 - ``zero1``: the same, and the all-gather of the updated weights, c = 3;
 - ``zero2``: gradients are split over the nodes, so that each micro-step has to reduce its own:
   DeepSpeed does so by an all-reduce, c = 2 for each micro-step, and 1 for the all-gather.
