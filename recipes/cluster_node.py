@@ -30,7 +30,7 @@ from hf_pyao import PyAOTrainer
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.files import read_json_object
 from hf_pyao.report.schema import read_fields
-from recipe_model import build_model, learning_rate
+from recipe_model import build_model
 
 _REPLY_PAUSE_S = 0.05
 
@@ -97,8 +97,6 @@ class _Sweep:
         num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         _check_timeout(settings, num_parameters)
         _check_text(settings, point, len(text.train_blocks))
-        if training_args.learning_rate is None:
-            training_args.learning_rate = learning_rate(point.architecture, model_args)
         observer = StepObserver(settings, index, point, is_shaped)
         trainer = ClusterTrainer(
             model=model,
