@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,18 @@ def forbid_compiling() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def limit_waiting(timeout_s: float) -> None:
+    """Give every group of processes a limit for its collectives.
+
+    ``--ddp_timeout`` is for the first group alone; DeepSpeed makes more, with torch's half an hour.
+    """
+    from torch.distributed import distributed_c10d
+
+    # Where torch looks up its default; a release without the name has that half an hour.
+    if hasattr(distributed_c10d, "default_pg_timeout"):
+        distributed_c10d.default_pg_timeout = timedelta(seconds=timeout_s)
 
 
 def deepspeed_config(engine: str, precision: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, default_data_collator, set_seed
 
 from causal_lm import TrainingText, prepare_text
-from cluster_engine import build_arguments, check_engine, forbid_compiling
+from cluster_engine import build_arguments, check_engine, forbid_compiling, limit_waiting
 from cluster_settings import EVENT_PREFIX, NodeSettings, PointPlan
 from cluster_volume import bytes_per_step, gradient_bytes, link_seconds
 from hf_pyao import PyAOTrainer
@@ -50,8 +51,7 @@ def main(path: str) -> None:
         status = 2
     except BaseException as error:
         traceback.print_exc()
-        first = next(iter(str(error).splitlines()), "")
-        emit("failed", error=f"{type(error).__name__}: {first}")
+        emit("failed", error=describe_error(error))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -62,6 +62,7 @@ def run(settings: NodeSettings) -> None:
     """Train every point: first with the links unshaped, if that is asked for, then shaped."""
     logging.basicConfig(format="%(message)s")
     torch.set_num_threads(1)
+    limit_waiting(settings.timeout_s)
     if settings.engine != "ddp":
         forbid_compiling()
     emit("started")
@@ -234,6 +235,13 @@ def _check_text(settings: NodeSettings, point: PointPlan, num_blocks: int) -> No
             f"one optimizer step takes {needed} samples, and the text has {num_blocks} blocks. "
             "Give a smaller --micro-batches, or behind -- a larger --max_text_mib."
         )
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error in one line, without what torch says about itself."""
+    first = next(iter(str(error).splitlines()), "")
+    first = re.sub(r"\[\S+\.(cc|cpp):\d+\] ", "", first).partition(" This is typically")[0]
+    return f"{type(error).__name__}: {first}"
 
 
 def emit(event: str, **content: Any) -> None:

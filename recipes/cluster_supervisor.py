@@ -228,11 +228,11 @@ class Supervisor:
             for node in self.nodes:
                 self._fail(node, f"no node was heard of for {SILENCE_S:g} s")
         # A collective that waits for a node that is gone gives up after its own limit.
-        limit_s = settings.node.timeout_s + 5
+        limit_s = 1.1 * settings.node.timeout_s
         if self.first_error_at is not None and now - self.first_error_at > limit_s:
             for node in self.nodes:
                 if not self.is_done[node]:
-                    self._fail(node, f"still running {limit_s:g} s later; ended by the launcher")
+                    self._fail(node, f"still running {limit_s:.0f} s later; ended by the launcher")
 
     def _outcome(self) -> Event:
         if not self.errors:

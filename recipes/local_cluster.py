@@ -208,11 +208,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; what is behind ``--`` is kept for the training recipe."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    args = _parser().parse_args(arguments[:split])
+    parser = _parser()
+    args = parser.parse_args(arguments[:split])
+    if args.smoke:  # other defaults; what is given wins
+        parser.set_defaults(nodes=2, micro_batches="1,4", target=16, compute_steps=2, min_steps=3)
+        args = parser.parse_args(arguments[:split])
     args.recipe_options = arguments[split + 1 :]
-    if args.smoke:
-        args.nodes, args.micro_batches, args.target, args.repeats = 2, "1,4", 16, 1
-        args.compute_steps, args.min_steps = 2, 3
     return args
 
 
