@@ -150,6 +150,15 @@ def shaping_commands(nodes: int, rate_mbit: float, delay_ms: float | None) -> li
     return commands
 
 
+def unshaping_commands(nodes: int) -> list[list[str]]:
+    """Return the commands that undo :func:`shaping_commands`."""
+    commands = []
+    for node in range(nodes):
+        commands.append(in_node(node, "tc", "qdisc", "delete", "dev", INTERFACE, "root"))
+        commands.append(["tc", "qdisc", "delete", "dev", f"port{node}", "root"])
+    return commands
+
+
 def _token_bucket(rate_mbit: float) -> list[str]:
     # The bucket holds one largest segment, and what passes between two ticks of a slow clock.
     burst_bytes = int(max(_LARGEST_SEGMENT_BYTES + 4096, rate_mbit * 1e6 / 8 * 1e-3))

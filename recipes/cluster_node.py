@@ -25,7 +25,7 @@ from transformers import TrainerCallback, default_data_collator, set_seed
 
 from causal_lm import TrainingText, prepare_text
 from cluster_engine import build_arguments, check_engine, forbid_compiling, limit_waiting
-from cluster_settings import EVENT_PREFIX, NodeSettings, PointPlan
+from cluster_settings import EVENT_PREFIX, NodeSettings, PointPlan, links_reply
 from cluster_volume import bytes_per_step, gradient_bytes, link_seconds
 from hf_pyao import PyAOTrainer
 from hf_pyao.errors import ConfigError, PyAOError
@@ -59,7 +59,7 @@ def main(path: str) -> None:
 
 
 def run(settings: NodeSettings) -> None:
-    """Train every point: first with the links unshaped, if that is asked for, then shaped."""
+    """Train every point: a few steps with the links unshaped, if asked for, then shaped."""
     logging.basicConfig(format="%(message)s")
     torch.set_num_threads(1)
     limit_waiting(settings.timeout_s)
@@ -67,13 +67,12 @@ def run(settings: NodeSettings) -> None:
         forbid_compiling()
     emit("started")
     sweep = _Sweep(settings)
-    if settings.compute_steps:
-        for index, point in enumerate(settings.points):
-            if point.run == 0:
-                steps = dataclasses.replace(point, steps=settings.compute_steps + 1)
-                sweep.train(index, steps, is_shaped=False)
-    sweep.shape_links()
     for index, point in enumerate(settings.points):
+        if settings.compute_steps:
+            few = dataclasses.replace(point, steps=settings.compute_steps + 1)
+            sweep.set_links(is_shaped=False)
+            sweep.train(index, few, is_shaped=False)
+        sweep.set_links(is_shaped=True)
         sweep.train(index, point, is_shaped=True)
     if dist.is_initialized():
         dist.barrier()
@@ -86,6 +85,8 @@ class _Sweep:
     def __init__(self, settings: NodeSettings) -> None:
         self.settings = settings
         self._texts: dict[str, TrainingText] = {}
+        self._is_shaped = False
+        self._num_changes = 0
 
     def train(self, index: int, point: PointPlan, *, is_shaped: bool) -> None:
         """Train one point for its steps, from the same weights every time."""
@@ -121,16 +122,18 @@ class _Sweep:
                 self._texts[architecture] = prepare_text(model_args, data_args)
         return self._texts[architecture]
 
-    def shape_links(self) -> None:
-        """Have the supervisor shape the links, and wait until it has."""
-        if self.settings.nodes == 1:
+    def set_links(self, *, is_shaped: bool) -> None:
+        """Have the supervisor give the links their rate, or take it off; wait until it has."""
+        if self.settings.nodes == 1 or is_shaped == self._is_shaped:
             return
         if dist.is_initialized():
             dist.barrier()
-        emit("shape")
-        reply = Path(self.settings.work_dir, "shaped")
+        emit("links", is_shaped=is_shaped, change=self._num_changes)
+        reply = links_reply(self.settings.work_dir, self._num_changes)
         while not reply.exists():
             time.sleep(_REPLY_PAUSE_S)
+        self._is_shaped = is_shaped
+        self._num_changes += 1
 
 
 class ClusterTrainer(PyAOTrainer):

@@ -26,8 +26,7 @@ class Progress:
     """Shows each step of the first node as it ends; where no bar can be drawn, each point."""
 
     def __init__(self, points: list[PointPlan], compute_steps: int) -> None:
-        first_run = sum(point.run == 0 for point in points)
-        extra = first_run * (compute_steps + 1) if compute_steps else 0
+        extra = len(points) * (compute_steps + 1) if compute_steps else 0
         self._points = points
         self._total = sum(point.steps for point in points) + extra
         self._bar: Any = tqdm(

@@ -6,6 +6,7 @@ Imports no torch: the process that makes the namespaces reads it too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 EVENT_PREFIX = "@cluster "
 """Begins the lines of a node's output that are events; the others are its log."""
@@ -27,6 +28,11 @@ RECIPE_OPTIONS = (
 
 OFFLOAD_OPTIONS = ("--activation_offload_min_bytes", "1024")
 """So that the miniature's small tensors are moved too; for runs with hf_pyao alone."""
+
+
+def links_reply(work_dir: str, change: int) -> Path:
+    """Return the file that says that the links were changed for the nth time, from 0."""
+    return Path(work_dir, f"links_{change}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,7 @@ class NodeSettings:
     rate_mbit: float
     points: list[PointPlan]
     compute_steps: int
-    """Steps of each point with the links unshaped, before the sweep; 0: none."""
+    """Steps of each point with the links unshaped, before the others; 0: none."""
     activation_offload: bool
     model_size: str
     options: list[str]

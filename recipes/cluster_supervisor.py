@@ -31,8 +31,9 @@ from cluster_namespaces import (
     shaping_commands,
     tool_environment,
     unplug_node,
+    unshaping_commands,
 )
-from cluster_settings import EVENT_PREFIX, SupervisorSettings
+from cluster_settings import EVENT_PREFIX, SupervisorSettings, links_reply
 from hf_pyao.errors import PyAOError
 from hf_pyao.report.schema import read_fields
 
@@ -187,8 +188,9 @@ class Supervisor:
                 if node not in self.errors:
                     self.silent.append(node)
                 self._fail(node, _describe_status(int(event["status"])))
-        elif kind == "shape" and node == 0:
-            self._shape()
+        elif kind == "links" and node == 0:
+            self._set_links(bool(event["is_shaped"]))
+            links_reply(WORK_DIR, int(event["change"])).touch()
         send(event)
         if self._fault_is_due:
             self._maybe_fault(event)
@@ -198,10 +200,12 @@ class Supervisor:
             self.first_error_at = time.monotonic()
         self.errors.setdefault(node, error)  # the first thing that a node says is the cause
 
-    def _shape(self) -> None:
-        settings = self.settings
-        run_tools(shaping_commands(len(self.nodes), settings.node.rate_mbit, settings.delay_ms))
-        Path(WORK_DIR, "shaped").touch()
+    def _set_links(self, is_shaped: bool) -> None:
+        settings, num_nodes = self.settings, len(self.nodes)
+        if is_shaped:
+            run_tools(shaping_commands(num_nodes, settings.node.rate_mbit, settings.delay_ms))
+        else:
+            run_tools(unshaping_commands(num_nodes))
 
     def _maybe_fault(self, event: Event) -> None:
         fault = self.settings.fault

@@ -188,7 +188,7 @@ class Gathered:
             first_step=by_node[0][0]["step"] - 1,
             step_s=seconds,
             target_s=sum(seconds[: plan.rounds]) if is_whole else None,
-            compute_step_s=self._compute_steps(plan),
+            compute_step_s=[e["seconds"] for e in self._steps[index, False, 0]][1:] or None,
             tx_bytes_per_step=[_mean_of(steps, "tx_bytes") for steps in by_node],
             rx_bytes_per_step=[_mean_of(steps, "rx_bytes") for steps in by_node],
             expected_bytes_per_step=bytes_per_step(
@@ -200,12 +200,6 @@ class Gathered:
             losses=[fmean(step) for step in zip(*losses, strict=True)],
             losses_by_node=losses,
         )
-
-    def _compute_steps(self, plan: PointPlan) -> list[float] | None:
-        first = dataclasses.replace(plan, run=0)
-        index = self.settings.points.index(first)
-        seconds = [event["seconds"] for event in self._steps[index, False, 0]]
-        return seconds[1:] or None
 
 
 def _mean_of(steps: list[Event], key: str) -> float:

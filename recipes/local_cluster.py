@@ -238,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--target-over", choices=("all", "node"), default="all", help=over)
     add("--min-steps", type=int, default=4, help="optimizer steps of a point, at least")
     add("--max-steps", type=int, help="at most; a target further off is not timed")
-    add("--compute-steps", type=int, default=4, help="steps with the links unshaped; 0: none")
+    add("--compute-steps", type=int, default=6, help="steps with the links unshaped; 0: none")
     add("--repeats", type=int, default=1, help="of the whole sweep (default: %(default)s)")
     add("--activation_offload", action="store_true", default=True, help="attach hf_pyao (default)")
     offload = {"dest": "activation_offload", "action": "store_false"}

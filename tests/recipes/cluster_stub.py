@@ -23,8 +23,8 @@ def steps(first, last, is_shaped=True):
 def begin():
     print("a line of the log")
     emit("started")
-    emit("shape")
-    while not os.path.exists("/run/cluster/shaped"):
+    emit("links", is_shaped=True, change=0)
+    while not os.path.exists("/run/cluster/links_0"):
         time.sleep(0.01)
     emit("point", point=0, is_shaped=True, num_parameters=1000)
 """

@@ -359,7 +359,10 @@ def test_errors_of_gloo_are_told_in_one_line() -> None:
 NETWORK = """
 import json, subprocess, sys
 from cluster_namespaces import *
-run_tools([*network_commands(2), *shaping_commands(2, 50.0, None)])
+run_tools([*network_commands(2), *shaping_commands(2, 5.0, None), *unshaping_commands(2)])
+unshaped = subprocess.run(["tc", "qdisc", "show"], capture_output=True, text=True).stdout
+assert "tbf" not in unshaped, unshaped
+run_tools(shaping_commands(2, 50.0, None))
 SERVE = "import socket; s = socket.create_server(('', 5000)); print(flush=True); c = s.accept()[0]\\n"
 SERVE += "n = 0\\nwhile d := c.recv(65536): n += len(d)\\nprint(n)"
 SEND = "import socket; s = socket.create_connection(('10.77.0.11', 5000)); s.sendall(bytes(10**6))"
