@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster_namespaces import find_tool, throw_away, tool_environment
 from cluster_settings import INTERFACE, Fault
-from hf_pyao.errors import ConfigError, nearest
+from hf_pyao.errors import ConfigError
 
 MOST_NODES = 64
 
@@ -135,8 +135,7 @@ def check_nodes(nodes: int, port: int, interface: str, fault: Fault | None) -> N
         hint = "lo reaches the node itself alone. " if interface == "lo" else ""
         raise ConfigError(
             f"--interface is {interface!r}, and the interface that joins a node to the others is "
-            f"{INTERFACE!r}{nearest(interface, [INTERFACE]).partition(';')[0]}. {hint}"
-            f"Give --interface {INTERFACE}, or drop it."
+            f"{INTERFACE!r}. {hint}Give --interface {INTERFACE}, or drop it."
         )
     if fault is not None and not 0 <= fault.node < nodes:
         raise ConfigError(f"--kill-node is {fault.node}; the nodes are 0 to {nodes - 1}.")

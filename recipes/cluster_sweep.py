@@ -126,6 +126,13 @@ def _python_path() -> str:
     return ":".join(str(Path(path).resolve()) for path in sys.path if path)
 
 
+def write_logs(folder: Path, logs: dict[str, list[str]]) -> None:
+    """Write each failed node's last lines to a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for node, lines in logs.items():
+        (folder / f"node{node}.log").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def describe_failure(end: Event, fault: Event | None) -> str:
     """Return what went wrong: the cause in one line, and what each other node ended with."""
     nodes = dict(end["nodes"])

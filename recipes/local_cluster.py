@@ -45,7 +45,7 @@ from cluster_namespaces import parse_delay, parse_rate
 from cluster_report import Progress, draw_sweep, format_sweep
 from cluster_result import ENGINES, ClusterSetup, ClusterSweep, write_sweep
 from cluster_settings import INTERFACE, Fault, NodeSettings, SupervisorSettings
-from cluster_sweep import ClusterError, plan_points, run_sweep
+from cluster_sweep import ClusterError, Event, plan_points, run_sweep, write_logs
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.estimate.model_sizes import MODEL_SIZES, find_size
 
@@ -84,8 +84,14 @@ def run(args: argparse.Namespace) -> ClusterSweep:
     check_kernel(isolation, needs_delay=settings.delay_ms is not None)
     node = settings.node
     progress = Progress(node.points, node.compute_steps)
+
+    def on_event(event: Event) -> None:
+        progress.take(event)
+        if event["event"] == "end" and args.log_dir is not None:
+            write_logs(Path(args.log_dir), event["logs"])
+
     try:
-        points = run_sweep(settings, isolation, progress.take)
+        points = run_sweep(settings, isolation, on_event)
     finally:
         progress.close()
     setup = ClusterSetup(
@@ -134,6 +140,11 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
         steps=(_at_least(1, args, "min_steps"), args.max_steps),
         repeats=_at_least(1, args, "repeats"),
     )
+    if fault is not None and fault.step > points[0].steps:
+        raise ConfigError(
+            f"--kill-at-step is {fault.step}, and the first point has {points[0].steps} steps. "
+            "Give a smaller one, or raise --min-steps."
+        )
     if (args.resume or args.save_steps) and args.output_dir is None:
         raise ConfigError("--save-steps and --resume need --output-dir, where checkpoints are.")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -253,6 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kill-at-step", type=int, default=5, help="in this step of it (default: %(default)s)")
     how = "its processes by SIGKILL, or its link (default: %(default)s)"
     add("--kill-how", choices=("kill", "unplug"), default="kill", help=how)
+    add("--log-dir", help="write the last lines of the nodes that failed here")
     add("--config", help="accelerate's configuration for the nodes: a file of recipes/configs")
     add("--port", type=int, default=29500, help="of the first node (default: %(default)s)")
     add("--interface", default=INTERFACE, help="that gloo uses in a node (default: %(default)s)")

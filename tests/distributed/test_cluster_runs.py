@@ -163,7 +163,10 @@ def test_five_nodes_learn_what_one_process_does_with_the_same_global_batch(
     assert len({losses[0] for losses in point.losses_by_node}) == 5
 
 
-@pytest.mark.parametrize(("engine", "kind"), [("ddp", "kill"), ("ddp", "unplug")])
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [("ddp", "kill"), ("ddp", "unplug"), pytest.param("zero2", "kill", marks=needs_deepspeed)],
+)
 def test_a_lost_node_ends_the_others_and_a_resumed_run_learns_what_an_undisturbed_one_does(
     engine: str, kind: str, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ from cluster_result import (
     write_sweep,
 )
 from cluster_settings import Fault, NodeSettings, SupervisorSettings
-from cluster_sweep import ClusterError, plan_points, run_sweep
+from cluster_sweep import ClusterError, plan_points, run_sweep, write_logs
 from cluster_volume import bytes_per_step, gradient_bytes, link_seconds, volume_coefficient
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.report.schema import ReportError
@@ -81,6 +81,10 @@ def run_main(*options: str) -> int:
         (["--target", "0"], "--target is 0; expected 1 or more"),
         (["--kill-node", "5"], "--kill-node is 5; the nodes are 0 to 4"),
         (["--kill-node", "1", "--kill-at-step", "0"], "--kill-at-step is 0"),
+        (
+            ["--kill-node", "1", "--kill-at-step", "9", "--target", "1"],
+            "--kill-at-step is 9, and the first point has 4 steps",
+        ),
         (["--model-size", "mimi"], "did you mean 'mini'?"),
         (["--resume"], "--save-steps and --resume need --output-dir"),
         (["--config", "missing.yaml"], "cannot read --config 'missing.yaml': No such file"),
@@ -487,6 +491,15 @@ def test_a_node_that_fails_is_named_with_what_it_said(run_stub: RunStub) -> None
         run_stub(fails + "emit('failed', error='connection closed'); sys.exit(1)")
     assert "  node 2: connection closed" in str(info.value).splitlines()
     assert "node 1" not in "".join(str(info.value).splitlines()[1:])
+
+
+def test_the_last_lines_of_a_failed_node_can_be_kept(isolation: str, tmp_path: Path) -> None:
+    python = write_stub(tmp_path / "stub", "begin(); emit('failed', error='no such text')")
+    events: list[dict[str, Any]] = []
+    with pytest.raises(ClusterError):
+        run_sweep(settings_of(python), isolation, events.append)
+    write_logs(tmp_path / "logs", events[-1]["logs"])
+    assert (tmp_path / "logs/node0.log").read_text() == "a line of the log\n"
 
 
 def test_a_killed_node_ends_the_others_in_time_and_is_the_cause(run_stub: RunStub) -> None:
