@@ -16,6 +16,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from hf_pyao.files import read_json_object
 from hf_pyao.report.schema import read_fields
 from recipe_model import build_model
 
-_REPLY_PAUSE_S = 0.05
+_PAUSE_S = 0.05
 
 
 def main(path: str) -> None:
@@ -66,6 +67,7 @@ def run(settings: NodeSettings) -> None:
     if settings.engine != "ddp":
         forbid_compiling()
     emit("started")
+    _meet(settings)
     sweep = _Sweep(settings)
     for index, point in enumerate(settings.points):
         if settings.compute_steps:
@@ -93,7 +95,7 @@ class _Sweep:
         settings = self.settings
         arguments = build_arguments(settings, point, saves=is_shaped)
         model_args, data_args, training_args = arguments
-        text = self._text(point.architecture, model_args, data_args, training_args)
+        text = self._text(point.architecture, model_args, data_args)
         set_seed(training_args.seed)
         model = build_model(point.architecture, model_args, text.tokenizer, data_args.block_size)
         num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -115,11 +117,15 @@ class _Sweep:
         del trainer, model, observer
         gc.collect()
 
-    def _text(self, architecture: str, model_args: Any, data_args: Any, args: Any) -> TrainingText:
+    def _text(self, architecture: str, model_args: Any, data_args: Any) -> TrainingText:
         if architecture not in self._texts:
-            # One machine, one cache: the first node fills it.
-            with args.main_process_first(local=False, desc="tokenising"):
-                self._texts[architecture] = prepare_text(model_args, data_args)
+            # One machine, one cache: the first node fills it. The others wait for a file, because a
+            # collective would not wait as long as a slow machine may take.
+            is_ready = Path(self.settings.work_dir, f"text_{architecture}")
+            if _rank() != 0:
+                _wait_for([is_ready])
+            self._texts[architecture] = prepare_text(model_args, data_args)
+            is_ready.touch()
         return self._texts[architecture]
 
     def set_links(self, *, is_shaped: bool) -> None:
@@ -129,9 +135,7 @@ class _Sweep:
         if dist.is_initialized():
             dist.barrier()
         emit("links", is_shaped=is_shaped, change=self._num_changes)
-        reply = links_reply(self.settings.work_dir, self._num_changes)
-        while not reply.exists():
-            time.sleep(_REPLY_PAUSE_S)
+        _wait_for([links_reply(self.settings.work_dir, self._num_changes)])
         self._is_shaped = is_shaped
         self._num_changes += 1
 
@@ -217,6 +221,22 @@ def newest_checkpoint(folder: str) -> str | None:
     return max(found)[1] if found else None
 
 
+def _meet(settings: NodeSettings) -> None:
+    """Wait until every node has come here: imports take longer on some than on others."""
+    here = [Path(settings.work_dir, f"here_{rank}") for rank in range(settings.nodes)]
+    here[_rank()].touch()
+    _wait_for(here)
+
+
+def _wait_for(paths: Sequence[Path]) -> None:
+    while not all(path.exists() for path in paths):
+        time.sleep(_PAUSE_S)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 def _check_timeout(settings: NodeSettings, num_parameters: int) -> None:
     one = gradient_bytes(settings.engine, settings.precision, num_parameters)
     num_bytes = bytes_per_step(
@@ -249,8 +269,7 @@ def describe_error(error: BaseException) -> str:
 
 def emit(event: str, **content: Any) -> None:
     """Print an event: one line, written at once."""
-    rank = int(os.environ.get("RANK", "0"))
-    line = EVENT_PREFIX + json.dumps({"event": event, "node": rank, **content}) + "\n"
+    line = EVENT_PREFIX + json.dumps({"event": event, "node": _rank(), **content}) + "\n"
     os.write(1, line.encode("utf-8"))
 
 

@@ -36,8 +36,9 @@ needs_deepspeed = pytest.mark.skipif(
 )
 ENGINES = ["ddp", pytest.param("zero2", marks=needs_deepspeed)]
 
-HEADERS = 0.03
-"""Share of the bytes on a link that is not payload: headers, acknowledgements, small messages."""
+LEAST, MOST = 0.98, 1.04
+"""Bytes counted in a step by those expected: headers, acknowledgements and small messages come on top;
+what one node sends around a step's end may count for the next."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +60,8 @@ def run_cluster(*options: str) -> ClusterSweep:
 def assert_bytes_as_expected(point: ClusterPoint) -> None:
     """Assert what each node sent and received in a step: the engine's collectives, and headers."""
     for counted in (point.tx_bytes_per_step, point.rx_bytes_per_step):
-        assert min(counted) > 0.97 * point.expected_bytes_per_step
-        assert fmean(counted) == pytest.approx(
-            (1 + HEADERS / 2) * point.expected_bytes_per_step, rel=HEADERS / 2
-        )
+        assert LEAST < fmean(counted) / point.expected_bytes_per_step < MOST
+        assert min(counted) > 0.9 * max(counted)  # a ring: no node sends more than another
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -76,7 +75,7 @@ def test_two_nodes_send_the_same_at_every_micro_batch_and_learn_the_same_with_hf
         assert_bytes_as_expected(point)
         assert len(point.step_s) == max(point.rounds, 4)
     small, large = (fmean(point.tx_bytes_per_step) for point in sweep.points)
-    assert large == pytest.approx(small, rel=0.01)
+    assert large == pytest.approx(small, rel=0.03)
     for point, reference in zip(sweep.points, plain.points, strict=True):
         assert point.losses_by_node == reference.losses_by_node  # to the bit, on each node
         assert point.losses_by_node[0] != point.losses_by_node[1]  # each has samples of its own
