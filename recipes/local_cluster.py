@@ -11,8 +11,8 @@ sent. Rates are scaled down with the models, so that links and not the cores dec
     python recipes/local_cluster.py --model all --repeats 3 --result sweep.json
     python recipes/local_cluster.py --engine ddp --gradient-accumulation 4
     python recipes/local_cluster.py --rate 1gbit --model-size tiny
-    python recipes/local_cluster.py --output-dir out --save-steps 2 --kill-node 2 --kill-at-step 5
-    python recipes/local_cluster.py --output-dir out --save-steps 2 --resume
+    python recipes/local_cluster.py --output-dir out --save-steps 3 --kill-node 2 --kill-at-step 5
+    python recipes/local_cluster.py --output-dir out --save-steps 3 --resume
     python recipes/local_cluster.py -- --activation_offload_codec int8
 
 Options behind `--` are the training recipes' (`python recipes/train_opt.py --help`).

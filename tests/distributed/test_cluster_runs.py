@@ -170,7 +170,7 @@ def test_a_lost_node_ends_the_others_and_a_resumed_run_learns_what_an_undisturbe
     engine: str, kind: str, tmp_path: Path
 ) -> None:
     options = ("--smoke", "--engine", engine, "--micro-batches", "2", "--min-steps", "6")
-    saves = ("--save-steps", "2", "--timeout", "15")
+    saves = ("--save-steps", "3", "--timeout", "15")
     interfaces = cluster_namespaces.list_interfaces()
     (undisturbed,) = run_cluster(*options).points
     assert len(undisturbed.losses) == 6
@@ -181,14 +181,21 @@ def test_a_lost_node_ends_the_others_and_a_resumed_run_learns_what_an_undisturbe
     assert cause.startswith(f"node 1 was {kind}")
     assert others and all(line.startswith("  node 0: ") for line in others)
     assert cluster_namespaces.list_interfaces() == interfaces
-    assert (tmp_path / "opt_2_run0/checkpoint-4/trainer_state.json").is_file()
+    assert (tmp_path / "opt_2_run0/checkpoint-3/trainer_state.json").is_file()
     (resumed,) = run_cluster(*options, *saves, "--resume", "--output-dir", str(tmp_path)).points
-    assert resumed.first_step == 4
-    assert resumed.losses_by_node == [losses[4:] for losses in undisturbed.losses_by_node]
+    assert resumed.first_step == 3
+    assert resumed.losses_by_node == [losses[3:] for losses in undisturbed.losses_by_node]
 
 
-def test_the_launch_file_of_five_nodes_launches_five_nodes() -> None:
-    config = str(RECIPES / "configs/five_nodes_ddp.yaml")
+@pytest.mark.parametrize(
+    ("engine", "file"),
+    [
+        ("ddp", "five_nodes_ddp.yaml"),
+        pytest.param("zero2", "five_nodes_zero2_bf16.yaml", marks=needs_deepspeed),
+    ],
+)
+def test_the_launch_file_of_five_nodes_launches_five_nodes(engine: str, file: str) -> None:
+    config = str(RECIPES / "configs" / file)
     options = ("--config", config, "--micro-batches", "1", "--target", "1", "--min-steps", "2")
-    (point,) = run_cluster("--engine", "ddp", *options).points
+    (point,) = run_cluster("--engine", engine, *options).points
     assert len(point.losses_by_node) == 5
