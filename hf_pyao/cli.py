@@ -39,8 +39,8 @@ examples
 """
 
 DOCTOR_DESCRIPTION = """\
-Look at the device, its link to the host (measured with copies), pinned memory, NUMA and versions,
-and say what to change. Changes nothing.
+Look at the device and its speed, its link to the host (measured with copies), pinned memory, NUMA
+and versions, and say what to change, and which way to train is fastest here. Changes nothing.
 """
 
 
@@ -119,6 +119,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     doctor.add_argument("--json", action="store_true", help="as JSON, for a bug report")
+    doctor.add_argument(
+        "--model",
+        default="opt:1.3b",
+        metavar="MODEL",
+        help="what the verdict is for, as pyao estimate takes it (default: opt:1.3b)",
+    )
+    doctor.add_argument("--no-verdict", action="store_true", help="leave it out: it takes a minute")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -190,13 +197,15 @@ def _doctor(args: argparse.Namespace) -> int:
 
     _need_torch()
     from hf_pyao.bench import doctor
+    from hf_pyao.bench.verdict import verdict_on
 
     machine = doctor.look(args.device)
     findings = doctor.examine(machine)
+    verdict = "" if args.no_verdict else verdict_on(machine, args.model).words
     if args.json:
-        say(json.dumps(doctor.report_of(machine, findings).to_dict(), indent=2))
+        say(json.dumps(doctor.report_of(machine, findings, verdict).to_dict(), indent=2))
     else:
-        say(doctor.render(findings))
+        say(doctor.render(findings, verdict))
     return 0
 
 
