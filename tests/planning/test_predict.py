@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 
@@ -11,11 +12,12 @@ from hf_pyao.estimate.estimate import WAYS, Estimator, Way
 from hf_pyao.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.estimate.recorded_step import record_step
+from hf_pyao.estimate.replayed_step import replay_step
 from hf_pyao.estimate.simulated_step import simulate_step
 from hf_pyao.hardware.presets import Hardware, find_hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.planning.peak_cause import peak_cause
-from hf_pyao.planning.predict import Prediction, predict
+from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
 from hf_pyao.planning.step_program import StepProgram
 
 LENGTH = 64
@@ -163,6 +165,29 @@ def test_time_and_peak_are_the_simulators(case: Case, hardware: Hardware) -> Non
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("hardware", [SLOW, FAST], ids=lambda hardware: hardware.name)
+def test_a_replay_without_tensors_says_the_same(case: Case, hardware: Hardware) -> None:
+    program = case.program
+    first_kept = program.num_layers - case.keep_last_layers
+    leaves = [
+        case.policy == "all" and slot.nbytes >= 4096 and slot.layer < first_kept
+        for slot in program.slots
+    ]
+    times_ms = operation_times_ms(program, hardware.device)
+    replayed = replay_step(
+        program,
+        leaves,
+        times_ms=times_ms,
+        link=hardware.link,
+        window_bytes=None if isinstance(case.window, str) else case.window,
+    )
+    predicted = case.predicted(hardware)
+    assert predicted.offloaded_bytes == replayed.offloaded_bytes
+    assert predicted.peak_bytes == replayed.peak_bytes
+    assert predicted.step_ms == pytest.approx(replayed.step_ms, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_peak_on_any_link_is_that_of_copies_that_are_late(case: Case) -> None:
     fake = peak_of(case.training, case.settings, case.micro_batch, case.length)
     predicted = case.predicted(None)
@@ -287,3 +312,31 @@ def test_a_wrong_number_of_decisions_is_refused() -> None:
         ValueError, match=f"leaves has 1 entries; the program has {len(program.slots)}"
     ):
         predict(program, [True], window_bytes=None)
+
+
+@pytest.mark.parametrize(
+    "num_points", [12, pytest.param(400, marks=pytest.mark.thorough)], ids=["few", "hundreds"]
+)
+def test_any_plan_on_any_link_is_what_a_replay_says(num_points: int) -> None:
+    random = Random(0)
+    for number in range(num_points):
+        case = random.choice(CASES[:7])
+        program = case.program
+        share = random.random()
+        leaves = [random.random() < share for _ in program.slots]
+        window_bytes = random.choice([None, 0, 4096, 2**15, 2**18, 2**24])
+        speeds = [random.choice([0.05, 0.3, 1.0, 7.0]) for _ in range(2)]
+        link = LinkModel(
+            d2h_gib_per_s=speeds[0], h2d_gib_per_s=speeds[1], copy_engines=random.choice([1, 2])
+        )
+        device = random.choice([SLOW, FAST]).device
+        times_ms = operation_times_ms(program, device)
+        options = {"times_ms": times_ms, "link": link, "window_bytes": window_bytes}
+        predicted = predict(program, leaves, **options)
+        replayed = replay_step(program, leaves, **options)
+        where = (number, case.architecture, window_bytes, link)
+        assert predicted.offloaded_bytes == replayed.offloaded_bytes, where
+        assert predicted.step_ms == pytest.approx(replayed.step_ms, rel=1e-9), where
+        assert predicted.peak_bytes == replayed.peak_bytes, where
+        late = predict(program, leaves, window_bytes=window_bytes)
+        assert late.peak_bytes >= predicted.peak_bytes, where
