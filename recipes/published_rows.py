@@ -15,8 +15,9 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.recorded_step import record_step
+from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.planning.predict import Prediction, predict
-from hf_pyao.planning.step_program import BACKWARD, FORWARD, StepProgram
+from hf_pyao.planning.step_program import BACKWARD, FORWARD, Operation, StepProgram
 
 SEQUENCE_LENGTH = 512
 MODELS = {"opt": "opt:1.3b", "gpt2": "gpt2:0.8b", "llama": "llama:1.2b"}
@@ -150,16 +151,17 @@ def middle_layer_bytes(program: StepProgram, names: Sequence[str] | None = None)
     )
 
 
-def layer_ms(program: StepProgram, device: Any, phase: str) -> float:
+def layer_ms(program: StepProgram, device: DeviceModel, phase: str) -> float:
     """Return what the operations of a middle layer take in *phase*."""
-    return sum(
+    times_ms = [
         device.op_ms(operation.flops, operation.traffic_bytes) * operation.num_runs
         for operation in layer_operations(program, phase)
         if operation.is_kernel
-    )
+    ]
+    return float(sum(times_ms))
 
 
-def layer_operations(program: StepProgram, phase: str) -> list[Any]:
+def layer_operations(program: StepProgram, phase: str) -> list[Operation]:
     """Return the operations of a middle layer in *phase*."""
     assert phase in (FORWARD, BACKWARD)
     return [

@@ -120,8 +120,8 @@ LIVE_PARAMETERS_BYTES = 2 * 10**9
 """What ZeRO-3 may have gathered at a time by default: 1e9 parameters, in half precision."""
 LIGER = (
     "from this rung on ALST runs Liger's kernels throughout, not its loss alone: its SwiGLU saves "
-    "two tensors of tokens x 14336 where the model's own saves four, and writes their gradients "
-    "over them; its RMSNorm saves no float32 copies"
+    "gate and up, not silu of gate, and writes their gradients over them; its RMSNorm saves its "
+    "input as it is, without a float32 copy"
 )
 
 
@@ -221,11 +221,11 @@ def largest_at_peak(
                 name = name.replace(f"{layer} ", "other layers' ")
             key = (name, program.buffers[buffer].nbytes)
             found[key] = found.get(key, 0) + 1
-    rows = [
+    largest = sorted(found.items(), key=lambda each: -each[1] * each[0][1])[:most]
+    return [
         {"tensor": name, "count": count, "gb": round(count * nbytes / GB, 3)}
-        for (name, nbytes), count in found.items()
+        for (name, nbytes), count in largest
     ]
-    return sorted(rows, key=lambda row: -row["gb"])[:most]
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -262,12 +262,14 @@ def like_liger() -> AbstractContextManager[Any]:
     from transformers.models.llama import modeling_llama
 
     def mlp(self: Any, hidden: Tensor) -> Tensor:
-        product = _SwiGlu.apply(self.gate_proj(hidden), self.up_proj(hidden))
+        product = _SwiGlu.apply(  # type: ignore[no-untyped-call]
+            self.gate_proj(hidden), self.up_proj(hidden)
+        )
         result: Tensor = self.down_proj(product)
         return result
 
     def norm(self: Any, hidden: Tensor) -> Tensor:
-        result: Tensor = _RmsNorm.apply(hidden, self.weight)
+        result: Tensor = _RmsNorm.apply(hidden, self.weight)  # type: ignore[no-untyped-call]
         return result
 
     stack = ExitStack()

@@ -91,8 +91,8 @@ def saved_bytes(steps: Steps, models: Sequence[str] = tuple(MODELS)) -> Iterator
     """Yield bytes that autograd saves, per sample of 512 tokens in half precision."""
     for model in models:
         program = steps.record(MODELS[model], MICRO_BATCH)
-        for kind, (names, published) in KINDS[model].items():
-            yield _row(model, f"{kind}, a layer", published, _bytes(program, names.split()))
+        for kind, (slots, published) in KINDS[model].items():
+            yield _row(model, f"{kind}, a layer", published, _bytes(program, slots.split()))
         for parts, published in PARTS[model].items():
             names = [slot.name for slot in program.slots if slot.layer == 1]
             first = [name for name in names if name.rpartition(":")[0] in (parts.split() or [""])]
