@@ -24,7 +24,9 @@ from hf_pyao.planning.activation_throughput import by_pack_intervals
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.peak_cause import peak_cause
+from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
+from hf_pyao.planning.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
 from hf_pyao.planning.step_program import FORWARD, StepProgram
 from hf_pyao.report.estimate_report import EstimateRow
@@ -97,7 +99,8 @@ class _Family:
 
     checkpointing: bool
     head_loss: str
-    recompute_modules: tuple[str, ...] = ()
+    follows_rule: bool = False
+    """PyAO's rule recomputes something."""
 
 
 class Estimator:
@@ -134,6 +137,7 @@ class Estimator:
         self._recorded: dict[tuple[_Family, int, int], StepProgram] = {}
         self._lines: dict[tuple[_Family, str, int], Callable[[int], StepProgram] | None] = {}
         self._flagged: tuple[str, ...] | None = None
+        self._rule_plan: Plan | None = None
         positions = _most_positions(config)
         self.most_length = None if positions is None else positions // LENGTH_STEP * LENGTH_STEP
         """The longest sequence that the model has positions for; None if any will do."""
@@ -213,21 +217,28 @@ class Estimator:
             program,
             self._predict(way, program, timed=True),
             self._predict(way, program),
-            family.recompute_modules,
+            self.flagged() if way.is_pyao else (),
         )
 
     def _family(self, way: Way, head_loss: str) -> _Family:
-        return _Family(way.checkpointing, head_loss, self.flagged() if way.is_pyao else ())
+        follows_rule = way.is_pyao and bool(self.rule_plan().slots)
+        return _Family(way.checkpointing, head_loss, follows_rule)
 
     def flagged(self) -> tuple[str, ...]:
-        """Return the sub-modules that PyAO's rule recomputes, timed as the paper times them."""
-        if self._flagged is None:
-            program = self._record(_Family(False, "off"), 1, self.sequence_length)
-            rates = by_pack_intervals(
-                program, self.hardware.device, layer=min(1, program.num_layers - 1)
-            )
-            self._flagged = find_outliers(rates, self.hardware.link.d2h_gib_per_s).flagged
+        """Return the sub-modules that PyAO's rule flags, timed as the paper times them."""
+        self.rule_plan()
+        assert self._flagged is not None
         return self._flagged
+
+    def rule_plan(self) -> Plan:
+        """Return the plan that PyAO's rule comes to."""
+        if self._rule_plan is None:
+            program = self._record(_Family(False, "off"), 1, self.sequence_length)
+            layer = min(1, program.num_layers - 1)
+            rates = by_pack_intervals(program, self.hardware.device, layer)
+            self._flagged = find_outliers(rates, self.hardware.link.d2h_gib_per_s).flagged
+            self._rule_plan = plan_of_rule(self._flagged, saved_by(program, layer), rates)
+        return self._rule_plan
 
     # ---- programs ------------------------------------------------------------------------------
 
@@ -260,8 +271,8 @@ class Estimator:
                 micro_batch,
                 length,
                 head_loss=family.head_loss,
-                recompute_modules=family.recompute_modules,
-                keep_last_layers=PyAOConfig.keep_last_layers if family.recompute_modules else 0,
+                plan=self.rule_plan() if family.follows_rule else None,
+                keep_last_layers=PyAOConfig.keep_last_layers if family.follows_rule else 0,
             )
         return self._recorded[key]
 

@@ -85,6 +85,8 @@ class Pack(NamedTuple):
     """Of the tensor."""
     at: int
     """Number of operations before it."""
+    slot: str = ""
+    """The slot that it is saved as, now or before."""
 
 
 class Segment(NamedTuple):

@@ -30,6 +30,7 @@ from hf_pyao.planning.step_program import (
 )
 from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.runtime.observer import Observer
+from hf_pyao.runtime.passing_over import is_recomputing
 from hf_pyao.runtime.policy import Decision
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.transfer.graph_task import is_in_backward
@@ -85,6 +86,7 @@ class StepRecorder:
         self._segments: list[tuple[str, int, int]] = [(FORWARD, OUTSIDE, 0)]
         self._num_unpacks = 0
         self._packs: list[Pack] = []
+        self._packed_buffers: list[int] = []
         self._labels: dict[int, str] = {}
         self._paths: list[str] = [""]
         self._graph: GraphRecorder | None = None
@@ -138,7 +140,7 @@ class StepRecorder:
         self._operations.append(
             Operation(
                 func._overloadpacket.__name__,
-                self._paths[-1],
+                "" if is_recomputing() else self._paths[-1],  # where no hook of a module is called
                 0.0 if cost is None else cost.flops,
                 0 if cost is None else cost.nbytes,
                 cost is not None,
@@ -264,6 +266,7 @@ class StepRecorder:
         number = self._layer_numbers[layer]
         if number < NUM_PACKED_LAYERS and self._alive.get(tensor.untyped_storage()._cdata) != -1:
             self._packs.append(Pack(number, path, tensor.nbytes, self.now))
+            self._packed_buffers.append(self.buffer_of(tensor))
 
     def label(self, tensor: torch.Tensor, name: str) -> None:
         """Name the buffer that *tensor* lies in."""
@@ -335,9 +338,21 @@ class StepRecorder:
             tuple(segment for segment in segments if segment.start < segment.end),
             resident_bytes,
             self._layer_names,
-            tuple(self._packs),
+            self._packs_with_slots(),
             dict(self._labels),
             self._layer_graph(),
+        )
+
+    def _packs_with_slots(self) -> tuple[Pack, ...]:
+        """Name the slot of each tensor that was saved, by the storage that it lies in."""
+        names = {
+            (used.slot.layer_index, used.source): used.slot.name
+            for used in reversed(self._slots)
+            if used.source >= 0
+        }
+        return tuple(
+            pack._replace(slot=names.get((pack.layer, buffer), ""))
+            for pack, buffer in zip(self._packs, self._packed_buffers, strict=True)
         )
 
     def _layer_graph(self) -> LayerGraph | None:

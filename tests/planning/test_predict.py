@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -237,29 +238,37 @@ def test_the_papers_models_at_full_size(architecture: str, name: str, window: in
     assert predicted.peak_bytes == simulated.peak_bytes
 
 
+_POLICIES = {"policy budget": "budget", "policy pyao": "plan"}
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", PAPER_SIZES)
 @pytest.mark.parametrize("name", ["rtx4070", "h200"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name.replace(" ", "-"))
-def test_each_policy_of_the_papers_models(architecture: str, name: str, way: Way) -> None:
+def test_each_policy_of_the_papers_models(
+    architecture: str, name: str, way: Way, tmp_path: Path
+) -> None:
     hardware = find_hardware(name)
     config = build_config(architecture, find_size(architecture, PAPER_SIZES[architecture]))
     estimator = Estimator(config, hardware)
     budget_bytes = None
-    flagged = estimator.flagged() if way.is_pyao else ()
+    plan = estimator.rule_plan() if way.is_pyao else None
+    if plan is not None:
+        assert plan.slots, "the paper's rule flags something in each of its models"
+        plan.to_json_file(tmp_path / "plan.json")
     program = record_step(
         FakeTraining(config=config, checkpointing=way.checkpointing),
         4,
         512,
-        recompute_modules=flagged,
-        keep_last_layers=1 if flagged else 0,
+        plan=plan,
+        keep_last_layers=1 if way.is_pyao else 0,
     )
     if way.is_budget:
         budget_bytes = estimator.hidden_bytes(program)
     settings = PyAOConfig(
-        policy="off" if not way.offloads else "budget" if way.is_budget else "all",
+        policy=_POLICIES.get(way.name, "all" if way.offloads else "off"),
+        plan=tmp_path / "plan.json" if way.is_pyao else None,
         budget=None if budget_bytes is None else f"{budget_bytes}B",
-        recompute_modules=flagged,
         host_memory_gib=2.0**20,
     )
     training = FakeTraining(config=config, checkpointing=way.checkpointing)
