@@ -117,7 +117,7 @@ class Steps:
             checkpointing,
             is_eager,
             variant,
-            *sorted(options.items()),
+            *((name, repr(value)) for name, value in sorted(options.items())),
         )
         if key not in self._programs:
             training = self.training(model, checkpointing=checkpointing)

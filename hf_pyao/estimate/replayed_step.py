@@ -158,11 +158,14 @@ class _Replay:
         asked = sorted(
             (moment, slot.unpack_rank, number)
             for number, slot in enumerate(program.slots)
-            if moves[number] and slot.reloaded >= 0
+            if (moves[number] and slot.reloaded >= 0) or slot.link_bytes == 0
             for moment in (slot.unpacked_at, *slot.asked_again)
+            if moment >= 0
         )
         for moment, _, number in asked:
-            self.events[moment].append(partial(self._unpack, number, moved))
+            is_rebuilt = program.slots[number].link_bytes == 0
+            event = self._prefetch if is_rebuilt else partial(self._unpack, number, moved)
+            self.events[moment].append(event)
         reloaded = {slot.reloaded for slot in program.slots if slot.reloaded >= 0}
         for number, buffer in enumerate(program.buffers):
             if number not in reloaded:

@@ -220,6 +220,8 @@ class _Walk:
         self.by_layer: dict[int, list[int]] = {}
         for number, slot in enumerate(program.slots):
             if slot.link_bytes == 0:
+                for moment in slot.asked_again:
+                    self.unpacks[moment].append(number)
                 continue
             is_first = (slot.layer, slot.left_at) in begun
             (self.first_packs if is_first else self.packs)[slot.left_at].append(number)
@@ -448,9 +450,12 @@ class _Walk:
         self.ahead_bytes += slot.link_bytes
 
     def _unpack(self, number: int) -> None:
+        slot = self.program.slots[number]
+        if slot.link_bytes == 0:
+            self._prefetch()  # it was rebuilt
+            return
         if not self.leaves[number] or number in self.is_consumed:
             return
-        slot = self.program.slots[number]
         if self.is_waiting[number]:
             if not self.is_read_in_place[number]:
                 self._hold(slot)

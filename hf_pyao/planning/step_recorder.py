@@ -29,7 +29,7 @@ from hf_pyao.planning.step_program import (
     StepProgram,
 )
 from hf_pyao.runtime.layer_inputs import tensors_in
-from hf_pyao.runtime.observer import Observer
+from hf_pyao.runtime.observer import Observer, Result
 from hf_pyao.runtime.passing_over import is_recomputing
 from hf_pyao.runtime.policy import Decision
 from hf_pyao.runtime.slots import Slot
@@ -58,6 +58,11 @@ class _OpenSlot:
         self.unpacked_at = -1
         self.unpack_rank = 0
         self.asked_again: list[int] = []
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if it neither stayed nor left: it is recomputed."""
+        return self.stays is None and self.link_bytes == 0
 
 
 class StepRecorder:
@@ -296,8 +301,14 @@ class StepRecorder:
     def asked_for(self, slot: Slot) -> None:
         """Take note that backward asks for a slot."""
         used = self._open.get((slot.layer_index, slot.name))
-        if used is not None and used.unpacked_at >= 0:
+        if used is not None and (used.unpacked_at >= 0 or used.is_dropped):
             used.asked_again.append(self.now)
+
+    def rebuilt(self, slot: Slot) -> None:
+        """Take note that a dropped slot was rebuilt, which is what it was just asked for."""
+        used = self._open.get((slot.layer_index, slot.name))
+        if used is not None and used.asked_again:
+            used.asked_again[-1] = self.now
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -400,6 +411,13 @@ class _Listener(Observer):
     def on_unpack(self, slot: Slot) -> None:
         """Take note of it."""
         self._recorder.asked_for(slot)
+
+    def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
+        """Take note of what was rebuilt."""
+        result = work()
+        if what == "recompute" and isinstance(label, Slot):
+            self._recorder.rebuilt(label)
+        return result
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Take note of it."""
