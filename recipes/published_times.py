@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
+from hf_pyao.planning.pyao_plan import paths_of, plan_of_rule, saved_by
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, StepProgram
 from published_rows import (
     MODELS,
@@ -32,9 +33,6 @@ FLAGGED = {
     "gpt2": ("mlp.act", "mlp.c_proj"),
     "llama": ("mlp.act_fn", "mlp", "mlp.down_proj"),
 }
-# Sub-modules whose product has to run again to rebuild that.
-UP = {"opt": ("fc1",), "gpt2": ("mlp.c_fc",), "llama": ()}
-
 EARLY_STOP = (
     "torch's checkpoint stops recomputing when all saved tensors are there again: Llama's down "
     "projection, the last product of the layer, does not run a second time. The trace charges the "
@@ -225,12 +223,9 @@ def window_overheads(steps: Steps, models: Sequence[str] = tuple(MODELS)) -> lis
 
 def _recomputed(steps: Steps, model: str, machine: Machine) -> StepProgram:
     """Return the step in which what is flagged is recomputed, but in the last layer."""
-    return steps.record(
-        MODELS[model],
-        machine.micro_batch,
-        recompute_modules=(*UP[model], *FLAGGED[model]),
-        keep_last_layers=1,
-    )
+    kept = steps.record(MODELS[model], machine.micro_batch)
+    plan = plan_of_rule(FLAGGED[model], saved_by(kept), paths_of(kept))
+    return steps.record(MODELS[model], machine.micro_batch, plan=plan, keep_last_layers=1)
 
 
 def _stall_ms(

@@ -70,8 +70,8 @@ class SlotUse(NamedTuple):
     unpacked_at: int
     """Number of operations before it is asked for; -1 if it was not."""
     asked_again: tuple[int, ...] = ()
-    """The same, for each time after the first. Of a slot that is recomputed: when it was there again,
-    each time that it was asked for."""
+    """The same, for each time after the first. Of a slot that is recomputed: when it was there
+    again, each time that it was asked for."""
     unpack_rank: int = 0
     """Orders those that are asked for at the same moment."""
 
