@@ -83,7 +83,9 @@ def measure(architecture: str, num_rounds: int) -> dict[str, Any]:
                 step()
                 times_ms[name].append((time.process_time() - start) * 1e3)
         offloader.engine.observe(None)
-        num_packs = int(offloader.metrics()["num_packs"])
+        before = offloader.engine.num_packs
+        step()
+        num_packs = offloader.engine.num_packs - before
     plain_ms = statistics.median(times_ms["plain"])
     row: dict[str, Any] = {"model": architecture, "num_packs": num_packs, "step_ms": plain_ms}
     for name in ("profiler", "rule"):
