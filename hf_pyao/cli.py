@@ -7,9 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.text import echo, one_line, say
+
+if TYPE_CHECKING:
+    from hf_pyao.report.documents import Document
 
 DESCRIPTION = """\
 Activation offloading for HuggingFace training: tools beside the library.
@@ -187,9 +191,23 @@ def _report(args: argparse.Namespace) -> int:
         )
     from hf_pyao.report.pages import write_page
 
+    if args.output.suffix != ".json":
+        documents = [part for document in documents for part in _with_steps(document)]
     for path in write_page(documents, args.output, with_plots=not args.no_plots):
         say(f"written: {one_line(str(path))}")
     return 0
+
+
+def _with_steps(document: Document) -> list[Document]:
+    """Return *document*, and behind a profile its steps over time."""
+    from hf_pyao.report.profile_report import Profile
+
+    if not isinstance(document, Profile) or not (document.timeline or document.program):
+        return [document]
+    _need_torch()
+    from hf_pyao.planning.profile_steps import steps_of
+
+    return [document, *steps_of(document)]
 
 
 def _doctor(args: argparse.Namespace) -> int:
