@@ -7,17 +7,17 @@ Steps are recorded on fake tensors at a few sizes (``recorded_step``), and recko
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
-from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.fake_step import FakeTraining
+from hf_pyao.estimate.positions import most_positions
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.estimate.search import largest_fitting, largest_on_a_line
+from hf_pyao.estimate.verdict import CHUNKED
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import GIB
 from hf_pyao.planning.activation_throughput import by_pack_intervals
@@ -75,9 +75,6 @@ WAYS = (
     Way("policy budget", offloads=True, is_budget=True),
 )
 """What is compared."""
-
-CHUNKED = " + chunked loss"
-"""What is behind the name of a way with the chunked loss."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class Estimator:
         self._lines: dict[tuple[_Family, str, int], Callable[[int], StepProgram] | None] = {}
         self._flagged: tuple[str, ...] | None = None
         self._rule_plan: Plan | None = None
-        positions = _most_positions(config)
+        positions = most_positions(config)
         self.most_length = None if positions is None else positions // LENGTH_STEP * LENGTH_STEP
         """The longest sequence that the model has positions for; None if any will do."""
 
@@ -321,87 +318,3 @@ class Estimator:
             if segment.phase == FORWARD
         )
         return int(self.hardware.link.d2h_gib_per_s * GIB * forward_ms / 1e3)
-
-
-def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: int) -> str:
-    """Say in words which way is fastest, and why the others are not."""
-    fitting = _fitting(rows)
-    best = named_row(rows)
-    if not fitting:
-        least = best
-        return (
-            f"Nothing fits into {hardware.memory_gib:g} GiB at {sequence_length} tokens: the least "
-            f"is {least.peak_bytes / 1e9:.1f} GB with {least.method}, set by "
-            f"{least.peak_tensor}. Take shorter sequences, LoRA, or a larger card."
-        )
-    words = [
-        f"Fastest: {best.method}, {best.tokens_per_s:,.0f} tokens/s at micro-batch "
-        f"{best.micro_batch}."
-    ]
-    for kind, name in (("", "without the chunked loss"), (CHUNKED, "with it")):
-        plain = {row.method.removesuffix(kind): row for row in fitting if _kind(row) == kind}
-        checkpointing, offloading = plain.get("checkpointing"), plain.get("policy all")
-        if checkpointing is None or offloading is None:
-            continue
-        words.append(_compare(checkpointing, offloading, hardware, name))
-    return " ".join(words)
-
-
-def named_row(rows: Sequence[EstimateRow]) -> EstimateRow:
-    """Return the row that the verdict names: the fastest that fits, else the smallest."""
-    fitting = _fitting(rows)
-    if not fitting:
-        return min(rows, key=lambda row: row.peak_bytes)
-    return max(fitting, key=lambda row: row.tokens_per_s)
-
-
-def _fitting(rows: Sequence[EstimateRow]) -> list[EstimateRow]:
-    return [row for row in rows if row.fits and row.largest_micro_batch]
-
-
-def _kind(row: EstimateRow) -> str:
-    return CHUNKED if row.method.endswith(CHUNKED) else ""
-
-
-def _compare(
-    checkpointing: EstimateRow, offloading: EstimateRow, hardware: Hardware, name: str
-) -> str:
-    ratio = offloading.tokens_per_s / checkpointing.tokens_per_s
-    hidden = offloading.hidden or 0.0
-    carried = hardware.link.d2h_gib_per_s
-    if ratio >= 1.01:
-        return (
-            f"Offloading everything is {ratio - 1:.0%} faster than checkpointing ({name}): "
-            f"{hidden:.0%} of its copies pass under compute, and no layer runs twice."
-        )
-    if ratio <= 0.99:
-        return (
-            f"Checkpointing is {1 / ratio - 1:.0%} faster than offloading everything ({name}), "
-            f"because the layers save more than {carried:.0f} GiB/s carry: {hidden:.0%} of the "
-            "copies pass under compute."
-        )
-    return f"Offloading everything and checkpointing are equally fast ({name})."
-
-
-def _most_positions(config: Any) -> int | None:
-    """Return the positions that a model has a table for; None if any length will do."""
-    if getattr(config, "rope_theta", None) or getattr(config, "rope_parameters", None):
-        return None
-    if getattr(config, "rope_scaling", None):
-        return None
-    longest = getattr(config, "max_position_embeddings", None)
-    return None if longest is None or not math.isfinite(longest) else int(longest)
-
-
-def check_sequence_length(config: Any, sequence_length: int) -> None:
-    """Refuse a length that the model has no positions for.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    most = _most_positions(config)
-    if most is not None and sequence_length > most:
-        raise ConfigError(
-            f"the sequence length is {sequence_length}, and the model has {most} positions. Give a "
-            "shorter one."
-        )
