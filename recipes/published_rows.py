@@ -16,7 +16,8 @@ from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.hardware.speeds import DeviceModel
-from hf_pyao.planning.predict import Prediction, predict
+from hf_pyao.planning.predict import predict
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, Operation, StepProgram
 
 SEQUENCE_LENGTH = 512

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_pyao.planning.predict import Prediction
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import StepProgram
 from published_peaks import ALL, NONE, line_of, peak_gb
 from published_rows import MODELS, NAMES, Row, Steps, predict_plan

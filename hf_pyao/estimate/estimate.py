@@ -25,7 +25,8 @@ from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.plan import Plan
-from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
+from hf_pyao.planning.predict import operation_times_ms, predict
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
 from hf_pyao.planning.step_program import FORWARD, StepProgram

@@ -18,7 +18,8 @@ from hf_pyao.estimate.simulated_step import simulate_step
 from hf_pyao.hardware.presets import Hardware, find_hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.planning.peak_cause import peak_cause
-from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
+from hf_pyao.planning.predict import operation_times_ms, predict
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import StepProgram
 
 LENGTH = 64
