@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,6 +52,8 @@ class PyAORule:
         self._engine = weakref.ref(engine)
         self._transport = transport
         self._config = config
+        # Where it was asked for, also if the script goes to another folder.
+        self._plan_path = None if config.plan is None else os.path.abspath(config.plan)
         self._identity = dict(identity)
         self._wrap = wrap
         self.plan: Plan | None = None
@@ -96,9 +99,9 @@ class PyAORule:
             outliers.upper_bound_gib_per_s,
             outliers.link_gib_per_s,
         )
-        if self._config.plan is not None and is_main_process():
+        if self._plan_path is not None and is_main_process():
             try:
-                self.plan.to_json_file(self._config.plan)
+                self.plan.to_json_file(self._plan_path)
             except PyAOError as error:  # no reason to end a training
                 logger.warning("the plan is not kept: %s", error)
 

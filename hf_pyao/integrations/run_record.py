@@ -46,7 +46,8 @@ class RunRecord:
         self.layer_names: tuple[str, ...] = ()
         self.how_found = ""
         self.head_loss_description = ""
-        self.report_path = config.report
+        # Where it was asked for, also if the script goes to another folder.
+        self.report_path = None if config.report is None else os.path.abspath(config.report)
         """Where the report goes; None for nowhere."""
         self.report_extra: dict[str, Any] = {}
         """Plain values that the report is to hold beside the figures."""

@@ -433,3 +433,21 @@ def test_a_plan_that_cannot_be_kept_ends_no_training(
         step(model)
         step(model)
     assert "the plan is not kept" in caplog.text
+
+
+def test_plan_and_report_are_written_where_they_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the script goes to another folder while it runs."""
+    model = tiny_model("opt")
+    monkeypatch.chdir(tmp_path)
+    config = replace(
+        EVERY_LAYER, policy="pyao", profile_steps=1, plan="plan.json", report="run.json"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    with attach(model, config):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        step(model)
+    assert (tmp_path / "plan.json").exists()
+    assert (tmp_path / "run.json").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
