@@ -1,8 +1,8 @@
 """Fits the communication model to measured steps, and says how far off it is at others.
 
-Three numbers are fitted to all points of one machine: the link's efficiency, and compute as
-``fixed + per_sample x micro_batch`` for each engine. Points that are held out are compared, never
-fitted. A point is one measured step, whatever wrote it down.
+Fitted to points of one machine: the link's efficiency, and compute as
+``fixed + per_sample x micro_batch`` for each engine and model. Points that are held out are
+compared, never fitted. A point is one measured step, whatever wrote it down.
 """
 
 from __future__ import annotations
@@ -36,8 +36,15 @@ class Point:
     gradient_bytes: float
     step_s: float
     gas: int = 1
+    workload: str = ""
+    """What is computed: points of other models have other times."""
     name: str = ""
     """Where it is from."""
+
+    @property
+    def compute_key(self) -> str:
+        """Points with the same key share what compute takes."""
+        return f"{self.engine} {self.workload}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +54,22 @@ class Calibration:
     efficiency: float
     """Of the link."""
     fixed_s: dict[str, float]
-    """Compute of a micro-batch that no sample takes, by engine."""
+    """Compute of a micro-batch that no sample takes, by ``Point.compute_key``."""
     per_sample_s: dict[str, float]
-    """Compute of one sample, by engine."""
+    """Compute of one sample, likewise."""
     num_points: int
 
-    def compute_s(self, engine: str, micro_batch: int) -> float:
-        """Return what a micro-batch takes.
+    def compute_s(self, key: str, micro_batch: int) -> float:
+        """Return what a micro-batch takes; *key* is a ``Point.compute_key``.
 
         Raises:
-            ConfigError: no point had this engine.
+            ConfigError: no point had this key.
         """
-        if engine not in self.fixed_s:
+        if key not in self.fixed_s:
             raise ConfigError(
-                f"no point with engine {engine!r} was fitted; there are {', '.join(self.fixed_s)}."
+                f"no point of {key!r} was fitted; there are {', '.join(self.fixed_s)}."
             )
-        return self.fixed_s[engine] + self.per_sample_s[engine] * micro_batch
+        return self.fixed_s[key] + self.per_sample_s[key] * micro_batch
 
     def predict_s(self, point: Point) -> float:
         """Return the step that the model expects where *point* was measured."""
@@ -75,7 +82,7 @@ class Calibration:
     def _time(self, point: Point) -> StepTime:
         work = Work(
             gradient_bytes=point.gradient_bytes,
-            compute_s=self.compute_s(point.engine, point.micro_batch),
+            compute_s=self.compute_s(point.compute_key, point.micro_batch),
             gas=point.gas,
         )
         cluster = Cluster(
@@ -118,8 +125,8 @@ def calibrate(points: Sequence[Point]) -> Calibration:
     """
     import numpy as np
 
-    engines = sorted({point.engine for point in points})
-    num_unknown = 1 + 2 * len(engines)
+    keys = sorted({point.compute_key for point in points})
+    num_unknown = 1 + 2 * len(keys)
     rows = []
     for point in points:
         sent = sent_bytes(
@@ -127,7 +134,7 @@ def calibrate(points: Sequence[Point]) -> Calibration:
         )
         row = [0.0] * num_unknown
         row[0] = sent / (point.link_gbit_per_s * 1e9 / 8)
-        at = 1 + 2 * engines.index(point.engine)
+        at = 1 + 2 * keys.index(point.compute_key)
         row[at : at + 2] = [float(point.gas), float(point.gas * point.micro_batch)]
         rows.append([value / point.step_s for value in row])
     matrix, rank = np.array(rows), 0
@@ -135,16 +142,16 @@ def calibrate(points: Sequence[Point]) -> Calibration:
         found, _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(points)), rcond=None)
     if rank < num_unknown:
         raise ConfigError(
-            f"{len(points)} points with engines {', '.join(engines) or '(none)'} do not tell link "
+            f"{len(points)} points with workloads {', '.join(keys) or '(none)'} do not tell link "
             f"and compute apart; expected {num_unknown} or more, with two or more micro-batches "
-            "for each engine and two or more link speeds or numbers of nodes."
+            "for each and two or more link speeds or numbers of nodes."
         )
     if not found[0] > 0:
         raise ConfigError("the points are faster on slower links; check their link speeds.")
     return Calibration(
         efficiency=min(1.0, float(1 / found[0])),
-        fixed_s={name: max(0.0, float(found[1 + 2 * n])) for n, name in enumerate(engines)},
-        per_sample_s={name: max(0.0, float(found[2 + 2 * n])) for n, name in enumerate(engines)},
+        fixed_s={name: max(0.0, float(found[1 + 2 * n])) for n, name in enumerate(keys)},
+        per_sample_s={name: max(0.0, float(found[2 + 2 * n])) for n, name in enumerate(keys)},
         num_points=len(points),
     )
 

@@ -1,4 +1,4 @@
-"""PyAO Figure 5; `--help` says what it is."""
+"""PyAO Figure 5 and Table 1; `--help` says what it is."""
 
 from __future__ import annotations
 

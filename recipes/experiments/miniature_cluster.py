@@ -85,7 +85,8 @@ def points_of(sweeps: Iterable[Sweep]) -> Iterator[tuple[Point, bool]]:
                 "micro_batch": micro_batch,
                 "gas": gas,
                 "gradient_bytes": float(runs[0]["gradient_bytes"]),
-                "name": f"{sweep.name}: {architecture}",
+                "workload": f"{architecture} {setup['model_size']} {setup['precision']}",
+                "name": sweep.name,
             }
             rate = setup["rate_mbit"] / 1e3
             step_s = statistics.median(steady_s(run) for run in runs)

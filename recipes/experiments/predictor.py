@@ -162,6 +162,10 @@ class Predictor:
             recomputed=way.flagged,
         )
 
+    def program(self, system: System, micro_batch: int) -> StepProgram:
+        """Return the recorded step of *system*."""
+        return self._way(system, micro_batch).program
+
     def largest(self, system: System, cap_bytes: float = PAPER_CAP_BYTES) -> int:
         """Return the largest micro-batch whose tensors fit into *cap_bytes*; 0 if none does."""
         exact = dataclasses.replace(system, codec="identity")
@@ -180,7 +184,7 @@ class Predictor:
 
     def _count(self, system: System, micro_batch: int) -> tuple[int, int]:
         # The rule times operations, which fake tensors have not: what it flags is named instead.
-        flagged = self.estimator.flagged() if system.is_pyao else ()
+        flagged = self.estimator.flagged() if system.is_pyao and system.is_selective else ()
         settings = PyAOConfig(
             **{
                 **system.settings,
@@ -205,7 +209,8 @@ class Predictor:
 
 
 def _way_of(system: System) -> Way:
-    name = "policy pyao" if system.is_pyao else "none"
+    ours = "policy pyao" if system.is_selective else "policy all"
+    name = ours if system.is_pyao else "none"
     name = "checkpointing" if system.checkpointing else name
     return next(way for way in WAYS if way.name == name)
 
@@ -217,6 +222,15 @@ def scale_copies(program: StepProgram, ratio: float) -> StepProgram:
         for slot in program.slots
     ]
     return dataclasses.replace(program, slots=slots)
+
+
+def on_compute_stream_ms(predicted: Predicted, hardware: Hardware) -> float:
+    """Return the step if every copy stood in the way of compute: one stream for both."""
+    copies_ms = sum(
+        hardware.link.copy_ms(direction, predicted.offloaded_bytes)
+        for direction in ("offload", "reload")
+    )
+    return predicted.compute_ms + copies_ms
 
 
 def card_limit_bytes(hardware: Hardware) -> float:

@@ -16,6 +16,8 @@ class System:
     checkpointing: bool = False
     is_pyao: bool = False
     """``policy="pyao", window="layer", keep_last_layers=1``."""
+    is_selective: bool = True
+    """PyAO's rule says what is recomputed; else all layers are offloaded."""
     codec: str = "identity"
     head_loss: str = "off"
     accumulates: bool = False
@@ -27,7 +29,7 @@ class System:
         if not self.is_pyao:
             return {}
         return {
-            "policy": "pyao",
+            "policy": "pyao" if self.is_selective else "all",
             "window": "layer",
             "keep_last_layers": 1,
             "codec": self.codec,
@@ -44,6 +46,9 @@ CHECKPOINTING_CHUNKED = System(
     name="ZeRO-2, checkpointing, chunked loss", checkpointing=True, head_loss="chunked"
 )
 ACCUMULATION = System(name="ZeRO-1, accumulation", engine="zero1", accumulates=True)
+
+OFFLOAD_ALL = System(name="offload all, identity", is_pyao=True, is_selective=False)
+OFFLOAD_ALL_INT8 = System(name="offload all, int8", is_pyao=True, is_selective=False, codec="int8")
 
 SYSTEMS = (
     BASELINE,

@@ -172,8 +172,9 @@ def _predicted(document: dict[str, Any]) -> str:
     return (
         paragraph(
             "*Mode: predict.* Speedup over ZeRO-2; in brackets the predicted seconds. What is "
-            "counted to 256 is not in the text: samples of each node or of all nodes, each micro-batch an "
-            "optimizer step or all accumulated into one. The paper's seconds are in a plot alone."
+            "counted to 256 is not in the text: samples of each node or of all nodes, each "
+            "micro-batch an optimizer step or all accumulated into one. The paper's seconds are in "
+            "a plot alone."
         )
         + "\n\n"
         + table(heads, rows)
@@ -234,9 +235,11 @@ def _reasons(document: dict[str, Any]) -> str:
             "ZeRO-2 reduces gradients at every micro-step, so that plain accumulation does not "
             "amortise its communication, and a larger micro-batch does. That is all that PyAO's "
             "gain rests on here: any way to a larger micro-batch has it. Checkpointing at PyAO's "
-            f"micro-batch is as good ({of(CHECKPOINTING)}), and the chunked loss is better ({of(PYAO_CHUNKED)}).",
+            f"micro-batch is as good ({of(CHECKPOINTING)}), and the chunked loss is better "
+            f"({of(PYAO_CHUNKED)}).",
             "Under DDP and ZeRO-1 plain accumulation reduces once a step, and gives the same "
-            f"saving without offloading, where all is accumulated into one step: {of(ACCUMULATION)}.",
+            "saving without offloading, where all is accumulated into one step: "
+            f"{of(ACCUMULATION)}.",
             "One counting, 256 over all nodes and accumulated, gives "
             f"{each('opt', 3)} and {each('llama', 3)} for OPT and Llama, near the paper's "
             f"{published.SPEEDUPS['opt']:g} and {published.SPEEDUPS['llama']:g}; at 40 % of the "
