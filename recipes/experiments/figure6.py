@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from experiments.catalogue import FIGURE_6
 from experiments.runner import run_experiment
-from experiments.time_to_target import FIGURE_6
 
 if __name__ == "__main__":
     run_experiment(FIGURE_6)

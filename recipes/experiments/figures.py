@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import memory, memory_page, overheads
+from experiments import memory, memory_page, overheads, throughput
 from experiments.measured import bench_rows, held_rows, method_of, methods_of_all
 from experiments.rows import Result
 from experiments.runner import Experiment, Mode, Options, is_not_built, need_accelerator
@@ -86,11 +86,11 @@ FIGURE_5 = Experiment(
 FIGURE_2 = Experiment(
     name="figure2",
     title="PyAO Figure 2: activation throughput by sub-module",
-    predict=overheads.predict_throughput,
+    predict=throughput.predict_throughput,
     miniature=is_not_built("miniature", "a CPU has no device whose time could be taken"),
     real=_profile,
-    section=overheads.figure_2_section,
-    plot=overheads.plot_throughput,
+    section=throughput.figure_2_section,
+    plot=throughput.plot_throughput,
 )
 TABLE_2 = Experiment(
     name="table2",

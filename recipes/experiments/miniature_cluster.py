@@ -58,7 +58,7 @@ def _read(path: Path) -> Sweep:
 
 def steady_s(point: dict[str, Any]) -> float:
     """Return the median seconds of a step, the first one left out."""
-    return statistics.median(point["step_s"][1:] or point["step_s"])
+    return float(statistics.median(point["step_s"][1:] or point["step_s"]))
 
 
 def groups_of(sweep: Sweep) -> dict[tuple[str, int, int], list[dict[str, Any]]]:

@@ -143,7 +143,8 @@ def progress(items: Iterable[Item], what: str) -> Iterable[Item]:
     """Return *items*, with a bar on a terminal while they are gone through."""
     from tqdm import tqdm
 
-    return tqdm(list(items), desc=what, leave=False, disable=None)
+    bar: Iterable[Item] = tqdm(list(items), desc=what, leave=False, disable=None)
+    return bar
 
 
 def need_accelerator(what: str) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from experiments import published
 from experiments.communication import COUNTINGS, Cluster, Work, find_engine, num_rounds, time_to
 from experiments.miniature_cluster import read_sweeps, speedups_of
-from experiments.page import bullets, paragraph, source, table
 from experiments.predictor import ASSUMPTIONS, SHADER_TFLOP_PER_S, Predictor, use_one_thread
-from experiments.rows import MINIATURE, PREDICT, Result, Row, select
-from experiments.runner import Experiment, Options, need_accelerator, progress
+from experiments.rows import PREDICT, Result, Row
+from experiments.runner import Options, need_accelerator, progress
 from experiments.systems import (
     ACCUMULATION,
     BASELINE,
@@ -54,12 +53,14 @@ def predict_times(options: Options) -> Result:
             if options.is_smoke and tflop_per_s is not None:
                 continue
             card = predictor if tflop_per_s is None else predictor.at(tflop_per_s)
-            rows += _rows(model, speed, card)
+            rows += _rows(model, speed, card, options.is_smoke)
     return Result(rows=rows, assumptions=ASSUMED)
 
 
-def systems_with_sizes(model: str, predictor: Predictor) -> Iterator[tuple[System, int]]:
-    """Yield each system with the micro-batch that it runs."""
+def systems_with_sizes(
+    model: str, predictor: Predictor, is_smoke: bool = False
+) -> Iterator[tuple[System, int]]:
+    """Yield each system with the micro-batch that it runs; a smoke run looks for none."""
     small, large = published.MICRO_BATCHES[model]
     most = -(-published.TARGET // published.NUM_NODES)  # more is not needed to reach the target
     yield BASELINE, small
@@ -67,7 +68,7 @@ def systems_with_sizes(model: str, predictor: Predictor) -> Iterator[tuple[Syste
     yield PYAO_INT8, large
     yield CHECKPOINTING, large
     for system in (PYAO_CHUNKED, CHECKPOINTING_CHUNKED, ACCUMULATION):
-        yield system, min(most, max(1, predictor.largest(system)))
+        yield system, 2 if is_smoke else min(most, max(1, predictor.largest(system)))
 
 
 def work_of(predictor: Predictor, system: System, micro_batch: int) -> Work:
@@ -82,10 +83,10 @@ def work_of(predictor: Predictor, system: System, micro_batch: int) -> Work:
     )
 
 
-def _rows(model: str, speed: str, predictor: Predictor) -> Iterator[Row]:
+def _rows(model: str, speed: str, predictor: Predictor, is_smoke: bool) -> Iterator[Row]:
     cluster = Cluster(num_nodes=published.NUM_NODES, link_gbit_per_s=published.LINK_GBIT_PER_S)
     baseline: dict[str, float] = {}
-    for system, micro_batch in systems_with_sizes(model, predictor):
+    for system, micro_batch in systems_with_sizes(model, predictor, is_smoke):
         work = work_of(predictor, system, micro_batch)
         for counting in COUNTINGS:
             time_s = time_to(
@@ -140,171 +141,3 @@ def real_times(options: Options) -> Result:
     from experiments.real_cluster import time_to_target
 
     return time_to_target(options, FIGURE)
-
-
-# ---- the page ------------------------------------------------------------------------------------
-
-Read = Callable[[str], dict[str, Any] | None]
-
-
-def section(read: Read) -> str:
-    """Write the page's part on Figure 6."""
-    found = read(PREDICT)
-    text = ["## PyAO, Figure 6: time to 256 accumulated micro-batches"]
-    if found is not None:
-        text += [_predicted(found), _reasons(found), source(found)]
-    small = read(MINIATURE)
-    if small is not None:
-        text += [_miniature(small), source(small)]
-    return "\n\n".join(text)
-
-
-def _predicted(document: dict[str, Any]) -> str:
-    rows = []
-    for model, name in MODELS.items():
-        for row in select(
-            document["rows"], model=name, quantity="speedup over ZeRO-2", figure=FIGURE
-        ):
-            if row["detail"]["counting"] != COUNTINGS[0].name or _speed(row) != "tensor cores":
-                continue
-            rows.append(_cells(document, model, row))
-    heads = ["model", "system", "micro-batch", "paper", *(each.name for each in COUNTINGS)]
-    return (
-        paragraph(
-            "*Mode: predict.* Speedup over ZeRO-2; in brackets the predicted seconds. What is "
-            "counted to 256 is not in the text: samples of each node or of all nodes, each "
-            "micro-batch an optimizer step or all accumulated into one. The paper's seconds are in "
-            "a plot alone."
-        )
-        + "\n\n"
-        + table(heads, rows)
-    )
-
-
-def _cells(document: dict[str, Any], model: str, row: dict[str, Any]) -> list[str]:
-    cells = [row["model"], row["system"], str(row["micro_batch"])]
-    cells.append(f"{published.SPEEDUPS[model]:g}" if row["published"] is not None else "")
-    for counting in COUNTINGS:
-        speedup = _find(document, row, counting.name, "speedup over ZeRO-2")
-        seconds = _find(document, row, counting.name, "time to 256")
-        cells.append(f"{speedup['value']:.2f} ({seconds['value']:,.0f})")
-    return cells
-
-
-def _find(document: dict[str, Any], like: dict[str, Any], counting: str, what: str) -> Any:
-    return next(
-        row
-        for row in select(
-            document["rows"], model=like["model"], system=like["system"], quantity=what
-        )
-        if row["detail"]["counting"] == counting and _speed(row) == _speed(like)
-    )
-
-
-def _speed(row: dict[str, Any]) -> str:
-    return str(row["detail"]["speed"])
-
-
-def _speedup(
-    document: dict[str, Any], model: str, system: System, counting: int, speed: str
-) -> str:
-    (row,) = [
-        row
-        for row in select(
-            document["rows"],
-            model=MODELS[model],
-            system=system.name,
-            quantity="speedup over ZeRO-2",
-        )
-        if row["detail"]["counting"] == COUNTINGS[counting].name and _speed(row) == speed
-    ]
-    return f"{row['value']:.2f}"
-
-
-def _reasons(document: dict[str, Any]) -> str:
-    def each(model: str, counting: int, speed: str = "tensor cores") -> str:
-        return _speedup(document, model, PYAO_INT8, counting, speed)
-
-    def of(system: System) -> str:
-        found = (_speedup(document, model, system, 3, "tensor cores") for model in MODELS)
-        return ", ".join(found)
-
-    small, large = published.MICRO_BATCHES["gpt2"]
-    return "Why they differ, and what they do not show:\n\n" + bullets(
-        [
-            "ZeRO-2 reduces gradients at every micro-step, so that plain accumulation does not "
-            "amortise its communication, and a larger micro-batch does. That is all that PyAO's "
-            "gain rests on here: any way to a larger micro-batch has it. Checkpointing at PyAO's "
-            f"micro-batch is as good ({of(CHECKPOINTING)}), and the chunked loss is better "
-            f"({of(PYAO_CHUNKED)}).",
-            "Under DDP and ZeRO-1 plain accumulation reduces once a step, and gives the same "
-            "saving without offloading, where all is accumulated into one step: "
-            f"{of(ACCUMULATION)}.",
-            "One counting, 256 over all nodes and accumulated, gives "
-            f"{each('opt', 3)} and {each('llama', 3)} for OPT and Llama, near the paper's "
-            f"{published.SPEEDUPS['opt']:g} and {published.SPEEDUPS['llama']:g}; at 40 % of the "
-            f"shaders' rate {each('opt', 3, SLOW)} and {each('llama', 3, SLOW)}. It was chosen "
-            "afterwards, among four, under assumed compute: it proves nothing.",
-            f"GPT-2's {published.SPEEDUPS['gpt2']:g} is more than {large}/{small} = "
-            f"{large / small:.2f}, the ratio of the micro-batches, which no counting of rounds can "
-            "pass unless a step with the larger micro-batch takes less time. The stated limits do "
-            "not explain it.",
-            f'- The abstract\'s "up to 2.5x" larger micro-batches contradicts {small} -> {large}.',
-        ]
-    )
-
-
-def _miniature(document: dict[str, Any]) -> str:
-    rows = [
-        [
-            row["model"],
-            row["system"],
-            str(row["micro_batch"]),
-            f"{row['detail']['target_s']:.2f}",
-            f"{row['value']:.2f}",
-            f"{row['detail']['tx_mb_per_micro_step']:.2f}",
-        ]
-        for row in select(document["rows"], quantity="speedup over the smallest micro-batch")
-    ]
-    heads = ["model", "engine", "micro-batch", "s to the target", "speedup", "MB sent a micro-step"]
-    return (
-        paragraph(
-            "*Mode: miniature.* Real training over network namespaces (recipes/local_cluster.py), "
-            "medians over the runs of each sweep. The link is scaled with the models."
-        )
-        + "\n\n"
-        + table(heads, rows)
-    )
-
-
-def plot(document: dict[str, Any]) -> Any:
-    """Draw the paper's form: bars of seconds, a group for each model."""
-    from experiments.plots import grouped_bars
-
-    if document["mode"] != PREDICT:
-        rows = select(document["rows"], quantity="speedup over the smallest micro-batch")
-        return grouped_bars(
-            [
-                (r["model"], f"{r['system']}, {r['micro_batch']}", r["detail"]["target_s"])
-                for r in rows
-            ],
-            "s to the target",
-        )
-    rows = [
-        row
-        for row in select(document["rows"], quantity="time to 256")
-        if row["detail"]["counting"] == COUNTINGS[3].name and _speed(row) == "tensor cores"
-    ]
-    bars = [(row["model"], row["system"], row["value"]) for row in rows]
-    return grouped_bars(bars, f"s to 256 micro-batches ({COUNTINGS[3].name})")
-
-
-FIGURE_6 = Experiment(
-    name="figure6",
-    title="PyAO Figure 6: time to 256 accumulated micro-batches on five nodes over 1 Gbit/s",
-    predict=predict_times,
-    miniature=miniature_times,
-    real=real_times,
-    section=section,
-    plot=plot,
-)
