@@ -21,6 +21,10 @@ from experiments.communication import (
 )
 from hf_pyao.errors import ConfigError
 
+MOST_EFFICIENCY = 1448 / 1514
+"""Payload of a full Ethernet frame by the bytes that ``tc`` counts of it: no link carries more. What
+a fit finds beyond it is communication that passes under compute."""
+
 LINK_BOUND = 0.85
 """Share of communication from which on a step is bound by the link."""
 
@@ -53,6 +57,8 @@ class Calibration:
 
     efficiency: float
     """Of the link."""
+    overlap: float
+    """Share of communication that passes under compute."""
     fixed_s: dict[str, float]
     """Compute of a micro-batch that no sample takes, by ``Point.compute_key``."""
     per_sample_s: dict[str, float]
@@ -89,6 +95,7 @@ class Calibration:
             num_nodes=point.num_nodes,
             link_gbit_per_s=point.link_gbit_per_s,
             efficiency=self.efficiency,
+            overlap=self.overlap,
         )
         return step_time(find_engine(point.engine), cluster, work)
 
@@ -148,8 +155,10 @@ def calibrate(points: Sequence[Point]) -> Calibration:
         )
     if not found[0] > 0:
         raise ConfigError("the points are faster on slower links; check their link speeds.")
+    seconds_per_ideal = float(found[0])
     return Calibration(
-        efficiency=min(1.0, float(1 / found[0])),
+        efficiency=min(MOST_EFFICIENCY, 1 / seconds_per_ideal),
+        overlap=max(0.0, 1 - seconds_per_ideal * MOST_EFFICIENCY),
         fixed_s={name: max(0.0, float(found[1 + 2 * n])) for n, name in enumerate(keys)},
         per_sample_s={name: max(0.0, float(found[2 + 2 * n])) for n, name in enumerate(keys)},
         num_points=len(points),

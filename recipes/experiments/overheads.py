@@ -148,8 +148,8 @@ def table_2_section(read: Read) -> str:
         paragraph(
             "*Mode: predict.* Milliseconds of one micro-batch (10, 10 and 5), without "
             "communication and optimizer. The table's cells are not in the paper's text; a dash: "
-            "not predicted. Recomputation is what compute takes beyond keeping everything (with the "
-            "chunked loss also what that costs)."
+            "not predicted. Recomputation is what compute takes beyond keeping everything, with "
+            "the chunked loss also what that costs."
         ),
         table(["model", "system", *COMPONENTS, "step"], rows),
         paragraph(

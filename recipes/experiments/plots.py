@@ -17,7 +17,7 @@ from hf_pyao.report.plots.look import (
 )
 
 _COLOURS = (NOTHING, OURS, FORWARD, RECOMPUTE, BACKWARD, RELOAD, QUIET)
-_MARKERS = "*osv^Dx"
+_MARKERS = "*osv^DP"
 
 Line = tuple[str, str, float, float]
 """Panel, name, x, y."""

@@ -53,7 +53,9 @@ def _calibrated(document: dict[str, Any]) -> str:
         ("others", "elsewhere"),
     ):
         errors = document["errors"][name]
-        if errors["num_points"]:
+        if not errors["num_points"]:
+            words.append(f"{what} there is no point")
+        else:
             words.append(
                 f"{what} the mean error is {errors['mean']:.1%} and the largest "
                 f"{errors['largest']:.1%} ({errors['num_points']} points)"
@@ -62,9 +64,9 @@ def _calibrated(document: dict[str, Any]) -> str:
     return (
         paragraph(
             f"*Mode: miniature.* Fitted to {document['calibration']['num_points']} points: the "
-            f"link's efficiency ({efficiency:.3f}) and compute. At points that were not fitted, "
-            + "; ".join(words)
-            + "."
+            f"link's efficiency ({efficiency:.3f}), the share of communication that passes under "
+            f"compute ({document['calibration']['overlap']:.1%}), and compute. At points that were "
+            "not fitted, " + "; ".join(words) + "."
         )
         + "\n\n"
         + table(heads, rows)

@@ -174,6 +174,19 @@ def test_calibration_finds_what_points_were_made_of() -> None:
         found.compute_s("ddp", 1)
 
 
+def test_what_is_faster_than_the_link_is_taken_to_pass_under_compute() -> None:
+    sizes = (1, 8)
+    fitted = [measured(size, math.inf) for size in sizes]
+    for size in sizes:  # a fifth of what the link takes is not waited for
+        point = measured(size, 0.05)
+        visible_s = 0.8 * (point.step_s - measured(size, math.inf).step_s) * 0.9
+        step_s = measured(size, math.inf).step_s + visible_s / (1448 / 1514)
+        fitted.append(dataclasses.replace(point, step_s=step_s))
+    found = calibrate(fitted)
+    assert found.efficiency == pytest.approx(1448 / 1514)
+    assert found.overlap == pytest.approx(0.2)
+
+
 def test_points_that_tell_nothing_apart_are_refused() -> None:
     for points in ([], [measured(1, 0.05), measured(2, 0.05)], [measured(1, 0.05)] * 5):
         with pytest.raises(ConfigError, match="do not tell link and compute apart"):
@@ -224,6 +237,7 @@ def test_a_sweep_is_split_by_a_rule_and_checked_where_it_was_not_fitted(
     )
     document = read_document(result)
     assert document["calibration"]["efficiency"] == pytest.approx(0.9)
+    assert document["calibration"]["overlap"] == pytest.approx(0, abs=1e-9)
     assert document["rows"][0]["detail"]["error"] == pytest.approx(0, abs=1e-9)
     assert [row.value for row in speedups_of(found, "Figure 6")] == [1, 4, 8]
     assert "Mode: miniature" in BY_NAME["communication_grid"].section(
