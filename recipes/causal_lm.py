@@ -21,7 +21,7 @@ from recipe_arguments import (
     RecipeTrainingArguments,
     parse_arguments,
 )
-from recipe_model import build_model, check_model_arguments, learning_rate, load_tokenizer
+from recipe_model import build_model, check_model_arguments, load_tokenizer
 from recipe_process import run_recipe
 from run_summary import RunObserver, RunSummary, format_summary
 from text_data import (
@@ -72,8 +72,6 @@ def run(architecture: str, arguments: Arguments) -> None:
         text = prepare_text(model_args, data_args)
     set_seed(training_args.seed)
     model = build_model(architecture, model_args, text.tokenizer, data_args.block_size)
-    if training_args.learning_rate is None:
-        training_args.learning_rate = learning_rate(architecture, model_args)
     checkpoint = find_checkpoint(training_args, model.config)
 
     observer = RunObserver()

@@ -13,12 +13,13 @@ from transformers import HfArgumentParser
 
 from hf_pyao import PyAOTrainingArguments
 from hf_pyao.errors import ConfigError, nearest, unknown_name
-from hf_pyao.estimate.model_sizes import DEFAULT_SIZE, MODEL_SIZES, PAPER_SIZES
+from hf_pyao.estimate.model_sizes import DEFAULT_SIZE, MODEL_SIZES, PAPER_SIZES, find_size
 from hf_pyao.files import read_json_object
 from text_data import HUB_MIB, LIBRARY_MIB
 from tokenization import default_cache_dir
 
 DEFAULT_MAX_STEPS = 240
+FINE_TUNING_LEARNING_RATE = 5e-5
 
 
 def _option(default: Any, help: str) -> Any:
@@ -166,7 +167,7 @@ def parse_arguments(architecture: str, argv: Sequence[str] | None = None) -> Arg
     A single argument that ends in ``.json`` names a file with the options.
 
     Raises:
-        ConfigError: an option is unknown or bad, or the JSON file is.
+        ConfigError: an option is unknown or bad, the size is, or the JSON file is.
         SystemExit: the command line is bad in another way, or asks for help.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -184,6 +185,11 @@ def parse_arguments(architecture: str, argv: Sequence[str] | None = None) -> Arg
         parser.set_defaults(**_read_options(argv[0], parser))
         argv = []
     _refuse_unknown_options(argv, parser)
+    given, _ = parser.parse_known_args(argv)
+    if given.learning_rate is None:
+        # Before the arguments are made: they hand it on to DeepSpeed at once.
+        rate = _learning_rate(architecture, given.model_name_or_path, given.model_size)
+        parser.set_defaults(learning_rate=rate)
     try:
         model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv)
     except ConfigError:
@@ -192,6 +198,13 @@ def parse_arguments(architecture: str, argv: Sequence[str] | None = None) -> Arg
         reason = " ".join(str(error).split())
         raise ConfigError(f"{reason.rstrip('.')}.{_remedy(reason)}") from error
     return model_args, data_args, training_args
+
+
+def _learning_rate(architecture: str, name_or_path: str | None, size: str | None) -> float:
+    """Return a peak learning rate that suits the model."""
+    if name_or_path is not None:
+        return FINE_TUNING_LEARNING_RATE
+    return find_size(architecture, size or DEFAULT_SIZE).learning_rate
 
 
 def _refuse_unknown_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:

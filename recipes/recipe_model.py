@@ -11,8 +11,6 @@ from hf_pyao.estimate.model_sizes import DEFAULT_SIZE, build_config, find_size
 from recipe_arguments import ModelArguments
 from tokenization import special_ids
 
-FINE_TUNING_LEARNING_RATE = 5e-5
-
 
 def check_model_arguments(architecture: str, args: ModelArguments) -> None:
     """Refuse options that cannot be, before any work.
@@ -26,13 +24,6 @@ def check_model_arguments(architecture: str, args: ModelArguments) -> None:
             f"{args.model_name_or_path} for an existing one. Give one of them."
         )
     find_size(architecture, args.model_size or DEFAULT_SIZE)
-
-
-def learning_rate(architecture: str, args: ModelArguments) -> float:
-    """Return a peak learning rate that suits the model."""
-    if args.model_name_or_path is not None:
-        return FINE_TUNING_LEARNING_RATE
-    return find_size(architecture, args.model_size or DEFAULT_SIZE).learning_rate
 
 
 def load_tokenizer(name_or_path: str) -> Any:

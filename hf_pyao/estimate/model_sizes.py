@@ -1,7 +1,7 @@
 """The shapes behind ``--model_size``: one frozen table for each architecture.
 
 A published shape has the name, and to the parameter the size, of the model that it was published
-as; its weights here are random. ``tiny`` and ``micro`` are ours.
+as; its weights here are random. ``tiny``, ``mini`` and ``micro`` are ours.
 """
 
 from __future__ import annotations
@@ -104,12 +104,14 @@ _OPT_NO_DROPOUT: dict[str, Any] = {"dropout": 0.0}
 _GPT2_NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 _MICRO = ("2 layers of width 32, to try a command line in seconds", 1e-2)
+_MINI = ("2 layers of width 128, for five nodes on one machine", 3e-3)
 _TINY = ("learns something in a minute on a laptop's CPU", 1e-3)
 
 # Learning rates of published shapes: about those of OPT and GPT-3 models of the size, which were
 # found with batches of half a million tokens and more.
 _OPT_SIZES = {
     "micro": _opt(*_MICRO, 32, 2, 2, **_OPT_NO_DROPOUT),
+    "mini": _opt(*_MINI, 128, 2, 2, max_position_embeddings=128, **_OPT_NO_DROPOUT),
     "tiny": _opt(*_TINY, 192, 4, 4, **_OPT_NO_DROPOUT),
     "125m": _opt("OPT-125M", 6e-4, 768, 12, 12, **_OPT_VOCAB),
     "1.3b": _opt("OPT-1.3B, in the PyAO paper", 2e-4, 2048, 24, 32, **_OPT_VOCAB),
@@ -118,6 +120,7 @@ _OPT_SIZES = {
 }
 _GPT2_SIZES = {
     "micro": _gpt2(*_MICRO, 32, 2, 2, **_GPT2_NO_DROPOUT),
+    "mini": _gpt2(*_MINI, 128, 2, 2, n_positions=128, **_GPT2_NO_DROPOUT),
     "tiny": _gpt2(*_TINY, 192, 4, 4, **_GPT2_NO_DROPOUT),
     "124m": _gpt2("GPT-2", 6e-4, 768, 12, 12, **_GPT2_VOCAB),
     "355m": _gpt2("GPT-2 medium", 3e-4, 1024, 24, 16, **_GPT2_VOCAB),
@@ -126,6 +129,7 @@ _GPT2_SIZES = {
 }
 _LLAMA_SIZES = {
     "micro": _llama(*_MICRO, 32, 88, 2, (2, 1)),
+    "mini": _llama(*_MINI, 128, 384, 2, (4, 2), max_position_embeddings=128),
     "tiny": _llama(*_TINY, 192, 512, 4, (4, 2)),
     "1.2b": _llama(
         "Llama 3.2 1B, in the PyAO paper", 3e-4, 2048, 8192, 16, (32, 8), **_llama_3(32.0)
