@@ -7,9 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.text import echo, one_line, say
+
+if TYPE_CHECKING:
+    from hf_pyao.report.documents import Document
 
 DESCRIPTION = """\
 Activation offloading for HuggingFace training: tools beside the library.
@@ -39,8 +43,8 @@ examples
 """
 
 DOCTOR_DESCRIPTION = """\
-Look at the device, its link to the host (measured with copies), pinned memory, NUMA and versions,
-and say what to change. Changes nothing.
+Look at the device and its speed, its link to the host (measured with copies), pinned memory, NUMA
+and versions, and say what to change, and which way to train is fastest here. Changes nothing.
 """
 
 
@@ -119,6 +123,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     doctor.add_argument("--json", action="store_true", help="as JSON, for a bug report")
+    doctor.add_argument(
+        "--model",
+        default="opt:1.3b",
+        metavar="MODEL",
+        help="what the verdict is for, as pyao estimate takes it (default: opt:1.3b)",
+    )
+    doctor.add_argument("--no-verdict", action="store_true", help="leave it out: it takes a minute")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -180,9 +191,23 @@ def _report(args: argparse.Namespace) -> int:
         )
     from hf_pyao.report.pages import write_page
 
+    if args.output.suffix != ".json":
+        documents = [part for document in documents for part in _with_steps(document)]
     for path in write_page(documents, args.output, with_plots=not args.no_plots):
         say(f"written: {one_line(str(path))}")
     return 0
+
+
+def _with_steps(document: Document) -> list[Document]:
+    """Return *document*, and behind a profile its steps over time."""
+    from hf_pyao.report.profile_report import Profile
+
+    if not isinstance(document, Profile) or not (document.timeline or document.program):
+        return [document]
+    _need_torch()
+    from hf_pyao.planning.profile_steps import steps_of
+
+    return [document, *steps_of(document)]
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -190,13 +215,15 @@ def _doctor(args: argparse.Namespace) -> int:
 
     _need_torch()
     from hf_pyao.bench import doctor
+    from hf_pyao.bench.verdict import verdict_on
 
     machine = doctor.look(args.device)
     findings = doctor.examine(machine)
+    verdict = "" if args.no_verdict else verdict_on(machine, args.model).words
     if args.json:
-        say(json.dumps(doctor.report_of(machine, findings).to_dict(), indent=2))
+        say(json.dumps(doctor.report_of(machine, findings, verdict).to_dict(), indent=2))
     else:
-        say(doctor.render(findings))
+        say(doctor.render(findings, verdict))
     return 0
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from hf_pyao.bench.device_speed import DeviceSpeed
 from hf_pyao.bench.link import LinkSpeed
 from hf_pyao.bench.packages import REMEDY, Broken
 from hf_pyao.bench.processes import broken_packages, probe
@@ -54,6 +55,8 @@ class Machine:
     """Most memory that this process may lock; None: no limit, or none known."""
     available_bytes: int
     """Host memory that is free for this process."""
+    speed: DeviceSpeed = field(default_factory=DeviceSpeed)
+    """What the device's kernels reach."""
     broken: tuple[Broken, ...] = ()
     """Packages that are installed, and cannot be imported."""
 
@@ -66,11 +69,12 @@ def look(device: str = "auto") -> Machine:
     """
     import torch
 
-    facts, link = probe(device, with_link=True)
+    facts, link, speed = probe(device, with_speeds=True)
     node = node_of_pci_device(facts["pci_bus"]) if "pci_bus" in facts else None
     return Machine(
         device=facts,
         link=link,
+        speed=DeviceSpeed(**speed),
         has_mps=torch.backends.mps.is_available(),
         device_node=node,
         device_cores=frozenset() if node is None else cores_of_node(node),
@@ -84,29 +88,31 @@ def look(device: str = "auto") -> Machine:
 def examine(machine: Machine) -> list[Finding]:
     """Return all findings on *machine*."""
     steps: Sequence[Callable[[Machine], list[Finding]]] = (
-        *(_device, _link, _host, _numa, _versions, _broken),
+        *(_device, _speed, _link, _host, _numa, _versions, _broken),
     )
     return [finding for step in steps for finding in step(machine)]
 
 
-def report_of(machine: Machine, findings: Sequence[Finding]) -> FactsReport:
+def report_of(machine: Machine, findings: Sequence[Finding], verdict: str = "") -> FactsReport:
     """Return the findings as a document."""
     return FactsReport(
         title=f"What hf_pyao finds on {machine.device['name']}",
         facts={
             **{finding.name: finding.value for finding in findings},
             "advice": [finding.advice for finding in findings if finding.advice],
+            **({"verdict": verdict} if verdict else {}),
         },
         provenance=collect_provenance(),
     )
 
 
-def render(findings: Sequence[Finding]) -> str:
-    """Return the findings for a terminal, the advice at the end."""
+def render(findings: Sequence[Finding], verdict: str = "") -> str:
+    """Return the findings for a terminal, then the advice, and the verdict at the end."""
     width = max(len(finding.name) for finding in findings)
     lines = [f"{finding.name:<{width}}  {_text(finding.value)}" for finding in findings]
     advice = [f"- {finding.advice}" for finding in findings if finding.advice]
-    return "\n".join([*lines, "", *(advice or ["Nothing to change."])])
+    end = ["", verdict] if verdict else []
+    return "\n".join([*lines, "", *(advice or ["Nothing to change."]), *end])
 
 
 # ---- what follows from what --------------------------------------------------------------------
@@ -134,6 +140,16 @@ def _device(machine: Machine) -> list[Finding]:
             "Without an accelerator the host stands in for the device: everything runs, bytes are "
             "counted, and no memory is saved. Good for trying a setup; train on a GPU.",
         )
+    ]
+
+
+def _speed(machine: Machine) -> list[Finding]:
+    speed = machine.speed
+    if speed.tflop_per_s is None or speed.memory_gib_per_s is None:
+        return []
+    return [
+        Finding("matrix products, bfloat16", f"{speed.tflop_per_s:.0f} TFLOP/s"),
+        Finding("device memory", f"{speed.memory_gib_per_s:.0f} GiB/s"),
     ]
 
 

@@ -47,7 +47,7 @@ def run_bench(
     """
     for trial in trials:
         find_method(trial.method)
-    device, link = probe(setup.device, with_link=True)
+    device, link, _ = probe(setup.device, with_speeds=True)
     progress(describe_machine(device, link))
     recorder = Recorder(
         BenchReport(

@@ -4,6 +4,7 @@ What cannot be imported is passed over: the server must not die of it, and each 
 it meets the same error, and says so.
 """
 
+import atexit
 import gc
 
 from hf_pyao.bench.packages import import_failure
@@ -18,5 +19,7 @@ for name in (
     import_failure(name)
 
 # What was imported lives on in every fork: a collector that walks it writes to shared pages, and
-# takes longer than a small step.
+# takes longer than a small step. When the server ends it is collected after all: libraries whose
+# objects are left over then say so at length.
 gc.freeze()
+atexit.register(gc.unfreeze)

@@ -121,17 +121,21 @@ def broken_packages(names: Sequence[str] = CHECKED, server: str = IMPORTER) -> l
     return broken
 
 
-def probe(device: str, *, with_link: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a process of its own finds: the device's description, and the link's speeds.
+Facts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""A device's description, its link's speeds, its own speeds."""
+
+
+def probe(device: str, *, with_speeds: bool) -> Facts:
+    """Return what a process of its own finds: the device's description, and speeds if asked for.
 
     Raises:
         ConfigError: the device cannot be had.
     """
-    with _Child(PROBE, device, with_link) as child:
+    with _Child(PROBE, device, with_speeds) as child:
         _, message = child.receive(START_TIMEOUT_S)
     if isinstance(message, _Failure):
         raise ConfigError(f"device {device!r} cannot be looked at: {message}")
-    facts: tuple[dict[str, Any], dict[str, Any]] = message
+    facts: Facts = message
     return facts
 
 

@@ -87,7 +87,7 @@ def run_sweep(
         ReportError: *output* cannot be written.
     """
     find_method(plan.trial(0).method)
-    device, link = probe(plan.setup.device, with_link=False)
+    device, link, _ = probe(plan.setup.device, with_speeds=False)
     on_machine(describe_machine(device, link))
     report = _empty_report(plan, device, provenance or collect_provenance())
     points: list[SweepPoint] = []

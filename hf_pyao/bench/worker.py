@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_pyao import text
+from hf_pyao.bench.device_speed import measure_device
 from hf_pyao.bench.link import measure_link
 from hf_pyao.bench.measure import Bench
 from hf_pyao.bench.memory import DeviceMemory, device_properties, pick_device
@@ -53,12 +54,13 @@ def serve(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) ->
         connection.send(("row", to_plain(run_trial(bench, trial))))
 
 
-def serve_probe(connection: Connection, device: str, with_link: bool) -> None:
-    """Send ``("facts", (device, link))``: what the machine has, and the link's speed."""
+def serve_probe(connection: Connection, device: str, with_speeds: bool) -> None:
+    """Send ``("facts", (device, link, speed))``: what the machine has, and how fast that is."""
     try:
         picked = pick_device(device)
-        link = dataclasses.asdict(measure_link(picked)) if with_link else {}
-        connection.send(("facts", (describe_device(picked), link)))
+        link = dataclasses.asdict(measure_link(picked)) if with_speeds else {}
+        speed = dataclasses.asdict(measure_device(picked)) if with_speeds else {}
+        connection.send(("facts", (describe_device(picked), link, speed)))
     except PyAOError as error:
         connection.send(("broken", str(error)))
 

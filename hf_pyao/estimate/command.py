@@ -258,9 +258,11 @@ def estimate_report(
     """
     from tqdm import tqdm
 
-    from hf_pyao.estimate.estimate import ASSUMPTIONS, check_sequence_length, verdict
+    from hf_pyao.estimate.estimate import ASSUMPTIONS
     from hf_pyao.estimate.jobs import all_jobs, run_jobs
     from hf_pyao.estimate.model_specs import config_of, parse_model
+    from hf_pyao.estimate.positions import check_sequence_length
+    from hf_pyao.estimate.verdict import verdict
     from hf_pyao.report.estimate_report import EstimateReport
     from hf_pyao.report.provenance import collect_provenance
 

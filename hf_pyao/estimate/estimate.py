@@ -7,24 +7,27 @@ Steps are recorded on fake tensors at a few sizes (``recorded_step``), and recko
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
-from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.fake_step import FakeTraining
+from hf_pyao.estimate.positions import most_positions
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.estimate.search import largest_fitting, largest_on_a_line
+from hf_pyao.estimate.verdict import CHUNKED
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import GIB
 from hf_pyao.planning.activation_throughput import by_pack_intervals
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.peak_cause import peak_cause
-from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
+from hf_pyao.planning.plan import Plan
+from hf_pyao.planning.predict import operation_times_ms, predict
+from hf_pyao.planning.prediction import Prediction
+from hf_pyao.planning.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
 from hf_pyao.planning.step_program import FORWARD, StepProgram
 from hf_pyao.report.estimate_report import EstimateRow
@@ -74,9 +77,6 @@ WAYS = (
 )
 """What is compared."""
 
-CHUNKED = " + chunked loss"
-"""What is behind the name of a way with the chunked loss."""
-
 
 @dataclass(frozen=True)
 class PredictedWay:
@@ -97,7 +97,8 @@ class _Family:
 
     checkpointing: bool
     head_loss: str
-    recompute_modules: tuple[str, ...] = ()
+    follows_rule: bool = False
+    """PyAO's rule recomputes something."""
 
 
 class Estimator:
@@ -134,7 +135,8 @@ class Estimator:
         self._recorded: dict[tuple[_Family, int, int], StepProgram] = {}
         self._lines: dict[tuple[_Family, str, int], Callable[[int], StepProgram] | None] = {}
         self._flagged: tuple[str, ...] | None = None
-        positions = _most_positions(config)
+        self._rule_plan: Plan | None = None
+        positions = most_positions(config)
         self.most_length = None if positions is None else positions // LENGTH_STEP * LENGTH_STEP
         """The longest sequence that the model has positions for; None if any will do."""
 
@@ -213,21 +215,28 @@ class Estimator:
             program,
             self._predict(way, program, timed=True),
             self._predict(way, program),
-            family.recompute_modules,
+            self.flagged() if way.is_pyao else (),
         )
 
     def _family(self, way: Way, head_loss: str) -> _Family:
-        return _Family(way.checkpointing, head_loss, self.flagged() if way.is_pyao else ())
+        follows_rule = way.is_pyao and bool(self.rule_plan().slots)
+        return _Family(way.checkpointing, head_loss, follows_rule)
 
     def flagged(self) -> tuple[str, ...]:
-        """Return the sub-modules that PyAO's rule recomputes, timed as the paper times them."""
-        if self._flagged is None:
-            program = self._record(_Family(False, "off"), 1, self.sequence_length)
-            rates = by_pack_intervals(
-                program, self.hardware.device, layer=min(1, program.num_layers - 1)
-            )
-            self._flagged = find_outliers(rates, self.hardware.link.d2h_gib_per_s).flagged
+        """Return the sub-modules that PyAO's rule flags, timed as the paper times them."""
+        self.rule_plan()
+        assert self._flagged is not None
         return self._flagged
+
+    def rule_plan(self) -> Plan:
+        """Return the plan that PyAO's rule comes to."""
+        if self._rule_plan is None:
+            program = self._record(_Family(False, "off"), 1, self.sequence_length)
+            layer = min(1, program.num_layers - 1)
+            rates = by_pack_intervals(program, self.hardware.device, layer)
+            self._flagged = find_outliers(rates, self.hardware.link.d2h_gib_per_s).flagged
+            self._rule_plan = plan_of_rule(self._flagged, saved_by(program, layer), rates)
+        return self._rule_plan
 
     # ---- programs ------------------------------------------------------------------------------
 
@@ -260,8 +269,8 @@ class Estimator:
                 micro_batch,
                 length,
                 head_loss=family.head_loss,
-                recompute_modules=family.recompute_modules,
-                keep_last_layers=PyAOConfig.keep_last_layers if family.recompute_modules else 0,
+                plan=self.rule_plan() if family.follows_rule else None,
+                keep_last_layers=PyAOConfig.keep_last_layers if family.follows_rule else 0,
             )
         return self._recorded[key]
 
@@ -310,87 +319,3 @@ class Estimator:
             if segment.phase == FORWARD
         )
         return int(self.hardware.link.d2h_gib_per_s * GIB * forward_ms / 1e3)
-
-
-def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: int) -> str:
-    """Say in words which way is fastest, and why the others are not."""
-    fitting = _fitting(rows)
-    best = named_row(rows)
-    if not fitting:
-        least = best
-        return (
-            f"Nothing fits into {hardware.memory_gib:g} GiB at {sequence_length} tokens: the least "
-            f"is {least.peak_bytes / 1e9:.1f} GB with {least.method}, set by "
-            f"{least.peak_tensor}. Take shorter sequences, LoRA, or a larger card."
-        )
-    words = [
-        f"Fastest: {best.method}, {best.tokens_per_s:,.0f} tokens/s at micro-batch "
-        f"{best.micro_batch}."
-    ]
-    for kind, name in (("", "without the chunked loss"), (CHUNKED, "with it")):
-        plain = {row.method.removesuffix(kind): row for row in fitting if _kind(row) == kind}
-        checkpointing, offloading = plain.get("checkpointing"), plain.get("policy all")
-        if checkpointing is None or offloading is None:
-            continue
-        words.append(_compare(checkpointing, offloading, hardware, name))
-    return " ".join(words)
-
-
-def named_row(rows: Sequence[EstimateRow]) -> EstimateRow:
-    """Return the row that the verdict names: the fastest that fits, else the smallest."""
-    fitting = _fitting(rows)
-    if not fitting:
-        return min(rows, key=lambda row: row.peak_bytes)
-    return max(fitting, key=lambda row: row.tokens_per_s)
-
-
-def _fitting(rows: Sequence[EstimateRow]) -> list[EstimateRow]:
-    return [row for row in rows if row.fits and row.largest_micro_batch]
-
-
-def _kind(row: EstimateRow) -> str:
-    return CHUNKED if row.method.endswith(CHUNKED) else ""
-
-
-def _compare(
-    checkpointing: EstimateRow, offloading: EstimateRow, hardware: Hardware, name: str
-) -> str:
-    ratio = offloading.tokens_per_s / checkpointing.tokens_per_s
-    hidden = offloading.hidden or 0.0
-    carried = hardware.link.d2h_gib_per_s
-    if ratio >= 1.01:
-        return (
-            f"Offloading everything is {ratio - 1:.0%} faster than checkpointing ({name}): "
-            f"{hidden:.0%} of its copies pass under compute, and no layer runs twice."
-        )
-    if ratio <= 0.99:
-        return (
-            f"Checkpointing is {1 / ratio - 1:.0%} faster than offloading everything ({name}), "
-            f"because the layers save more than {carried:.0f} GiB/s carry: {hidden:.0%} of the "
-            "copies pass under compute."
-        )
-    return f"Offloading everything and checkpointing are equally fast ({name})."
-
-
-def _most_positions(config: Any) -> int | None:
-    """Return the positions that a model has a table for; None if any length will do."""
-    if getattr(config, "rope_theta", None) or getattr(config, "rope_parameters", None):
-        return None
-    if getattr(config, "rope_scaling", None):
-        return None
-    longest = getattr(config, "max_position_embeddings", None)
-    return None if longest is None or not math.isfinite(longest) else int(longest)
-
-
-def check_sequence_length(config: Any, sequence_length: int) -> None:
-    """Refuse a length that the model has no positions for.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    most = _most_positions(config)
-    if most is not None and sequence_length > most:
-        raise ConfigError(
-            f"the sequence length is {sequence_length}, and the model has {most} positions. Give a "
-            "shorter one."
-        )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.estimate import CHUNKED, WAYS, Estimator, Way
+from hf_pyao.estimate.estimate import WAYS, Estimator, Way
+from hf_pyao.estimate.verdict import CHUNKED
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.report.estimate_report import EstimateRow
 from hf_pyao.text import describe_error

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_pyao.errors import ConfigError, unknown_name
-from hf_pyao.estimate.estimate import CHUNKED, WAYS, Estimator, named_row
+from hf_pyao.estimate.estimate import WAYS, Estimator
+from hf_pyao.estimate.verdict import CHUNKED, named_row
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.planning.step_view import predicted_step
 from hf_pyao.report.estimate_report import EstimateReport, EstimateRow

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.estimate.command import ENGINES, OPTIMIZER_BYTES
-from hf_pyao.estimate.estimate import ASSUMPTIONS, RESERVE, check_sequence_length
+from hf_pyao.estimate.estimate import ASSUMPTIONS, RESERVE
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import ModelSpec, config_of
+from hf_pyao.estimate.positions import check_sequence_length
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import GIB

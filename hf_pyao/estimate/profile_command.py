@@ -92,9 +92,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 
 def _predicted(args: argparse.Namespace) -> Profile:
-    from hf_pyao.estimate.estimate import check_sequence_length
     from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.estimate.model_specs import config_of, parse_model
+    from hf_pyao.estimate.positions import check_sequence_length
     from hf_pyao.estimate.predicted_profile import predict_profile
     from hf_pyao.hardware.presets import find_hardware
     from hf_pyao.report.schema import write_json

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.integrations.step_recording import record_fake_step
+from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import StepProgram
 
@@ -44,6 +45,7 @@ def record_step(
     *,
     head_loss: str = "off",
     recompute_modules: Sequence[str] = (),
+    plan: Plan | None = None,
     keep_last_layers: int = 0,
     is_whole: bool = False,
 ) -> StepProgram:
@@ -55,6 +57,7 @@ def record_step(
         sequence_length: tokens of each, without padding.
         head_loss: ``PyAOConfig.head_loss``.
         recompute_modules: ``PyAOConfig.recompute_modules``.
+        plan: what is recomputed beside.
         keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
             others are kept. With more than one, all layers are run.
         is_whole: run all layers, also where some stand for others.
@@ -68,6 +71,7 @@ def record_step(
         sequence_length,
         head_loss=head_loss,
         recompute_modules=recompute_modules,
+        plan=plan,
         keep_last_layers=keep_last_layers,
         is_whole=is_whole,
     )
@@ -81,6 +85,7 @@ def recorded_step(
     *,
     head_loss: str = "off",
     recompute_modules: Sequence[str] = (),
+    plan: Plan | None = None,
     keep_last_layers: int = 0,
     is_whole: bool = False,
 ) -> RecordedStep:
@@ -89,6 +94,7 @@ def recorded_step(
         _StepOf(training, micro_batch, sequence_length),
         head_loss=head_loss,
         recompute_modules=recompute_modules,
+        plan=plan,
         keep_last_layers=keep_last_layers,
         is_whole=is_whole,
     )

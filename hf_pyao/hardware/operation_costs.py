@@ -39,7 +39,17 @@ def cost_of(
     # Products with sums in another dtype: formulas do not know that argument.
     known = [arg for arg in args if not isinstance(arg, torch.dtype)]
     flops = 0.0 if count is None else float(count(*known, **kwargs, out_val=result))
+    if flops and _is_causal(func, args, kwargs):
+        flops /= 2  # kernels skip the half of the scores that is masked; formulas count it
     return OperationCost(flops, sum(t.numel() * t.element_size() for t in tensors))
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    position = names.index("is_causal")
+    return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
 
 
 def is_question(func: Any) -> bool:

@@ -17,13 +17,12 @@ from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.pack_intervals import PackIntervals
 from hf_pyao.planning.plan import Plan, PlanPolicy
+from hf_pyao.planning.pyao_plan import plan_of_rule
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.policy import Policy
 from hf_pyao.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
-
-SOURCE = "PyAO's rule (PyAO paper, section 4.4)"
 
 
 class PyAORule:
@@ -76,11 +75,11 @@ class PyAORule:
             )
             return
         outliers = find_outliers(rates, fmean(known))
-        self.plan = Plan(
-            source=SOURCE,
+        self.plan = plan_of_rule(
+            outliers.flagged,
+            intervals.saved(),
+            rates,
             model=self._identity,
-            slots=[],
-            recomputed_modules=list(outliers.flagged),
             figures={
                 "link_gib_per_s": outliers.link_gib_per_s,
                 "upper_bound_gib_per_s": outliers.upper_bound_gib_per_s,

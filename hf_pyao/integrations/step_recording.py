@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -15,6 +16,7 @@ from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.integrations.shrunk_model import remove_equal_layers
 from hf_pyao.integrations.wiring import make_engine, make_lifecycle, put_on_head_loss, wrapper_of
 from hf_pyao.losses.chunking import ChunkPlan
+from hf_pyao.planning.plan import RECOMPUTE, Plan, PlanPolicy
 from hf_pyao.planning.policies import make_policy
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_recorder import (
@@ -23,6 +25,7 @@ from hf_pyao.planning.step_recorder import (
     RecordingTransport,
     StepRecorder,
 )
+from hf_pyao.report.plan_report import OFFLOAD
 from hf_pyao.stores import HostPool
 from hf_pyao.transfer.link import LinkContext
 
@@ -57,6 +60,7 @@ def record_fake_step(
     *,
     head_loss: str = "off",
     recompute_modules: Sequence[str] = (),
+    plan: Plan | None = None,
     keep_last_layers: int = 0,
     layers: Sequence[str] = (),
     is_whole: bool = False,
@@ -67,6 +71,7 @@ def record_fake_step(
         step: the model, and how it is trained.
         head_loss: ``PyAOConfig.head_loss``.
         recompute_modules: ``PyAOConfig.recompute_modules``.
+        plan: what is recomputed beside; what it offloads or keeps is not looked at.
         keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
             others are kept. With more than one, all layers are run.
         layers: ``PyAOConfig.layers``; where they are named, all are run.
@@ -86,14 +91,16 @@ def record_fake_step(
     with step.model() as (model, fake_mode):
         state_bytes = step.state_bytes(model)
         # Of the layers that stand for others, the one behind them runs the same.
-        runs_all = is_whole or bool(layers) or (bool(recompute_modules) and keep_last_layers > 1)
+        recomputes = bool(recompute_modules) or plan is not None
+        runs_all = is_whole or bool(layers) or (recomputes and keep_last_layers > 1)
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
         recorder = StepRecorder(fake_mode)
         pool = HostPool(UNLIMITED_BYTES, pin=False)
         link = LinkContext(RecordingTransport(recorder), pool, 0)
         found = find_layers(model, layers)
-        engine = make_engine(model, config, wrapper_of(config, found)(make_policy(config)), link)
+        policy = make_policy(config) if plan is None else PlanPolicy(_all_leaves(plan))
+        engine = make_engine(model, config, wrapper_of(config, found)(policy), link)
         lifecycle = make_lifecycle(engine, found)
         loss = put_on_head_loss(model, config)
         try:
@@ -112,6 +119,13 @@ def record_fake_step(
     if removed is None:
         return RecordedStep(program, program.layer_names, 0), num_chunks
     return RecordedStep(program, removed.layer_names, removed.nbytes), num_chunks
+
+
+def _all_leaves(plan: Plan) -> Plan:
+    """Return *plan* with everything offloaded that it does not recompute."""
+    recomputed = [slot for slot in plan.slots if slot.action == RECOMPUTE]
+    slots = [dataclasses.replace(slot, otherwise=OFFLOAD, codec=None) for slot in recomputed]
+    return dataclasses.replace(plan, slots=slots, otherwise=OFFLOAD)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from hf_pyao.planning.calibration import times_of
 from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.plan import KEEP, RECOMPUTE, Plan, PlanError
-from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
+from hf_pyao.planning.predict import operation_times_ms, predict
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import FORWARD
 from hf_pyao.report.prediction_report import ComparedFigure, PredictedPlan

@@ -14,6 +14,8 @@ from hf_pyao.hardware.speeds import GIB
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.runtime.observer import Observer
 from hf_pyao.runtime.parameters import FrozenShapes, is_parameter
+from hf_pyao.runtime.policy import Decision
+from hf_pyao.runtime.slots import Slot
 from hf_pyao.transfer.layout import reason_not_movable
 from hf_pyao.transfer.transport import Transport
 
@@ -43,10 +45,14 @@ class PackIntervals(Observer):
         self._num_left = num_micro_batches
         self._on_done = on_done
         self._intervals: list[tuple[str, int, Any, Any]] = []
+        self._saved: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._here = threading.local()
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
         """Begin an interval where a part of a layer starts."""
+        if not path:
+            self._settle_pack()
+            self._here.slots = {}
         if is_start and phase == "forward":
             self._here.begin = self._transport.mark(self._device)
 
@@ -55,11 +61,36 @@ class PackIntervals(Observer):
         if reason_not_movable(tensor) is not None or is_parameter(tensor, FrozenShapes()):
             return
         self.note_pack(layer, path, tensor.nbytes)
+        self._settle_pack()
+        self._here.pending = (path, tensor.untyped_storage()._cdata)
         now = self._transport.mark(self._device)
         begin = getattr(self._here, "begin", None)
         if begin is not None:
             self._intervals.append((path, tensor.nbytes, begin, now))
         self._here.begin = now
+
+    def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
+        """Take note of which slot the tensor is that was just saved, if it was not saved before."""
+        pending = getattr(self._here, "pending", None)
+        if pending is not None and stays is None:
+            path, key = pending
+            self._here.pending = None
+            self._here.slots[key] = slot.name
+            self._saved[path][slot.name] = None
+
+    def _settle_pack(self) -> None:
+        """Take note of the tensor before, if it lies in a slot that was saved before."""
+        pending = getattr(self._here, "pending", None)
+        if pending is not None:
+            path, key = pending
+            self._here.pending = None
+            name = self._here.slots.get(key)
+            if name is not None:
+                self._saved[path][name] = None
+
+    def saved(self) -> dict[str, list[str]]:
+        """Return the slots that each sub-module saves, first or again, by path."""
+        return {path: list(names) for path, names in self._saved.items()}
 
     def note_pack(self, layer: str, path: str, nbytes: int) -> None:
         """Take note of what was saved, beside the moment."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from hf_pyao.planning.predict import Prediction
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import OUTSIDE, StepProgram
 
 

@@ -37,6 +37,7 @@ class PlanPolicy:
             for layer in (slot.layers if slot.layers is not None else [None])
         }
         self._recomputed = frozenset(plan.recomputed_modules)
+        self._replayed = self._recomputed | frozenset(plan.replayed_modules)
         self._recomputes = bool(plan.recomputed_modules) or any(
             slot.action == RECOMPUTE for slot in plan.slots
         )
@@ -66,7 +67,7 @@ class PlanPolicy:
 
     def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
         """Return the sub-modules whose products may run again; None if nothing is recomputed."""
-        return self._recomputed if self._recomputes else None
+        return self._replayed if self._recomputes else None
 
     def _simple(self, action: str, slot: Slot, codec: str | None) -> Keep | Offload:
         if action == KEEP or slot.nbytes < self.min_bytes:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD, Copy, Lanes, LateLanes, TimedLanes
+from hf_pyao.planning.prediction import Lifetime, PredictedCopy, Prediction, Stall
 from hf_pyao.planning.step_program import (
     BACKWARD,
     FORWARD,
@@ -28,72 +28,6 @@ from hf_pyao.planning.step_program import (
     StepProgram,
 )
 from hf_pyao.stores.slabs import ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What a step comes to under a plan."""
-
-    step_ms: float
-    """Until compute is done; NaN without a device."""
-    compute_ms: float
-    """Compute alone; NaN without a device."""
-    stall_forward_ms: float
-    """How long forward waits for copies."""
-    stall_backward_ms: float
-    """How long backward waits for copies."""
-    peak_bytes: int
-    """Most bytes on the device."""
-    peak_at: int
-    """The operation after which they are there."""
-    live_bytes: tuple[int, ...]
-    """Bytes on the device by operation: most since the operation before."""
-    host_peak_bytes: int
-    """Most bytes of the host pool in use at once."""
-    offloaded_bytes: int
-    """What crosses the link to the host."""
-    read_in_place_bytes: int
-    """What had not left when backward asked for it, and did not come back."""
-    lifetimes: tuple[Lifetime, ...]
-    """When each buffer is on the device under the plan."""
-    start_ms: tuple[float, ...] = ()
-    """When each operation starts; empty where no times are predicted."""
-    copies: tuple[PredictedCopy, ...] = ()
-    """When copies run, by start; empty without times, or without a link."""
-    stalls: tuple[Stall, ...] = ()
-    """When compute waits for copies, in order; empty without times, or without a link."""
-
-
-class Lifetime(NamedTuple):
-    """A stretch of operations over which a buffer is on the device."""
-
-    buffer: int
-    start: int
-    """The first operation with it."""
-    end: int
-    """The first operation without it."""
-
-
-class PredictedCopy(NamedTuple):
-    """A copy of a slot, with when it runs."""
-
-    direction: str
-    """``"offload"`` or ``"reload"``."""
-    slot: int
-    """Its number in the program."""
-    start_ms: float
-    end_ms: float
-
-
-class Stall(NamedTuple):
-    """Compute waits for a copy."""
-
-    phase: str
-    """``"forward"`` or ``"backward"``."""
-    slot: int
-    """The slot whose copy is waited for, by its number in the program."""
-    start_ms: float
-    end_ms: float
 
 
 def predict(
@@ -220,6 +154,8 @@ class _Walk:
         self.by_layer: dict[int, list[int]] = {}
         for number, slot in enumerate(program.slots):
             if slot.link_bytes == 0:
+                for moment in slot.asked_again:
+                    self.unpacks[moment].append(number)
                 continue
             is_first = (slot.layer, slot.left_at) in begun
             (self.first_packs if is_first else self.packs)[slot.left_at].append(number)
@@ -448,9 +384,12 @@ class _Walk:
         self.ahead_bytes += slot.link_bytes
 
     def _unpack(self, number: int) -> None:
+        slot = self.program.slots[number]
+        if slot.link_bytes == 0:
+            self._prefetch()  # it was rebuilt
+            return
         if not self.leaves[number] or number in self.is_consumed:
             return
-        slot = self.program.slots[number]
         if self.is_waiting[number]:
             if not self.is_read_in_place[number]:
                 self._hold(slot)

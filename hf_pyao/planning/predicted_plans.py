@@ -63,13 +63,13 @@ def prediction_of(
             "model": profile.model,
         },
         plans=[forecast.plan(name, leaves, limit_bytes) for name, leaves in found.items()],
-        compared=[] if forecast.is_elsewhere else forecast.compared(_as_profiled(forecast)),
+        compared=[] if forecast.is_elsewhere else forecast.compared(leaves_as_profiled(forecast)),
         notes=_notes(profile),
         provenance=collect_provenance(),
     )
 
 
-def _as_profiled(forecast: Forecast) -> list[bool]:
+def leaves_as_profiled(forecast: Forecast) -> list[bool]:
     """Return which slots left while the profile was made."""
     settings = forecast.profile.settings
     if settings.get("policy") == "off":

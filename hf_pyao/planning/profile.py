@@ -109,6 +109,7 @@ class StepProfiler(PackIntervals):
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Note the slot."""
+        super().on_slot(slot, stays, decision)
         self._slots.setdefault(slot.name, {})[slot.layer] = slot
         self._stays[slot.name] = stays
 

@@ -70,7 +70,8 @@ class SlotUse(NamedTuple):
     unpacked_at: int
     """Number of operations before it is asked for; -1 if it was not."""
     asked_again: tuple[int, ...] = ()
-    """The same, for each time after the first."""
+    """The same, for each time after the first. Of a slot that is recomputed: when it was there
+    again, each time that it was asked for."""
     unpack_rank: int = 0
     """Orders those that are asked for at the same moment."""
 
@@ -85,6 +86,8 @@ class Pack(NamedTuple):
     """Of the tensor."""
     at: int
     """Number of operations before it."""
+    slot: str = ""
+    """The slot that it is saved as, now or before."""
 
 
 class Segment(NamedTuple):

@@ -29,7 +29,8 @@ from hf_pyao.planning.step_program import (
     StepProgram,
 )
 from hf_pyao.runtime.layer_inputs import tensors_in
-from hf_pyao.runtime.observer import Observer
+from hf_pyao.runtime.observer import Observer, Result
+from hf_pyao.runtime.passing_over import is_recomputing
 from hf_pyao.runtime.policy import Decision
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.transfer.graph_task import is_in_backward
@@ -58,6 +59,11 @@ class _OpenSlot:
         self.unpack_rank = 0
         self.asked_again: list[int] = []
 
+    @property
+    def is_dropped(self) -> bool:
+        """True if it neither stayed nor left: it is recomputed."""
+        return self.stays is None and self.link_bytes == 0
+
 
 class StepRecorder:
     """What is seen of a step: operations, storages, slots, layers.
@@ -85,6 +91,7 @@ class StepRecorder:
         self._segments: list[tuple[str, int, int]] = [(FORWARD, OUTSIDE, 0)]
         self._num_unpacks = 0
         self._packs: list[Pack] = []
+        self._packed_buffers: list[int] = []
         self._labels: dict[int, str] = {}
         self._paths: list[str] = [""]
         self._graph: GraphRecorder | None = None
@@ -138,7 +145,7 @@ class StepRecorder:
         self._operations.append(
             Operation(
                 func._overloadpacket.__name__,
-                self._paths[-1],
+                "" if is_recomputing() else self._paths[-1],  # where no hook of a module is called
                 0.0 if cost is None else cost.flops,
                 0 if cost is None else cost.nbytes,
                 cost is not None,
@@ -264,6 +271,7 @@ class StepRecorder:
         number = self._layer_numbers[layer]
         if number < NUM_PACKED_LAYERS and self._alive.get(tensor.untyped_storage()._cdata) != -1:
             self._packs.append(Pack(number, path, tensor.nbytes, self.now))
+            self._packed_buffers.append(self.buffer_of(tensor))
 
     def label(self, tensor: torch.Tensor, name: str) -> None:
         """Name the buffer that *tensor* lies in."""
@@ -293,8 +301,14 @@ class StepRecorder:
     def asked_for(self, slot: Slot) -> None:
         """Take note that backward asks for a slot."""
         used = self._open.get((slot.layer_index, slot.name))
-        if used is not None and used.unpacked_at >= 0:
+        if used is not None and (used.unpacked_at >= 0 or used.is_dropped):
             used.asked_again.append(self.now)
+
+    def rebuilt(self, slot: Slot) -> None:
+        """Take note that a dropped slot was rebuilt, which is what it was just asked for."""
+        used = self._open.get((slot.layer_index, slot.name))
+        if used is not None and used.asked_again:
+            used.asked_again[-1] = self.now
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -335,9 +349,21 @@ class StepRecorder:
             tuple(segment for segment in segments if segment.start < segment.end),
             resident_bytes,
             self._layer_names,
-            tuple(self._packs),
+            self._packs_with_slots(),
             dict(self._labels),
             self._layer_graph(),
+        )
+
+    def _packs_with_slots(self) -> tuple[Pack, ...]:
+        """Name the slot of each tensor that was saved, by the storage that it lies in."""
+        names = {
+            (used.slot.layer_index, used.source): used.slot.name
+            for used in reversed(self._slots)
+            if used.source >= 0
+        }
+        return tuple(
+            pack._replace(slot=names.get((pack.layer, buffer), ""))
+            for pack, buffer in zip(self._packs, self._packed_buffers, strict=True)
         )
 
     def _layer_graph(self) -> LayerGraph | None:
@@ -385,6 +411,13 @@ class _Listener(Observer):
     def on_unpack(self, slot: Slot) -> None:
         """Take note of it."""
         self._recorder.asked_for(slot)
+
+    def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
+        """Take note of what was rebuilt."""
+        result = work()
+        if what == "recompute" and isinstance(label, Slot):
+            self._recorder.rebuilt(label)
+        return result
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Take note of it."""

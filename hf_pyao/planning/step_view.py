@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_pyao.planning.peak_cause import peak_cause
-from hf_pyao.planning.predict import Prediction
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import OUTSIDE, Segment, StepProgram
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.step_report import MemoryPoint, StepPeak, StepReport, StepSpan, StepTotals

@@ -71,6 +71,9 @@ class Plan:
     recomputed_modules: list[str] = field(default_factory=list)
     """Sub-modules of which all slots that are not named are recomputed, those that they save and
     those that they make. Their matrix products and attention may run again for that."""
+    replayed_modules: list[str] = field(default_factory=list)
+    """Further sub-modules whose matrix products and attention may run again, on the way to a slot
+    that is recomputed; ``""`` is the layer itself."""
     figures: dict[str, float] = field(default_factory=dict)
     """What it was computed from, and what it is predicted to come to."""
 
@@ -190,7 +193,11 @@ class Plan:
                     f"it is {echo(identity[key])}. {remedy}"
                 )
         known = {path for _, paths in layers for path in ("", *paths)}
-        for name in [*(s.name.rpartition(":")[0] for s in self.slots), *self.recomputed_modules]:
+        for name in [
+            *(s.name.rpartition(":")[0] for s in self.slots),
+            *self.recomputed_modules,
+            *self.replayed_modules,
+        ]:
             if name not in known:
                 hint = nearest(name, sorted(known)) or "."
                 raise PlanError(

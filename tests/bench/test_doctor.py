@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from hf_pyao.bench import doctor
+from hf_pyao.bench.device_speed import DeviceSpeed
 from hf_pyao.bench.doctor import Finding, Machine, examine, render, report_of
+from hf_pyao.bench.verdict import hardware_of, verdict_on
 from hf_pyao.report.bench_report import FactsReport
 
 GIB = 2**30
@@ -114,3 +116,41 @@ def test_it_is_a_document_that_is_read_back() -> None:
     report = report_of(GOOD, examine(GOOD))
     assert FactsReport.from_dict(report.to_dict()) == report
     assert len(report.facts["advice"]) == 1
+
+
+def test_a_verdict_takes_the_speeds_that_were_measured() -> None:
+    machine = dataclasses.replace(GOOD, speed=DeviceSpeed(tflop_per_s=50.0, memory_gib_per_s=400.0))
+    hardware = hardware_of(machine)
+    assert hardware is not None
+    assert (hardware.memory_gib, hardware.device.tflop_per_s) == (12.0, 50.0)
+    assert (hardware.link.d2h_gib_per_s, hardware.link.copy_engines) == (24.0, 2)
+    assert hardware_of(GOOD) is None  # without its own speed
+
+
+@pytest.mark.thorough
+def test_it_ends_with_the_fastest_way_to_train_on_this_machine() -> None:
+    """A machine with a fast device behind a slow link checkpoints; behind a fast one it offloads."""
+    model = "opt:hidden_size=256,word_embed_proj_dim=256,ffn_dim=1024,num_attention_heads=4"
+    model += ",num_hidden_layers=6,vocab_size=512"
+    speed = DeviceSpeed(tflop_per_s=50.0, memory_gib_per_s=400.0)
+    fast = {"d2h_gib_per_s": 400.0, "h2d_gib_per_s": 400.0, "both_gib_per_s": 800.0}
+    slow = {"d2h_gib_per_s": 1.0, "h2d_gib_per_s": 1.0, "both_gib_per_s": 1.0}
+    words = {}
+    for name, link in (("fast", fast), ("slow", slow)):
+        device = {"name": "Some GPU", "memory_gib": 0.5}
+        machine = dataclasses.replace(GOOD, device=device, link=link, speed=speed)
+        hardware = hardware_of(machine)
+        assert hardware is not None
+        assert hardware.link.copy_engines == (2 if name == "fast" else 1)
+        words[name] = verdict_on(machine, model, sequence_length=128).words
+        text = render(examine(machine), words[name])
+        assert text.endswith(words[name])
+    assert "Offloading everything is" in words["fast"]
+    assert "Checkpointing is" in words["slow"]
+    report = report_of(GOOD, examine(GOOD), words["fast"])
+    assert report.facts["verdict"] == words["fast"]
+
+
+def test_without_an_accelerator_there_is_no_verdict_on_speed() -> None:
+    machine = dataclasses.replace(GOOD, device={"name": "CPU", "memory_gib": None}, link={})
+    assert "pyao estimate --model opt:1.3b --device" in verdict_on(machine, "opt:1.3b").words

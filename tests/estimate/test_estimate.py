@@ -12,9 +12,10 @@ from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.command import ENGINES
-from hf_pyao.estimate.estimate import WAYS, Estimator, verdict
+from hf_pyao.estimate.estimate import WAYS, Estimator
 from hf_pyao.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.estimate.model_sizes import build_config, find_size
+from hf_pyao.estimate.verdict import verdict
 from hf_pyao.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.report.estimate_report import EstimateReport, EstimateRow

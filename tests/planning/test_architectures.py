@@ -11,7 +11,8 @@ from hf_pyao import PyAOConfig
 from hf_pyao.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.planning.peak_cause import peak_cause
-from hf_pyao.planning.predict import Prediction, predict
+from hf_pyao.planning.predict import predict
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.scaling import interpolate
 from hf_pyao.planning.step_program import StepProgram
 

@@ -19,6 +19,7 @@ from hf_pyao.planning.forecast import Forecast, ForecastError
 from hf_pyao.planning.plan import Plan, PlanError, PlannedSlot
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.profile_merge import merge_profiles
+from hf_pyao.planning.profile_steps import steps_of
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.report import ReportError
 from hf_pyao.report.profile_report import Profile
@@ -106,6 +107,22 @@ def test_what_was_measured_stands_beside_what_is_predicted(tmp_path: Path) -> No
     assert inside.predicted == pytest.approx(inside.measured, rel=0.05)
     for name in ("offloaded_bytes", "host_peak_bytes"):
         assert compared[name].predicted == compared[name].measured > 0
+
+
+def test_a_profile_is_drawn_over_time_measured_and_predicted(tmp_path: Path) -> None:
+    _, profile = profiled("gpt2", tmp_path)
+    measured, predicted_one = steps_of(profile)
+    assert measured.is_measured
+    assert not predicted_one.is_measured
+    lanes = [{span.lane for span in step.spans} for step in (measured, predicted_one)]
+    assert {"forward", "backward", "offload", "reload"} <= lanes[0] & lanes[1]
+    assert predicted_one.totals.step_ms == pytest.approx(measured.totals.step_ms, rel=0.1)
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "profile.json"), "-o", str(page)]) == 0
+    assert "the last micro-batch, measured" in page.read_text()
+    trace = tmp_path / "trace.json"
+    assert main(["report", str(tmp_path / "profile.json"), "-o", str(trace)]) == 0
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_a_module_that_is_slow_is_slow_in_the_prediction(tmp_path: Path) -> None:

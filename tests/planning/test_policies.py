@@ -13,11 +13,15 @@ import torch
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import POLICY_NAMES
 from hf_pyao.errors import ConfigError
+from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.model_identity import identity_of
 from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.planning.budget import OVER_BUDGET, OffloadBudget
+from hf_pyao.planning.pack_intervals import PackIntervals
 from hf_pyao.planning.plan import PLANNED, Plan, PlanError, PlannedSlot, PlanPolicy
 from hf_pyao.planning.policies import POLICIES
+from hf_pyao.planning.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.report import ReportError
 from hf_pyao.runtime.policy import Offload, Situation
 from hf_pyao.runtime.slots import Slot
@@ -367,6 +371,49 @@ def test_what_is_flagged_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
         after = offloader.metrics()
     assert before["recomputed_bytes"] == 0 < after["recomputed_bytes"]
     assert after["offloaded_bytes"] < before["offloaded_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flagged", "slots"),
+    [
+        ("opt", "fc2", {"activation_fn:0"}),
+        ("gpt2", "mlp.c_proj", {"mlp.c_proj:0"}),
+        ("llama", "mlp.down_proj", {"mlp.down_proj:0"}),
+        ("llama", "mlp", {"mlp:0", "mlp:1"}),
+    ],
+)
+def test_what_a_flagged_part_saves_is_recomputed_whoever_saved_it_before(
+    architecture: str, flagged: str, slots: set[str]
+) -> None:
+    """OPT's ``fc2`` saves the result of its activation, which that has saved; and so on."""
+    model = tiny_model(architecture)
+    expected = step(model)
+    with attach(model, EVERY_LAYER) as offloader:
+        found: list[PackIntervals] = []
+        transport, device = offloader.transport, offloader.device
+        offloader.engine.observe(PackIntervals(transport, device, 1, found.append))
+        step(model)
+    saved = found[0].saved()
+    plan = plan_of_rule([flagged], saved, found[0].throughput_gib_per_s())
+    assert {slot.name for slot in plan.slots} == slots
+    recorded = record_fake_step(_watched(model).step())[0].whole()
+    assert {path: set(names) for path, names in saved_by(recorded).items()} == {
+        path: set(names) for path, names in saved.items()
+    }
+    with attach(model, replace(EVERY_LAYER, policy=PlanPolicy(plan))) as offloader:
+        assert_same(step(model), expected)
+        figures = offloader.metrics()
+    sizes = {slot.name: slot.nbytes for slot in recorded.slots if slot.layer == 0}
+    assert figures["recomputed_bytes"] == 3 * sum(sizes[name] for name in slots)
+
+
+def _watched(model: torch.nn.Module) -> ForwardWatch:
+    def before(seen: SeenForward, *, is_first: bool) -> None:
+        del seen, is_first
+
+    watch = ForwardWatch(model, None, before)
+    step(model)
+    return watch
 
 
 def test_a_plan_that_cannot_be_kept_ends_no_training(

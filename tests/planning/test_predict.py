@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -11,11 +13,13 @@ from hf_pyao.estimate.estimate import WAYS, Estimator, Way
 from hf_pyao.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.estimate.recorded_step import record_step
+from hf_pyao.estimate.replayed_step import replay_step
 from hf_pyao.estimate.simulated_step import simulate_step
 from hf_pyao.hardware.presets import Hardware, find_hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.planning.peak_cause import peak_cause
-from hf_pyao.planning.predict import Prediction, predict
+from hf_pyao.planning.predict import operation_times_ms, predict
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import StepProgram
 
 LENGTH = 64
@@ -163,6 +167,29 @@ def test_time_and_peak_are_the_simulators(case: Case, hardware: Hardware) -> Non
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("hardware", [SLOW, FAST], ids=lambda hardware: hardware.name)
+def test_a_replay_without_tensors_says_the_same(case: Case, hardware: Hardware) -> None:
+    program = case.program
+    first_kept = program.num_layers - case.keep_last_layers
+    leaves = [
+        case.policy == "all" and slot.nbytes >= 4096 and slot.layer < first_kept
+        for slot in program.slots
+    ]
+    times_ms = operation_times_ms(program, hardware.device)
+    replayed = replay_step(
+        program,
+        leaves,
+        times_ms=times_ms,
+        link=hardware.link,
+        window_bytes=None if isinstance(case.window, str) else case.window,
+    )
+    predicted = case.predicted(hardware)
+    assert predicted.offloaded_bytes == replayed.offloaded_bytes
+    assert predicted.peak_bytes == replayed.peak_bytes
+    assert predicted.step_ms == pytest.approx(replayed.step_ms, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_peak_on_any_link_is_that_of_copies_that_are_late(case: Case) -> None:
     fake = peak_of(case.training, case.settings, case.micro_batch, case.length)
     predicted = case.predicted(None)
@@ -212,29 +239,37 @@ def test_the_papers_models_at_full_size(architecture: str, name: str, window: in
     assert predicted.peak_bytes == simulated.peak_bytes
 
 
+_POLICIES = {"policy budget": "budget", "policy pyao": "plan"}
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", PAPER_SIZES)
 @pytest.mark.parametrize("name", ["rtx4070", "h200"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name.replace(" ", "-"))
-def test_each_policy_of_the_papers_models(architecture: str, name: str, way: Way) -> None:
+def test_each_policy_of_the_papers_models(
+    architecture: str, name: str, way: Way, tmp_path: Path
+) -> None:
     hardware = find_hardware(name)
     config = build_config(architecture, find_size(architecture, PAPER_SIZES[architecture]))
     estimator = Estimator(config, hardware)
     budget_bytes = None
-    flagged = estimator.flagged() if way.is_pyao else ()
+    plan = estimator.rule_plan() if way.is_pyao else None
+    if plan is not None:
+        assert plan.slots, "the paper's rule flags something in each of its models"
+        plan.to_json_file(tmp_path / "plan.json")
     program = record_step(
         FakeTraining(config=config, checkpointing=way.checkpointing),
         4,
         512,
-        recompute_modules=flagged,
-        keep_last_layers=1 if flagged else 0,
+        plan=plan,
+        keep_last_layers=1 if way.is_pyao else 0,
     )
     if way.is_budget:
         budget_bytes = estimator.hidden_bytes(program)
     settings = PyAOConfig(
-        policy="off" if not way.offloads else "budget" if way.is_budget else "all",
+        policy=_POLICIES.get(way.name, "all" if way.offloads else "off"),
+        plan=tmp_path / "plan.json" if way.is_pyao else None,
         budget=None if budget_bytes is None else f"{budget_bytes}B",
-        recompute_modules=flagged,
         host_memory_gib=2.0**20,
     )
     training = FakeTraining(config=config, checkpointing=way.checkpointing)
@@ -287,3 +322,31 @@ def test_a_wrong_number_of_decisions_is_refused() -> None:
         ValueError, match=f"leaves has 1 entries; the program has {len(program.slots)}"
     ):
         predict(program, [True], window_bytes=None)
+
+
+@pytest.mark.parametrize(
+    "num_points", [12, pytest.param(400, marks=pytest.mark.thorough)], ids=["few", "hundreds"]
+)
+def test_any_plan_on_any_link_is_what_a_replay_says(num_points: int) -> None:
+    random = Random(0)
+    for number in range(num_points):
+        case = random.choice(CASES[:7])
+        program = case.program
+        share = random.random()
+        leaves = [random.random() < share for _ in program.slots]
+        window_bytes = random.choice([None, 0, 4096, 2**15, 2**18, 2**24])
+        speeds = [random.choice([0.05, 0.3, 1.0, 7.0]) for _ in range(2)]
+        link = LinkModel(
+            d2h_gib_per_s=speeds[0], h2d_gib_per_s=speeds[1], copy_engines=random.choice([1, 2])
+        )
+        device = random.choice([SLOW, FAST]).device
+        times_ms = operation_times_ms(program, device)
+        options = {"times_ms": times_ms, "link": link, "window_bytes": window_bytes}
+        predicted = predict(program, leaves, **options)
+        replayed = replay_step(program, leaves, **options)
+        where = (number, case.architecture, window_bytes, link)
+        assert predicted.offloaded_bytes == replayed.offloaded_bytes, where
+        assert predicted.step_ms == pytest.approx(replayed.step_ms, rel=1e-9), where
+        assert predicted.peak_bytes == replayed.peak_bytes, where
+        late = predict(program, leaves, window_bytes=window_bytes)
+        assert late.peak_bytes >= predicted.peak_bytes, where

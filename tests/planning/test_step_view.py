@@ -13,7 +13,8 @@ import torch
 
 from hf_pyao import attach
 from hf_pyao.hardware.presets import Hardware
-from hf_pyao.planning.predict import Prediction, predict
+from hf_pyao.planning.predict import predict
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import Buffer, Operation, Segment, SlotUse, StepProgram
 from hf_pyao.planning.step_view import measured_step, predicted_step, thinned
 from hf_pyao.report.schema import to_plain

@@ -1,0 +1,298 @@
+"""Replays a recorded step on the simulation's clock, without tensors.
+
+The engine's own windows decide when what leaves and comes back; the simulation's link says when
+copies run, also where both directions share an engine or the host's memory. The step is numbers, so
+that a replay takes a tenth of a second: it judges predictions where hundreds of points are tried.
+``simulated_step`` runs the engine itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hf_pyao.estimate.simulated_step import SimulatedStep
+from hf_pyao.hardware.speeds import LinkModel
+from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, SlotUse, StepProgram
+from hf_pyao.simulation.virtual_link import Booking, VirtualLink
+from hf_pyao.transfer.compute_streams import ComputeStreams
+from hf_pyao.transfer.moved_bytes import DEVICE, HOST, OFFLOADING, RELOADING, Residency
+from hf_pyao.transfer.window import OffloadWindow, ReloadWindow
+
+
+def replay_step(
+    program: StepProgram,
+    leaves: Sequence[bool],
+    *,
+    times_ms: Sequence[float],
+    link: LinkModel,
+    window_bytes: int | None,
+) -> SimulatedStep:
+    """Replay a step.
+
+    Args:
+        program: the step, whole.
+        leaves: for each slot, whether it is offloaded; what stays, stays.
+        times_ms: what each operation takes.
+        link: speeds of copies.
+        window_bytes: as ``PyAOConfig.window``; None: ``"layer"``.
+    """
+    return _Replay(program, leaves, times_ms, VirtualLink(link), window_bytes).run()
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A copy on the virtual link."""
+
+    booking: Booking
+    compute: None = None
+
+
+class _Clock:
+    """What windows ask of a transport."""
+
+    def __init__(self, link: VirtualLink) -> None:
+        self._link = link
+
+    def is_done(self, ticket: _Ticket) -> bool:
+        return self._link.is_done(ticket.booking)
+
+    def wait(self, ticket: _Ticket) -> None:
+        self._link.wait(ticket.booking)
+
+
+class _Bytes:
+    """Stands for moved bytes that there are not; it has what windows ask of them."""
+
+    codec = None
+    home = None
+    is_consumed = False
+    is_read_in_place = False
+    is_over = False
+
+    def __init__(self, slot: SlotUse, ticket: _Ticket, has_left: Callable[[_Bytes], None]) -> None:
+        self.slot = slot
+        self.offload_ticket = ticket
+        self.reload_ticket: _Ticket | None = None
+        self.device_bytes = slot.link_bytes
+        self.payload: tuple[Any, ...] = (slot,)
+        self.residency: Residency = OFFLOADING
+        self._has_left = has_left
+
+    @property
+    def moved(self) -> _Bytes:
+        """Itself: it stands for what holds the bytes, too."""
+        return self
+
+    def source_has_left(self) -> None:
+        """Let go of the device copy."""
+        self.residency = HOST
+        self.payload = ()
+        self._has_left(self)
+
+    def consumed(self) -> None:
+        """Take note that it no longer counts as ahead."""
+        self.is_consumed = True
+
+
+class _Replay:
+    def __init__(
+        self,
+        program: StepProgram,
+        leaves: Sequence[bool],
+        times_ms: Sequence[float],
+        link: VirtualLink,
+        window_bytes: int | None,
+    ) -> None:
+        self.program = program
+        self.leaves = leaves
+        self.times_ms = times_ms
+        self.link = link
+        self.meets_at_layer_end = window_bytes is None
+        clock: Any = _Clock(link)
+        self.offloads = OffloadWindow(clock, window_bytes, ComputeStreams())
+        self.reloads = ReloadWindow(window_bytes)
+        self.by_layer: defaultdict[int, dict[int, _Bytes]] = defaultdict(dict)
+        self.holders: defaultdict[int, int] = defaultdict(int)
+        """What holds a buffer beside the operations: saved tensors, and copies under way."""
+        self.is_dead: set[int] = set()
+        self.live_bytes = self.peak_bytes = program.resident_bytes
+        self.offloaded_bytes = 0
+        self.events: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        """What happens before each operation."""
+        self.after: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        """What ends with each operation: first what dies, then what is made."""
+        self._arrange()
+
+    def _arrange(self) -> None:
+        program = self.program
+        moves = [
+            leaving and slot.link_bytes > 0
+            for leaving, slot in zip(self.leaves, program.slots, strict=True)
+        ]
+        moved: dict[int, _Bytes] = {}
+        starts = {(each.layer, each.start) for each in program.segments if each.phase == FORWARD}
+        # Before an operation: what the layer before saved last, layers' ends and starts, what the
+        # layer saves first, what backward asks for.
+        first: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        for number, slot in enumerate(program.slots):
+            if slot.link_bytes == 0 or (not moves[number] and slot.reloaded < 0):
+                continue
+            pack = partial(self._pack, number, moves[number], moved)
+            is_first = (slot.layer, slot.left_at) in starts
+            (first if is_first else self.events)[slot.left_at].append(pack)
+        before = None
+        for segment in program.segments:
+            events = self.events[segment.start]
+            if before is not None and before.layer != OUTSIDE and before.phase == FORWARD:
+                events.append(self.offloads.layer_end)
+            if segment.phase == BACKWARD and segment.layer != OUTSIDE:
+                events.append(partial(self._backward_start, segment.layer))
+            before = segment
+        for moment, packs in first.items():
+            self.events[moment] += packs
+        asked = sorted(
+            (moment, slot.unpack_rank, number)
+            for number, slot in enumerate(program.slots)
+            if (moves[number] and slot.reloaded >= 0) or slot.link_bytes == 0
+            for moment in (slot.unpacked_at, *slot.asked_again)
+            if moment >= 0
+        )
+        for moment, _, number in asked:
+            is_rebuilt = program.slots[number].link_bytes == 0
+            event = self._prefetch if is_rebuilt else partial(self._unpack, number, moved)
+            self.events[moment].append(event)
+        reloaded = {slot.reloaded for slot in program.slots if slot.reloaded >= 0}
+        for number, buffer in enumerate(program.buffers):
+            if number not in reloaded:
+                self.after[buffer.death].append(partial(self._die, number))
+        for number, slot in enumerate(program.slots):
+            if slot.reloaded >= 0 and slot.link_bytes:
+                end = program.buffers[slot.reloaded].death
+                self.after[end].append(partial(self._slot_ends, number, moves[number], moved))
+        for number, buffer in enumerate(program.buffers):
+            if number not in reloaded:
+                self.after[buffer.birth].append(partial(self._make, buffer.nbytes))
+
+    def run(self) -> SimulatedStep:
+        """Run the step."""
+        for number in range(self.program.num_operations):
+            for event in self.events[number]:
+                event()
+            if self.times_ms[number]:
+                self.link.advance(self.times_ms[number])
+            for event in self.after[number]:
+                event()
+        for event in self.events[self.program.num_operations]:
+            event()
+        return SimulatedStep(
+            self.link.compute_ms, self.link.stall_ms, self.peak_bytes, self.offloaded_bytes
+        )
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def _make(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _die(self, buffer: int) -> None:
+        self.is_dead.add(buffer)
+        if not self.holders[buffer]:
+            self.live_bytes -= self.program.buffers[buffer].nbytes
+
+    def _hold(self, buffer: int) -> None:
+        self.holders[buffer] += 1
+
+    def _let_go(self, buffer: int) -> None:
+        self.holders[buffer] -= 1
+        if buffer in self.is_dead and not self.holders[buffer]:
+            self.live_bytes -= self.program.buffers[buffer].nbytes
+
+    def _has_left(self, moved: _Bytes) -> None:
+        if moved.slot.source >= 0:
+            self._let_go(moved.slot.source)
+
+    # ---- what the engine does ------------------------------------------------------------------
+
+    def _pack(self, number: int, leaves: bool, moved: dict[int, _Bytes]) -> None:
+        slot = self.program.slots[number]
+        if slot.source >= 0:
+            self._hold(slot.source)
+        if not leaves:
+            return
+        ticket = _Ticket(self.link.book("offload", slot.link_bytes))
+        moved[number] = _Bytes(slot, ticket, self._has_left)
+        self.by_layer[slot.layer][number] = moved[number]
+        self.offloaded_bytes += slot.link_bytes
+        window: Any = self.offloads
+        window.add(moved[number])
+
+    def _backward_start(self, layer: int) -> None:
+        if self.meets_at_layer_end:
+            for each in self._group(layer):
+                if each.residency is RELOADING:
+                    self._wait(each)
+        own = [weakref.ref(each) for each in self._group(layer)]
+        others = ([weakref.ref(b) for b in self._group(n)] for n in range(layer - 1, -1, -1))
+        self.reloads.start(own, others)
+        self._prefetch()
+
+    def _group(self, layer: int) -> list[_Bytes]:
+        """Return what a layer call moved, in the order in which it was saved."""
+        return [moved for _, moved in sorted(self.by_layer[layer].items())]
+
+    def _prefetch(self) -> None:
+        self.offloads.release_done()
+        reloads: Any = self.reloads
+        while (moved := reloads.next_bytes(self.offloads.waiting_bytes)) is not None:
+            if moved.is_over:
+                continue
+            self._reload(moved)
+
+    def _reload(self, moved: _Bytes) -> None:
+        self._make(moved.device_bytes)
+        moved.residency = RELOADING
+        booking = self.link.book("reload", moved.device_bytes, [moved.offload_ticket.booking])
+        moved.reload_ticket = _Ticket(booking)
+        reloads: Any = self.reloads
+        reloads.loaded(moved)
+
+    def _wait(self, moved: _Bytes) -> None:
+        assert moved.reload_ticket is not None
+        self.link.wait(moved.reload_ticket.booking)
+        moved.residency = DEVICE
+
+    def _unpack(self, number: int, all_moved: dict[int, _Bytes]) -> None:
+        moved = all_moved[number]
+        if moved.residency is OFFLOADING:
+            if not moved.is_read_in_place and moved.slot.source >= 0:
+                self._hold(moved.slot.source)
+            moved.is_read_in_place = True
+            return
+        if moved.is_consumed:
+            return
+        if moved.residency is HOST:
+            self._reload(moved)
+        if moved.residency is RELOADING:
+            self._wait(moved)
+        reloads: Any = self.reloads
+        reloads.consumed(moved)
+        if not self.reloads.is_exhausted or self.offloads.waiting_bytes:
+            self._prefetch()
+
+    def _slot_ends(self, number: int, leaves: bool, all_moved: dict[int, _Bytes]) -> None:
+        slot = self.program.slots[number]
+        if not leaves:
+            if slot.source >= 0:
+                self._let_go(slot.source)
+            return
+        moved = all_moved[number]
+        moved.is_over = True
+        if moved.reload_ticket is not None:
+            self.live_bytes -= moved.device_bytes
+        if moved.is_read_in_place and slot.source >= 0:
+            self._let_go(slot.source)

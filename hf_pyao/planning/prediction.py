@@ -1,0 +1,72 @@
+"""What a step comes to under a plan: what :func:`~hf_pyao.planning.predict.predict` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step comes to under a plan."""
+
+    step_ms: float
+    """Until compute is done; NaN without a device."""
+    compute_ms: float
+    """Compute alone; NaN without a device."""
+    stall_forward_ms: float
+    """How long forward waits for copies."""
+    stall_backward_ms: float
+    """How long backward waits for copies."""
+    peak_bytes: int
+    """Most bytes on the device."""
+    peak_at: int
+    """The operation after which they are there."""
+    live_bytes: tuple[int, ...]
+    """Bytes on the device by operation: most since the operation before."""
+    host_peak_bytes: int
+    """Most bytes of the host pool in use at once."""
+    offloaded_bytes: int
+    """What crosses the link to the host."""
+    read_in_place_bytes: int
+    """What had not left when backward asked for it, and did not come back."""
+    lifetimes: tuple[Lifetime, ...]
+    """When each buffer is on the device under the plan."""
+    start_ms: tuple[float, ...] = ()
+    """When each operation starts; empty where no times are predicted."""
+    copies: tuple[PredictedCopy, ...] = ()
+    """When copies run, by start; empty without times, or without a link."""
+    stalls: tuple[Stall, ...] = ()
+    """When compute waits for copies, in order; empty without times, or without a link."""
+
+
+class Lifetime(NamedTuple):
+    """A stretch of operations over which a buffer is on the device."""
+
+    buffer: int
+    start: int
+    """The first operation with it."""
+    end: int
+    """The first operation without it."""
+
+
+class PredictedCopy(NamedTuple):
+    """A copy of a slot, with when it runs."""
+
+    direction: str
+    """``"offload"`` or ``"reload"``."""
+    slot: int
+    """Its number in the program."""
+    start_ms: float
+    end_ms: float
+
+
+class Stall(NamedTuple):
+    """Compute waits for a copy."""
+
+    phase: str
+    """``"forward"`` or ``"backward"``."""
+    slot: int
+    """The slot whose copy is waited for, by its number in the program."""
+    start_ms: float
+    end_ms: float

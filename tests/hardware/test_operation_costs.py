@@ -1,0 +1,60 @@
+"""What operations cost: arithmetic that kernels skip is not counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_pyao.hardware.operation_costs import cost_of
+
+SHAPE = (2, 4, 64, 16)
+
+
+class Costs(TorchDispatchMode):
+    """Adds up the arithmetic of attention, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: list[float] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if "attention" in func.__name__:
+            cost = cost_of(func, args, kwargs, result, [])
+            assert cost is not None
+            self.flops.append(cost.flops)
+        return result
+
+
+def flops_of(kernel: str, **options: Any) -> list[float]:
+    query, key, value = (torch.empty(SHAPE, device="meta", requires_grad=True) for _ in range(3))
+    with Costs() as costs:
+        attention = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+        more = (None, True) if kernel == "efficient" else ()
+        result: Tensor = attention(query, key, value, *more, **options)[0]
+        result.sum().backward()
+    return costs.flops
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+def test_causal_attention_computes_half_of_the_scores(kernel: str) -> None:
+    full, causal = flops_of(kernel), flops_of(kernel, is_causal=True)
+    scores = 2 * SHAPE[0] * SHAPE[1] * SHAPE[2] ** 2 * SHAPE[3]  # one product of this size
+    assert full == [2 * scores, 5 * scores]  # what is not saved is computed again in backward
+    assert causal == [flops / 2 for flops in full]
+
+
+def test_the_place_of_the_argument_does_not_matter() -> None:
+    query = torch.empty(SHAPE, device="meta")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    named = cost_of(attention, (query, query, query), {"is_causal": True}, (query,), [])
+    placed = cost_of(attention, (query, query, query, 0.0, True), {}, (query,), [])
+    assert named is not None and named == placed
+    assert named.flops == 2 * 2 * 4 * 64 * 64 * 16
