@@ -22,8 +22,8 @@ from experiments.communication import (
 from hf_pyao.errors import ConfigError
 
 MOST_EFFICIENCY = 1448 / 1514
-"""Payload of a full Ethernet frame by the bytes that ``tc`` counts of it: no link carries more. What
-a fit finds beyond it is communication that passes under compute."""
+"""Payload of a full Ethernet frame by the bytes that ``tc`` counts of it: no link carries more.
+What a fit finds beyond it is communication that passes under compute."""
 
 LINK_BOUND = 0.85
 """Share of communication from which on a step is bound by the link."""

@@ -46,7 +46,7 @@ def _predict(options: Options, figure: str) -> Result:
         predictor = Predictor(model, "micro" if options.is_smoke else None)
         sizes = SMOKE_MICRO_BATCHES if options.is_smoke else MICRO_BATCHES[model]
         for micro_batch in progress(sizes, model):
-            rows += _rows(model, predictor, micro_batch)
+            rows += _rows(model, predictor, micro_batch, figure)
     return Result(
         rows=[row for row in rows if row.figure == figure],
         assumptions=[
@@ -59,11 +59,14 @@ def _predict(options: Options, figure: str) -> Result:
     )
 
 
-def _rows(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row]:
+def _rows(model: str, predictor: Predictor, micro_batch: int, figure: str) -> Iterator[Row]:
     limit_gb = card_limit_bytes(predictor.hardware) / 1e9
     share = predictor.num_parameters / published.NUM_NODES
     for system in SYSTEMS:
         predicted = predictor.predicted(system, micro_batch)
+        if figure == "Figure 4" and system.codec != "identity":
+            peak_bytes, _ = predictor.counted(system, micro_batch)
+            predicted = dataclasses.replace(predicted, peak_bytes=peak_bytes)
         key = (model, system.name, micro_batch)
         common: dict[str, Any] = {
             "model": MODELS[model],

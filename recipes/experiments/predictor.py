@@ -1,8 +1,8 @@
 """What systems take on a card, by prediction: peaks, host memory and times of one micro-batch.
 
 hf_pyao's own predictor, and what several nodes add: under ZeRO-1 with accumulation all gradients
-stay on the device. With int8, peaks and bytes are those of the real engine on fake tensors, and
-times those of the predictor with copies scaled to these bytes; the codec's kernels are not in them.
+stay on the device. With int8 the real engine counts on fake tensors what is left of the bytes, and
+the predictor's copies are scaled by that; the codec's kernels are not in its times.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ PAPER_CAP_BYTES = 8.68e9
 and 8.73 GB."""
 
 CARD = "rtx4070"
+COUNTED_AT = 2
+"""The micro-batch at which a codec's bytes are counted."""
+
 SHADER_TFLOP_PER_S = 29.15
 """An RTX 4070's rate without tensor cores: the slower of the two assumptions."""
 
@@ -51,8 +54,8 @@ ASSUMPTIONS = (
     "backward; no fragmentation, no workspaces",
     f"{NOT_TENSORS_BYTES / 1e9:.1f} GB on the device are no tensors (fitted to the paper's two "
     "baseline peaks)",
-    "int8: peaks and bytes are counted on fake tensors by the real engine; times have its copies, "
-    "and not its kernels",
+    "int8: what it leaves of the bytes is counted on fake tensors by the real engine; times have "
+    "its copies, and not its kernels",
 )
 
 
@@ -135,13 +138,17 @@ class Predictor:
         return other
 
     def predicted(self, system: System, micro_batch: int) -> Predicted:
-        """Predict *system* at *micro_batch*."""
+        """Predict *system* at *micro_batch*.
+
+        With a codec the peak on the device is that without one: see :meth:`counted`.
+        """
         way = self._way(system, micro_batch)
         peak_bytes, host_bytes = way.late.peak_bytes, way.timed.host_peak_bytes
         timed = way.timed
         if system.codec != "identity":
-            peak_bytes, host_bytes = self.counted(system, micro_batch)
-            scaled = scale_copies(way.program, host_bytes / timed.host_peak_bytes)
+            ratio = self.codec_ratio(system)
+            host_bytes = round(host_bytes * ratio)
+            scaled = scale_copies(way.program, ratio)
             timed = predict(
                 scaled,
                 self.estimator.leaves(_way_of(system), way.program),
@@ -174,6 +181,11 @@ class Predictor:
             return self.predicted(exact, size).peak_bytes
 
         return largest_on_a_line(peak_at, int(cap_bytes))
+
+    def codec_ratio(self, system: System) -> float:
+        """Return what the codec of *system* leaves of the bytes: the same at any micro-batch."""
+        exact = self._way(system, COUNTED_AT).timed.host_peak_bytes
+        return self.counted(system, COUNTED_AT)[1] / exact if exact else 1.0
 
     def counted(self, system: System, micro_batch: int) -> tuple[int, int]:
         """Run the real engine on fake tensors; return the peaks of device and host pool."""

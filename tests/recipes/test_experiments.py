@@ -266,9 +266,11 @@ def test_a_sweep_without_points_gives_no_rows() -> None:
 
 
 def test_int8_moves_what_the_real_engine_moves() -> None:
-    predictor = Predictor("llama", "micro", sequence_length=64)
+    predictor = Predictor("llama", "tiny", sequence_length=256)
     exact, coded = (predictor.predicted(system, 2) for system in (PYAO, PYAO_INT8))
     assert coded.offloaded_bytes == pytest.approx(coded.host_bytes, rel=0.02)
+    counted = predictor.counted(PYAO_INT8, 4)[1]
+    assert predictor.predicted(PYAO_INT8, 4).host_bytes == pytest.approx(counted, rel=0.005)
     assert 0.25 < coded.offloaded_bytes / exact.offloaded_bytes < 0.6
     assert coded.step_ms <= exact.step_ms
 
