@@ -49,7 +49,9 @@ CONFIGURATIONS = (
     ("checkpointing, 16-bit moments", True, "16-bit", 0),
     ("NeuroCache, k = 5", True, "16-bit", 5),
 )
+FUSED = "baseline, gelu as one kernel"
 MORE = (
+    (FUSED, False, "32-bit", 0),
     ("PyAO, identity, without checkpointing", False, "16-bit", 10**6),
     ("NeuroCache, k = 5, chunked loss", True, "16-bit", 5),
 )
@@ -70,7 +72,8 @@ def predict_table_1(options: Options) -> Result:
     rows: list[Row] = []
     for name, checkpointing, moments, budget in (*CONFIGURATIONS, *MORE):
         head_loss = "chunked" if "chunked" in name else "off"
-        (point,) = _points(options, (budget,), checkpointing, moments, head_loss)
+        more = ",activation_function=gelu" if name == FUSED else ""
+        (point,) = _points(options, (budget,), checkpointing, moments, head_loss, more)
         paper = known.get(name)
         rows += _rows_of(
             "NeuroCache Table 1", name, point, paper.peak_mb if paper else None,
@@ -106,9 +109,11 @@ def _points(
     checkpointing: bool,
     moments: str,
     head_loss: str = "off",
+    more: str = "",
 ) -> list[SweepPoint]:
+    shape = (MICRO_SHAPE if options.is_smoke else SHAPE) + more
     training = FakeTraining(
-        config=config_of(parse_model(MICRO_SHAPE if options.is_smoke else SHAPE)),
+        config=config_of(parse_model(shape)),
         checkpointing=checkpointing,
         training_state="device",
         optimizer_bytes=MOMENTS[moments],
