@@ -174,7 +174,8 @@ def figure_5_section(read: Read) -> str:
         bullets(
             [
                 f"The paper's {published.HOST_PEAK_GB['opt', 8]:g} GB are not explained by what it "
-                "lists. float32 weights and AdamW's states of a fifth of the model, and all activations, are "
+                "lists. float32 weights and AdamW's states of a fifth of the model, and all "
+                "activations, are "
                 f"{one(found['rows'], **at, system=PYAO.name)['value']:.2f} GB in half precision. "
                 "Torch, CUDA and pinned staging buffers, and a data set in memory, are what is "
                 "left; they are not predicted.",

@@ -7,6 +7,7 @@ the predictor's copies are scaled by that; the codec's kernels are not in its ti
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 
@@ -127,14 +128,13 @@ class Predictor:
         return HALF_BYTES * self.num_parameters
 
     def at(self, tflop_per_s: float) -> Predictor:
-        """Return the same on a card of another speed."""
+        """Return the same on a card of another speed; what was recorded and flagged stays."""
         device = dataclasses.replace(self.hardware.device, tflop_per_s=tflop_per_s)
-        other = Predictor.__new__(Predictor)
-        other.__dict__.update(self.__dict__)
+        self.estimator.flagged()
+        other = copy.copy(self)
         other.hardware = dataclasses.replace(self.hardware, device=device)
-        other.estimator = Estimator(
-            self.config, other.hardware, window="layer", sequence_length=self.sequence_length
-        )
+        other.estimator = copy.copy(self.estimator)
+        other.estimator.hardware = other.hardware
         return other
 
     def predicted(self, system: System, micro_batch: int) -> Predicted:

@@ -289,6 +289,13 @@ def test_checkpointing_takes_less_memory_and_more_time_than_nothing() -> None:
     assert again.peak_bytes < plain.peak_bytes and again.step_ms > plain.step_ms
 
 
+def test_a_slower_card_takes_longer_over_the_same_step() -> None:
+    predictor = Predictor("gpt2", "micro", sequence_length=64)
+    fast, slow = (each.predicted(BASELINE, 2) for each in (predictor, predictor.at(0.01)))
+    assert slow.step_ms > 2 * fast.step_ms and slow.peak_bytes == fast.peak_bytes
+    assert predictor.predicted(BASELINE, 2).step_ms == fast.step_ms
+
+
 def test_roles_own_what_their_modules_save() -> None:
     assert modules.role_of("opt", "self_attn.q_proj:0") == "qkv_linear"
     assert modules.role_of("opt", "self_attn:3") == "core_attn"
