@@ -29,10 +29,10 @@ from experiments.communication import (
 from experiments.miniature_cluster import Sweep, points_of, read_sweeps, speedups_of
 from experiments.predictor import Predictor, scale_copies
 from experiments.real_cluster import step_ms_of
-from experiments.rows import MODES, RESULTS, read_document
+from experiments.rows import MODES, RESULTS, one, read_document
 from experiments.runner import run_experiment
 from experiments.scaling import split
-from experiments.systems import BASELINE, CHECKPOINTING, PYAO, PYAO_INT8, SYSTEMS
+from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO, PYAO_INT8, SYSTEMS
 from hf_pyao.errors import ConfigError
 from tests.recipes.conftest import RECIPES
 
@@ -409,6 +409,36 @@ def test_the_papers_figures_have_rows_for_all_systems() -> None:
         assert {row["system"] for row in rows} >= wanted - (
             {PYAO_INT8.name} if name == "figure1_predict" else set()
         )
+
+
+def test_sentences_without_numbers_hold_too() -> None:
+    """What the page says in words about Megatron's modules and about checkpointing."""
+
+    def value(model: str, system: str, quantity: str) -> float:
+        found = one(rows, model=model, system=system, quantity=quantity)["value"]
+        assert isinstance(found, float)
+        return found
+
+    rows = read_document(RESULTS / "megatron_modules_predict.json")["rows"]
+    less, slower = "peak device memory, less", "throughput, less"
+    both, everything = "both: recompute these, offload the rest", "offload everything"
+    for model in MODELS.values():
+        for role in modules.ROLES:
+            if value(model, f"offload {role}", less) >= published.MEGATRON_MEMORY_CUT[0]:
+                assert value(model, f"offload {role}", slower) > published.MEGATRON_SLOWDOWN[1]
+        assert value(model, both, slower) < value(model, everything, slower)
+        assert value(model, both, less) < value(model, everything, less)
+        assert value(model, "checkpointing", less) > value(model, both, less)
+    gpt2 = MODELS["gpt2"]
+    assert value(gpt2, "checkpointing", slower) < value(gpt2, both, slower)
+
+    rows = read_document(RESULTS / "figure4_predict.json")["rows"]
+    largest = "largest micro-batch in 8.68 GB of tensors"
+    for model in MODELS.values():
+        plain, again = (value(model, each.name, largest) for each in (PYAO, CHECKPOINTING))
+        assert abs(plain - again) <= 1
+        chunked = value(model, "PyAO, identity, chunked loss", largest)
+        assert chunked > 4 * plain
 
 
 def test_the_page_is_what_the_files_say() -> None:
