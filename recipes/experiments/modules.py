@@ -177,8 +177,8 @@ def modules_section(read: Read) -> str:
                 "Its models are mixtures of experts of 100 billion parameters and more, on 64 to "
                 "512 GPUs with pipelines, whose layers compute far longer for a byte that they "
                 "save. Ours are the PyAO paper's three.",
-                "On an H200 these are bound by the link: of single modules, those that save as much "
-                "memory as the article's least cost more than the article's most.",
+                "On an H200 these are bound by the link: of single modules, those that save as "
+                "much memory as the article's least cost more than the article's most.",
                 "Norms and activation functions are cheap to compute again: recomputing them and "
                 "offloading the rest loses less throughput than offloading everything, as the "
                 "article says, and saves less memory. Checkpointing saves more memory than that in "
