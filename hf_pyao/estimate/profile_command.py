@@ -146,7 +146,8 @@ def _measured(args: argparse.Namespace) -> Profile | None:
     if profiler.profile is None:
         why = profiler.refusal or (
             f"it ended before {args.steps} micro-batches were trained, or no model in it has "
-            "layers that are known. Ask for fewer (--steps 1)"
+            "layers that are known. Ask for fewer (--steps 1); a model that is not transformers' is "
+            "attached in the script itself, with its layers named (PyAOConfig(layers=...))"
         )
         raise PyAOError(f"nothing was measured in {echo(script)}: {one_line(str(why))}.")
     return profiler.profile if is_main_process() else None

@@ -269,7 +269,8 @@ class Offloader:
             ReportError: there is a file already that is no profile of this model.
         """
         model = self._model()
-        if self.profile_writer is not None or model is None or not self._is_attached:
+        is_busy = self.profile_writer is not None and not self.profile_writer.is_complete
+        if is_busy or model is None or not self._is_attached:
             raise ConflictError(
                 "no profile can be begun: one is being made already (`profile` in the "
                 "configuration), or the model is not attached any more."

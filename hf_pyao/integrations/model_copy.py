@@ -1,13 +1,18 @@
 """A training step of a model that runs, on fake tensors: the same operations, and no memory.
 
 :class:`ForwardWatch` notes what the model is called with; :class:`CopiedStep` runs a fake copy of
-the model that way. The model itself is not touched, its weights and its gradients neither.
+the model that way. The model itself is not touched, its weights and its gradients neither, nor the
+random numbers of the process. A copy that leads back to the model is not run: one whose functions
+hold the model's own modules, say.
 """
 
 from __future__ import annotations
 
 import copy
+import random
+import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,14 +20,24 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, is_fake
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.wrappers import unwrap_parallel
+from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.runtime.model_hooks import ModelHook, take_off
 from hf_pyao.runtime.passing_over import is_recomputing
 from hf_pyao.text import describe_error
+
+_HOOKS = (
+    *("forward_hooks", "forward_pre_hooks", "forward_hooks_with_kwargs"),
+    *("forward_pre_hooks_with_kwargs", "forward_hooks_always_called"),
+    *("backward_hooks", "backward_pre_hooks"),
+)
+"""Tables of a module's hooks; ``_global_`` in front are those of all modules."""
 
 
 class CopyError(PyAOError, RuntimeError):
@@ -111,13 +126,16 @@ class ForwardWatch:
         """Take note of a call, if it is trained."""
         if not module.training or not torch.is_grad_enabled() or is_recomputing():
             return
+        if active_fake_mode() is not None:
+            return  # a copy's functions lead back to the model
         is_first = self.seen is None
         if self.seen is None:
             self.seen = _seen(args, kwargs)
         self._before(self.seen, is_first=is_first)
 
     def remove(self) -> None:
-        """Take the hook off. Twice is fine."""
+        """Take the hook off, and let go of what was seen. Twice is fine."""
+        self.seen = None
         model = self._model()
         if model is not None:
             take_off(model, self)  # type: ignore[arg-type]
@@ -140,6 +158,7 @@ class CopiedStep:
     def __init__(self, model: nn.Module, seen: SeenForward) -> None:
         self._model = model
         self._seen = seen
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
@@ -151,14 +170,20 @@ class CopiedStep:
         # Hooks of autograd on its tensors, and graphs, are the model's own.
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
+            stack.enter_context(_same_random_numbers())
+            stack.enter_context(_no_global_hooks())
+            what, memo = "the model", dict[int, Any]()
             try:
                 with torch.no_grad(), FakeCopyMode(fake_mode):
-                    fake = copy.deepcopy(self._model)
-                _forget_hooks(fake)
+                    fake = copy.deepcopy(self._model, memo)
+                    what = "what the model is called with"
+                    self._arguments = copy.deepcopy((self._seen.args, self._seen.kwargs), memo)
             except Exception as error:  # of whatever the model holds
                 raise CopyError(
-                    f"the model cannot be copied to fake tensors: {describe_error(error)}"
+                    f"{what} cannot be copied to fake tensors: {describe_error(error)}"
                 ) from error
+            _check_apart(fake, self._model)
+            _forget_hooks(fake)
             stack.enter_context(fake_mode)
             stack.enter_context(_answers(self._seen.has_padding))
             yield fake, fake_mode
@@ -174,15 +199,22 @@ class CopiedStep:
         """Run forward, loss and backward.
 
         Raises:
-            CopyError: the model's forward looks at values, or has no result to go back from.
+            CopyError: the model's forward looks at values, uses tensors that are not the copy's, or
+                has no result to go back from.
         """
-        args, kwargs = tree_map(_empty, (self._seen.args, self._seen.kwargs))
+        args, kwargs = tree_map(_empty, self._arguments)
+        guard = _OnlyTheCopy()
         try:
-            with self._autocast(model):
-                outputs = model(*args, **kwargs)
-                loss = _loss_of(outputs)
-            label(loss, "the loss")
-            loss.backward()  # type: ignore[no-untyped-call]
+            with guard:
+                with self._autocast(model):
+                    outputs = model(*args, **kwargs)
+                    loss = _loss_of(outputs)
+                if guard.error is not None:
+                    raise guard.error  # the model's own code went on in spite of it
+                label(loss, "the loss")
+                loss.backward()  # type: ignore[no-untyped-call]
+        except CopyError:
+            raise
         except Exception as error:  # of the model's own code
             raise CopyError(
                 f"the model cannot be run on fake tensors, which have no values: "
@@ -194,6 +226,93 @@ class CopiedStep:
             return nullcontext()
         device = next(model.parameters()).device.type
         return torch.autocast(device, dtype=self._seen.autocast_dtype)
+
+
+class _OnlyTheCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, refuses operations that would reach what is trained for real.
+
+    Tensors that are only read, constants of a function above all, are let through.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.error: CopyError | None = None
+        """The first refusal; None before."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation, or refuse it."""
+        kwargs = kwargs or {}
+        real = [tensor for tensor in tensors_in((args, kwargs)) if not is_fake(tensor)]
+        if real:
+            what = None
+            if any(tensor.requires_grad for tensor in real):
+                what = "trains"
+            elif func.namespace == "c10d" or any(map(_is_real, _written(func, args, kwargs))):
+                what = "changes"
+            if what is not None:
+                error = CopyError(
+                    f"the model's forward {what} tensors that a copy of it does not have of its "
+                    "own: a function or a global variable holds them."
+                )
+                self.error = self.error or error
+                raise error
+        return func(*args, **kwargs)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return not is_fake(tensor)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operation writes to."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from tensors_in((given,))
+
+
+def _check_apart(fake: nn.Module, model: nn.Module) -> None:
+    """Check that a copy has nothing of the model's own.
+
+    Raises:
+        CopyError: a module copies itself in a way of its own (``__deepcopy__``), not as a whole.
+    """
+    own = {id(module) for module in model.modules()}
+    for name, module in fake.named_modules():
+        if id(module) in own:
+            where = f"its module {name!r}" if name else "it"
+            raise CopyError(f"the model cannot be copied: {where} is its own copy.")
+    for name, tensor in (*fake.named_parameters(), *fake.named_buffers()):
+        if not is_fake(tensor):
+            raise CopyError(f"the model cannot be copied to fake tensors: {name!r} stays as it is.")
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Leave the generators of the process as they were: Python's, numpy's and torch's."""
+    numpy: Any = sys.modules.get("numpy")
+    cuda: Any = torch.cuda
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    devices = [cuda.current_device()] if cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _no_global_hooks() -> AbstractContextManager[None]:
+    """Call no hooks that are on all modules: whoever put them on means real ones."""
+    from hf_pyao.simulation.cuda_operations import Replacement, replaced
+
+    place = nn.modules.module
+    names = [f"_global_{name}" for name in _HOOKS]
+    return replaced(*(Replacement(place, name, OrderedDict()) for name in names))  # type: ignore[arg-type]
 
 
 def _seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenForward:
@@ -239,21 +358,26 @@ def _loss_of(outputs: Any) -> Tensor:
 def _forget_hooks(model: nn.Module) -> None:
     """Take all hooks off a copy: whoever put them on means the model itself."""
     for module in model.modules():
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._forward_hooks_with_kwargs,
-            module._forward_pre_hooks_with_kwargs,
-            module._forward_hooks_always_called,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        ):
-            hooks.clear()
+        for name in _HOOKS:
+            getattr(module, f"_{name}").clear()
 
 
 def _answers(has_padding: bool) -> AbstractContextManager[None]:
-    """Answer what transformers asks of values, which fake tensors do not have."""
-    from hf_pyao.integrations.cuda_choices import answers_without_values
-    from hf_pyao.simulation.cuda_operations import replaced
+    """Answer what transformers asks of values, which fake tensors do not have.
 
-    return replaced(*answers_without_values(has_padding=has_padding))
+    Other threads get the answers that they would get without this.
+    """
+    from hf_pyao.integrations.cuda_choices import answers_without_values
+    from hf_pyao.simulation.cuda_operations import Replacement, replaced
+
+    def under_fake_mode(each: Replacement) -> Replacement:
+        own = getattr(each.module, each.name, None)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            assert own is not None
+            return (own if active_fake_mode() is None else each.instead)(*args, **kwargs)
+
+        return each._replace(instead=answer)
+
+    answers = answers_without_values(has_padding=has_padding)
+    return replaced(*map(under_fake_mode, answers))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ LAST_WAIT_S = 10.0
 """How long the first rank waits for the others' figures when its training ends."""
 
 _NOT_YET = "the run ended before it was recorded."
+_INTERRUPTED = "its recording was interrupted."
 
 
 class ProfileWriter:
@@ -81,7 +83,7 @@ class ProfileWriter:
         self._engine = weakref.ref(engine)
         self._link = link
         self._device = device
-        self._path = Path(config.profile)
+        self._path = Path(os.path.abspath(config.profile))  # wherever the script goes meanwhile
         self._head_loss = config.head_loss
         self._layers = config.layers
         plain = config.to_dict()
@@ -94,8 +96,10 @@ class ProfileWriter:
         self._kept = _read_kept(self._path, self._identity)
         self.profile: Profile | None = None
         """What was measured, or read from the file; None until then."""
-        self._is_complete = False
+        self.is_complete = False
+        """True when nothing more is measured, recorded or written."""
         self._exchange: RankExchange | None = None
+        self._num_micro_batches = config.profile_steps
         self._profiler = StepProfiler(link.transport, device, config.profile_steps, self._measured)
         self._watch: ForwardWatch | None = None
 
@@ -118,7 +122,7 @@ class ProfileWriter:
             self.finish()
 
     def _use_kept(self, kept: Profile) -> None:
-        self.profile, self._is_complete = kept, True
+        self.profile, self.is_complete = kept, True
         self._leave()
         logger.info(
             "the profile in %s is of this model, these shapes, this device and these versions: "
@@ -145,6 +149,12 @@ class ProfileWriter:
         if engine is None:
             return
         engine.stop_observing(profiler)
+        try:
+            self._note_measured(profiler)
+        except Exception as error:  # no reason to end a training
+            self._give_up(error)
+
+    def _note_measured(self, profiler: StepProfiler) -> None:
         pool = self._link.pool
         host = {
             "capacity_bytes": float(pool.capacity_bytes),
@@ -172,13 +182,26 @@ class ProfileWriter:
         Args:
             is_last: it is not called again: wait a little for them.
         """
-        if self.profile is None or self._is_complete:
+        if self.profile is None or self.is_complete:
             return
+        try:
+            self._finish(is_last=is_last)
+        except Exception as error:  # no reason to end a training
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("the profile goes no further: %s", describe_error(error))
+        self._complete()
+
+    def _finish(self, *, is_last: bool) -> None:
+        assert self.profile is not None
         if not is_main_process():
             self._complete()
             return
         changed = False
         if self.profile.program is None and self.profile.why_no_program == _NOT_YET:
+            # An interrupt is not answered by recording it once more.
+            self.profile = dataclasses.replace(self.profile, why_no_program=_INTERRUPTED)
             program, why = self._recorded()
             seen = None if self._watch is None else self._watch.seen
             shapes = self.profile.shapes or ([] if seen is None else seen.shapes())
@@ -229,7 +252,7 @@ class ProfileWriter:
             logger.warning("the profile is lost: %s", error)
 
     def _complete(self) -> None:
-        self._is_complete = True
+        self.is_complete = True
         self._leave()
 
     def _leave(self) -> None:
@@ -242,6 +265,14 @@ class ProfileWriter:
     def end(self) -> None:
         """Do what is left, and take everything off. Twice is fine."""
         try:
+            if self.profile is None and self._watch is not None and not self.is_complete:
+                logger.warning(
+                    "no profile is written: it is of %d micro-batches, and not as many ran forward "
+                    "and backward with layers that are offloaded. Ask for fewer (`profile_steps`), "
+                    "or train longer.",
+                    self._num_micro_batches,
+                )
+                self.is_complete = True
             self.finish(is_last=True)
         finally:
             self._leave()
@@ -253,8 +284,8 @@ def _read_kept(path: Path, identity: Mapping[str, Any]) -> Profile | None:
     Raises:
         ReportError: the file is none, is of another version, or of another model.
     """
-    if not path.exists():
-        return None
+    if not path.is_file() and not path.is_dir():
+        return None  # also where it is a device or a pipe, which is written to and not read
     remedy = "Name another file, or delete this one."
     where = echo(str(path))
     try:

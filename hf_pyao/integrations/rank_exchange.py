@@ -43,8 +43,13 @@ class RankExchange:
 
     def tell(self, text: str) -> None:
         """Tell the other ranks."""
-        if self._store is not None:
+        if self._store is None:
+            return
+        try:
             self._store.set(self._key(self.rank), text)
+        except Exception as error:  # the rank that holds it has ended
+            logger.warning("the other ranks do not hear of this one's figures: %s", error)
+            self._store = None
 
     def heard(self, *, wait_s: float = 0.0) -> Sequence[str] | None:
         """Return what all ranks told, in order; None if some have not yet.

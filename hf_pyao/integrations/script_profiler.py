@@ -35,7 +35,7 @@ class ScriptProfiler:
     """
 
     def __init__(self, path: Path, num_micro_batches: int, *, stops: bool) -> None:
-        self._path = path
+        self._path = path.absolute()  # wherever the script goes meanwhile
         self._num_micro_batches = num_micro_batches
         self._stops = stops
         self._offloader: Offloader | None = None

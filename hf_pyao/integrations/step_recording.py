@@ -9,6 +9,7 @@ from typing import Protocol
 from unittest import mock
 
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.config import PyAOConfig
@@ -130,12 +131,15 @@ def _all_leaves(plan: Plan) -> Plan:
 
 @contextmanager
 def _few_chunks(recorder: StepRecorder) -> Iterator[None]:
-    """Let the head loss show three of its chunks: the second stands for all but first and last."""
+    """Let the head loss show three of its chunks: the second stands for all but first and last.
+
+    Another thread's loss, on real tensors, takes all of its own.
+    """
     all_slices = ChunkPlan.slices
 
     def few_slices(plan: ChunkPlan) -> Iterator[tuple[int, int]]:
         slices = list(all_slices(plan))
-        if len(slices) <= NUM_SHOWN_CHUNKS:
+        if len(slices) <= NUM_SHOWN_CHUNKS or active_fake_mode() is None:
             yield from slices
             return
         yield slices[0]

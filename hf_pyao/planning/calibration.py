@@ -15,6 +15,7 @@ from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, Segment, StepProgram
 from hf_pyao.report.profile_report import Profile, Spread
+from hf_pyao.report.schema import ReportError
 
 REFERENCE = DeviceModel(tflop_per_s=50.0, memory_gib_per_s=400.0, launch_us=3.0)
 """In which proportion the operations of one sub-module share its time."""
@@ -61,7 +62,17 @@ def times_of(profile: Profile, program: StepProgram) -> list[float]:
 
 
 def device_of(speeds: Mapping[str, float]) -> DeviceModel:
-    """Return the device that a predicted profile assumes."""
+    """Return the device that a predicted profile assumes.
+
+    Raises:
+        ReportError: one of its speeds is missing, or none.
+    """
+    for name, least in (("tflop_per_s", 1e-9), ("memory_gib_per_s", 1e-9), ("launch_us", 0.0)):
+        if not speeds.get(name, -1.0) >= least:
+            raise ReportError(
+                f"the profile is damaged: of the speeds that it assumes, {name} is "
+                f"{speeds.get(name)}. Make it anew."
+            )
     return DeviceModel(
         tflop_per_s=speeds["tflop_per_s"],
         memory_gib_per_s=speeds["memory_gib_per_s"],

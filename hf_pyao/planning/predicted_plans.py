@@ -11,6 +11,8 @@ from hf_pyao.planning.plan import Plan
 from hf_pyao.report.prediction_report import PredictionReport
 from hf_pyao.report.profile_report import Profile
 from hf_pyao.report.provenance import collect_provenance
+from hf_pyao.report.schema import ReportError
+from hf_pyao.text import echo
 
 
 def prediction_of(
@@ -70,14 +72,23 @@ def prediction_of(
 
 
 def leaves_as_profiled(forecast: Forecast) -> list[bool]:
-    """Return which slots left while the profile was made."""
+    """Return which slots left while the profile was made.
+
+    Raises:
+        ReportError: the profile does not say.
+    """
     settings = forecast.profile.settings
     if settings.get("policy") == "off":
         return [False] * len(forecast.program.slots)
-    return forecast.leaves(
-        min_bytes=int(settings.get("min_bytes", 0)),
-        keep_last_layers=int(settings.get("keep_last_layers", 0)),
+    min_bytes, keep_last_layers = (
+        settings.get(name, 0) for name in ("min_bytes", "keep_last_layers")
     )
+    if not isinstance(min_bytes, int) or not isinstance(keep_last_layers, int):
+        raise ReportError(
+            f"the profile is damaged: its settings hold min_bytes {echo(str(min_bytes))} and "
+            f"keep_last_layers {echo(str(keep_last_layers))}, expected whole numbers. Make it anew."
+        )
+    return forecast.leaves(min_bytes=min_bytes, keep_last_layers=keep_last_layers)
 
 
 def _notes(profile: Profile) -> list[str]:

@@ -30,6 +30,9 @@ from hf_pyao.text import echo
 
 Row = TypeVar("Row", bound=NamedTuple)
 
+MOST_BYTES = 2**50
+"""More than any step holds; sums of such numbers are still exact."""
+
 _TABLES: Mapping[str, Any] = {
     "operations": Operation,
     "buffers": Buffer,
@@ -99,7 +102,7 @@ class RecordedStep:
                 len(names) != NUM_RECORDED or len(step.layer_names) < NUM_RECORDED
             ):
                 raise ValueError(f"{len(names)} recorded layers for {len(step.layer_names)}")
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ReportError(
                 f"{where}: the recorded step in it is damaged ({echo(str(error))}). Make the "
                 "profile anew."
@@ -149,7 +152,7 @@ def _texts(values: Any) -> list[str]:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value <= MOST_BYTES:
         raise ValueError(f"{str(value)[:40]} is no number of bytes")
     return value
 
@@ -180,7 +183,7 @@ def _check(program: StepProgram) -> None:
         _within((slot.source, slot.reloaded), -1, num_buffers)
         _within((slot.packed_at, slot.left_at), 0, end + 1)
         _within((slot.unpacked_at, *slot.asked_again), -1, end + 1)
-        _within((slot.nbytes, slot.link_bytes), 0, 2**63)
+        _within((slot.nbytes, slot.link_bytes), 0, MOST_BYTES)
     reached = 0
     for segment in program.segments:
         _within((segment.layer,), OUTSIDE, program.num_layers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
@@ -63,7 +63,7 @@ class OffloadEngine:
         link: LinkContext,
         recomputer: Recomputer | None = None,
         backward_order: BackwardOrder | None = None,
-        buffer_keys: Callable[[], frozenset[int]] = frozenset,
+        buffer_keys: Callable[[], Container[int]] = frozenset,
     ) -> None:
         self.codec = codec
         self.link = link

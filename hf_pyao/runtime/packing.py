@@ -8,7 +8,7 @@ left to functions of its own. In-place changes: see [Note: In-place changes] in 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 from torch.nn import Parameter
@@ -56,7 +56,7 @@ class Packer:
 
     def __init__(self, *, codec: Codec, mover: Mover) -> None:
         self.observer: Observer | None = None
-        self.buffer_keys: frozenset[int] = frozenset()
+        self.buffer_keys: Container[int] = frozenset()
         """Storages of the model's buffers, which never move."""
         self._codec = codec
         self._exact = get_codec("identity")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import random
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 
 from hf_pyao import attach
+from hf_pyao.integrations import profiling
 from hf_pyao.integrations.model_copy import CopyError, ForwardWatch, SeenForward
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.planning.recorded_step import RecordedStep
@@ -165,6 +170,156 @@ def test_what_cannot_be_recorded_says_why_and_trains_on(
     assert profile.program is None
     assert words in profile.why_no_program
     assert profile.layer_forward is not None
+
+
+class Draws(nn.Module):
+    """A layer that draws from the generators of Python and of numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scale = random.random() + numpy.random.rand()
+        return self.linear(hidden).relu() * scale
+
+
+class Remembers(nn.Module):
+    """A layer that changes a tensor which only a function holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        mean = torch.zeros(4)
+        self.follow = lambda hidden: mean.mul_(0.5).add_(hidden.detach().mean(0)).clone()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden).relu() + self.follow(hidden)
+
+
+class CopiesNothing(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+class Given:
+    """What a model is called with, and changes."""
+
+    def __init__(self) -> None:
+        self.before = torch.zeros(3, 4)
+
+
+class Chain(nn.Module):
+    """Layers of a kind, which may be reached otherwise than through it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        makers = {"draws": Draws, "remembers": Remembers}
+        self.layers = nn.ModuleList(makers.get(kind, nn.Tanh)() for _ in range(2))
+        self.first = CopiesNothing(4, 4) if kind == "its own copy" else nn.Linear(4, 4)
+        weight = nn.Parameter(torch.ones(4))
+        if kind.startswith("a function"):
+            self.weight = weight
+
+        def scale(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden * weight
+
+        self.scale = scale if kind.startswith("a function") else nn.Identity()
+        self.goes_on = kind.endswith("is caught")
+
+    def forward(self, hidden: torch.Tensor, given: Given) -> torch.Tensor:
+        hidden = self.first(hidden) + given.before
+        try:
+            hidden = self.scale(hidden)
+        except CopyError:
+            if not self.goes_on:
+                raise
+        for layer in self.layers:
+            hidden = layer(hidden) * 2
+        given.before = hidden.detach()
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("draws", ""),
+        ("remembers", "changes tensors that a copy of it does not have"),
+        ("a function", "trains tensors that a copy of it does not have"),
+        ("a function, whose error is caught", "trains tensors that a copy of it does not have"),
+        ("its own copy", "'first' is its own copy"),
+    ],
+)
+def test_nothing_leads_from_the_copy_to_the_model(kind: str, words: str, tmp_path: Path) -> None:
+    """Each step is what it is without a profile, whatever the copy is made of."""
+    found = []
+    for profile in (None, tmp_path / "profile.json"):
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        model = Chain(kind)
+        given = Given()
+        calls: list[bool] = []
+        model.first.register_forward_hook(
+            lambda *_, to=calls: to.append(active_fake_mode() is None)
+        )
+        everywhere = nn.modules.module.register_module_forward_hook(
+            lambda *_, to=calls: to.append(active_fake_mode() is None)
+        )
+        config = replace(EVERY_LAYER, profile=profile, profile_steps=1, layers=("layers.*",))
+        inputs = torch.randn(3, 4)
+        with attach(model, config) as offloader:
+            for _ in range(4):
+                model(inputs, given).pow(2).sum().backward()
+                found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            writer = offloader.profile_writer
+        everywhere.remove()
+        assert all(calls)
+        assert len(model.first._forward_hooks) == 1
+        found.append([given.before, torch.rand(1), torch.tensor([random.random()])])
+    half = len(found) // 2
+    for before, after in zip(found[:half], found[half:], strict=True):
+        assert len(before) == len(after)
+        assert all(map(torch.equal, before, after))
+    assert writer is not None
+    assert writer.profile is not None
+    assert words in writer.profile.why_no_program
+    assert (writer.profile.program is None) == bool(words)
+
+
+def test_other_threads_get_the_answers_of_transformers() -> None:
+    """What a copy is told, for want of values, holds for the copy alone."""
+    model = tiny_model("llama")
+    batch = tiny_batch()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, 2:] = 0
+    expected = model(**batch, use_cache=False).loss
+    watch = watched(model, tiny_batch())
+    found: list[torch.Tensor] = []
+    with watch.step().model():
+        thread = Thread(target=lambda: found.append(model(**batch, use_cache=False).loss))
+        thread.start()
+        thread.join()
+    watch.remove()
+    assert torch.equal(found[0], expected)
+
+
+def test_an_interrupted_recording_is_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    config = replace(EVERY_LAYER, profile=tmp_path / "profile.json", profile_steps=1)
+    begun: list[bool] = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        begun.append(True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profiling, "record_fake_step", interrupted)
+    with pytest.raises(KeyboardInterrupt), attach(model, config):
+        for _ in range(2):
+            model(**tiny_batch(), use_cache=False).loss.backward()
+    assert begun == [True]
 
 
 def test_a_recorded_step_comes_back_from_its_document() -> None:

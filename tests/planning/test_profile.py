@@ -11,6 +11,7 @@ import torch
 
 from hf_pyao import attach
 from hf_pyao.cli import main
+from hf_pyao.errors import ConflictError
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.planning.profile import StepProfiler
 from hf_pyao.report import ReportError
@@ -152,6 +153,62 @@ def test_a_file_that_cannot_be_written_ends_no_training(
         step(model)
         step(model)
     assert "the profile is lost" in caplog.text
+
+
+def test_the_profile_is_where_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the script goes elsewhere before it is written."""
+    model = tiny_model("llama")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with attach(model, replace(EVERY_LAYER, profile="profile.json", profile_steps=1)):
+        monkeypatch.chdir(elsewhere)
+        step(model)
+    assert (tmp_path / "profile.json").is_file()
+    assert not list(elsewhere.iterdir())
+
+
+def test_what_a_profile_cannot_be_made_of_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    expected = step(model)
+
+    def fail(self: object, **_: object) -> None:
+        raise RuntimeError("the clock has stopped")
+
+    monkeypatch.setattr(StepProfiler, "profile", fail)
+    path = tmp_path / "profile.json"
+    with attach(model, replace(EVERY_LAYER, profile=path, profile_steps=1)) as offloader:
+        for _ in range(2):
+            assert all(map(torch.equal, step(model), expected))
+        assert offloader.engine.observer is None
+    assert "the clock has stopped" in caplog.text
+    assert not path.exists()
+
+
+def test_a_run_that_was_too_short_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    path = tmp_path / "profile.json"
+    with attach(model, replace(EVERY_LAYER, profile=path, profile_steps=2)) as offloader:
+        step(model)
+    offloader.detach()
+    assert caplog.text.count("no profile is written: it is of 2 micro-batches") == 1
+    assert not path.exists()
+
+
+def test_one_profile_after_another(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with attach(model, EVERY_LAYER) as offloader:
+        for name in ("first.json", "second.json"):
+            offloader.start_profile(tmp_path / name, 1)
+            with pytest.raises(ConflictError, match="being made already"):
+                offloader.start_profile(tmp_path / name, 1)
+            for _ in range(2):
+                step(model)
+            assert Profile.from_dict(json.loads((tmp_path / name).read_text())).program is not None
 
 
 def test_with_the_papers_rule_and_a_timeline_beside_it(tmp_path: Path) -> None:

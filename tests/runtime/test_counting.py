@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao import Offloader, PyAOConfig, attach
+from hf_pyao.integrations.buffer_keys import BufferKeys
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,
@@ -417,3 +418,34 @@ def test_masks_and_rotary_tables_stay() -> None:
     assert shared >= tables
     sizes = [source.numel() for _, source in transport.sources]
     assert sizes.count(length * head_dim * 4) == 0, "a rotary table was moved"
+
+
+class Follows(nn.Module):
+    """A layer that exchanges its buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * hidden.mean(0)
+        result: torch.Tensor = self.second(self.first(hidden).relu()) + self.mean
+        return result
+
+
+def test_the_place_of_a_buffer_that_is_exchanged_is_not_taken_for_a_buffer() -> None:
+    model = nn.Sequential(*(Follows() for _ in range(3)))
+    keys = BufferKeys(model)()
+    let_go = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+    figures = set()
+    with attach(model, replace(EVERY_LAYER, layers=("*",))) as offloader:
+        for _ in range(4):
+            made = model(torch.randn(16, 32))
+            made.sum().backward()
+            figures.add(offloader.metrics()["offloaded_bytes"])
+    assert len(figures) == 1
+    new = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+    assert all(key in keys for key in let_go)
+    assert not any(key in keys for key in new)
