@@ -85,7 +85,9 @@ def points_of(sweeps: Iterable[Sweep]) -> Iterator[tuple[Point, bool]]:
                 "micro_batch": micro_batch,
                 "gas": gas,
                 "gradient_bytes": float(runs[0]["gradient_bytes"]),
-                "workload": f"{architecture} {setup['model_size']} {setup['precision']}",
+                # All nodes share one machine's cores, so that their number changes compute.
+                "workload": f"{architecture} {setup['model_size']} {setup['precision']}, "
+                f"{setup['nodes']} nodes",
                 "name": sweep.name,
             }
             rate = setup["rate_mbit"] / 1e3

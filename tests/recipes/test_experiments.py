@@ -230,14 +230,22 @@ def test_a_sweep_is_split_by_a_rule_and_checked_where_it_was_not_fitted(
     fitted, held = split(list(points_of([found])))
     assert {point.micro_batch for point in held} == {4}
     assert len(fitted) == 5
+    slower = [
+        (dataclasses.replace(point, link_gbit_per_s=0.02), is_shaped)
+        if is_shaped
+        else (point, False)
+        for point, is_shaped in points_of([found])
+    ]
+    assert len(split(slower)[1]) == 3 and len(split(slower, "micro-batches between")[1]) == 1
     result = tmp_path / "grid.json"
     run_experiment(
         BY_NAME["communication_grid"],
         ["--miniature", "--sweeps", str(sweep), "--result", str(result), "--no-plots"],
     )
     document = read_document(result)
-    assert document["calibration"]["efficiency"] == pytest.approx(0.9)
-    assert document["calibration"]["overlap"] == pytest.approx(0, abs=1e-9)
+    for fit in document["calibration"].values():
+        assert fit["efficiency"] == pytest.approx(0.9)
+        assert fit["overlap"] == pytest.approx(0, abs=1e-9)
     assert document["rows"][0]["detail"]["error"] == pytest.approx(0, abs=1e-9)
     assert [row.value for row in speedups_of(found, "Figure 6")] == [1, 4, 8]
     assert "Mode: miniature" in BY_NAME["communication_grid"].section(
