@@ -56,7 +56,7 @@ def held_rows(options: Options, figure: str, sizes: Sequence[int] = (1, 2, 4, 8)
                 counted = held_after_forward(model, system, micro_batch, size)
                 yield Row(
                     figure=figure,
-                    model=f"{MODELS[model].partition('-')[0].partition(' ')[0]} {size}",
+                    model=f"{model}:{size}",
                     system=system.name,
                     micro_batch=micro_batch,
                     quantity="held after forward",

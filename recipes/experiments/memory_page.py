@@ -195,18 +195,25 @@ def _held_section(read: Read) -> list[str]:
     found = read("miniature")
     if found is None:
         return []
+    largest = max(row["micro_batch"] for row in found["rows"])
     rows = [
-        [row["model"], row["system"], str(row["micro_batch"]), f"{row['value']:.2f}",
-         f"{row['detail']['offloaded_mb']:.2f}"]
-        for row in found["rows"]
-    ]  # fmt: skip
+        [
+            row["model"],
+            row["system"],
+            f"{row['value']:.2f}",
+            f"{row['detail']['offloaded_mb']:.2f}",
+            f"{row['detail']['link_mb'] / 2:.2f}",
+        ]
+        for row in select(found["rows"], micro_batch=largest)
+    ]
     return [
         paragraph(
-            "*Mode: miniature.* Small models that run on a CPU: MB that autograd holds in the "
-            "layers after forward, counted by the engine, and MB that left. A CPU has no device "
-            "memory to measure."
+            f"*Mode: miniature.* Small models that run on a CPU, micro-batch {largest} (the file "
+            "has the others): MB that autograd holds in the layers after forward, counted by the "
+            "engine, and MB that left, as they were and as they crossed the link. A CPU has no "
+            "device memory to measure."
         ),
-        table(["model", "system", "micro-batch", "held, MB", "left, MB"], rows),
+        table(["model", "system", "held, MB", "left, MB", "on the link, MB"], rows),
         source(found),
     ]
 
