@@ -14,7 +14,8 @@ from experiments.systems import BASELINE, CHECKPOINTING, MODELS, OFFLOAD_ALL, OF
 from hf_pyao.config import PyAOConfig
 from hf_pyao.hardware.presets import Hardware, find_hardware
 from hf_pyao.hardware.speeds import GIB
-from hf_pyao.planning.predict import Prediction, operation_times_ms, predict
+from hf_pyao.planning.predict import operation_times_ms, predict
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import FORWARD, OUTSIDE, StepProgram
 
 Read = Callable[[str], dict[str, Any] | None]

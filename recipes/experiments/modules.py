@@ -18,7 +18,7 @@ from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.hardware.presets import find_hardware
 from hf_pyao.integrations.architectures import MODULE_MAPS
-from hf_pyao.planning.predict import Prediction
+from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import StepProgram
 
 Read = Callable[[str], dict[str, Any] | None]

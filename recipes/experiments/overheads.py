@@ -182,7 +182,7 @@ def _traded(document: dict[str, Any]) -> str:
     def total(model: str, system: System, *parts: str) -> float:
         rows = document["rows"]
         found = (one(rows, model=model, system=system.name, quantity=part) for part in parts)
-        return sum(row["value"] for row in found)
+        return sum(float(row["value"]) for row in found)
 
     waiting = (COMPONENTS[0], COMPONENTS[3])
     return ", ".join(
