@@ -1,0 +1,1 @@
+"""The papers' figures and tables, one script for each; see README.md beside this file."""

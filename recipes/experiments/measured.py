@@ -1,0 +1,153 @@
+"""Small models that run here, and the bench harness on an accelerator: rows that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from experiments.rows import MINIATURE, OK, REAL, Row
+from experiments.runner import Options, need_accelerator, progress
+from experiments.systems import ACCUMULATION, MODELS, SYSTEMS, System
+
+MINIATURE_SIZE, MINIATURE_VOCABULARY, MINIATURE_LENGTH = "tiny", 512, 64
+
+
+def held_after_forward(
+    architecture: str, system: System, micro_batch: int, size: str = MINIATURE_SIZE
+) -> dict[str, float]:
+    """Run one real step on the CPU; return the engine's counters of bytes, and its times.
+
+    PyAO's rule has no device to time here: everything leaves that can (policy "all").
+    """
+    import torch
+
+    from hf_pyao.config import PyAOConfig
+    from hf_pyao.estimate.fake_step import build_model
+    from hf_pyao.estimate.model_sizes import build_config, find_size
+    from hf_pyao.integrations.attach import attach
+
+    config = build_config(
+        architecture, find_size(architecture, size), vocab_size=MINIATURE_VOCABULARY
+    )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, None)
+    config.use_cache = False
+    torch.manual_seed(0)
+    model = build_model(config, checkpointing=system.checkpointing, dtype="float32")
+    settings: dict[str, Any] = {"policy": "budget", "budget": 0, "min_bytes": 0}
+    if system.is_pyao:
+        settings = {**system.settings, "policy": "all", "min_bytes": 0}
+    elif system.head_loss != "off":
+        settings["head_loss"] = system.head_loss
+    ids = torch.randint(0, MINIATURE_VOCABULARY, (micro_batch, MINIATURE_LENGTH))
+    with attach(model, PyAOConfig(**settings)) as offloader:
+        model(input_ids=ids, labels=ids).loss.backward()
+        return offloader.metrics()
+
+
+def held_rows(options: Options, figure: str, sizes: Sequence[int] = (1, 2, 4, 8)) -> Iterator[Row]:
+    """Yield what autograd holds after forward, for each model, system and micro-batch."""
+    for model in options.models:
+        for system in progress(SYSTEMS, model):
+            if system is ACCUMULATION:  # gradients differ, and what autograd holds does not
+                continue
+            for micro_batch in sizes[:2] if options.is_smoke else sizes:
+                size = "micro" if options.is_smoke else MINIATURE_SIZE
+                counted = held_after_forward(model, system, micro_batch, size)
+                yield Row(
+                    figure=figure,
+                    model=f"{model}:{size}",
+                    system=system.name,
+                    micro_batch=micro_batch,
+                    quantity="held after forward",
+                    unit="MB",
+                    value=counted["held_bytes"] / 1e6,
+                    mode=MINIATURE,
+                    detail={
+                        "offloaded_mb": counted["offloaded_bytes"] / 1e6,
+                        "host_mb": counted["host_peak_bytes"] / 1e6,
+                        "link_mb": counted["link_bytes"] / 1e6,
+                    },
+                )
+
+
+def bench_rows(
+    options: Options,
+    figure: str,
+    micro_batches: Sequence[int],
+    methods: dict[str, str],
+    *,
+    size: dict[str, str] | None = None,
+) -> Iterator[Row]:
+    """Yield peaks and times of methods on the accelerator that is here.
+
+    Args:
+        options: which models.
+        figure: of the rows.
+        micro_batches: which.
+        methods: name of the system -> method of ``pyao bench``.
+        size: shape of each model; None: the paper's.
+
+    Raises:
+        ConfigError: there is no accelerator.
+    """
+    need_accelerator("an accelerator with its driver and torch built for it")
+    from hf_pyao.bench.harness import run_bench
+    from hf_pyao.bench.setup import BenchSetup, Trial
+    from hf_pyao.estimate.model_sizes import PAPER_SIZES
+    from hf_pyao.estimate.model_specs import parse_model
+
+    for model in options.models:
+        shape = (size or PAPER_SIZES)[model]
+        setup = BenchSetup(
+            model=parse_model(f"{model}:{shape}"),
+            dtype="float16",
+            gradients="release",  # as under ZeRO-2 a gradient leaves when it is complete
+        )
+        trials = [
+            Trial(method=method, micro_batch=micro_batch)
+            for micro_batch in micro_batches
+            for method in methods.values()
+        ]
+        report = run_bench(setup, trials, progress=print)
+        names = {method: name for name, method in methods.items()}
+        for row in report.rows:
+            common: dict[str, Any] = {
+                "figure": figure,
+                "model": MODELS[model],
+                "system": names[row.method],
+                "micro_batch": row.micro_batch,
+                "mode": REAL,
+                "status": OK if row.status == OK else row.status,
+                "note": row.reason,
+                "detail": {"metrics": row.metrics, "device": report.device.get("name")},
+            }
+            peak, step = row.peak_allocated_bytes, row.step
+            yield Row(
+                **common,
+                quantity="peak device memory",
+                unit="GB",
+                value=None if peak is None else peak / 1e9,
+            )
+            yield Row(
+                **common,
+                quantity="step",
+                unit="ms",
+                value=None if step is None else step.median_ms,
+            )
+
+
+def method_of(system: System) -> str:
+    """Return the method of ``pyao bench`` for *system* on one device."""
+    if system.is_pyao or system.head_loss != "off":
+        settings = system.settings or {"policy": "off", "head_loss": system.head_loss}
+        if system.is_pyao:
+            settings["profile_steps"] = 1
+        given = "pyao:" + ",".join(f"{key}={value}" for key, value in settings.items())
+        return f"checkpoint+{given}" if system.checkpointing else given
+    return "checkpoint" if system.checkpointing else "none"
+
+
+def methods_of_all() -> dict[str, str]:
+    """Return the methods of all systems that one device can tell apart."""
+    return {system.name: method_of(system) for system in SYSTEMS if system is not ACCUMULATION}

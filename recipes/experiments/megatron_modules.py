@@ -1,0 +1,14 @@
+"""Megatron-Core's offloaded modules; `--help` says what it is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.catalogue import MEGATRON
+from experiments.runner import run_experiment
+
+if __name__ == "__main__":
+    run_experiment(MEGATRON)

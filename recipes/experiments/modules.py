@@ -1,0 +1,200 @@
+"""Megatron-Core: memory and throughput for each offloaded module, recomputation, and both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from experiments import published
+from experiments.hiding import at
+from experiments.page import bullets, paragraph, source, table
+from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
+from experiments.rows import PREDICT, Result, Row, one, select
+from experiments.runner import Options, progress
+from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO
+from hf_pyao.config import PyAOConfig
+from hf_pyao.estimate.fake_step import FakeTraining
+from hf_pyao.estimate.recorded_step import record_step
+from hf_pyao.hardware.presets import find_hardware
+from hf_pyao.integrations.architectures import MODULE_MAPS
+from hf_pyao.planning.prediction import Prediction
+from hf_pyao.planning.step_program import StepProgram
+
+Read = Callable[[str], dict[str, Any] | None]
+
+
+ROLES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "mlp_up",
+    "mlp_act",
+    "mlp_down",
+)
+LIGHT = ("attn_norm", "mlp_norm", "mlp_act")
+"""What little compute makes: recomputed, as Megatron-Core does with norms and activations."""
+MEGATRON_CARD, MEGATRON_BATCH = "h200", 16
+
+
+def role_of(architecture: str, slot: str) -> str | None:
+    """Return the role of the sub-module that saves *slot* (``path:number``)."""
+    path = slot.rpartition(":")[0]
+    owners = {
+        owner: role for role, paths in MODULE_MAPS[architecture].roles.items() for owner in paths
+    }
+    while path not in owners and path:
+        path = path.rpartition(".")[0]
+    return owners.get(path)
+
+
+def predict_modules(options: Options) -> Result:
+    """Predict memory and throughput for each offloaded module, recomputation, and both."""
+    use_one_thread()
+    rows: list[Row] = []
+    for model in progress(options.models, "Megatron"):
+        predictor = Predictor(model, "micro" if options.is_smoke else None)
+        micro_batch = 2 if options.is_smoke else MEGATRON_BATCH
+        rows += _modules(model, predictor, micro_batch)
+    return Result(
+        rows=rows,
+        assumptions=[
+            *ASSUMPTIONS[1:3],
+            f"{MEGATRON_CARD.upper()} of hf_pyao/hardware/presets.py, link 50e9 bytes/s each way, "
+            f"micro-batch {MEGATRON_BATCH}; byte window of 256 MiB, the last layer stays",
+        ],
+    )
+
+
+def real_modules(options: Options) -> Result:
+    """Measure the same on the accelerator that is here."""
+    from experiments.measured import bench_rows
+
+    methods = {
+        "nothing": "none",
+        **{f"offload {role}": f"pyao:policy=modules,modules={role}" for role in ROLES},
+        "offload everything": "pyao:policy=all",
+        "recompute norms + mlp_act": f"pyao:policy=off,recompute_modules={'+'.join(LIGHT)}",
+        "both: recompute these, offload the rest": "pyao:policy=all,recompute_modules="
+        + "+".join(LIGHT),
+        "checkpointing": "checkpoint",
+    }
+    rows = bench_rows(options, "Megatron", (MEGATRON_BATCH,), methods)
+    return Result(rows=list(rows), assumptions=["forward and backward, one device"])
+
+
+def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row]:
+    hardware = find_hardware(MEGATRON_CARD)
+    window_bytes = int(PyAOConfig().window)
+    plain = predictor.program(BASELINE, micro_batch)
+    training = FakeTraining(config=predictor.config)
+    light = record_step(
+        *(training, micro_batch, predictor.sequence_length),
+        recompute_modules=LIGHT,
+        keep_last_layers=1,
+    )
+
+    def picks(roles: Sequence[str]) -> Callable[[str], bool]:
+        return lambda slot: role_of(model, slot) in roles
+
+    heavy = [role for role in ROLES if role not in LIGHT]
+    programs: dict[str, tuple[StepProgram, Callable[[str], bool] | bool]] = {
+        "nothing": (plain, False),
+        **{f"offload {role}": (plain, picks((role,))) for role in ROLES},
+        "offload core_attn + mlp_act": (plain, picks(("core_attn", "mlp_act"))),
+        "offload everything": (plain, True),
+        "recompute norms + mlp_act": (light, False),
+        "both: recompute these, offload the rest": (light, picks(heavy)),
+        "checkpointing": (predictor.program(CHECKPOINTING, micro_batch), False),
+        "offload everything, chunked loss": (
+            predictor.program(dataclasses.replace(PYAO, head_loss="chunked"), micro_batch),
+            True,
+        ),
+    }
+    first: Prediction | None = None
+    for name, (program, offloads) in programs.items():
+        found = at(program, hardware, offloads, window_bytes)
+        first = first or found
+        common: dict[str, Any] = {
+            "figure": "Megatron",
+            "model": MODELS[model],
+            "system": name,
+            "micro_batch": micro_batch,
+            "mode": PREDICT,
+        }
+        yield Row(
+            **common,
+            quantity="peak device memory, less",
+            unit="of the peak",
+            value=1 - found.peak_bytes / first.peak_bytes,
+            detail={"peak_gb": found.peak_bytes / 1e9},
+        )
+        yield Row(
+            **common,
+            quantity="throughput, less",
+            unit="of the throughput",
+            value=1 - first.step_ms / found.step_ms,
+            detail={
+                "tokens_per_s": micro_batch * predictor.sequence_length / found.step_ms * 1e3,
+                "offloaded_gb": found.offloaded_bytes / 1e9,
+            },
+        )
+
+
+def modules_section(read: Read) -> str:
+    """Write the page's part on Megatron's modules."""
+    found = read(PREDICT)
+    parts = ["## Megatron-Core: memory and throughput by offloaded module"]
+    if found is None:
+        return parts[0]
+    systems = list(dict.fromkeys(row["system"] for row in found["rows"]))
+    rows = []
+    for system in systems:
+        cells = [system]
+        for name in MODELS.values():
+            less, slower = (
+                one(found["rows"], model=name, system=system, quantity=quantity)["value"]
+                for quantity in ("peak device memory, less", "throughput, less")
+            )
+            cells.append(f"−{less:.1%} / −{slower:.1%}" if less or slower else "0")
+        rows.append(cells)
+    low, high = published.MEGATRON_MEMORY_CUT
+    least, most = published.MEGATRON_SLOWDOWN
+    gain = published.MEGATRON_WITH_RECOMPUTE
+    parts += [
+        paragraph(
+            "*Mode: predict.* Peak memory / throughput, each against keeping everything; one "
+            "H200 with a link of 50 GB/s at micro-batch 16. The article's text has ranges alone: "
+            f"{low:.0%} to {high:.0%} less memory at {least:.0%} to {most:.0%} less throughput, "
+            f"and {gain[0]:.0%} to {gain[1]:.0%} more throughput with recomputation where that "
+            "frees other settings; its tables by module are not in the text."
+        ),
+        table(["", *MODELS.values()], rows),
+        bullets(
+            [
+                "Its models are mixtures of experts of 100 billion parameters and more, on 64 to "
+                "512 GPUs with pipelines, whose layers compute far longer for a byte that they "
+                "save. Ours are the PyAO paper's three.",
+                "On an H200 these are bound by the link: of single modules, those that save as "
+                "much memory as the article's least cost more than the article's most.",
+                "Norms and activation functions are cheap to compute again: recomputing them and "
+                "offloading the rest loses less throughput than offloading everything, as the "
+                "article says, and saves less memory. Checkpointing saves more memory than that in "
+                "all three models, and for GPT-2 it costs less time, too.",
+                "ZeRO-1 with accumulation adds the same gradients to every row.",
+            ]
+        ),
+        source(found),
+    ]
+    return "\n\n".join(parts)
+
+
+def plot_modules(document: dict[str, Any]) -> Any:
+    """Draw memory saved over throughput lost."""
+    from experiments.plots import grouped_bars
+
+    rows = select(document["rows"], quantity="throughput, less")
+    bars = [(row["model"], row["system"], 100 * row["value"]) for row in rows]
+    return grouped_bars([bar for bar in bars if bar[1] != "nothing"], "throughput lost, %")

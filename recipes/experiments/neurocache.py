@@ -1,0 +1,242 @@
+"""NeuroCache: its Table 1, its sweep over budgets (Table 2), and its 20-step validation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from experiments import published
+from experiments.predictor import use_one_thread
+from experiments.rows import MINIATURE, OK, OUT_OF_MEMORY, PREDICT, REAL, Result, Row
+from experiments.runner import Options, need_accelerator
+from hf_pyao.bench.setup import BenchSetup
+from hf_pyao.bench.sweep import SweepPlan, run_sweep
+from hf_pyao.config import PyAOConfig
+from hf_pyao.estimate.estimate import ASSUMPTIONS
+from hf_pyao.estimate.fake_step import FakeTraining
+from hf_pyao.estimate.model_specs import config_of, parse_model
+from hf_pyao.estimate.predicted_sweep import predict_points
+from hf_pyao.estimate.recorded_step import record_step
+from hf_pyao.hardware.presets import Hardware, find_hardware
+from hf_pyao.planning.sweep import Budgets, parse_budgets
+from hf_pyao.report.sweep_report import SweepPoint, SweepReport
+
+Read = Callable[[str], dict[str, Any] | None]
+
+MIB = 2**20
+SHAPE = (
+    "gpt2:vocab_size=16000,n_positions=768,n_embd=768,n_layer=12,n_head=12,resid_pdrop=0.0,"
+    "embd_pdrop=0.0,attn_pdrop=0.0,bos_token_id=0,eos_token_id=0"
+)
+"""97.93 million parameters (its section 4.1)."""
+SMALL_SHAPE = (
+    "gpt2:vocab_size=512,n_positions=128,n_embd=128,n_layer=6,n_head=4,resid_pdrop=0.0,"
+    "embd_pdrop=0.0,attn_pdrop=0.0,bos_token_id=0,eos_token_id=0"
+)
+MICRO_SHAPE = SMALL_SHAPE.replace("n_layer=6", "n_layer=2").replace("n_embd=128", "n_embd=32")
+MICRO_BATCH, LENGTH = 8, 768
+BUDGETS = "0,1,2,3,4,5,6,8,10"
+TFLOP_PER_S = 4.3
+"""85 % of the 5.1 of an RTX 2050's shaders: it trains in 32 bits."""
+SEEDS = 5
+MOMENTS = {"32-bit": 8, "16-bit": 4}
+"""Bytes of AdamW's two moments for each parameter."""
+
+CONFIGURATIONS = (
+    ("baseline", False, "32-bit", 0),
+    ("checkpointing", True, "32-bit", 0),
+    ("checkpointing, 16-bit moments", True, "16-bit", 0),
+    ("NeuroCache, k = 5", True, "16-bit", 5),
+)
+FUSED = "baseline, gelu as one kernel"
+MORE = (
+    (FUSED, False, "32-bit", 0),
+    ("PyAO, identity, without checkpointing", False, "16-bit", 10**6),
+    ("NeuroCache, k = 5, chunked loss", True, "16-bit", 5),
+)
+"""Rows that its table has not: name, checkpointing, moments, tensors that leave."""
+
+
+def card() -> Hardware:
+    """Return an RTX 2050 that computes in 32 bits."""
+    hardware = find_hardware("rtx2050")
+    device = dataclasses.replace(hardware.device, tflop_per_s=TFLOP_PER_S)
+    return dataclasses.replace(hardware, device=device)
+
+
+def predict_table_1(options: Options) -> Result:
+    """Predict its four configurations, and ours beside."""
+    use_one_thread()
+    known = {row.name: row for row in published.NEUROCACHE_TABLE_1}
+    rows: list[Row] = []
+    for name, checkpointing, moments, budget in (*CONFIGURATIONS, *MORE):
+        head_loss = "chunked" if "chunked" in name else "off"
+        more = ",activation_function=gelu" if name == FUSED else ""
+        (point,) = _points(options, (budget,), checkpointing, moments, head_loss, more)
+        paper = known.get(name)
+        rows += _rows_of(
+            "NeuroCache Table 1", name, point, paper.peak_mb if paper else None,
+            paper.tokens_per_s if paper else None,
+        )  # fmt: skip
+    return Result(rows=rows, assumptions=_assumed())
+
+
+def predict_table_2(options: Options) -> Result:
+    """Predict its sweep over k."""
+    use_one_thread()
+    budgets = parse_budgets("0,1" if options.is_smoke else BUDGETS)
+    rows: list[Row] = []
+    for point in _points(options, budgets.values, True, "16-bit"):
+        peak, speed, _ = published.NEUROCACHE_TABLE_2[point.budget]
+        rows += _rows_of("NeuroCache Table 2", f"k = {point.budget}", point, peak, speed)
+    return Result(rows=rows, assumptions=_assumed())
+
+
+def _assumed() -> list[str]:
+    first, *others = ASSUMPTIONS
+    return [
+        first.replace("bfloat16", "float32"),
+        *others,
+        f"RTX 2050 of 4 GiB at {TFLOP_PER_S} TFLOP/s in 32 bits; pack hooks take no time; the "
+        "optimizer's step is not in the throughput",
+    ]
+
+
+def _points(
+    options: Options,
+    budgets: tuple[int, ...],
+    checkpointing: bool,
+    moments: str,
+    head_loss: str = "off",
+    more: str = "",
+) -> list[SweepPoint]:
+    shape = (MICRO_SHAPE if options.is_smoke else SHAPE) + more
+    training = FakeTraining(
+        config=config_of(parse_model(shape)),
+        checkpointing=checkpointing,
+        training_state="device",
+        optimizer_bytes=MOMENTS[moments],
+        dtype="float32",
+    )
+    micro_batch, length = (2, 64) if options.is_smoke else (MICRO_BATCH, LENGTH)
+    program = record_step(training, micro_batch, length, head_loss=head_loss)
+    return predict_points(
+        program,
+        Budgets(budgets, "tensors"),
+        card(),
+        tokens=micro_batch * length,
+        settings=PyAOConfig(policy="budget", budget=1, min_bytes=0 if options.is_smoke else "1MiB"),
+    )
+
+
+def _rows_of(
+    figure: str, name: str, point: SweepPoint, peak: float | None, speed: float | None
+) -> Iterator[Row]:
+    common: dict[str, Any] = {
+        "figure": figure,
+        "model": "GPT-2 97.93M",
+        "system": name,
+        "micro_batch": MICRO_BATCH,
+        "mode": PREDICT,
+        "status": OK if point.status == "ok" else OUT_OF_MEMORY,
+    }
+    memory = None if point.memory_bytes is None else point.memory_bytes / MIB
+    yield Row(
+        **common, quantity="peak device memory", unit="MiB", value=memory, published=peak,
+        note=point.reason,
+    )  # fmt: skip
+    yield Row(
+        **common, quantity="throughput", unit="tokens/s", value=point.tokens_per_s, published=speed
+    )
+
+
+# ---- measured ------------------------------------------------------------------------------------
+
+
+def _sweep(options: Options, steps: int, budgets: str, *, is_real: bool) -> SweepReport:
+    shape = SHAPE if is_real else MICRO_SHAPE if options.is_smoke else SMALL_SHAPE
+    plan = SweepPlan(
+        setup=BenchSetup(
+            model=parse_model(shape),
+            sequence_length=LENGTH if is_real else 32 if options.is_smoke else 128,
+            dtype="float32",
+            device="auto" if is_real else "cpu",
+            num_warmup=1,
+            num_steps=2 if options.is_smoke else steps,
+        ),
+        budgets=parse_budgets(budgets),
+        micro_batch=MICRO_BATCH if is_real else 4,
+        num_seeds=1 if options.is_smoke else SEEDS,
+        settings=() if is_real else (("min_bytes", "0"),),
+        with_checkpointing=True,
+    )
+    return run_sweep(plan)
+
+
+def _measured(figure: str, steps: int, budgets: str, *, is_real: bool) -> Callable[..., Result]:
+    def run(options: Options) -> Result:
+        if is_real:
+            need_accelerator("an accelerator")
+        report = _sweep(options, steps, "0,2" if options.is_smoke else budgets, is_real=is_real)
+        rows = [
+            Row(
+                figure=figure,
+                model="GPT-2 97.93M" if is_real else "GPT-2, 6 layers of width 128",
+                system=f"k = {row.budget}",
+                micro_batch=MICRO_BATCH if is_real else 4,
+                quantity=quantity,
+                unit=unit,
+                value=None if found is None else found.mean / scale,
+                mode=REAL if is_real else MINIATURE,
+                detail={}
+                if found is None
+                else {
+                    "standard_deviation": found.standard_deviation / scale,
+                    "num_figures": found.num_figures,
+                },
+            )
+            for row in report.rows
+            for quantity, unit, found, scale in (
+                ("memory", "MiB", row.memory_bytes, MIB),
+                ("throughput", "tokens/s", row.tokens_per_s, 1.0),
+                ("pack time", "ms", row.pack_ms, 1.0),
+            )
+        ]
+        return Result(
+            rows=rows,
+            assumptions=[
+                f"memory is: {report.memory_is}",
+                "forward and backward; the optimizer's step is left out, and its 16-bit moments "
+                "with it",
+            ],
+            content={
+                "are_losses_equal": report.are_losses_equal,
+                "are_gradients_equal": report.are_gradients_equal,
+                "noise_tokens_per_s": report.noise_tokens_per_s,
+                "num_steps": steps,
+                "num_seeds": SEEDS,
+            },
+        )
+
+    return run
+
+
+miniature_table_2 = _measured("NeuroCache Table 2", 10, "0,1,2,3,5", is_real=False)
+real_table_2 = _measured("NeuroCache Table 2", 10, BUDGETS, is_real=True)
+miniature_validation = _measured("NeuroCache, 20 steps", 20, "0,5", is_real=False)
+real_validation = _measured("NeuroCache, 20 steps", 20, "0,5", is_real=True)
+
+
+def predict_validation(options: Options) -> Result:
+    """Predict its 20-step validation: a prediction has no steps, so that it is Table 1's."""
+    use_one_thread()
+    rows: list[Row] = []
+    configurations = {name: (chk, moments, k) for name, chk, moments, k in CONFIGURATIONS}
+    for paper in published.NEUROCACHE_20_STEPS:
+        checkpointing, moments, budget = configurations[paper.name]
+        (point,) = _points(options, (budget,), checkpointing, moments)
+        rows += _rows_of(
+            "NeuroCache, 20 steps", paper.name, point, paper.peak_mb, paper.tokens_per_s
+        )
+    return Result(rows=rows, assumptions=_assumed())

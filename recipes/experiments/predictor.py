@@ -1,0 +1,255 @@
+"""What systems take on a card, by prediction: peaks, host memory and times of one micro-batch.
+
+hf_pyao's own predictor, and what several nodes add: under ZeRO-1 with accumulation all gradients
+stay on the device. With int8 the real engine counts on fake tensors what is left of the bytes, and
+the predictor's copies are scaled by that; the codec's kernels are not in its times.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from experiments.systems import System
+from hf_pyao.config import PyAOConfig
+from hf_pyao.estimate.estimate import WAYS, Estimator, PredictedWay, Way
+from hf_pyao.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
+from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
+from hf_pyao.estimate.search import largest_on_a_line
+from hf_pyao.hardware.presets import Hardware, find_hardware
+from hf_pyao.hardware.speeds import GIB
+from hf_pyao.integrations.attach import attach
+from hf_pyao.planning.predict import predict
+from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.simulation.late_transport import LateTransport
+from hf_pyao.simulation.ledger import MemoryLedger, NotingMode
+
+HALF_BYTES = 2
+"""Bytes of a parameter, and of a gradient as it is sent."""
+
+NOT_TENSORS_BYTES = 1.0e9
+"""Context, NCCL, workspaces, a second bucket: the mean of what the paper's two baseline peaks are
+above ours (hf_pyao/estimate/PUBLISHED.md). The only constant that was fitted."""
+
+PAPER_CAP_BYTES = 8.68e9
+"""Tensors that fit beside it in the paper. Its baseline limits follow from any number between 7.75
+and 8.73 GB."""
+
+CARD = "rtx4070"
+COUNTED_AT = 2
+"""The micro-batch at which a codec's bytes are counted."""
+
+SHADER_TFLOP_PER_S = 29.15
+"""An RTX 4070's rate without tensor cores: the slower of the two assumptions."""
+
+ASSUMPTIONS = (
+    "operations at the longer of arithmetic and memory traffic, and 3 us: 49.6 TFLOP/s (85 % of "
+    "the tensor cores' data sheet) unless said otherwise, 80 % of the memory's data sheet; link "
+    "25e9 bytes/s, one copy engine",
+    "ZeRO-2: a gradient leaves as it is complete, through a bucket of 1e9 bytes; AdamW is on the "
+    "host. ZeRO-1 with accumulation: the same, and gradients of all parameters stay on the device",
+    "flash attention, dropout as the configurations have it, no padding, outputs live on in "
+    "backward; no fragmentation, no workspaces",
+    f"{NOT_TENSORS_BYTES / 1e9:.1f} GB on the device are no tensors (fitted to the paper's two "
+    "baseline peaks)",
+    "int8: what it leaves of the bytes is counted on fake tensors by the real engine; times have "
+    "its copies, and not its kernels",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """One micro-batch of a system."""
+
+    peak_bytes: int
+    """Tensors on the device, copies as late as they can be."""
+    host_bytes: int
+    """Most bytes of the host pool in use."""
+    step_ms: float
+    """Forward and backward, with waiting for copies."""
+    compute_ms: float
+    stall_forward_ms: float
+    stall_backward_ms: float
+    offloaded_bytes: int
+    """What crosses the link, each way."""
+    recomputed: tuple[str, ...]
+    """Sub-modules that PyAO's rule recomputes."""
+
+    @property
+    def device_gb(self) -> float:
+        """The peak with what is no tensor, in 1e9 bytes."""
+        return (self.peak_bytes + NOT_TENSORS_BYTES) / 1e9
+
+
+class Predictor:
+    """Predicts one model on one card.
+
+    Args:
+        architecture: a key of ``systems.MODELS``.
+        size: its row in ``hf_pyao/estimate/model_sizes.py``; None: the paper's.
+        hardware: the card; None: the paper's.
+        sequence_length: tokens of a sample.
+        vocab_size: of shapes without one of their own.
+    """
+
+    def __init__(
+        self,
+        architecture: str,
+        size: str | None = None,
+        hardware: Hardware | None = None,
+        sequence_length: int = 512,
+        vocab_size: int = 512,
+    ) -> None:
+        shape = find_size(architecture, size or PAPER_SIZES[architecture])
+        tokens = {} if "vocab_size" in shape.settings else {"vocab_size": vocab_size}
+        self.config = build_config(architecture, shape, **tokens)
+        self.hardware = hardware or find_hardware(CARD)
+        self.sequence_length = sequence_length
+        self.estimator = Estimator(
+            self.config, self.hardware, window="layer", sequence_length=sequence_length
+        )
+        self._counted: dict[tuple[System, int], tuple[int, int]] = {}
+        self._num_parameters: int | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied ones once."""
+        if self._num_parameters is None:
+            with FakeTraining(config=self.config).model() as (model, _):
+                self._num_parameters = sum(p.numel() for p in model.parameters())
+        return self._num_parameters
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one full gradient, as it is sent."""
+        return HALF_BYTES * self.num_parameters
+
+    def at(self, tflop_per_s: float) -> Predictor:
+        """Return the same on a card of another speed; what was recorded and flagged stays."""
+        device = dataclasses.replace(self.hardware.device, tflop_per_s=tflop_per_s)
+        self.estimator.flagged()
+        other = copy.copy(self)
+        other.hardware = dataclasses.replace(self.hardware, device=device)
+        other.estimator = copy.copy(self.estimator)
+        other.estimator.hardware = other.hardware
+        return other
+
+    def predicted(self, system: System, micro_batch: int) -> Predicted:
+        """Predict *system* at *micro_batch*.
+
+        With a codec the peak on the device is that without one: see :meth:`counted`.
+        """
+        way = self._way(system, micro_batch)
+        peak_bytes, host_bytes = way.late.peak_bytes, way.timed.host_peak_bytes
+        timed = way.timed
+        if system.codec != "identity":
+            ratio = self.codec_ratio(system)
+            host_bytes = round(host_bytes * ratio)
+            scaled = scale_copies(way.program, ratio)
+            timed = predict(
+                scaled,
+                self.estimator.leaves(_way_of(system), way.program),
+                window_bytes=None,
+                device=self.hardware.device,
+                link=self.hardware.link,
+            )
+        if system.accumulates:
+            peak_bytes += self.gradient_bytes
+        return Predicted(
+            peak_bytes=peak_bytes,
+            host_bytes=host_bytes,
+            step_ms=timed.step_ms,
+            compute_ms=timed.compute_ms,
+            stall_forward_ms=timed.stall_forward_ms,
+            stall_backward_ms=timed.stall_backward_ms,
+            offloaded_bytes=timed.offloaded_bytes,
+            recomputed=way.flagged,
+        )
+
+    def program(self, system: System, micro_batch: int) -> StepProgram:
+        """Return the recorded step of *system*."""
+        return self._way(system, micro_batch).program
+
+    def largest(self, system: System, cap_bytes: float = PAPER_CAP_BYTES) -> int:
+        """Return the largest micro-batch whose tensors fit into *cap_bytes*; 0 if none does."""
+        exact = dataclasses.replace(system, codec="identity")
+
+        def peak_at(size: int) -> int:
+            return self.predicted(exact, size).peak_bytes
+
+        return largest_on_a_line(peak_at, int(cap_bytes))
+
+    def codec_ratio(self, system: System) -> float:
+        """Return what the codec of *system* leaves of the bytes: the same at any micro-batch."""
+        exact = self._way(system, COUNTED_AT).timed.host_peak_bytes
+        return self.counted(system, COUNTED_AT)[1] / exact if exact else 1.0
+
+    def counted(self, system: System, micro_batch: int) -> tuple[int, int]:
+        """Run the real engine on fake tensors; return the peaks of device and host pool."""
+        key = (system, micro_batch)
+        if key not in self._counted:
+            self._counted[key] = self._count(system, micro_batch)
+        return self._counted[key]
+
+    def _count(self, system: System, micro_batch: int) -> tuple[int, int]:
+        # The rule times operations, which fake tensors have not: what it flags is named instead.
+        flagged = self.estimator.flagged() if system.is_pyao and system.is_selective else ()
+        settings = PyAOConfig(
+            **{
+                **system.settings,
+                "policy": "all",
+                "recompute_modules": flagged,
+                "host_memory_gib": UNLIMITED_HOST_GIB,
+            }
+        )
+        training = FakeTraining(config=self.config)
+        with training.model() as (model, fake_mode):
+            training.let_gradients_go(model)
+            with attach(model, settings, transport=LateTransport()) as offloader:
+                ledger = MemoryLedger(offloader.host_pool.owns)
+                ledger.note([*model.parameters(), *model.buffers()])
+                with NotingMode(ledger, fake_mode):
+                    training.run(model, micro_batch, self.sequence_length, ledger.end_phase)
+                host_bytes = int(offloader.metrics()["host_peak_bytes"])
+        return max(ledger.phase_peak_bytes.values()), host_bytes
+
+    def _way(self, system: System, micro_batch: int) -> PredictedWay:
+        return self.estimator.predicted(_way_of(system), system.head_loss, micro_batch)
+
+
+def _way_of(system: System) -> Way:
+    ours = "policy pyao" if system.is_selective else "policy all"
+    name = ours if system.is_pyao else "none"
+    name = "checkpointing" if system.checkpointing else name
+    return next(way for way in WAYS if way.name == name)
+
+
+def scale_copies(program: StepProgram, ratio: float) -> StepProgram:
+    """Return *program* with *ratio* times the bytes on the link, as a codec leaves of them."""
+    slots = [
+        slot._replace(link_bytes=max(1, round(slot.link_bytes * ratio)) if slot.link_bytes else 0)
+        for slot in program.slots
+    ]
+    return dataclasses.replace(program, slots=slots)
+
+
+def on_compute_stream_ms(predicted: Predicted, hardware: Hardware) -> float:
+    """Return the step if every copy stood in the way of compute: one stream for both."""
+    copies_ms = sum(
+        hardware.link.copy_ms(direction, predicted.offloaded_bytes)
+        for direction in ("offload", "reload")
+    )
+    return predicted.compute_ms + copies_ms
+
+
+def card_limit_bytes(hardware: Hardware) -> float:
+    """Return what of a card can be used: all but 4 %."""
+    return hardware.memory_gib * GIB * 0.96
+
+
+def use_one_thread() -> None:
+    """Leave other cores to others: fake tensors need none."""
+    torch.set_num_threads(1)

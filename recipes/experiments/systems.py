@@ -1,0 +1,65 @@
+"""The ways to train that figures compare, by the names that all pages and files use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """One way to train on several nodes."""
+
+    name: str
+    engine: str = "zero2"
+    """A key of ``communication.ENGINES``."""
+    checkpointing: bool = False
+    is_pyao: bool = False
+    """``policy="pyao", window="layer", keep_last_layers=1``."""
+    is_selective: bool = True
+    """PyAO's rule says what is recomputed; else all layers are offloaded."""
+    codec: str = "identity"
+    head_loss: str = "off"
+    accumulates: bool = False
+    """Gradients stay on the device, summed over micro-batches, until they are reduced once."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of ``PyAOConfig``, where hf_pyao is at work."""
+        if not self.is_pyao:
+            return {}
+        return {
+            "policy": "pyao" if self.is_selective else "all",
+            "window": "layer",
+            "keep_last_layers": 1,
+            "codec": self.codec,
+            "head_loss": self.head_loss,
+        }
+
+
+BASELINE = System(name="ZeRO-2")
+CHECKPOINTING = System(name="ZeRO-2, checkpointing", checkpointing=True)
+PYAO = System(name="PyAO, identity", is_pyao=True)
+PYAO_INT8 = System(name="PyAO, int8", is_pyao=True, codec="int8")
+PYAO_CHUNKED = System(name="PyAO, identity, chunked loss", is_pyao=True, head_loss="chunked")
+CHECKPOINTING_CHUNKED = System(
+    name="ZeRO-2, checkpointing, chunked loss", checkpointing=True, head_loss="chunked"
+)
+ACCUMULATION = System(name="ZeRO-1, accumulation", engine="zero1", accumulates=True)
+
+OFFLOAD_ALL = System(name="offload all, identity", is_pyao=True, is_selective=False)
+OFFLOAD_ALL_INT8 = System(name="offload all, int8", is_pyao=True, is_selective=False, codec="int8")
+
+SYSTEMS = (
+    BASELINE,
+    PYAO,
+    PYAO_INT8,
+    CHECKPOINTING,
+    PYAO_CHUNKED,
+    CHECKPOINTING_CHUNKED,
+    ACCUMULATION,
+)
+"""In the order of all tables."""
+
+MODELS = {"opt": "OPT-1.3B", "gpt2": "GPT-2 0.8B", "llama": "Llama 1.2B"}
+"""Architecture -> the paper's name of its model."""

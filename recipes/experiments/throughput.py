@@ -1,0 +1,114 @@
+"""PyAO Figure 2: activation throughput of the parts of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from experiments import published
+from experiments.page import bullets, paragraph, source, table
+from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
+from experiments.rows import PREDICT, Result, Row, select
+from experiments.runner import Options, progress
+from experiments.systems import BASELINE, MODELS
+from hf_pyao.hardware.speeds import GIB
+from hf_pyao.planning.activation_throughput import by_device_time, by_pack_intervals
+from hf_pyao.planning.iqr import find_outliers
+
+Read = Callable[[str], dict[str, Any] | None]
+
+
+TIMINGS = ("the paper's intervals", "device time")
+
+
+def predict_throughput(options: Options) -> Result:
+    """Predict Figure 2: activation throughput of the parts of a layer."""
+    use_one_thread()
+    rows = []
+    for model in progress(options.models, "Figure 2"):
+        predictor = Predictor(model, "micro" if options.is_smoke else None)
+        micro_batch = 2 if options.is_smoke else published.MICRO_BATCHES[model][0]
+        program = predictor.program(BASELINE, micro_batch)
+        hardware = predictor.hardware
+        for timing, rule in zip(TIMINGS, (by_pack_intervals, by_device_time), strict=True):
+            rates = rule(program, hardware.device)
+            outliers = find_outliers(rates, hardware.link.d2h_gib_per_s)
+            for part, rate in rates.items():
+                rows.append(
+                    Row(
+                        figure="Figure 2",
+                        model=MODELS[model],
+                        system=part or "(the layer itself)",
+                        micro_batch=micro_batch,
+                        quantity=f"activation throughput, {timing}",
+                        unit="GB/s",
+                        value=rate * GIB / 1e9,
+                        mode=PREDICT,
+                        detail={
+                            "is_flagged": part in outliers.flagged,
+                            "bound_gb_per_s": outliers.upper_bound_gib_per_s * GIB / 1e9,
+                        },
+                    )
+                )
+    return Result(
+        rows=rows,
+        assumptions=[*ASSUMPTIONS, "15 us of the host from one pack hook to the next"],
+    )
+
+
+def figure_2_section(read: Read) -> str:
+    """Write the page's part on Figure 2."""
+    found = read(PREDICT)
+    parts = ["## PyAO, Figure 2: activation throughput by sub-module"]
+    if found is None:
+        return parts[0]
+    rows = []
+    for name in MODELS.values():
+        for first in select(
+            found["rows"], model=name, quantity=f"activation throughput, {TIMINGS[0]}"
+        ):
+            cells = [name, f"`{first['system']}`"]
+            other = select(
+                found["rows"],
+                model=name,
+                system=first["system"],
+                quantity=f"activation throughput, {TIMINGS[1]}",
+            )
+            for row in (first, *other):
+                mark = " flagged" if row["detail"]["is_flagged"] else ""
+                cells.append(f"{row['value']:.1f}{mark}")
+            rows.append(cells if other else [*cells, "–"])
+    parts += [
+        paragraph(
+            "*Mode: predict.* GB/s at ZeRO-2's micro-batches (4, 3, 2). The paper's Figure 2 is "
+            "of GPT-2, and its values are not in the text: it says that projections and "
+            "activation functions stand out. Flagged: above Q3 + 1.5 IQR, and above the link."
+        ),
+        table(["model", "sub-module", *TIMINGS], rows),
+        bullets(
+            [
+                "By the paper's intervals the projection behind the activation function stands "
+                "out, as it says; by what a part's own operations take on the device, it does "
+                "not: a projection saves its input before its product runs "
+                "(hf_pyao/planning/README.md).",
+                "Checkpointing, the chunked loss and ZeRO-1 have no row: what is measured is one "
+                "layer's forward, which is the same in all of them.",
+            ]
+        ),
+        source(found),
+    ]
+    return "\n\n".join(parts)
+
+
+def plot_throughput(document: dict[str, Any]) -> Any:
+    """Draw Figure 2: bars by sub-module of GPT-2, or of the only model."""
+    from experiments.plots import grouped_bars
+
+    names = {row["model"] for row in document["rows"]}
+    name = MODELS["gpt2"] if MODELS["gpt2"] in names else sorted(names)[0]
+    rows = select(document["rows"], model=name)
+    bars = [
+        (row["system"].removeprefix("mlp."), row["quantity"].partition(", ")[2], row["value"])
+        for row in rows
+    ]
+    return grouped_bars(bars, f"{name}: activation throughput, GB/s")

@@ -1,0 +1,143 @@
+"""PyAO Figure 6: the time until 256 micro-batches are accumulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from experiments import published
+from experiments.communication import COUNTINGS, Cluster, Work, find_engine, num_rounds, time_to
+from experiments.miniature_cluster import read_sweeps, speedups_of
+from experiments.predictor import ASSUMPTIONS, SHADER_TFLOP_PER_S, Predictor, use_one_thread
+from experiments.rows import PREDICT, Result, Row
+from experiments.runner import Options, need_accelerator, progress
+from experiments.systems import (
+    ACCUMULATION,
+    BASELINE,
+    CHECKPOINTING,
+    CHECKPOINTING_CHUNKED,
+    MODELS,
+    PYAO,
+    PYAO_CHUNKED,
+    PYAO_INT8,
+    System,
+)
+
+FIGURE = "Figure 6"
+SLOW = "40 % of the shaders"
+OPTIMIZER_NS = 1.0
+"""AdamW on the host, nanoseconds a parameter of the rank's share: an assumption."""
+
+SPEEDS = {
+    "tensor cores": None,
+    "shaders": SHADER_TFLOP_PER_S,
+    SLOW: 0.4 * SHADER_TFLOP_PER_S,
+}
+"""Assumptions on the card's arithmetic; None: the preset's."""
+ASSUMED = (
+    *ASSUMPTIONS,
+    f"five nodes over 1 Gbit/s of which payload gets 94.1 %, no overlap with backward; gradients "
+    f"in half precision; AdamW {OPTIMIZER_NS:g} ns a parameter of a rank's share",
+    "micro-batches are the paper's (section 6.2) for ZeRO-2, PyAO and checkpointing, and the "
+    "largest of which 8.68 GB of tensors fit for the others, 256 over five nodes at most",
+)
+
+
+def predict_times(options: Options) -> Result:
+    """Predict each model and system, by each way to count."""
+    use_one_thread()
+    rows: list[Row] = []
+    for model in progress(options.models, FIGURE):
+        predictor = Predictor(model, "micro" if options.is_smoke else None)
+        for speed, tflop_per_s in SPEEDS.items():
+            if options.is_smoke and tflop_per_s is not None:
+                continue
+            card = predictor if tflop_per_s is None else predictor.at(tflop_per_s)
+            rows += _rows(model, speed, card, options.is_smoke)
+    return Result(rows=rows, assumptions=ASSUMED)
+
+
+def systems_with_sizes(
+    model: str, predictor: Predictor, is_smoke: bool = False
+) -> Iterator[tuple[System, int]]:
+    """Yield each system with the micro-batch that it runs; a smoke run looks for none."""
+    small, large = published.MICRO_BATCHES[model]
+    most = -(-published.TARGET // published.NUM_NODES)  # more is not needed to reach the target
+    yield BASELINE, small
+    yield PYAO, large
+    yield PYAO_INT8, large
+    yield CHECKPOINTING, large
+    for system in (PYAO_CHUNKED, CHECKPOINTING_CHUNKED, ACCUMULATION):
+        yield system, 2 if is_smoke else min(most, max(1, predictor.largest(system)))
+
+
+def work_of(predictor: Predictor, system: System, micro_batch: int) -> Work:
+    """Return what one node does with a micro-batch."""
+    predicted = predictor.predicted(system, micro_batch)
+    share = predictor.num_parameters / published.NUM_NODES
+    return Work(
+        gradient_bytes=predictor.gradient_bytes,
+        compute_s=predicted.step_ms / 1e3,
+        optimizer_s=share * OPTIMIZER_NS / 1e9,
+        host_bytes=2 * predicted.offloaded_bytes,
+    )
+
+
+def _rows(model: str, speed: str, predictor: Predictor, is_smoke: bool) -> Iterator[Row]:
+    cluster = Cluster(num_nodes=published.NUM_NODES, link_gbit_per_s=published.LINK_GBIT_PER_S)
+    baseline: dict[str, float] = {}
+    for system, micro_batch in systems_with_sizes(model, predictor, is_smoke):
+        work = work_of(predictor, system, micro_batch)
+        for counting in COUNTINGS:
+            time_s = time_to(
+                *(published.TARGET, micro_batch, find_engine(system.engine), cluster, work),
+                counting,
+            )
+            baseline.setdefault(counting.name, time_s)
+            is_papers = system is PYAO_INT8
+            common: dict[str, Any] = {
+                "figure": FIGURE,
+                "model": MODELS[model],
+                "system": system.name,
+                "micro_batch": micro_batch,
+                "mode": PREDICT,
+                "detail": {
+                    "speed": speed,
+                    "counting": counting.name,
+                    "engine": system.engine,
+                    "compute_ms": work.compute_s * 1e3,
+                    "optimizer_s": work.optimizer_s,
+                    "rounds": num_rounds(
+                        published.TARGET, micro_batch, published.NUM_NODES, counting
+                    ),
+                },
+            }
+            yield Row(**common, quantity="time to 256", unit="s", value=time_s)
+            yield Row(
+                **common,
+                quantity="speedup over ZeRO-2",
+                unit="x",
+                value=baseline[counting.name] / time_s,
+                published=published.SPEEDUPS[model] if is_papers else None,
+            )
+
+
+def miniature_times(options: Options) -> Result:
+    """Read what the local cluster measured."""
+    sweeps = read_sweeps(options.sweeps)
+    return Result(
+        rows=[row for sweep in sweeps for row in speedups_of(sweep, FIGURE)],
+        assumptions=[
+            "models, link and target are a miniature's: only ratios can be put beside the paper's",
+            "micro-batches are given, not found: no memory limit is in a miniature",
+        ],
+        content={"sweeps": [sweep.name for sweep in sweeps]},
+    )
+
+
+def real_times(options: Options) -> Result:
+    """Time steps on this cluster."""
+    need_accelerator("five nodes with an accelerator each, started by recipes/configs")
+    from experiments.real_cluster import time_to_target
+
+    return time_to_target(options, FIGURE)

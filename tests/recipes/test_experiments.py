@@ -1,0 +1,471 @@
+"""The papers' experiments: their arithmetic, their files, and the page that is made of these."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import hiding, modules, published, write_page
+from experiments.calibration import Point, calibrate, check, errors_of
+from experiments.catalogue import EXPERIMENTS
+from experiments.communication import (
+    COUNTINGS,
+    ENGINES,
+    Cluster,
+    Work,
+    find_engine,
+    num_rounds,
+    sent_bytes,
+    step_time,
+    time_of_accumulated,
+    time_to,
+)
+from experiments.miniature_cluster import Sweep, points_of, read_sweeps, speedups_of
+from experiments.predictor import Predictor, scale_copies
+from experiments.real_cluster import step_ms_of
+from experiments.rows import MODES, RESULTS, one, read_document
+from experiments.runner import run_experiment
+from experiments.scaling import split
+from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO, PYAO_INT8, SYSTEMS
+from hf_pyao.errors import ConfigError
+from tests.recipes.conftest import RECIPES
+
+FIVE = Cluster(num_nodes=5, link_gbit_per_s=1.0)
+BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
+QUICK = ("neurocache_table1", "communication_grid")
+
+
+# ---- the communication model ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "one", "four"),
+    [("ddp", 2, 2), ("zero1", 3, 3), ("zero2", 3, 9), ("zero2-rs", 2, 5), ("zero3", 3, 12)],
+)
+def test_what_an_engine_sends(engine: str, one: float, four: float) -> None:
+    found = ENGINES[engine]
+    assert (found.passes(1), found.passes(4)) == (one, four)
+    assert sent_bytes(found, 5, 1e9, 4) == pytest.approx(four * 0.8e9)
+    assert sent_bytes(found, 1, 1e9) == 0
+
+
+def test_a_step_is_compute_and_communication_and_optimizer() -> None:
+    work = Work(gradient_bytes=1e9, compute_s=0.5, gas=4, optimizer_s=0.25)
+    found = step_time(find_engine("zero2"), dataclasses.replace(FIVE, efficiency=0.8), work)
+    assert found.compute_s == 2.0
+    assert found.communication_s == pytest.approx(9 * 0.8e9 / (0.8 * 0.125e9))
+    assert found.step_s == pytest.approx(72 + 2 + 0.25)
+    assert found.communication_share == pytest.approx(72 / 74.25)
+
+
+def test_accumulation_amortises_under_ddp_and_zero1_alone() -> None:
+    work = Work(gradient_bytes=2.6e9, compute_s=0.3)
+    by_engine = {
+        name: time_of_accumulated(40, 10, engine, FIVE, work)
+        / time_of_accumulated(40, 40, engine, FIVE, dataclasses.replace(work, compute_s=1.2))
+        for name, engine in ENGINES.items()
+    }
+    assert by_engine["ddp"] == pytest.approx(1) and by_engine["zero1"] == pytest.approx(1)
+    assert by_engine["zero2"] > 2.5 and by_engine["zero3"] > 3.5
+
+
+def test_the_slowest_node_and_its_host_hold_all_up() -> None:
+    engine, work = find_engine("zero2"), Work(gradient_bytes=1e9, compute_s=1.0, host_bytes=40e9)
+    plain = step_time(engine, FIVE, work)
+    half = step_time(engine, dataclasses.replace(FIVE, slowest_link=0.5), work)
+    assert half.communication_s == pytest.approx(2 * plain.communication_s)
+    slow = step_time(engine, dataclasses.replace(FIVE, slowest_device=0.5), work)
+    assert slow.waiting_s == pytest.approx(1.0)
+    shared = step_time(engine, dataclasses.replace(FIVE, host_gb_per_s=20.0), work)
+    assert shared.compute_s == pytest.approx(2.0)
+    hidden = step_time(engine, dataclasses.replace(FIVE, overlap=1.0), work)
+    assert hidden.communication_s == pytest.approx(plain.communication_s - 1.0)
+    late = step_time(engine, dataclasses.replace(FIVE, latency_us=1000.0, bucket_bytes=5e8), work)
+    assert late.communication_s - plain.communication_s == pytest.approx(3 * 4 * 2 * 1e-3)
+
+
+def test_stragglers_cost_more_where_nodes_meet_at_each_micro_step() -> None:
+    work = Work(gradient_bytes=1e9, compute_s=1.0, gas=16)
+    many = dataclasses.replace(FIVE, jitter=0.1)
+    waits = {name: step_time(ENGINES[name], many, work).waiting_s for name in ("ddp", "zero2")}
+    assert waits["zero2"] == pytest.approx(4 * waits["ddp"])  # 16 over the square root of 16
+    more = step_time(ENGINES["ddp"], dataclasses.replace(many, num_nodes=1000), work)
+    assert more.waiting_s > 2 * waits["ddp"]
+    # The expected largest of five standard normal draws is 1.163.
+    assert waits["zero2"] == pytest.approx(1.6 * 1.163, rel=0.02)
+
+
+def test_rounds_of_all_countings() -> None:
+    assert [num_rounds(256, 4, 5, each) for each in COUNTINGS] == [64, 64, 13, 13]
+    assert [num_rounds(256, 10, 5, each) for each in COUNTINGS] == [26, 26, 6, 6]
+
+
+def test_no_counting_of_rounds_explains_gpt2() -> None:
+    """Even with a step that is communication alone, the ratio is that of the micro-batches."""
+    small, large = published.MICRO_BATCHES["gpt2"]
+    work, engine = Work(gradient_bytes=1.5e9, compute_s=0.0), find_engine("zero2")
+    for counting in COUNTINGS:
+        ratio = time_to(256, small, engine, FIVE, work, counting) / time_to(
+            256, large, engine, FIVE, work, counting
+        )
+        assert ratio < large / small < published.SPEEDUPS["gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_nodes": 0}, "num_nodes is 0; expected 1 or more"),
+        ({"link_gbit_per_s": 0.0}, "link_gbit_per_s is 0.0; expected more than 0"),
+        ({"efficiency": 1.5}, "efficiency is 1.5; expected above 0, at most 1"),
+        ({"slowest_link": 0.0}, "slowest_link is 0.0"),
+        ({"jitter": -1.0}, "jitter is -1.0; expected 0 or more"),
+        ({"overlap": 2.0}, "overlap is 2.0; expected 0 to 1"),
+    ],
+)
+def test_bad_clusters_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        dataclasses.replace(FIVE, **fields)
+
+
+def test_bad_names_and_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="zero2"):
+        find_engine("zero-2")
+    with pytest.raises(ConfigError, match="expected 1 micro-batch or more"):
+        find_engine("zero2").passes(0)
+    with pytest.raises(ConfigError, match="expected 1 or more"):
+        num_rounds(256, 0, 5, COUNTINGS[0])
+
+
+# ---- calibration ---------------------------------------------------------------------------------
+
+
+def measured(micro_batch: int, link: float, *, nodes: int = 5, gas: int = 1) -> Point:
+    """Return a point of a cluster whose link is 90 % payload and whose compute is known."""
+    cluster = Cluster(num_nodes=nodes, link_gbit_per_s=link, efficiency=0.9)
+    work = Work(gradient_bytes=2e6, compute_s=0.05 + 0.01 * micro_batch, gas=gas)
+    step_s = step_time(find_engine("zero2"), cluster, work).step_s
+    return Point(
+        engine="zero2",
+        num_nodes=nodes,
+        link_gbit_per_s=link,
+        micro_batch=micro_batch,
+        gas=gas,
+        gradient_bytes=2e6,
+        step_s=step_s,
+    )
+
+
+def test_calibration_finds_what_points_were_made_of() -> None:
+    fitted = [measured(1, 0.05), measured(8, 0.05), measured(1, math.inf), measured(8, math.inf)]
+    found = calibrate(fitted)
+    assert found.efficiency == pytest.approx(0.9)
+    assert found.compute_s("zero2", 4) == pytest.approx(0.09)
+    held = check(found, [measured(4, 0.05), measured(2, 0.02, nodes=2), measured(8, 1.0, gas=4)])
+    assert all(abs(each.error) < 1e-9 for each in held)
+    assert errors_of(held, is_link_bound=True).num_points == 2
+    assert errors_of([], is_link_bound=True).num_points == 0
+    with pytest.raises(ConfigError, match="no point of 'ddp'"):
+        found.compute_s("ddp", 1)
+
+
+def test_what_is_faster_than_the_link_is_taken_to_pass_under_compute() -> None:
+    sizes = (1, 8)
+    fitted = [measured(size, math.inf) for size in sizes]
+    for size in sizes:  # a fifth of what the link takes is not waited for
+        point = measured(size, 0.05)
+        visible_s = 0.8 * (point.step_s - measured(size, math.inf).step_s) * 0.9
+        step_s = measured(size, math.inf).step_s + visible_s / (1448 / 1514)
+        fitted.append(dataclasses.replace(point, step_s=step_s))
+    found = calibrate(fitted)
+    assert found.efficiency == pytest.approx(1448 / 1514)
+    assert found.overlap == pytest.approx(0.2)
+
+
+def test_points_that_tell_nothing_apart_are_refused() -> None:
+    for points in ([], [measured(1, 0.05), measured(2, 0.05)], [measured(1, 0.05)] * 5):
+        with pytest.raises(ConfigError, match="do not tell link and compute apart"):
+            calibrate(points)
+
+
+def cluster_document(path: Path) -> Path:
+    """Write a sweep as the local cluster does, with three micro-batches."""
+    points = [
+        {
+            "architecture": "opt",
+            "run": 0,
+            "micro_batch": size,
+            "gradient_accumulation": 1,
+            "gradient_bytes": 2_000_000,
+            "step_s": [9.0, *[measured(size, 0.05).step_s] * 3],
+            "target_s": 64 / size,
+            "compute_step_s": [measured(size, math.inf).step_s] * 3,
+            "tx_bytes_per_step": [4.8e6] * 5,
+        }
+        for size in (1, 4, 8)
+    ]
+    setup = {
+        "nodes": 5,
+        "engine": "zero2",
+        "precision": "bf16",
+        "rate_mbit": 50.0,
+        "model_size": "micro",
+        "activation_offload": True,
+    }
+    document = {"kind": "local_cluster", "schema_version": 1, "setup": setup, "points": points}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+def test_a_sweep_is_split_by_a_rule_and_checked_where_it_was_not_fitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = cluster_document(tmp_path / "sweep.json")
+    (found,) = read_sweeps([sweep])
+    fitted, held = split(list(points_of([found])))
+    assert {point.micro_batch for point in held} == {4}
+    assert len(fitted) == 5
+    slower = [
+        (dataclasses.replace(point, link_gbit_per_s=0.02), is_shaped)
+        if is_shaped
+        else (point, False)
+        for point, is_shaped in points_of([found])
+    ]
+    assert len(split(slower)[1]) == 3 and len(split(slower, "micro-batches between")[1]) == 1
+    result = tmp_path / "grid.json"
+    run_experiment(
+        BY_NAME["communication_grid"],
+        ["--miniature", "--sweeps", str(sweep), "--result", str(result), "--no-plots"],
+    )
+    document = read_document(result)
+    for fit in document["calibration"].values():
+        assert fit["efficiency"] == pytest.approx(0.9)
+        assert fit["overlap"] == pytest.approx(0, abs=1e-9)
+    assert document["rows"][0]["detail"]["error"] == pytest.approx(0, abs=1e-9)
+    assert [row.value for row in speedups_of(found, "Figure 6")] == [1, 4, 8]
+    assert "Mode: miniature" in BY_NAME["communication_grid"].section(
+        lambda mode: document if mode == "miniature" else None
+    )
+
+
+def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"kind": "sweep", "schema_version": 1}')
+    with pytest.raises(ConfigError, match="which holds 'sweep'"):
+        read_sweeps([path])
+    with pytest.raises(ConfigError, match="name the files with --sweeps"):
+        read_sweeps([])
+    with pytest.raises(ConfigError, match="expected 'experiment'"):
+        read_document(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_sweeps([tmp_path / "missing.json"])
+
+
+def test_a_sweep_without_points_gives_no_rows() -> None:
+    assert list(points_of([Sweep(name="", setup={}, points=[])])) == []
+
+
+# ---- prediction ----------------------------------------------------------------------------------
+
+
+def test_int8_moves_what_the_real_engine_moves() -> None:
+    predictor = Predictor("llama", "tiny", sequence_length=256)
+    exact, coded = (predictor.predicted(system, 2) for system in (PYAO, PYAO_INT8))
+    assert coded.offloaded_bytes == pytest.approx(coded.host_bytes, rel=0.02)
+    counted = predictor.counted(PYAO_INT8, 4)[1]
+    assert predictor.predicted(PYAO_INT8, 4).host_bytes == pytest.approx(counted, rel=0.005)
+    assert 0.25 < coded.offloaded_bytes / exact.offloaded_bytes < 0.6
+    assert coded.step_ms <= exact.step_ms
+
+
+def test_copies_are_scaled_and_what_stays_stays() -> None:
+    program = Predictor("opt", "micro", sequence_length=64).program(PYAO, 2)
+    half = scale_copies(program, 0.5)
+    for slot, scaled in zip(program.slots, half.slots, strict=True):
+        assert scaled.link_bytes == (max(1, round(slot.link_bytes / 2)) if slot.link_bytes else 0)
+        assert scaled.nbytes == slot.nbytes
+
+
+def test_checkpointing_takes_less_memory_and_more_time_than_nothing() -> None:
+    predictor = Predictor("gpt2", "micro", sequence_length=64)
+    plain, again = (predictor.predicted(system, 8) for system in (BASELINE, CHECKPOINTING))
+    assert again.peak_bytes < plain.peak_bytes and again.step_ms > plain.step_ms
+
+
+def test_a_slower_card_takes_longer_over_the_same_step() -> None:
+    predictor = Predictor("gpt2", "micro", sequence_length=64)
+    fast, slow = (each.predicted(BASELINE, 2) for each in (predictor, predictor.at(0.01)))
+    assert slow.step_ms > 2 * fast.step_ms and slow.peak_bytes == fast.peak_bytes
+    assert predictor.predicted(BASELINE, 2).step_ms == fast.step_ms
+
+
+def test_roles_own_what_their_modules_save() -> None:
+    assert modules.role_of("opt", "self_attn.q_proj:0") == "qkv_linear"
+    assert modules.role_of("opt", "self_attn:3") == "core_attn"
+    assert modules.role_of("opt", ":0") is None
+    assert modules.role_of("llama", "mlp.gate_proj:0") == "mlp_up"
+
+
+def test_the_guides_own_example_comes_out() -> None:
+    for row in hiding._guides_own():
+        assert row.value == pytest.approx(row.published, rel=0.02)
+    assert hiding.overlapped_ms(20, 2**31, 25) == pytest.approx(80)
+    assert hiding.overlapped_ms(20, 2**31, 900) == 20
+
+
+def test_a_recipes_step_is_read_from_its_table() -> None:
+    line = "time of an optimizer step, median of 240          1,256 ms\n"
+    assert step_ms_of(f"x\n{line}") == 1256
+    assert step_ms_of("nothing") is None
+
+
+# ---- scripts -------------------------------------------------------------------------------------
+
+
+def smoke(name: str, tmp_path: Path, *options: str) -> dict[str, Any]:
+    path = tmp_path / f"{name}.json"
+    run_experiment(BY_NAME[name], ["--smoke", "--result", str(path), "--models", "opt", *options])
+    return read_document(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in BY_NAME],
+)
+def test_smoke_of_every_script(name: str, tmp_path: Path) -> None:
+    assert (RECIPES / "experiments" / f"{name}.py").is_file()
+    document = smoke(name, tmp_path)
+    assert document["rows"]
+    assert all(row["mode"] == "predict" and row["status"] for row in document["rows"])
+    assert not document["is_measured"]
+    if BY_NAME[name].plot is not None:
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+def test_smoke_of_a_miniature_counts_what_is_held(tmp_path: Path) -> None:
+    rows = smoke("figure4", tmp_path, "--miniature", "--no-plots")["rows"]
+    held = {(row["system"], row["micro_batch"]): row["value"] for row in rows}
+    for micro_batch in (1, 2):
+        plain = held[BASELINE.name, micro_batch]
+        assert held[PYAO.name, micro_batch] < plain
+        assert held[CHECKPOINTING.name, micro_batch] < plain
+    assert {row["mode"] for row in rows} == {"miniature"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["neurocache_table2", "neurocache_validation"])
+def test_smoke_of_measured_sweeps(name: str, tmp_path: Path) -> None:
+    document = smoke(name, tmp_path, "--miniature", "--no-plots")
+    assert document["are_losses_equal"] and document["are_gradients_equal"]
+    assert {row["mode"] for row in document["rows"]} == {"miniature"}
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_without_an_accelerator_real_refuses_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        run_experiment(BY_NAME[name], ["--real"])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert said.err.startswith(f"{name}.py: error: ") and said.err.count("\n") == 1
+
+
+def test_what_is_no_figure_of_that_kind_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("table3", "figure6"):
+        with pytest.raises(SystemExit):
+            run_experiment(BY_NAME[name], ["--miniature"])
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---- results and the page ------------------------------------------------------------------------
+
+FILES = sorted(RESULTS.glob("*.json"))
+
+
+def test_every_experiment_has_a_predicted_result() -> None:
+    assert {f"{name}_predict" for name in BY_NAME} <= {path.stem for path in FILES}
+
+
+def test_every_row_names_its_mode_and_every_file_its_origin() -> None:
+    for path in FILES:
+        document = read_document(path)
+        assert path.stem == f"{document['name']}_{document['mode']}"
+        assert document["mode"] in MODES and document["assumptions"]
+        provenance = document["provenance"]
+        assert provenance["commit"] and not provenance["is_dirty"], path.name
+        assert f"{document['name']}.py" in provenance["command"]
+        for row in document["rows"]:
+            assert row["mode"] == document["mode"]
+            assert row["value"] is not None or row["status"] != "ok"
+
+
+def test_the_papers_figures_have_rows_for_all_systems() -> None:
+    for name in ("figure1_predict", "figure4_predict", "figure5_predict", "figure6_predict"):
+        rows = read_document(RESULTS / f"{name}.json")["rows"]
+        wanted = {system.name for system in SYSTEMS}
+        assert {row["system"] for row in rows} >= wanted - (
+            {PYAO_INT8.name} if name == "figure1_predict" else set()
+        )
+
+
+def test_sentences_without_numbers_hold_too() -> None:
+    """What the page says in words about Megatron's modules and about checkpointing."""
+
+    def value(model: str, system: str, quantity: str) -> float:
+        found = one(rows, model=model, system=system, quantity=quantity)["value"]
+        assert isinstance(found, float)
+        return found
+
+    rows = read_document(RESULTS / "megatron_modules_predict.json")["rows"]
+    less, slower = "peak device memory, less", "throughput, less"
+    both, everything = "both: recompute these, offload the rest", "offload everything"
+    for model in MODELS.values():
+        for role in modules.ROLES:
+            if value(model, f"offload {role}", less) >= published.MEGATRON_MEMORY_CUT[0]:
+                assert value(model, f"offload {role}", slower) > published.MEGATRON_SLOWDOWN[1]
+        assert value(model, both, slower) < value(model, everything, slower)
+        assert value(model, both, less) < value(model, everything, less)
+        assert value(model, "checkpointing", less) > value(model, both, less)
+    gpt2 = MODELS["gpt2"]
+    assert value(gpt2, "checkpointing", slower) < value(gpt2, both, slower)
+
+    rows = read_document(RESULTS / "figure4_predict.json")["rows"]
+    largest = "largest micro-batch in 8.68 GB of tensors"
+    for model in MODELS.values():
+        plain, again = (value(model, each.name, largest) for each in (PYAO, CHECKPOINTING))
+        assert abs(plain - again) <= 1
+        chunked = value(model, "PyAO, identity, chunked loss", largest)
+        assert chunked > 4 * plain
+
+
+def test_the_page_is_what_the_files_say() -> None:
+    """Every number of the page is read from a file: writing it anew changes nothing."""
+    text = (RECIPES / "experiments" / "README.md").read_text(encoding="utf-8")
+    assert write_page.page() == text
+    assert text.count("*Mode: ") >= len(EXPERIMENTS)
+    for image in re.findall(r"\]\((\.\./results/[^)]+)\)", text):
+        assert (RECIPES / "experiments" / image).is_file(), image
+
+
+def test_the_page_says_what_must_be_said() -> None:
+    text = " ".join((RECIPES / "experiments" / "README.md").read_text(encoding="utf-8").split())
+    for said in (
+        "ZeRO-2 reduces gradients at every micro-step",
+        "plain gradient accumulation gives the same saving without offloading",
+        "was chosen afterwards",
+        "proves nothing",
+        "3.63 exceeds 10/3",
+        "contradicts 3 -> 10",
+    ):
+        assert said in text
