@@ -297,7 +297,6 @@ def sweep_of(steps_s: dict[int, list[float]], **setup: Any) -> ClusterSweep:
 
 
 def test_table_and_plot_show_medians_speedups_and_the_prediction(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     sweep = sweep_of({1: [2.0, 0.9, 1.0, 1.1], 4: [1.0]})
     assert sweep.points[0].steady_step_s == 1.0
     table = format_sweep(sweep)
