@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from cluster_settings import OFFLOAD_OPTIONS, RECIPE_OPTIONS, NodeSettings, PointPlan
 from hf_pyao.errors import ConfigError
@@ -51,6 +55,32 @@ def deepspeed_config(engine: str, precision: str) -> dict[str, Any]:
     zero["stage"] = _STAGES[engine]
     zero["overlap_comm"] = zero["offload_optimizer"]["pin_memory"] = False
     return config
+
+
+def time_collectives(
+    settings: NodeSettings, point: PointPlan, num_parameters: int, repeats: int
+) -> list[float]:
+    """Return the seconds that the collectives of one optimizer step take, and nothing else.
+
+    With the links unshaped a step has these seconds in it, which are not compute: all nodes' bytes
+    and messages pass through the cores of one machine.
+    """
+    is_half = settings.precision == "bf16" and settings.engine in _STAGES
+    share = torch.zeros(
+        -(-num_parameters // settings.nodes), dtype=torch.bfloat16 if is_half else torch.float32
+    )
+    gradient = share.repeat(settings.nodes)
+    num_reduces = point.gradient_accumulation if settings.engine == "zero2" else 1
+    seconds = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(num_reduces):
+            dist.all_reduce(gradient)
+        if settings.engine in _STAGES:
+            dist.all_gather_into_tensor(gradient, share)
+        seconds.append(time.perf_counter() - start_s)
+    return seconds[1:]
 
 
 def build_arguments(settings: NodeSettings, point: PointPlan, *, saves: bool) -> Arguments:

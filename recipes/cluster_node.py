@@ -25,7 +25,13 @@ import torch.distributed as dist
 from transformers import TrainerCallback, default_data_collator, set_seed
 
 from causal_lm import TrainingText, prepare_text
-from cluster_engine import build_arguments, check_engine, forbid_compiling, limit_waiting
+from cluster_engine import (
+    build_arguments,
+    check_engine,
+    forbid_compiling,
+    limit_waiting,
+    time_collectives,
+)
 from cluster_settings import EVENT_PREFIX, NodeSettings, PointPlan, links_reply
 from cluster_volume import bytes_per_step, gradient_bytes, link_seconds
 from hf_pyao import PyAOTrainer
@@ -114,6 +120,15 @@ class _Sweep:
         emit("point", point=index, is_shaped=is_shaped, num_parameters=num_parameters)
         checkpoint = newest_checkpoint(training_args.output_dir) if settings.resume else None
         trainer.train(resume_from_checkpoint=checkpoint if is_shaped else None)
+        moved = trainer.offload_metrics.get("offloaded_bytes", 0)
+        emit("trained", point=index, is_shaped=is_shaped, offloaded_bytes=moved)
+        if not is_shaped and settings.nodes > 1:
+            repeats = settings.compute_steps
+            emit(
+                "collectives",
+                point=index,
+                seconds=time_collectives(settings, point, num_parameters, repeats),
+            )
         del trainer, model, observer
         gc.collect()
 

@@ -68,7 +68,7 @@ def describe(setup: ClusterSetup) -> str:
 
 
 def predicted_step_s(setup: ClusterSetup, point: ClusterPoint) -> float | None:
-    """Return compute as measured unshaped, and the expected bytes over the link; None without."""
+    """Return compute as measured unshaped and the expected bytes over the link; None without."""
     if point.compute_s is None:
         return None
     return point.compute_s + link_seconds(point.expected_bytes_per_step, setup.rate_mbit)
@@ -117,6 +117,7 @@ def _notes(sweep: ClusterSweep) -> list[str]:
         f"{'s' if accumulated > 1 else ''} in a round, which is an optimizer step",
         "s per step leaves the first step out, s to target has it in; sent: mean of the nodes",
         "predicted: the expected bytes over the link, and the step measured with links unshaped",
+        "but for its collectives, which were measured alone",
         "a miniature on one machine: how large a micro-batch a device holds is no part of it",
     ]
 

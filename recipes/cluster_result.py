@@ -15,7 +15,7 @@ from hf_pyao.report.schema import read_fields
 from result_file import write_result
 
 KIND = "local_cluster"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 ENGINES = ("ddp", "zero1", "zero2")
 """DistributedDataParallel, and DeepSpeed's ZeRO stages 1 and 2."""
@@ -78,6 +78,8 @@ class ClusterPoint:
     """Seconds of the steps to the target; None if fewer were done."""
     compute_step_s: list[float] | None
     """The same steps with the links unshaped, the first one left out; None if not measured."""
+    collectives_s: list[float] | None
+    """What such a step's collectives take alone, links unshaped; None if not measured."""
     tx_bytes_per_step: list[float]
     """Bytes that each node sent per optimizer step, by its interface's counter; mean without the
     first step."""
@@ -97,8 +99,11 @@ class ClusterPoint:
 
     @property
     def compute_s(self) -> float | None:
-        """Median seconds of an optimizer step with the links unshaped."""
-        return None if not self.compute_step_s else statistics.median(self.compute_step_s)
+        """Median seconds of an optimizer step with the links unshaped, but for its collectives."""
+        if not self.compute_step_s or not self.collectives_s:
+            return None
+        collectives_s = statistics.median(self.collectives_s)
+        return max(0.0, statistics.median(self.compute_step_s) - collectives_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,6 +156,7 @@ class Gathered:
         self.settings = settings
         self.fault: Event | None = None
         self._num_parameters: dict[int, int] = {}
+        self._collectives_s: dict[int, list[float]] = {}
         self._steps: defaultdict[tuple[int, bool, int], list[Event]] = defaultdict(list)
 
     def take(self, event: Event) -> None:
@@ -164,6 +165,8 @@ class Gathered:
             self._num_parameters[event["point"]] = event["num_parameters"]
         elif event["event"] == "step":
             self._steps[event["point"], event["is_shaped"], event["node"]].append(event)
+        elif event["event"] == "collectives" and event["node"] == 0:
+            self._collectives_s[event["point"]] = event["seconds"]
         elif event["event"] == "fault":
             self.fault = event
 
@@ -196,6 +199,7 @@ class Gathered:
             step_s=seconds,
             target_s=sum(seconds[: plan.rounds]) if is_whole else None,
             compute_step_s=[e["seconds"] for e in self._steps[index, False, 0]][1:] or None,
+            collectives_s=self._collectives_s.get(index),
             tx_bytes_per_step=[_mean_of(steps, "tx_bytes") for steps in by_node],
             rx_bytes_per_step=[_mean_of(steps, "rx_bytes") for steps in by_node],
             expected_bytes_per_step=bytes_per_step(

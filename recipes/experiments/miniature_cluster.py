@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster_result import KIND, SCHEMA_VERSION
 from experiments.calibration import Point
 from experiments.rows import MINIATURE, Row
 from hf_pyao.errors import ConfigError
-
-KIND = "local_cluster"
-VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +46,10 @@ def _read(path: Path) -> Sweep:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--sweeps names {str(path)!r}, which cannot be read: {error}") from error
     found = (document.get("kind"), document.get("schema_version"))
-    if found != (KIND, VERSION):
+    if found != (KIND, SCHEMA_VERSION):
         raise ConfigError(
             f"--sweeps names {str(path)!r}, which holds {found[0]!r}, version {found[1]!r}; "
-            f"expected {KIND!r}, version {VERSION}."
+            f"expected {KIND!r}, version {SCHEMA_VERSION}."
         )
     return Sweep(name=path.name, setup=document["setup"], points=document["points"])
 
@@ -74,7 +72,8 @@ def groups_of(sweep: Sweep) -> dict[tuple[str, int, int], list[dict[str, Any]]]:
 def points_of(sweeps: Iterable[Sweep]) -> Iterator[tuple[Point, bool]]:
     """Yield the median step of each group, and whether its link was shaped.
 
-    A step with the links unshaped is one over a link of endless speed: compute alone.
+    A step with the links unshaped, less what its collectives take alone, is one over a link of
+    endless speed: compute.
     """
     for sweep in sweeps:
         for (architecture, micro_batch, gas), runs in groups_of(sweep).items():
@@ -94,7 +93,9 @@ def points_of(sweeps: Iterable[Sweep]) -> Iterator[tuple[Point, bool]]:
             step_s = statistics.median(steady_s(run) for run in runs)
             yield Point(**common, link_gbit_per_s=rate, step_s=step_s), True
             unshaped = [
-                statistics.median(run["compute_step_s"]) for run in runs if run["compute_step_s"]
+                statistics.median(run["compute_step_s"]) - statistics.median(run["collectives_s"])
+                for run in runs
+                if run["compute_step_s"]
             ]
             if unshaped:
                 compute_s = statistics.median(unshaped)

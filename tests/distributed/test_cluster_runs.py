@@ -22,7 +22,7 @@ import cluster_namespaces
 import local_cluster
 from cluster_result import ClusterPoint, ClusterSweep
 from cluster_settings import EVENT_PREFIX, NodeSettings
-from cluster_sweep import ClusterError, plan_points
+from cluster_sweep import ClusterError, Gathered, plan_points
 from hf_pyao.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,6 +52,21 @@ def _namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(RECIPES)]))
 
 
+@pytest.fixture
+def moved_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that hf_pyao moved on each node in each training, as the nodes tell of it."""
+    found: list[int] = []
+    take = Gathered.take
+
+    def take_and_note(self: Gathered, event: dict[str, Any]) -> None:
+        if event["event"] == "trained":
+            found.append(int(event["offloaded_bytes"]))
+        take(self, event)
+
+    monkeypatch.setattr(Gathered, "take", take_and_note)
+    return found
+
+
 def run_cluster(*options: str) -> ClusterSweep:
     fast = ("--rate", "100mbit", "--compute-steps", "0")
     return local_cluster.run(local_cluster.parse([*fast, *options]))
@@ -66,10 +81,11 @@ def assert_bytes_as_expected(point: ClusterPoint) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_nodes_send_the_same_at_every_micro_batch_and_learn_the_same_with_hf_pyao(
-    engine: str,
+    engine: str, moved_bytes: list[int]
 ) -> None:
     options = ("--smoke", "--engine", engine, "--min-steps", "4")
     sweep, plain = run_cluster(*options), run_cluster(*options, "--no_activation_offload")
+    assert [num_bytes > 0 for num_bytes in moved_bytes] == [True] * 4 + [False] * 4
     assert [point.rounds for point in sweep.points] == [8, 2]
     for point in sweep.points:
         assert_bytes_as_expected(point)
@@ -160,6 +176,20 @@ def test_five_nodes_learn_what_one_process_does_with_the_same_global_batch(
     one = losses_of_one_process({"precision": "fp32"}, 10, 6, tmp_path)
     assert point.losses == pytest.approx(one, rel=1e-5)
     assert len({losses[0] for losses in point.losses_by_node}) == 5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_five_nodes_learn_the_same_to_the_bit_with_hf_pyao_and_without(
+    engine: str, moved_bytes: list[int]
+) -> None:
+    options = ("--engine", engine, "--micro-batches", "1,4", "--target", "40", "--min-steps", "5")
+    sweep, plain = run_cluster(*options), run_cluster(*options, "--no_activation_offload")
+    assert [num_bytes > 0 for num_bytes in moved_bytes] == [True] * 10 + [False] * 10
+    for point, reference in zip(sweep.points, plain.points, strict=True):
+        assert len(point.losses_by_node) == 5
+        assert [len(losses) for losses in point.losses_by_node] == [max(point.rounds, 5)] * 5
+        assert point.losses_by_node == reference.losses_by_node
+        assert len({losses[0] for losses in point.losses_by_node}) == 5  # samples of its own
 
 
 @pytest.mark.parametrize(

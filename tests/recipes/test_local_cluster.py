@@ -270,6 +270,7 @@ def sweep_of(steps_s: dict[int, list[float]], **setup: Any) -> ClusterSweep:
             step_s=step_s,
             target_s=sum(step_s),
             compute_step_s=[0.05, 0.07, 0.06],
+            collectives_s=[0.02, 0.01, 0.03],
             tx_bytes_per_step=[4.82e6, 4.84e6],
             rx_bytes_per_step=[4.82e6, 4.84e6],
             expected_bytes_per_step=4.8e6,
@@ -302,8 +303,8 @@ def test_table_and_plot_show_medians_speedups_and_the_prediction(tmp_path: Path)
     table = format_sweep(sweep)
     assert "5 nodes at 50 Mbit/s: zero2 in bf16, gloo, hf_pyao attached" in table
     (first,) = [line.split() for line in table.splitlines() if line.startswith("opt      ")][:1]
-    assert first == ["opt", "1", "4", "1.000", "5.00", "1.00", "4.830", "4.800", "0.863"]
-    assert predicted_step_s(sweep.setup, sweep.points[0]) == pytest.approx(0.06 + 0.803, abs=1e-3)
+    assert first == ["opt", "1", "4", "1.000", "5.00", "1.00", "4.830", "4.800", "0.843"]
+    assert predicted_step_s(sweep.setup, sweep.points[0]) == pytest.approx(0.04 + 0.803, abs=1e-3)
     (second,) = [line.split() for line in table.splitlines() if line.startswith("opt")][1:]
     assert second[3:6] == ["1.000", "1.00", "5.00"]  # a single step is all there is
     draw_sweep(sweep, tmp_path / "plots/sweep.png")
@@ -317,7 +318,7 @@ def test_a_sweep_reads_back_and_nothing_else_does(tmp_path: Path) -> None:
     assert read_sweep(path) == sweep
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "kind": "estimate"}))
-    with pytest.raises(ConfigError, match="holds 'estimate', version 1; expected 'local_cluster'"):
+    with pytest.raises(ConfigError, match="holds 'estimate', version 2; expected 'local_cluster'"):
         read_sweep(path)
     document["points"][0]["round"] = document["points"][0].pop("rounds")
     path.write_text(json.dumps(document))
@@ -474,7 +475,7 @@ def test_what_the_nodes_tell_becomes_a_point(run_stub: RunStub) -> None:
     assert point.losses_by_node == [[1, 2, 3], [2, 3, 4], [3, 4, 5]]
     assert point.tx_bytes_per_step == [100, 100, 100]  # the first step's are left out
     assert point.expected_bytes_per_step == pytest.approx(2 * 2 / 3 * 4000)
-    assert point.compute_step_s is None
+    assert point.compute_step_s is point.collectives_s is None
     (network,) = [event for event in events if event["event"] == "network"]
     assert sorted(network["interfaces"]) == ["lo", "port0", "port1", "port2", "switch"]
 
