@@ -43,6 +43,12 @@ WORK_DIR = "/run/cluster"
 SILENCE_S = 600.0
 """Longest without an event of any node."""
 
+LAST_WORDS_S = 10.0
+"""Longest that nodes go on after one has failed: to say what they end with, if they can.
+
+A node that waits for a lost one in a collective is told by gloo at once, or by the collective's own
+limit; one that waits outside of a collective is never told."""
+
 _LOG_LINES = 60
 _INTO_STEP_S = 0.1
 """How far into a step a fault comes."""
@@ -231,8 +237,7 @@ class Supervisor:
         if now - heard > SILENCE_S:
             for node in self.nodes:
                 self._fail(node, f"no node was heard of for {SILENCE_S:g} s")
-        # A collective that waits for a node that is gone gives up after its own limit.
-        limit_s = 1.1 * settings.node.timeout_s
+        limit_s = min(LAST_WORDS_S, settings.node.timeout_s)
         if self.first_error_at is not None and now - self.first_error_at > limit_s:
             for node in self.nodes:
                 if not self.is_done[node]:

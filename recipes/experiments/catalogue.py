@@ -14,7 +14,7 @@ from experiments import (
     time_to_target,
 )
 from experiments.figures import FIGURE_1, FIGURE_2, FIGURE_4, FIGURE_5, TABLE_2, TABLE_3
-from experiments.runner import Experiment, is_not_built
+from experiments.runner import Experiment, NotBuilt
 
 FIGURE_6 = Experiment(
     name="figure6",
@@ -29,7 +29,7 @@ NEUROCACHE_1 = Experiment(
     name="neurocache_table1",
     title="NeuroCache Table 1: four configurations",
     predict=neurocache.predict_table_1,
-    miniature=is_not_built("miniature", "neurocache_table2.py sweeps, with the same rows"),
+    miniature=NotBuilt("miniature", "neurocache_table2.py sweeps, with the same rows"),
     real=neurocache.real_table_2,
     section=neurocache_page.table_1_section,
 )
@@ -54,8 +54,8 @@ INEQUALITY = Experiment(
     name="inequality",
     title="The guide's inequality: where a transfer hides under compute",
     predict=hiding.predict_inequality,
-    miniature=is_not_built("miniature", "a CPU's copies and compute share its cores"),
-    real=is_not_built("real", "`pyao doctor` measures the link, table2.py --real the step"),
+    miniature=NotBuilt("miniature", "a CPU's copies and compute share its cores"),
+    real=NotBuilt("real", "`pyao doctor` measures the link, table2.py --real the step"),
     section=hiding_page.inequality_section,
     plot=hiding_page.plot_inequality,
 )
@@ -63,7 +63,7 @@ MEGATRON = Experiment(
     name="megatron_modules",
     title="Megatron-Core: memory and throughput by offloaded module",
     predict=modules.predict_modules,
-    miniature=is_not_built("miniature", "a CPU's copies and compute share its cores"),
+    miniature=modules.miniature_modules,
     real=modules.real_modules,
     section=modules.modules_section,
     plot=modules.plot_modules,
@@ -73,7 +73,7 @@ COMMUNICATION = Experiment(
     title="The communication model: where a larger micro-batch pays",
     predict=scaling.predict_scaling,
     miniature=scaling.miniature_scaling,
-    real=is_not_built("real", "figure6.py --real times steps over real links"),
+    real=NotBuilt("real", "figure6.py --real times steps over real links"),
     section=scaling_page.section,
     plot=scaling_page.plot,
 )

@@ -5,26 +5,61 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from experiments.published import NUM_NODES
 from experiments.rows import MINIATURE, OK, REAL, Row
 from experiments.runner import Options, need_accelerator, progress
 from experiments.systems import ACCUMULATION, MODELS, SYSTEMS, System
 
 MINIATURE_SIZE, MINIATURE_VOCABULARY, MINIATURE_LENGTH = "tiny", 512, 64
+NOTHING = {"policy": "budget", "budget": 0}
+"""Settings with which nothing leaves, and all is counted."""
 
 
 def held_after_forward(
     architecture: str, system: System, micro_batch: int, size: str = MINIATURE_SIZE
 ) -> dict[str, float]:
-    """Run one real step on the CPU; return the engine's counters of bytes, and its times.
+    """Run one real step of *system* on the CPU, see :func:`count_step`.
 
     PyAO's rule has no device to time here: everything leaves that can (policy "all").
+    """
+    settings: dict[str, Any] = dict(NOTHING)
+    if system.is_pyao:
+        settings = {**system.settings, "policy": "all"}
+    elif system.head_loss != "off":
+        settings["head_loss"] = system.head_loss
+    return count_step(architecture, settings, micro_batch, size, checkpointing=system.checkpointing)
+
+
+def count_step(
+    architecture: str,
+    settings: dict[str, Any],
+    micro_batch: int,
+    size: str,
+    *,
+    checkpointing: bool = False,
+) -> dict[str, float]:
+    """Run one real step on the CPU with hf_pyao's *settings*.
+
+    Returns:
+        The engine's counters of bytes, and its times.
     """
     import torch
 
     from hf_pyao.config import PyAOConfig
+    from hf_pyao.integrations.attach import attach
+
+    model = _small_model(architecture, size, checkpointing=checkpointing)
+    ids = torch.randint(0, MINIATURE_VOCABULARY, (micro_batch, MINIATURE_LENGTH))
+    with attach(model, PyAOConfig(**settings, min_bytes=0)) as offloader:
+        model(input_ids=ids, labels=ids).loss.backward()
+        return offloader.metrics()
+
+
+def _small_model(architecture: str, size: str, *, checkpointing: bool = False) -> Any:
+    import torch
+
     from hf_pyao.estimate.fake_step import build_model
     from hf_pyao.estimate.model_sizes import build_config, find_size
-    from hf_pyao.integrations.attach import attach
 
     config = build_config(
         architecture, find_size(architecture, size), vocab_size=MINIATURE_VOCABULARY
@@ -33,16 +68,25 @@ def held_after_forward(
         setattr(config, name, None)
     config.use_cache = False
     torch.manual_seed(0)
-    model = build_model(config, checkpointing=system.checkpointing, dtype="float32")
-    settings: dict[str, Any] = {"policy": "budget", "budget": 0, "min_bytes": 0}
-    if system.is_pyao:
-        settings = {**system.settings, "policy": "all", "min_bytes": 0}
-    elif system.head_loss != "off":
-        settings["head_loss"] = system.head_loss
-    ids = torch.randint(0, MINIATURE_VOCABULARY, (micro_batch, MINIATURE_LENGTH))
-    with attach(model, PyAOConfig(**settings)) as offloader:
-        model(input_ids=ids, labels=ids).loss.backward()
-        return offloader.metrics()
+    return build_model(config, checkpointing=checkpointing, dtype="float32")
+
+
+def optimizer_bytes(architecture: str, size: str, num_nodes: int) -> tuple[int, int]:
+    """Take a step of torch's AdamW with one node's share of the parameters, as ZeRO cuts them.
+
+    Returns:
+        Bytes of the share's float32 weights, and of what the optimizer holds for them.
+    """
+    import torch
+
+    parameters = [p.detach().flatten() for p in _small_model(architecture, size).parameters()]
+    flat = torch.cat(parameters)
+    share = flat[: -(-flat.numel() // num_nodes)].float().clone().requires_grad_()
+    share.grad = torch.zeros_like(share)
+    optimizer = torch.optim.AdamW([share])
+    optimizer.step()
+    states = [value for value in optimizer.state[share].values() if torch.is_tensor(value)]
+    return share.nbytes, sum(value.nbytes for value in states)
 
 
 def held_rows(options: Options, figure: str, sizes: Sequence[int] = (1, 2, 4, 8)) -> Iterator[Row]:
@@ -68,6 +112,34 @@ def held_rows(options: Options, figure: str, sizes: Sequence[int] = (1, 2, 4, 8)
                         "host_mb": counted["host_peak_bytes"] / 1e6,
                         "link_mb": counted["link_bytes"] / 1e6,
                     },
+                )
+
+
+def host_rows(options: Options, figure: str, sizes: Sequence[int] = (1, 2, 4, 8)) -> Iterator[Row]:
+    """Yield what a node's host holds for a step, by component."""
+    size = "micro" if options.is_smoke else MINIATURE_SIZE
+    for model in options.models:
+        weights, states = optimizer_bytes(model, size, NUM_NODES)
+        for system in progress(SYSTEMS, model):
+            if system is ACCUMULATION:  # its gradients are the device's, and the host has the same
+                continue
+            for micro_batch in sizes[:2] if options.is_smoke else sizes:
+                counted = held_after_forward(model, system, micro_batch, size)
+                parts = {
+                    "float32 weights": weights / 1e6,
+                    "optimizer states": states / 1e6,
+                    "activations": counted["host_peak_bytes"] / 1e6,
+                }
+                yield Row(
+                    figure=figure,
+                    model=f"{model}:{size}",
+                    system=system.name,
+                    micro_batch=micro_batch,
+                    quantity="peak host memory",
+                    unit="MB",
+                    value=sum(parts.values()),
+                    mode=MINIATURE,
+                    detail=parts,
                 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments import published
 from experiments.page import bullets, paragraph, source, table
-from experiments.rows import OK, OUT_OF_MEMORY, PREDICT, one, select
+from experiments.rows import MINIATURE, OK, OUT_OF_MEMORY, PREDICT, one, select
 from experiments.systems import (
     BASELINE,
     CHECKPOINTING,
@@ -17,6 +17,9 @@ from experiments.systems import (
     PYAO_INT8,
     SYSTEMS,
 )
+
+HOST_PARTS = ("float32 weights", "optimizer states", "activations")
+"""Components of a host's peak, as both modes name them."""
 
 Read = Callable[[str], dict[str, Any] | None]
 
@@ -139,10 +142,35 @@ def figure_1_section(read: Read) -> str:
 
 def figure_5_section(read: Read) -> str:
     """Write the page's part on Figure 5 and Table 1."""
-    found = read(PREDICT)
     parts = ["## PyAO, Figure 5 and Table 1: peak host memory, and its components"]
-    if found is None:
-        return parts[0]
+    found, small = read(PREDICT), read(MINIATURE)
+    if found is not None:
+        parts += _predicted_host(found)
+    if small is not None:
+        parts += _counted_host(small)
+    return "\n\n".join(parts)
+
+
+def _counted_host(document: dict[str, Any]) -> list[str]:
+    largest = max(row["micro_batch"] for row in document["rows"])
+    rows = [
+        [row["model"], row["system"]]
+        + [f"{row['detail'][part]:.2f}" for part in HOST_PARTS]
+        + [f"{row['value']:.2f}"]
+        for row in select(document["rows"], micro_batch=largest)
+    ]
+    return [
+        paragraph(
+            f"*Mode: miniature.* Small models that run on a CPU, micro-batch {largest} (the file "
+            "has the others), MB: the weights and states of one of five nodes, measured after a "
+            "step of torch's AdamW, and the peak of hf_pyao's pool of host memory over a step."
+        ),
+        table(["model", "system", *HOST_PARTS, "all"], rows),
+        source(document),
+    ]
+
+
+def _predicted_host(found: dict[str, Any]) -> list[str]:
     names = (BASELINE.name, CHECKPOINTING.name, PYAO.name, PYAO_INT8.name, PYAO_CHUNKED.name)
     at = {
         "model": MODELS["opt"],
@@ -152,7 +180,7 @@ def figure_5_section(read: Read) -> str:
     rows = [
         [part, "not in the text"]
         + [f"{one(found['rows'], **at, system=name)['detail'][part]:.2f}" for name in names]
-        for part in ("float32 weights", "optimizer states", "activations")
+        for part in HOST_PARTS
     ]
     rows.append(
         ["all", f"{published.HOST_PEAK_GB['opt', 8]:g}"]
@@ -166,7 +194,7 @@ def figure_5_section(read: Read) -> str:
     ]
     moved = one(found["rows"], **gpt2, system=PYAO_INT8.name)["detail"]["activations"]
     ratio = published.HOST_RATIO["gpt2", 4]
-    parts += [
+    return [
         paragraph("*Mode: predict.* GB; what a process and its libraries take is not in it."),
         _peaks(found, "Figure 5", names),
         paragraph("Table 1 is OPT-1.3B at micro-batch 8, GB:"),
@@ -188,11 +216,10 @@ def figure_5_section(read: Read) -> str:
         ),
         source(found),
     ]
-    return "\n\n".join(parts)
 
 
 def _held_section(read: Read) -> list[str]:
-    found = read("miniature")
+    found = read(MINIATURE)
     if found is None:
         return []
     largest = max(row["micro_batch"] for row in found["rows"])
@@ -238,7 +265,7 @@ def plot_host(document: dict[str, Any]) -> Any:
 
     rows = select(document["rows"], figure="Figure 5")
     points = [(row["model"], row["system"], row["micro_batch"], row["value"]) for row in rows]
-    return lines(points, "micro-batch", "peak host memory, GB")
+    return lines(points, "micro-batch", f"peak host memory, {rows[0]['unit']}")
 
 
 def plot_shares(document: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from experiments import published
 from experiments.hiding import at
 from experiments.page import bullets, paragraph, source, table
 from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
-from experiments.rows import PREDICT, Result, Row, one, select
+from experiments.rows import MINIATURE, PREDICT, Result, Row, one, select
 from experiments.runner import Options, progress
 from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO
 from hf_pyao.config import PyAOConfig
@@ -37,6 +37,7 @@ ROLES = (
 LIGHT = ("attn_norm", "mlp_norm", "mlp_act")
 """What little compute makes: recomputed, as Megatron-Core does with norms and activations."""
 MEGATRON_CARD, MEGATRON_BATCH = "h200", 16
+MINIATURE_BATCH = 4
 
 
 def role_of(architecture: str, slot: str) -> str | None:
@@ -83,6 +84,54 @@ def real_modules(options: Options) -> Result:
     }
     rows = bench_rows(options, "Megatron", (MEGATRON_BATCH,), methods)
     return Result(rows=list(rows), assumptions=["forward and backward, one device"])
+
+
+def miniature_modules(options: Options) -> Result:
+    """Count what small models hold and move on a CPU: bytes are exact, and nothing is timed."""
+    from experiments.measured import MINIATURE_SIZE, NOTHING, count_step
+
+    size = "micro" if options.is_smoke else MINIATURE_SIZE
+    micro_batch = 2 if options.is_smoke else MINIATURE_BATCH
+    light = {"recompute_modules": LIGHT}
+    ways: dict[str, dict[str, Any]] = {
+        "nothing": NOTHING,
+        **{f"offload {role}": {"policy": "modules", "modules": (role,)} for role in ROLES},
+        "offload everything": {"policy": "all"},
+        "recompute norms + mlp_act": {**NOTHING, **light},
+        "both: recompute these, offload the rest": {"policy": "all", **light},
+        "checkpointing": NOTHING,
+    }
+    rows: list[Row] = []
+    for model in progress(options.models, "Megatron"):
+        first = 0.0
+        for name, settings in ways.items():
+            counted = count_step(
+                model, settings, micro_batch, size, checkpointing=name == "checkpointing"
+            )
+            first = first or counted["held_bytes"]
+            rows.append(
+                Row(
+                    figure="Megatron",
+                    model=f"{model}:{size}",
+                    system=name,
+                    micro_batch=micro_batch,
+                    quantity="held after forward, less",
+                    unit="of what is held",
+                    value=1 - counted["held_bytes"] / first,
+                    mode=MINIATURE,
+                    detail={
+                        "held_mb": counted["held_bytes"] / 1e6,
+                        "offloaded_mb": counted["offloaded_bytes"] / 1e6,
+                    },
+                )
+            )
+    return Result(
+        rows=rows,
+        assumptions=[
+            "small models in float32 on a CPU: bytes are exact; no device memory is measured, and "
+            "no time is taken, because copies and compute share a CPU's cores",
+        ],
+    )
 
 
 def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row]:
@@ -145,10 +194,37 @@ def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row
 
 def modules_section(read: Read) -> str:
     """Write the page's part on Megatron's modules."""
-    found = read(PREDICT)
     parts = ["## Megatron-Core: memory and throughput by offloaded module"]
-    if found is None:
-        return parts[0]
+    found, small = read(PREDICT), read(MINIATURE)
+    if found is not None:
+        parts += _predicted(found)
+    if small is not None:
+        parts += _counted(small)
+    return "\n\n".join(parts)
+
+
+def _counted(document: dict[str, Any]) -> list[str]:
+    models = list(dict.fromkeys(row["model"] for row in document["rows"]))
+    rows = []
+    for system in dict.fromkeys(row["system"] for row in document["rows"]):
+        cells = [system]
+        for model in models:
+            row = one(document["rows"], model=model, system=system)
+            less, detail = row["value"], row["detail"]
+            cells.append(f"−{less:.1%} / {detail['offloaded_mb']:.2f}" if less else "0")
+        rows.append(cells)
+    return [
+        paragraph(
+            "*Mode: miniature.* Small models on a CPU, micro-batch "
+            f"{document['rows'][0]['micro_batch']}: how much less the layers hold after forward / "
+            "MB that left. Nothing is timed: a CPU's copies and compute share its cores."
+        ),
+        table(["", *models], rows),
+        source(document),
+    ]
+
+
+def _predicted(found: dict[str, Any]) -> list[str]:
     systems = list(dict.fromkeys(row["system"] for row in found["rows"]))
     rows = []
     for system in systems:
@@ -163,7 +239,7 @@ def modules_section(read: Read) -> str:
     low, high = published.MEGATRON_MEMORY_CUT
     least, most = published.MEGATRON_SLOWDOWN
     gain = published.MEGATRON_WITH_RECOMPUTE
-    parts += [
+    return [
         paragraph(
             "*Mode: predict.* Peak memory / throughput, each against keeping everything; one "
             "H200 with a link of 50 GB/s at micro-batch 16. The article's text has ranges alone: "
@@ -188,13 +264,15 @@ def modules_section(read: Read) -> str:
         ),
         source(found),
     ]
-    return "\n\n".join(parts)
 
 
 def plot_modules(document: dict[str, Any]) -> Any:
     """Draw memory saved over throughput lost."""
     from experiments.plots import grouped_bars
 
-    rows = select(document["rows"], quantity="throughput, less")
+    quantity, label = "throughput, less", "throughput lost, %"
+    if document["mode"] != PREDICT:
+        quantity, label = "held after forward, less", "held after forward, less, %"
+    rows = select(document["rows"], quantity=quantity)
     bars = [(row["model"], row["system"], 100 * row["value"]) for row in rows]
-    return grouped_bars([bar for bar in bars if bar[1] != "nothing"], "throughput lost, %")
+    return grouped_bars([bar for bar in bars if bar[1] != "nothing"], label)

@@ -80,6 +80,9 @@ def _reasons_1(document: dict[str, Any]) -> list[str]:
         f"With checkpointing our peaks are {1 - wide / its_wide:.1%} and "
         f"{1 - narrow / its_narrow:.1%} below the paper's: what else is on its device is not in "
         "its text.",
+        "16-bit moments are predicted and were not run: the libraries that were looked at keep "
+        "moments of float32 weights in 8 or 4 bits (torchao 0.18, bitsandbytes 0.50), or in the "
+        "weights' own type (torch).",
         f"Without checkpointing ours is {plain:,.0f} MiB and the paper's {its_plain:,.0f}: "
         "transformers' GPT-2 computes gelu in several operations that each save their result. "
         f"With gelu as one kernel it is {peak(FUSED)[0]:,.0f}. Neither fits into 4 GiB: in the "

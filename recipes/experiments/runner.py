@@ -159,10 +159,18 @@ def need_accelerator(what: str) -> None:
         raise ConfigError(f"--real needs {what}, and torch finds no accelerator here.")
 
 
-def is_not_built(mode: str, why: str) -> Mode:
-    """Return a mode that refuses, for figures that have none of that kind."""
+@dataclass(frozen=True)
+class NotBuilt:
+    """A mode that a figure does not have: it refuses."""
 
-    def refuse(options: Options) -> Result:
-        raise ConfigError(f"there is no --{mode} for this one: {why}")
+    mode: str
+    why: str
+    """In a few words; the page has them, too."""
 
-    return refuse
+    def __call__(self, options: Options) -> Result:
+        """Refuse.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"there is no --{self.mode} for this one: {self.why}.")

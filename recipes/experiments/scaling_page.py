@@ -56,9 +56,11 @@ def _calibrated(document: dict[str, Any]) -> str:
             paragraph("*Mode: miniature.* The model against what the local cluster measured:"),
             bullets(told),
             paragraph(
-                "What is hidden under compute is taken as a share of communication. It is a time, "
-                "rather: where the link is slower a smaller share is hidden, and the model "
-                "expects too little. The rows are of the first of the two."
+                "Medians of the runs of each sweep. Compute is a step with the links unshaped, "
+                "less what its collectives take alone there, where the bytes of all nodes pass "
+                "through one machine's cores. What seems to pass under compute is mostly what a "
+                "shaped link lets through at once after each pause: its token bucket holds 70 kB, "
+                "3 to 4 % of what a node sends in a step. The rows are of the first of the two."
             ),
             table(heads, rows),
         ]

@@ -13,19 +13,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.catalogue import EXPERIMENTS
 from experiments.introduction import introduction
-from experiments.rows import read_document, result_path
-from experiments.runner import Experiment
+from experiments.page import table
+from experiments.rows import MODES, REAL, read_document, result_path
+from experiments.runner import Experiment, NotBuilt
 
 PAGE = Path(__file__).with_name("README.md")
 
 
 def page() -> str:
     """Return the page."""
-    parts = [introduction()]
+    parts = [introduction(), "## Which modes each has", _modes()]
     for experiment in EXPERIMENTS:
         parts.append(experiment.section(lambda mode, of=experiment: _read(of, mode)))  # type: ignore[misc]
         parts += _images(experiment)
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _modes() -> str:
+    """Return the table of scripts and modes, with what was run and why some have none."""
+    rows = []
+    for experiment in EXPERIMENTS:
+        cells = [f"`{experiment.name}.py`"]
+        for mode in MODES:
+            path = result_path(experiment.name, mode)
+            run = getattr(experiment, mode)
+            if isinstance(run, NotBuilt):
+                cells.append(f"none: {run.why}")
+            elif path.exists():
+                cells.append(f"[result](../results/experiments/{path.name})")
+            else:
+                cells.append("not run: needs an accelerator" if mode == REAL else "not run")
+        rows.append(cells)
+    return table(["script", *(f"`--{mode}`" for mode in MODES)], rows)
 
 
 def _read(experiment: Experiment, mode: str) -> dict[str, Any] | None:

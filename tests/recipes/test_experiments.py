@@ -358,6 +358,40 @@ def test_smoke_of_a_miniature_counts_what_is_held(tmp_path: Path) -> None:
     assert {row["mode"] for row in rows} == {"miniature"}
 
 
+def test_smoke_of_a_miniature_counts_what_the_host_holds(tmp_path: Path) -> None:
+    rows = smoke("figure5", tmp_path, "--miniature", "--no-plots")["rows"]
+
+    def parts(system: str, micro_batch: int) -> dict[str, float]:
+        row = one(rows, system=system, micro_batch=micro_batch)
+        assert row["value"] == pytest.approx(sum(row["detail"].values()))
+        assert row["detail"]["optimizer states"] == pytest.approx(
+            2 * row["detail"]["float32 weights"], abs=1e-3
+        )
+        return dict(row["detail"])
+
+    assert (
+        parts(BASELINE.name, 2)["activations"] == parts(CHECKPOINTING.name, 2)["activations"] == 0
+    )
+    one_sample, two = (parts(PYAO.name, size)["activations"] for size in (1, 2))
+    assert 0 < one_sample < two
+    assert 0 < parts(PYAO_INT8.name, 2)["activations"] < two
+
+
+def test_smoke_of_a_miniature_counts_what_each_module_lets_go(tmp_path: Path) -> None:
+    rows = smoke("megatron_modules", tmp_path, "--miniature")["rows"]
+    less = {row["system"]: row["value"] for row in rows}
+    moved = {row["system"]: row["detail"]["offloaded_mb"] for row in rows}
+    everything = less["offload everything"]
+    roles = [f"offload {role}" for role in modules.ROLES]
+    assert less["nothing"] == moved["nothing"] == moved["checkpointing"] == 0
+    assert 0 < max(less[name] for name in roles) < everything <= less["checkpointing"]
+    assert moved["offload mlp_act"] > 0
+    both = "both: recompute these, offload the rest"
+    assert 0 < moved[both] < moved["offload everything"]
+    assert less[both] > less["recompute norms + mlp_act"] > 0
+    assert (tmp_path / "megatron_modules.png").stat().st_size > 5000
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["neurocache_table2", "neurocache_validation"])
 def test_smoke_of_measured_sweeps(name: str, tmp_path: Path) -> None:
