@@ -59,8 +59,8 @@ def _calibrated(document: dict[str, Any]) -> str:
                 "Medians of the runs of each sweep. Compute is a step with the links unshaped, "
                 "less what its collectives take alone there, where the bytes of all nodes pass "
                 "through one machine's cores. What seems to pass under compute is mostly what a "
-                "shaped link lets through at once after each pause: its token bucket holds 70 kB, "
-                "3 to 4 % of what a node sends in a step. The rows are of the first of the two."
+                "shaped link lets through at once after each pause: its token bucket holds a few "
+                "hundredths of what a node sends in a step. The rows are of the first of the two."
             ),
             table(heads, rows),
         ]
