@@ -195,6 +195,8 @@ class _GroupColumns:
                 terms[rebuilt] = 1.0
                 program.row({self.runs[slot.maker]: 1.0, rebuilt: -1.0}, 0.0, number)
             program.row(terms, number, number)
+            if slot.is_rebuilt and rebuilt is not None:
+                program.row({rebuilt: 1.0}, number, number)
             self.kept.append(kept)
             self.ways.append(ways)
             self.rebuilt.append(rebuilt)

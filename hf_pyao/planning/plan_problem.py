@@ -40,6 +40,8 @@ class SlotChoice:
     """How it may leave; none: it does not."""
     maker: int | None = None
     """The step that makes it, by position in the group; None: it cannot be rebuilt."""
+    is_rebuilt: bool = False
+    """It is rebuilt in all layers: that is given."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,10 @@ class PlannedStep:
     """For each of its slots, whether it is offloaded."""
     rebuilds: Mapping[int, Rebuild]
     """What is dropped, by number."""
+    times_ms: Sequence[float]
+    """What each operation takes, coding included."""
+    copied_bytes: Mapping[int, int] = field(default_factory=dict)
+    """What crosses the link for slots that are written smaller, by number."""
     refused: Mapping[int, set[str]] = field(default_factory=dict)
     """Slots that were to be recomputed and cannot be, by layer."""
 
@@ -78,6 +82,7 @@ class StepPlanner:
         actions: Sequence[str],
         products: Collection[str] = (),
         otherwise: Sequence[str] | None = None,
+        coded: Mapping[int, tuple[int, float]] | None = None,
     ) -> PlannedStep:
         """Return the step with *actions* carried out.
 
@@ -86,6 +91,8 @@ class StepPlanner:
             products: sub-modules whose matrix products and attention may run again.
             otherwise: for each slot, what becomes of it where it cannot be recomputed, and of what
                 is stored to rebuild it; None: it is offloaded.
+            coded: slots that are written smaller where they leave, by number: bytes on the link,
+                and ms of coding on either side.
         """
         program = self.program
         slots: list[tuple[SlotUse, bool, Rebuild | None]] = []
@@ -107,21 +114,31 @@ class StepPlanner:
             self._carry_out(
                 layer, numbers, recipe, otherwise, first_asked, rebuilds, anchors, buffers
             )
+        times_ms = list(self.times_ms)
+        copied_bytes: dict[int, int] = {}
         for number, slot in enumerate(program.slots):
-            for anchor, leaves in anchors.get(number, ()):
-                slots.append((anchor, leaves, None))
+            for anchor, anchor_leaves in anchors.get(number, ()):
+                slots.append((anchor, anchor_leaves, None))
             action = actions[number]
             if action == RECOMPUTE and number not in rebuilds:
                 action = OFFLOAD if otherwise is None else otherwise[number]
             if number in first_asked and action == OFFLOAD:
                 slot = _asked_earlier(slot, *first_asked[number])
-            slots.append((slot, action == OFFLOAD and slot.stays is None, rebuilds.get(number)))
+            leaves = action == OFFLOAD and slot.stays is None
+            if leaves and coded and number in coded:
+                copied_bytes[len(slots)], coding_ms = coded[number]
+                times_ms[max(0, slot.left_at - 1)] += coding_ms
+                if slot.unpacked_at >= 0:
+                    times_ms[min(slot.unpacked_at, len(times_ms) - 1)] += coding_ms
+            slots.append((slot, leaves, rebuilds.get(number)))
         return PlannedStep(
             dataclasses.replace(
                 program, slots=tuple(slot for slot, *_ in slots), buffers=tuple(buffers)
             ),
             [leaves for _, leaves, _ in slots],
             {n: rebuild for n, (*_, rebuild) in enumerate(slots) if rebuild is not None},
+            times_ms,
+            copied_bytes,
             {layer: names for layer, names in refused.items() if names},
         )
 

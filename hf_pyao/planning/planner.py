@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.planning.coding import CodedWays
 from hf_pyao.planning.optimal import InfeasibleError, solve
 from hf_pyao.planning.placement import place
 from hf_pyao.planning.plan_problem import PlanChoice, PlanProblem
@@ -23,7 +24,7 @@ from hf_pyao.planning.planned_step import PlannedStep, StepPlanner
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.pyao_plan import paths_of
-from hf_pyao.planning.step_problem import Conditions, WaysOf, chosen_slots, problem_of
+from hf_pyao.planning.step_problem import Conditions, IsForced, chosen_slots, problem_of
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.report.plan_report import KEEP, OFFLOAD, RECOMPUTE
 
@@ -107,8 +108,8 @@ class Planner:
         times_ms: what each operation takes.
         conditions: link, window, and what else is given.
         host_limit_bytes: most bytes on the host.
-        forced: says of a slot that it is recomputed if it can be; None: of none.
-        ways_of: how a slot may leave, with codecs; None: as it is.
+        forced: says of a slot, by name, that it is recomputed if it can be; None: of none.
+        coding: how slots may be written; None: as they are.
     """
 
     def __init__(
@@ -118,8 +119,8 @@ class Planner:
         conditions: Conditions,
         *,
         host_limit_bytes: float = math.inf,
-        forced: Callable[[int], bool] | None = None,
-        ways_of: WaysOf | None = None,
+        forced: IsForced | None = None,
+        coding: CodedWays | None = None,
     ) -> None:
         self.program = program
         self.conditions = conditions
@@ -127,7 +128,7 @@ class Planner:
         self.stepper = StepPlanner(program, times_ms)
         self._times_ms = times_ms
         self._forced = forced
-        self._ways_of = ways_of
+        self._coding = coding
         self._proposals: dict[tuple[int, Conditions], Candidate | None] = {}
         self._simple: dict[str, Candidate] | None = None
         self.num_solved = 0
@@ -182,12 +183,14 @@ class Planner:
         return self._proposals[key]
 
     def _propose(self, budget: int, conditions: Conditions) -> Candidate | None:
+        coding = self._coding
         problem = problem_of(
             self.stepper,
             conditions,
             kept_bytes=self.total_bytes(conditions) * budget / NUM_BUDGETS,
             host_bytes=self.host_limit_bytes,
-            ways_of=self._ways_of,
+            ways_of=None if coding is None else lambda slot: coding.ways(slot, conditions.link),
+            is_forced=self._forced,
         )
         best: Candidate | None = None
         for _ in range(1 + NUM_REPAIRS):
@@ -245,23 +248,25 @@ class Planner:
         num_slots = len(self.program.slots)
         if otherwise is None:
             otherwise = [OFFLOAD if conditions.may_offload else KEEP] * num_slots
-        step = self.stepper.plan(actions, products, otherwise)
+        step = self.stepper.plan(actions, products, otherwise, self._coded(actions, codecs))
         self.num_predicted += 1
         gradient_bytes = conditions.gradient_bytes
         timed = predict(
             step.program,
             step.leaves,
             window_bytes=conditions.window_bytes,
-            times_ms=self._times_ms,
+            times_ms=step.times_ms,
             link=conditions.link,
             rebuilds=step.rebuilds,
             gradient_bytes=gradient_bytes,
+            copied_bytes=step.copied_bytes,
         )
         late = predict(
             step.program,
             step.leaves,
             window_bytes=conditions.window_bytes,
             rebuilds=step.rebuilds,
+            copied_bytes=step.copied_bytes,
         )
         return Candidate(
             name=name,
@@ -277,6 +282,20 @@ class Planner:
             problem=problem,
             choice=choice,
         )
+
+    def _coded(
+        self, actions: Sequence[str], codecs: Sequence[str | None] | None
+    ) -> dict[int, tuple[int, float]]:
+        """Return bytes on the link and ms of coding of slots that are written smaller."""
+        coding = self._coding
+        if coding is None:
+            return {}
+        found = {}
+        for number, slot in enumerate(self.program.slots):
+            nbytes = coding.link_bytes(slot, None if codecs is None else codecs[number])
+            if actions[number] == OFFLOAD and nbytes:
+                found[number] = nbytes, coding.coding_ms(slot)
+        return found
 
     # ---- the choice ----------------------------------------------------------------------------
 
@@ -296,13 +315,19 @@ class Planner:
                 found.append(proposal)
                 break
         if not found:
-            least = min(self.all_known(), key=lambda each: each.peak_bytes)
+            least = self.least()
             raise NoPlanFitsError(
                 f"no plan's peak is within {_gib(limit_bytes)}; the lowest is "
                 f"{_gib(least.peak_bytes)} ({least.name}).",
                 least.peak_bytes,
             )
         return min(found, key=_rank)
+
+    def least(self) -> Candidate:
+        """Return the plan with the lowest peak that is known of."""
+        for conditions in self._conditions():
+            self.proposal(0, conditions)
+        return min(self.all_known(), key=lambda each: each.peak_bytes)
 
     def _conditions(self) -> Iterable[Conditions]:
         """Yield the conditions, and then tighter ones, as far as they are free."""

@@ -48,6 +48,7 @@ def predict(
     link: LinkModel | None = None,
     rebuilds: Mapping[int, Rebuild] | None = None,
     gradient_bytes: int = 0,
+    copied_bytes: Mapping[int, int] | None = None,
 ) -> Prediction:
     """Predict the step.
 
@@ -63,6 +64,7 @@ def predict(
             stay nor leave.
         gradient_bytes: what leaves for the host beside whenever a layer's backward ends, as for an
             optimizer there.
+        copied_bytes: what crosses the link for slots that are written smaller, by number.
 
     Raises:
         ValueError: *leaves* is not as long as the program's slots, or *times_ms* not as its
@@ -78,6 +80,7 @@ def predict(
         )
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
     walk = _Walk(program, leaves, window_bytes, times_ms, lanes, rebuilds or {}, gradient_bytes)
+    walk.copied_bytes = copied_bytes or {}
     prediction = walk.run()
     if times_ms is None or link is None:
         return prediction
@@ -109,6 +112,7 @@ class _Walk:
     ) -> None:
         self.program = program
         self.gradient_bytes = gradient_bytes
+        self.copied_bytes: Mapping[int, int] = {}
         self.window_bytes = window_bytes
         self.times_ms = times_ms
         self.lanes = lanes
@@ -298,11 +302,12 @@ class _Walk:
             if slot.reloaded >= 0 and number not in self.rebuilds:
                 self._hold(slot)
             return
-        copy = Copy(OFFLOAD, slot.link_bytes, self.now_ms, slot=number)
+        copied_bytes = self.copied_bytes.get(number, slot.link_bytes)
+        copy = Copy(OFFLOAD, copied_bytes, self.now_ms, slot=number)
         self.lanes.book(copy)
         self.offloads[number] = copy
-        self.offloaded_bytes += slot.link_bytes
-        self.host_bytes += _in_pool(slot.link_bytes)
+        self.offloaded_bytes += copied_bytes
+        self.host_bytes += _in_pool(copied_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         if (
             self.window_bytes is not None
@@ -402,7 +407,8 @@ class _Walk:
     def _reload(self, number: int) -> None:
         slot = self.program.slots[number]
         offload = self.offloads[number]
-        copy = Copy(RELOAD, slot.link_bytes, self.now_ms, needs=offload, slot=number)
+        copied_bytes = self.copied_bytes.get(number, slot.link_bytes)
+        copy = Copy(RELOAD, copied_bytes, self.now_ms, needs=offload, slot=number)
         self.reloads[number] = copy
         self._allocate(slot.link_bytes)
         self.reloaded_at[number] = self.number
@@ -457,7 +463,7 @@ class _Walk:
         if not self.leaves[number]:
             self._let_go(slot)
             return
-        self.host_bytes -= _in_pool(slot.link_bytes)
+        self.host_bytes -= _in_pool(self.copied_bytes.get(number, slot.link_bytes))
         if number in self.reloads:
             self.live_bytes -= slot.link_bytes
             start = self.reloaded_at[number]

@@ -22,6 +22,10 @@ from hf_pyao.planning.planned_step import StepPlanner
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, SlotUse, StepProgram
 
 WaysOf = Callable[[SlotUse], tuple[Way, ...]]
+"""How a slot may leave."""
+
+IsForced = Callable[[str], bool]
+"""Says of a slot, by name, that it is recomputed if it can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ def problem_of(
     kept_bytes: float,
     host_bytes: float = float("inf"),
     ways_of: WaysOf | None = None,
+    is_forced: IsForced | None = None,
 ) -> PlanProblem:
     """Return what there is to decide.
 
@@ -60,14 +65,15 @@ def problem_of(
         kept_bytes: most bytes that stay, beside those of the last layers and of small slots.
         host_bytes: most bytes on the host.
         ways_of: how a slot may leave; None: as it is.
+        is_forced: says which slots are recomputed if they can be; None: none.
     """
     program, link = planner.program, conditions.link
 
     def plain_way(slot: SlotUse) -> tuple[Way, ...]:
-        return (way_of(slot.link_bytes, link),) if conditions.may_offload else ()
+        return (way_of(slot.link_bytes, link),)
 
     groups = [
-        _group_of(planner, layers, conditions, ways_of or plain_way)
+        _group_of(planner, layers, conditions, ways_of or plain_way, is_forced)
         for layers in groups_of(planner, conditions)
     ]
     forward_ms, backward_ms = _hidden_ms(program, planner.times_ms, conditions)
@@ -108,7 +114,11 @@ def groups_of(planner: StepPlanner, conditions: Conditions) -> list[tuple[int, .
 
 
 def _group_of(
-    planner: StepPlanner, layers: tuple[int, ...], conditions: Conditions, ways_of: WaysOf
+    planner: StepPlanner,
+    layers: tuple[int, ...],
+    conditions: Conditions,
+    ways_of: WaysOf,
+    is_forced: IsForced | None,
 ) -> LayerGroup:
     layer = layers[len(layers) // 2]
     slots = [planner.program.slots[number] for number in chosen_slots(planner, layer, conditions)]
@@ -117,8 +127,15 @@ def _group_of(
     choices = []
     for slot in slots:
         maker = None if steps is None else steps.of_slot(slot)
+        is_rebuilt = maker is not None and is_forced is not None and is_forced(slot.name)
         choices.append(
-            SlotChoice(name=slot.name, nbytes=slot.nbytes, ways=ways_of(slot), maker=maker)
+            SlotChoice(
+                name=slot.name,
+                nbytes=slot.nbytes,
+                ways=ways_of(slot) if conditions.may_offload else (),
+                maker=maker,
+                is_rebuilt=is_rebuilt,
+            )
         )
     return LayerGroup(
         layers=layers,
