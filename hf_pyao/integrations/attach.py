@@ -206,6 +206,8 @@ class Offloader:
             self.auto.decide_at_once()
         self.profile_writer = self._profile_writer(model, config, found, identity)
         """What measures, for a profile that is asked for or for policy ``auto``; None else."""
+        if self.auto is not None and self.profile_writer is not None:
+            self.auto.cancel_profile = self.profile_writer.cancel
         self._is_attached = False
         self.head_loss: HeadLoss | None = None
         self.record = record = RunRecord(
@@ -213,6 +215,8 @@ class Offloader:
         )
         record.layer_names = tuple(fqn for fqn, _ in found.layers)
         record.how_found = found.how
+        if self.auto is not None:
+            record.auto_summary = self.auto.current_summary
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
         self._finalizer: weakref.finalize[..., Offloader] | None = None

@@ -99,10 +99,16 @@ class AutoPolicy:
         self._measured_all_ms: float | None = None
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
         """Shows a line to the user."""
+        self.cancel_profile: Callable[[], None] = lambda: None
+        """Ends the measuring."""
         self.plan: Plan | None = None
         """What was decided; None until then."""
         self.summary = ""
         """What was decided, in one line; empty until then."""
+
+    def current_summary(self) -> str:
+        """Return :attr:`summary`."""
+        return self.summary
 
     # ---- before the first forward --------------------------------------------------------------
 
@@ -119,19 +125,13 @@ class AutoPolicy:
             PlanError: the plan contradicts itself.
         """
         if self._plan_path is not None and self._plan_path.exists():
-            self.follow(Plan.from_json_file(self._plan_path), "as it was kept")
+            self.follow(Plan.from_json_file(self._plan_path), f"the plan of {self._plan_path}")
         elif device_limit(self._device, self._config.device_memory_gib) is None:
-            label = self._config.label("device_memory_gib")
-            if self._device.type == "cpu":
-                self._rest(
-                    "policy 'auto' offloads nothing: on a CPU there is no device memory to free. "
-                    f"Give {label} to plan for a device of that size, or choose policy 'all'."
-                )
-            else:
-                self.summary = (
-                    f"policy 'auto' offloads everything: how much memory {self._device} has is "
-                    f"not known. Give {label}."
-                )
+            self.summary = self._why_unlimited()
+            engine = self._engine()
+            # A profile that is asked for is made first: of everything offloaded.
+            if self._device.type == "cpu" and self._config.profile is None and engine is not None:
+                engine.use(KeepEverything(NAME))
 
     def follow(self, plan: Plan, how: str) -> None:
         """Follow *plan* from the next forward on."""
@@ -139,7 +139,7 @@ class AutoPolicy:
         if engine is None:
             return
         self.plan = plan
-        self.summary = f"policy 'auto' follows its plan {how}: {describe(plan)}"
+        self.summary = f"policy 'auto' ({how}): {describe(plan)}"
         if plan.otherwise == KEEP and all(slot.action == KEEP for slot in plan.slots):
             engine.use(KeepEverything(NAME))
             return
@@ -148,11 +148,17 @@ class AutoPolicy:
             engine.set_window(window_bytes)
         engine.use(PlanPolicy(plan, self._request.min_bytes, NAME))
 
-    def _rest(self, summary: str) -> None:
-        self.summary = summary
-        engine = self._engine()
-        if engine is not None:
-            engine.use(KeepEverything(NAME))
+    def _why_unlimited(self) -> str:
+        label = self._config.label("device_memory_gib")
+        if self._device.type == "cpu":
+            return (
+                "policy 'auto' offloads nothing: on a CPU there is no device memory to free. Give "
+                f"{label} to plan for a device of that size, or choose policy 'all'"
+            )
+        return (
+            f"policy 'auto' offloads everything: how much memory {self._device} has is not known. "
+            f"Give {label}"
+        )
 
     def start(self, model: nn.Module, owner: object) -> None:
         """Watch what *model* is called with, until :meth:`end`."""
@@ -238,7 +244,7 @@ class AutoPolicy:
                 "num_elements": float(self._num_elements),
             },
         )
-        self.follow(plan, f"({why})")
+        self.follow(plan, why)
         self.say(self.summary)
         self._keep_plan()
         if self._exchange is not None:
@@ -259,6 +265,32 @@ class AutoPolicy:
 
     # ---- afterwards ----------------------------------------------------------------------------
 
+    def save(self, path: Path) -> None:
+        """Write the plan, if there is one, for :meth:`resume`. Failing is told, and no more."""
+        if self.plan is None:
+            return
+        try:
+            self.plan.to_json_file(path)
+        except PyAOError as error:  # no reason to end a training
+            logger.warning("the plan is not saved with the checkpoint: %s", error)
+
+    def resume(self, path: Path) -> None:
+        """Follow the plan that :meth:`save` wrote, if it is there and of this model."""
+        if not path.is_file() or self.plan is not None:
+            return
+        try:
+            plan = Plan.from_json_file(path)
+        except PyAOError as error:
+            logger.warning("the plan in the checkpoint is not followed: %s", error)
+            return
+        for key, value in plan.model.items():
+            if key in self._identity and self._identity[key] != value:
+                logger.warning("the plan in the checkpoint is of another model: %s differs", key)
+                return
+        self.cancel_profile()
+        self.follow(plan, "the plan in the checkpoint")
+        self.say(self.summary)
+
     def _before_forward(self, seen: SeenForward, *, is_first: bool) -> None:
         if is_first and self._watch is not None:
             self._num_elements = self._watch.num_elements()  # of the step that is recorded
@@ -278,7 +310,7 @@ class AutoPolicy:
             return
         self._exchange = RankExchange("plan")  # for the next one
         if text:
-            self.follow(Plan.from_dict(json.loads(text)), "of the first process")
+            self.follow(Plan.from_dict(json.loads(text)), "the first process's plan")
 
     def _look_again(self) -> None:
         watch = self._watch
@@ -337,7 +369,7 @@ class AutoPolicy:
             )
             self._chosen = fallback
             plan = plan_of(planner, fallback, model=self._identity)
-            self.follow(plan, "(its fallback)")
+            self.follow(plan, "its fallback")
             self._keep_plan()
 
     def _stop_check(self) -> None:
@@ -377,7 +409,7 @@ def describe(plan: Plan) -> str:
         counts[slot.action] = counts.get(slot.action, 0) + number
     figures = plan.figures
     if not set(counts) - {KEEP} and plan.otherwise == KEEP:
-        return "nothing is offloaded, since everything fits"
+        return "it offloads nothing, since everything fits"
     name = plan.source.removeprefix(SOURCE).removeprefix(": ")
     what = name or ", ".join(
         f"{counts[action]} {word}"

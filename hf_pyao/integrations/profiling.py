@@ -268,6 +268,12 @@ class ProfileWriter:
         self.is_complete = True
         self._leave()
 
+    def cancel(self) -> None:
+        """Measure no more for someone who has decided without it."""
+        self._on_done = None
+        if self._path is None and not self.is_complete:
+            self._complete()
+
     def _leave(self) -> None:
         if self._watch is not None:
             self._watch.remove()
