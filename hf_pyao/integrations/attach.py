@@ -401,6 +401,8 @@ class Offloader:
                 self._lifecycle = None
 
     def _end_record(self, outcome: str) -> None:
+        if self.auto is not None:
+            self.record.report_extra.update(self.auto.report())
         if self._finalizer is not None:
             self._finalizer.detach()
         self.record.end(outcome)

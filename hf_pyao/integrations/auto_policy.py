@@ -8,6 +8,7 @@ first one plans, and the others take its plan.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ from torch import nn
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import PyAOError
-from hf_pyao.integrations.auto_check import PlanCheck, measured_step_ms
+from hf_pyao.integrations.auto_check import CheckResult, PlanCheck, measured_step_ms
 from hf_pyao.integrations.device_limit import beside_bytes, device_limit
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.rank_exchange import RankExchange
@@ -93,6 +94,7 @@ class AutoPolicy:
         self._planner: Planner | None = None
         self._chosen: Candidate | None = None
         self._check: PlanCheck | None = None
+        self._result: CheckResult | None = None
         self._limit_bytes = math.inf
         self._beside_bytes = 0
         self._num_elements = 0
@@ -263,6 +265,19 @@ class AutoPolicy:
         except PyAOError as error:  # no reason to end a training
             logger.warning("the plan is not kept: %s", error)
 
+    def report(self) -> dict[str, Any]:
+        """Return what the run's report holds: the plan, with what it measured; empty before it."""
+        if self.plan is None:
+            return {}
+        plan = self.plan
+        if self._result is not None:
+            measured = {
+                "measured_layers_ms": self._result.layers_ms,
+                "measured_stall_ms": self._result.stall_ms,
+            }
+            plan = dataclasses.replace(plan, figures={**plan.figures, **measured})
+        return {"plan": plan.to_dict()}
+
     # ---- afterwards ----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
@@ -343,7 +358,7 @@ class AutoPolicy:
         chosen, planner = self._chosen, self._planner
         assert chosen is not None
         assert planner is not None
-        found = check.result()
+        found = self._result = check.result()
         if found is None:
             return
         predicted_ms = chosen.step_ms

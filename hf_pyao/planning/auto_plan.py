@@ -8,7 +8,14 @@ from typing import Any
 
 from hf_pyao.planning.planner import KEEP_ALL, PLANNED, Candidate, Planner
 from hf_pyao.planning.step_problem import chosen_slots
-from hf_pyao.report.plan_report import KEEP, OFFLOAD, RECOMPUTE, Plan, PlannedSlot
+from hf_pyao.report.plan_report import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    Plan,
+    PlannedSlot,
+    PlanPoint,
+)
 
 SOURCE = "policy auto"
 
@@ -20,6 +27,7 @@ def plan_of(
     limit_bytes: float | None = None,
     model: Mapping[str, Any] | None = None,
     figures: Mapping[str, float] | None = None,
+    num_front_points: int = 0,
 ) -> Plan:
     """Return *chosen* as a document.
 
@@ -29,6 +37,7 @@ def plan_of(
         limit_bytes: most bytes on the device, if that was given.
         model: what tells the model; None: any.
         figures: more figures to hold.
+        num_front_points: how many budgets are solved for the front; 0: it has what is known.
     """
     program, conditions = planner.program, planner.conditions
     decided = {
@@ -46,6 +55,8 @@ def plan_of(
                 chosen.otherwise[number],
             )
             table[key].append(slot.layer)
+    order = {slot.name: n for n, slot in enumerate(reversed(program.slots))}
+    rows = sorted(table.items(), key=lambda row: (-order[row[0][0]], row[1]))
     reasons = _Reasons(planner, chosen)
     slots = [
         PlannedSlot(
@@ -56,7 +67,7 @@ def plan_of(
             otherwise=otherwise if action == RECOMPUTE else OFFLOAD,
             reason=reasons.of(name, action, layers),
         )
-        for (name, action, codec, otherwise), layers in table.items()
+        for (name, action, codec, otherwise), layers in rows
     ]
     return Plan(
         source=SOURCE if chosen.name == PLANNED else f"{SOURCE}: {chosen.name}",
@@ -65,7 +76,24 @@ def plan_of(
         otherwise=KEEP if chosen.name == KEEP_ALL or not conditions.may_offload else OFFLOAD,
         replayed_modules=sorted(chosen.products),
         figures={**_figures(planner, chosen, limit_bytes), **(figures or {})},
+        front=_front(planner, chosen, num_front_points),
     )
+
+
+def _front(planner: Planner, chosen: Candidate, num_points: int) -> list[PlanPoint]:
+    proposals = planner.front(num_points) if num_points else planner.front_so_far()
+    known = dict.fromkeys([*planner.simple().values(), *proposals, chosen])
+    return [
+        PlanPoint(
+            name=each.name,
+            step_ms=each.step_ms,
+            peak_bytes=each.peak_bytes,
+            offloaded_bytes=each.timed.offloaded_bytes,
+            rebuild_ms=each.step.rebuild_ms,
+            is_chosen=each is chosen,
+        )
+        for each in sorted(known, key=lambda each: (each.peak_bytes, each.step_ms))
+    ]
 
 
 def _figures(planner: Planner, chosen: Candidate, limit_bytes: float | None) -> dict[str, float]:

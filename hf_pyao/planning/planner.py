@@ -60,7 +60,7 @@ class NoPlanFitsError(PyAOError, ValueError):
         """The lowest peak of any plan."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
     """A plan for a step, and what it comes to."""
 
@@ -376,6 +376,10 @@ class Planner:
             found_there = self.proposal(round(point * NUM_BUDGETS / (num_points - 1)))
             if found_there and found_there.step_ms <= self.simple()[KEEP_ALL].step_ms * (1 + FREE):
                 break
+        return self.front_so_far()
+
+    def front_so_far(self) -> list[Candidate]:
+        """Return, of all plans that were looked at, those that none beats in time and peak."""
         found: list[Candidate] = []
         for each in sorted(self.all_known(), key=lambda each: (each.peak_bytes, each.step_ms)):
             if not found or each.step_ms < found[-1].step_ms - 1e-9:
