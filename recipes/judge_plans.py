@@ -16,8 +16,8 @@ Three tables, none of it measured on a GPU:
               its bound
 
 The grid's times come from a replay (`hf_pyao/estimate/replayed_step.py`): the engine's own windows
-on the simulation's clock. Rows of the targets, and twelve points of the grid, are judged by the engine
-itself on fake tensors: the plan is recorded, and replayed.
+on the simulation's clock. Rows of the targets, and twelve points of the grid, are judged by the
+engine itself on fake tensors: the plan is recorded, and replayed.
 """
 
 from __future__ import annotations
