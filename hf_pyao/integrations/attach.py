@@ -204,6 +204,7 @@ class Offloader:
                 is_link_shared=link is not None,
             )
             self.auto.decide_at_once()
+            _check_plan(self.engine.policy, identity, found)
         self.profile_writer = self._profile_writer(model, config, found, identity)
         """What measures, for a profile that is asked for or for policy ``auto``; None else."""
         if self.auto is not None and self.profile_writer is not None:

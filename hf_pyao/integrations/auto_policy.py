@@ -314,6 +314,8 @@ class AutoPolicy:
                 self._hear_of_plan()
             elif self._planner is not None:
                 self._look_again()
+            elif self.plan is not None:
+                self._check_size(self.plan)
         except Exception as error:  # no reason to end a training
             logger.warning("policy 'auto' keeps its plan: %s", describe_error(error))
             self._planner = None
@@ -336,6 +338,21 @@ class AutoPolicy:
             self._plan_for_larger(num_elements)
         elif self._check is not None and self._check.is_done:
             self._compare(self._check)
+
+    def _check_size(self, plan: Plan) -> None:
+        """Offload everything where a plan of another run is for smaller batches."""
+        planned = plan.figures.get("num_elements", 0.0)
+        watch, engine = self._watch, self._engine()
+        num_elements = 0 if watch is None else watch.num_elements()
+        if engine is None or not planned or num_elements <= LARGER * planned:
+            return
+        self.plan = None
+        engine.use(self.everything_offloaded())
+        self.summary = (
+            f"policy 'auto' offloads everything: its plan is for batches of {planned:.0f} elements, "
+            f"and one of {num_elements} came. Delete the plan to have it made anew"
+        )
+        logger.warning("%s.", self.summary)
 
     def _plan_for_larger(self, num_elements: int) -> None:
         """Record the step of the larger batch, take times in proportion, and plan for it."""

@@ -19,7 +19,7 @@ from hf_pyao.config import GIB
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.callback import PLAN_FILE
-from hf_pyao.planning.plan import Plan
+from hf_pyao.planning.plan import Plan, PlanError
 from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import tiny_batch, tiny_model
@@ -188,6 +188,35 @@ def test_the_plan_is_kept_and_followed_without_measuring(tmp_path: Path) -> None
         assert offloader.plan == made
         assert offloader.profile_writer is None
         assert_same(step(model, None, offloader), expected)
+
+
+def test_a_kept_plan_for_smaller_batches_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "plan.json"
+    model = tiny_model("gpt2").train()
+    config = replace(capped("gpt2", 0.5), plan=str(path))
+    with attached(model, config) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+    large = batch_of(32)
+    expected = step(model, large)
+    with attached(model, config) as offloader:
+        assert_same(step(model, large, offloader), expected)
+        assert offloader.plan is None
+        assert offloader.metrics()["offloaded_bytes"] > 0
+    assert sum("Delete the plan" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_kept_plan_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    config = replace(capped("gpt2", 0.5), plan=str(path))
+    model = tiny_model("gpt2").train()
+    with attached(model, config) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+    with pytest.raises(PlanError, match="another model"):
+        attach(tiny_model("opt").train(), config)
 
 
 def test_what_is_given_binds_the_plan() -> None:
