@@ -349,8 +349,8 @@ class AutoPolicy:
         self.plan = None
         engine.use(self.everything_offloaded())
         self.summary = (
-            f"policy 'auto' offloads everything: its plan is for batches of {planned:.0f} elements, "
-            f"and one of {num_elements} came. Delete the plan to have it made anew"
+            f"policy 'auto' offloads everything: its plan is for batches of {planned:.0f} "
+            f"elements, and one of {num_elements} came. Delete the plan to have it made anew"
         )
         logger.warning("%s.", self.summary)
 
