@@ -22,6 +22,7 @@ Activation offloading for HuggingFace training: tools beside the library.
   pyao estimate --model opt:1.3b    what fits on which card, and how fast, without one
   pyao profile train.py ...         what the steps of a script take, part by part
   pyao predict profile.json         what these steps would come to under plans
+  pyao plan profile.json            the fastest plan that fits, what it does and why
   pyao bench --model ...            compare it with checkpointing and other offloaders
   pyao sweep --model ...            memory and speed over budgets, and where the knee is
   pyao report FILE.json -o out.html turn results and run reports into tables and plots
@@ -68,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     from hf_pyao.bench import sweep_command
     from hf_pyao.bench.arguments import add_bench_arguments, run_from_arguments
     from hf_pyao.estimate.command import add_estimate_arguments
+    from hf_pyao.estimate.plan_command import add_plan_arguments
     from hf_pyao.estimate.predict_command import add_predict_arguments
     from hf_pyao.estimate.profile_command import add_profile_arguments
 
@@ -94,6 +96,10 @@ def make_parser() -> argparse.ArgumentParser:
     predict = commands.add_parser("predict", help="plans for the steps of a profile")
     add_predict_arguments(predict)
     predict.set_defaults(run=_predict)
+
+    plan = commands.add_parser("plan", help="the fastest plan that fits, and why")
+    add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
 
     sweep = commands.add_parser("sweep", help="memory and speed over budgets of offloading")
     sweep_command.add_sweep_arguments(sweep)
@@ -168,6 +174,13 @@ def _predict(args: argparse.Namespace) -> int:
     return run_from_arguments(args)
 
 
+def _plan(args: argparse.Namespace) -> int:
+    _need_torch()
+    from hf_pyao.estimate.plan_command import run_from_arguments
+
+    return run_from_arguments(args)
+
+
 def _sweep(args: argparse.Namespace) -> int:
     _need_torch()
     from hf_pyao.bench.sweep_command import run_from_arguments
@@ -199,9 +212,13 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _with_steps(document: Document) -> list[Document]:
-    """Return *document*, and behind a profile its steps over time."""
+    """Return *document*, and behind it a profile's steps over time, or a run's plan."""
+    from hf_pyao.report.plan_report import Plan
     from hf_pyao.report.profile_report import Profile
+    from hf_pyao.report.run_report import RunReport
 
+    if isinstance(document, RunReport) and isinstance(document.extra.get("plan"), dict):
+        return [document, Plan.from_dict(document.extra["plan"], "the plan in the report")]
     if not isinstance(document, Profile) or not (document.timeline or document.program):
         return [document]
     _need_torch()

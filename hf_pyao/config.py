@@ -22,6 +22,7 @@ from hf_pyao.settings import (
     Named,
     Names,
     Size,
+    Switch,
     setting,
     settings_of,
 )
@@ -30,7 +31,7 @@ from hf_pyao.text import echo
 SCHEMA_VERSION = 1
 """Version of the JSON written by :meth:`PyAOConfig.to_dict`."""
 
-POLICY_NAMES = ("all", "modules", "budget", "plan", "pyao", "off")
+POLICY_NAMES = ("auto", "all", "modules", "budget", "plan", "pyao", "off")
 """Names that ``policy`` takes; ``planning/policies.py`` makes them."""
 
 HEAD_LOSS_NAMES = ("auto", "off", "chunked", "liger")
@@ -69,9 +70,12 @@ class PyAOConfig:
     """
 
     policy: Any = setting(
-        "all",
+        "auto",
         Named("Policy", lambda: POLICY_NAMES, methods=("decide",)),
-        "Which saved tensors leave the device. 'all': every one that is large enough, the most "
+        "Which saved tensors leave the device. 'auto': the first {profile_steps} micro-batches are "
+        "measured, then whatever is fastest within the device's memory is done: keep, offload or "
+        "recompute, slot by slot, and nothing where everything fits (on a CPU nothing is done "
+        "without {device_memory_gib}). 'all': every one that is large enough, the most "
         "memory freed. 'modules': only those of {modules}; choose it when the link to the host is "
         "the bottleneck. 'budget': the first of each forward, within {budget}. 'plan': what the "
         "file {plan} says. 'pyao': what the PyAO paper does; the first {profile_steps} "
@@ -119,14 +123,14 @@ class PyAOConfig:
         None,
         FilePath(),
         "With {policy} 'plan': the JSON file that says what becomes of each saved tensor. With "
-        "'pyao': where to keep what was decided; if the file is there, it is followed and nothing "
-        "is timed.",
+        "'auto' and 'pyao': where to keep what was decided; if the file is there, it is followed "
+        "and nothing is timed.",
     )
     profile_steps: int = setting(
         10,
         Count("micro-batches", least=1),
-        "Micro-batches that are measured: for {profile}, and with {policy} 'pyao' before it "
-        "decides (the paper takes 100).",
+        "Micro-batches that are measured: for {profile}, and with {policy} 'auto' or 'pyao' before "
+        "it decides (the PyAO paper takes 100).",
     )
     profile: str | os.PathLike[str] | None = setting(
         None,
@@ -171,6 +175,19 @@ class PyAOConfig:
         "of what is available when the model is attached, limits of containers and jobs respected, "
         "divided by the processes that the launcher says it runs on the node; less if others have "
         "taken most of it by the time it is needed).",
+    )
+    device_memory_gib: float | None = setting(
+        None,
+        Gibibytes(),
+        "With {policy} 'auto': most memory of the device that tensors may take, in GiB (2**30 "
+        "bytes), weights and optimizer included. Set it to leave room for others (default: what "
+        "the device has free, less a margin). On a CPU it counts against the predicted peak.",
+    )
+    allow_lossy: bool = setting(
+        False,
+        Switch(),
+        "With {policy} 'auto': let it choose codecs that are not exact ('int8') where they are "
+        "faster. A lossy {codec} that is given is permission for that one.",
     )
     head_loss: str = setting(
         "off",
@@ -321,7 +338,7 @@ def _check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> N
         )
     for name, policies, example in (
         ("budget", ("budget",), "8 (tensors) or 2GiB"),
-        ("plan", ("plan", "pyao"), "plan.json"),
+        ("plan", ("plan", "auto", "pyao"), "plan.json"),
     ):
         given = values[name]
         if given is None and policy == name:

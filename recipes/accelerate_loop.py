@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Iterator
 
 import torch
@@ -46,7 +47,8 @@ def train(args: argparse.Namespace) -> None:
         PyAOError: a setting cannot be.
     """
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulation_steps)
-    plugin = PyAOPlugin().bind(accelerator)  # (1) models prepared from here on are attached
+    plugin = PyAOPlugin(policy=policy_for(accelerator))
+    plugin.bind(accelerator)  # (1) models prepared from here on are attached
     set_seed(args.seed)
 
     with accelerator.local_main_process_first():
@@ -94,6 +96,15 @@ def train(args: argparse.Namespace) -> None:
         if key in metrics:
             accelerator.print(f"{label}: {metrics[key] / MIB:.1f} MiB")
     accelerator.end_training()  # detaches, too
+
+
+def policy_for(accelerator: Accelerator) -> str | None:
+    """Return 'all' on a CPU, where 'auto' would do nothing; None for the environment's, or 'auto'.
+
+    A loop on a GPU needs none of this: ``PyAOPlugin().bind(accelerator)``.
+    """
+    is_given = any(name in os.environ for name in ("PYAO_POLICY", "PYAO_DEVICE_MEMORY_GIB"))
+    return "all" if accelerator.device.type == "cpu" and not is_given else None
 
 
 def repeat(loader: Batches) -> Iterator[Batch]:

@@ -217,7 +217,7 @@ def measure(kind: str, length: int, rounds: int) -> dict[str, float | str]:
     """Return the microseconds per saved tensor of each part."""
     is_model = kind in ("opt", "gpt2", "llama")
     model, inputs = layers_of(kind) if is_model else chain_of(kind, length)
-    config = PyAOConfig(min_bytes=MIN_BYTES[kind], keep_last_layers=0)
+    config = PyAOConfig(policy="all", min_bytes=MIN_BYTES[kind], keep_last_layers=0)
 
     def run(context: AbstractContextManager[Any]) -> float:
         start = time.process_time()
@@ -299,7 +299,7 @@ def costs_of_hooks(kind: str, length: int, rounds: int) -> list[float]:
         model.zero_grad()
         return elapsed_us
 
-    config = PyAOConfig(min_bytes=MIN_BYTES[kind], keep_last_layers=0)
+    config = PyAOConfig(policy="all", min_bytes=MIN_BYTES[kind], keep_last_layers=0)
     costs: list[float] = []
     with attach(model, config, transport=TimedCopies(stopwatch)) as offloader:
         engine = offloader.engine

@@ -65,7 +65,7 @@ def measure(architecture: str, num_rounds: int) -> dict[str, Any]:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         model.zero_grad(set_to_none=True)
 
-    with attach(model, PyAOConfig(min_bytes=0, keep_last_layers=0)) as offloader:
+    with attach(model, PyAOConfig(policy="all", min_bytes=0, keep_last_layers=0)) as offloader:
         for _ in range(2):
             step()
         ways: dict[str, Callable[[], object | None]] = {

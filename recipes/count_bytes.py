@@ -80,7 +80,7 @@ def count(
                 seen[storage._cdata] = storage.nbytes()
             return tensor
 
-        with attach(model, PyAOConfig(host_memory_gib=4096)) as offloader:
+        with attach(model, PyAOConfig(policy="all", host_memory_gib=4096)) as offloader:
             # Hooks outside of ours: they see what is saved between and behind the layers.
             with (
                 torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),

@@ -61,7 +61,11 @@ def count(
         if hasattr(config, name):
             setattr(config, name, DROPOUT)
     settings = PyAOConfig(
-        min_bytes=0, keep_last_layers=0, recompute_modules=names, host_memory_gib=2.0**20
+        policy="all",
+        min_bytes=0,
+        keep_last_layers=0,
+        recompute_modules=names,
+        host_memory_gib=2.0**20,
     )
     with FakeTensorMode(allow_non_fake_inputs=True), operations_of_cuda(*choices_of_cuda()):
         model = AutoModelForCausalLM.from_config(

@@ -151,7 +151,17 @@ class RecipeTrainingArguments(PyAOTrainingArguments):
             self.use_cpu = True
         if self.use_cpu or not torch.accelerator.is_available():
             self.dataloader_pin_memory = False
+            self._count_on_a_cpu()
         super().__post_init__()
+
+    def _count_on_a_cpu(self) -> None:
+        """Offload everything, so that there is something to see: 'auto' would do nothing."""
+        given: Any = self
+        decides = ("policy", "config", "device_memory_gib")
+        if given.activation_offload is True and all(
+            getattr(given, f"activation_offload_{name}") is None for name in decides
+        ):
+            given.activation_offload_policy = "all"
 
 
 Arguments = tuple[ModelArguments, DataArguments, RecipeTrainingArguments]

@@ -135,7 +135,7 @@ def simulate(
     assert transport.link is not None
     register_module_map("SyntheticStack", ModuleMap(layers=("layers",)))
     stack = SyntheticStack(layers, transport.link).train()
-    config = PyAOConfig(min_bytes=0, window=window)
+    config = PyAOConfig(policy="all", min_bytes=0, window=window)
     reach = ReloadWindow.next_bytes if prefetches else (lambda self, waiting_bytes: None)
     free = DeviceModel(tflop_per_s=1e9, memory_gib_per_s=1e9, launch_us=0.0)
     with (

@@ -28,10 +28,14 @@ VOCAB = 64
 HIDDEN = 32
 NUM_LAYERS = 3
 
-EVERYTHING = PyAOConfig(min_bytes=0, host_memory_gib=0.1, keep_last_layers=1, window="layer")
+EVERYTHING = PyAOConfig(
+    policy="all", min_bytes=0, host_memory_gib=0.1, keep_last_layers=1, window="layer"
+)
 """Tiny models save tiny tensors: offload those too. The last layer is kept, as in the paper."""
 
-EVERY_LAYER = PyAOConfig(min_bytes=0, host_memory_gib=0.1, keep_last_layers=0, window="layer")
+EVERY_LAYER = PyAOConfig(
+    policy="all", min_bytes=0, host_memory_gib=0.1, keep_last_layers=0, window="layer"
+)
 """As above, the last layer too."""
 
 Batch = dict[str, torch.Tensor]

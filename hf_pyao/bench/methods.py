@@ -70,7 +70,7 @@ class _PyAO:
         from hf_pyao.transfer.stream_transport import StreamTransport
 
         try:
-            config = PyAOConfig(**self.settings)
+            config = PyAOConfig(**{"policy": "all", **self.settings})
         except ConfigError as error:
             raise MethodUnavailable(str(error)) from error
         transport = None

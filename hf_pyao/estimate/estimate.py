@@ -25,10 +25,12 @@ from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.plan import Plan
+from hf_pyao.planning.planner import Candidate, NoPlanFitsError, Planner
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
+from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import FORWARD, StepProgram
 from hf_pyao.report.estimate_report import EstimateRow
 
@@ -66,6 +68,8 @@ class Way:
     """Recomputes what PyAO's rule flags."""
     is_budget: bool = False
     """Offloads as much as forward compute hides."""
+    is_auto: bool = False
+    """Plans, see ``planning/planner.py``."""
 
 
 WAYS = (
@@ -75,6 +79,12 @@ WAYS = (
     Way("policy pyao", offloads=True, is_pyao=True),
     Way("policy budget", offloads=True, is_budget=True),
 )
+"""What is recorded and predicted as it is named."""
+
+AUTO = Way("policy auto", offloads=True, is_auto=True)
+"""The fastest plan that fits."""
+
+ALL_WAYS = (*WAYS, AUTO)
 """What is compared."""
 
 
@@ -211,6 +221,9 @@ class Estimator:
         """
         family = self._family(way, head_loss)
         program = self._record(family, micro_batch, self.sequence_length)
+        if way.is_auto:
+            chosen = self._chosen(program)
+            return PredictedWay(chosen.step.program, chosen.timed, chosen.late, ())
         return PredictedWay(
             program,
             self._predict(way, program, timed=True),
@@ -288,7 +301,28 @@ class Estimator:
 
     # ---- plans ---------------------------------------------------------------------------------
 
+    def _chosen(self, program: StepProgram) -> Candidate:
+        """Return the fastest plan that fits, or the one with the lowest peak."""
+        planner = self._planner(program)
+        try:
+            return planner.best(self.limit_bytes)
+        except NoPlanFitsError:
+            return planner.least()
+
+    def _planner(self, program: StepProgram) -> Planner:
+        conditions = Conditions(
+            link=self.hardware.link,
+            window_bytes=self.window_bytes,
+            min_bytes=int(PyAOConfig().min_bytes),
+            keep_last_layers=PyAOConfig.keep_last_layers,
+        )
+        times_ms = operation_times_ms(program, self.hardware.device)
+        return Planner(program, times_ms, conditions)
+
     def _predict(self, way: Way, program: StepProgram, *, timed: bool = False) -> Prediction:
+        if way.is_auto:  # what fits: without solving anything
+            simple = self._planner(program).simple().values()
+            return min(simple, key=lambda each: each.peak_bytes).late
         return predict(
             program,
             self.leaves(way, program),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.estimate import WAYS, Estimator, Way
+from hf_pyao.estimate.estimate import ALL_WAYS, Estimator, Way
 from hf_pyao.estimate.verdict import CHUNKED
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.report.estimate_report import EstimateRow
@@ -67,8 +67,8 @@ class Job:
 
 def all_jobs(**shared: Any) -> list[Job]:
     """Return the jobs of all ways, the longest first; *shared* are the other fields of each."""
-    recorded_alike = [way for way in WAYS if not way.checkpointing]
-    checkpointing = [way for way in WAYS if way.checkpointing]
+    recorded_alike = [way for way in ALL_WAYS if not way.checkpointing]
+    checkpointing = [way for way in ALL_WAYS if way.checkpointing]
     return [
         Job(tuple((way, "chunked") for way in recorded_alike), **shared),
         Job(tuple((way, loss) for loss in HEAD_LOSSES for way in checkpointing), **shared),
@@ -108,7 +108,7 @@ def run_jobs(
     rows = [row for rows, _ in done for row in rows]
     order = {
         name: number
-        for number, name in enumerate(way.name + loss for loss in ("", CHUNKED) for way in WAYS)
+        for number, name in enumerate(way.name + loss for loss in ("", CHUNKED) for way in ALL_WAYS)
     }
     rows.sort(key=lambda row: order[row.method])
     return rows, sum(count for _, count in done)

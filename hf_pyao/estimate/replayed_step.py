@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hf_pyao.estimate.simulated_step import SimulatedStep
 from hf_pyao.hardware.speeds import LinkModel
+from hf_pyao.planning.prediction import Rebuild
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, SlotUse, StepProgram
 from hf_pyao.simulation.virtual_link import Booking, VirtualLink
 from hf_pyao.transfer.compute_streams import ComputeStreams
@@ -31,6 +32,8 @@ def replay_step(
     times_ms: Sequence[float],
     link: LinkModel,
     window_bytes: int | None,
+    rebuilds: Mapping[int, Rebuild] | None = None,
+    gradient_bytes: int = 0,
 ) -> SimulatedStep:
     """Replay a step.
 
@@ -40,8 +43,12 @@ def replay_step(
         times_ms: what each operation takes.
         link: speeds of copies.
         window_bytes: as ``PyAOConfig.window``; None: ``"layer"``.
+        rebuilds: what it takes to rebuild slots that are dropped, by number.
+        gradient_bytes: what leaves for the host beside whenever a layer's backward ends.
     """
-    return _Replay(program, leaves, times_ms, VirtualLink(link), window_bytes).run()
+    replay = _Replay(program, leaves, times_ms, VirtualLink(link), window_bytes, rebuilds or {})
+    replay.gradient_bytes = gradient_bytes
+    return replay.run()
 
 
 @dataclass(eq=False)
@@ -107,8 +114,12 @@ class _Replay:
         times_ms: Sequence[float],
         link: VirtualLink,
         window_bytes: int | None,
+        rebuilds: Mapping[int, Rebuild],
     ) -> None:
         self.program = program
+        self.rebuilds = rebuilds
+        self.gradient_bytes = 0
+        self.is_rebuilt: set[int] = set()
         self.leaves = leaves
         self.times_ms = times_ms
         self.link = link
@@ -131,8 +142,8 @@ class _Replay:
     def _arrange(self) -> None:
         program = self.program
         moves = [
-            leaving and slot.link_bytes > 0
-            for leaving, slot in zip(self.leaves, program.slots, strict=True)
+            leaving and slot.link_bytes > 0 and number not in self.rebuilds
+            for number, (leaving, slot) in enumerate(zip(self.leaves, program.slots, strict=True))
         ]
         moved: dict[int, _Bytes] = {}
         starts = {(each.layer, each.start) for each in program.segments if each.phase == FORWARD}
@@ -142,6 +153,8 @@ class _Replay:
         for number, slot in enumerate(program.slots):
             if slot.link_bytes == 0 or (not moves[number] and slot.reloaded < 0):
                 continue
+            if number in self.rebuilds:
+                continue
             pack = partial(self._pack, number, moves[number], moved)
             is_first = (slot.layer, slot.left_at) in starts
             (first if is_first else self.events)[slot.left_at].append(pack)
@@ -150,6 +163,8 @@ class _Replay:
             events = self.events[segment.start]
             if before is not None and before.layer != OUTSIDE and before.phase == FORWARD:
                 events.append(self.offloads.layer_end)
+            if before is not None and before.layer != OUTSIDE and before.phase == BACKWARD:
+                events.append(self._send_gradients)
             if segment.phase == BACKWARD and segment.layer != OUTSIDE:
                 events.append(partial(self._backward_start, segment.layer))
             before = segment
@@ -158,13 +173,16 @@ class _Replay:
         asked = sorted(
             (moment, slot.unpack_rank, number)
             for number, slot in enumerate(program.slots)
-            if (moves[number] and slot.reloaded >= 0) or slot.link_bytes == 0
+            if ((moves[number] or number in self.rebuilds) and slot.reloaded >= 0)
+            or slot.link_bytes == 0
             for moment in (slot.unpacked_at, *slot.asked_again)
             if moment >= 0
         )
         for moment, _, number in asked:
             is_rebuilt = program.slots[number].link_bytes == 0
             event = self._prefetch if is_rebuilt else partial(self._unpack, number, moved)
+            if number in self.rebuilds:
+                event = partial(self._rebuild, number)
             self.events[moment].append(event)
         reloaded = {slot.reloaded for slot in program.slots if slot.reloaded >= 0}
         for number, buffer in enumerate(program.buffers):
@@ -284,8 +302,27 @@ class _Replay:
         if not self.reloads.is_exhausted or self.offloads.waiting_bytes:
             self._prefetch()
 
+    def _rebuild(self, number: int) -> None:
+        """Run again what makes a dropped slot, when it is asked for first."""
+        if number not in self.is_rebuilt:
+            self.is_rebuilt.add(number)
+            rebuild, nbytes = self.rebuilds[number], self.program.slots[number].nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes + rebuild.working_bytes)
+            self._make(nbytes + rebuild.held_bytes)
+            if rebuild.elapsed_ms:
+                self.link.advance(rebuild.elapsed_ms)
+        self._prefetch()
+
+    def _send_gradients(self) -> None:
+        if self.gradient_bytes:
+            self.link.book("gradient", self.gradient_bytes)
+
     def _slot_ends(self, number: int, leaves: bool, all_moved: dict[int, _Bytes]) -> None:
         slot = self.program.slots[number]
+        if number in self.rebuilds:
+            if number in self.is_rebuilt:
+                self.live_bytes -= slot.nbytes
+            return
         if not leaves:
             if slot.source >= 0:
                 self._let_go(slot.source)

@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.integrations.auto_policy import AutoPolicy
 from hf_pyao.integrations.conflicts import check_model
 from hf_pyao.integrations.links import make_link, window_bytes_of
 from hf_pyao.integrations.model_identity import identity_of
@@ -34,10 +35,11 @@ from hf_pyao.integrations.wiring import (
     make_engine,
     make_lifecycle,
     put_on_head_loss,
+    recomputed_paths,
     wrapper_of,
 )
 from hf_pyao.integrations.wrappers import class_name
-from hf_pyao.planning.plan import PlanPolicy
+from hf_pyao.planning.plan import Plan, PlanPolicy
 from hf_pyao.planning.policies import make_policy
 from hf_pyao.recompute.tracing import stop_left_behind
 from hf_pyao.report import check_report_path
@@ -189,8 +191,24 @@ class Offloader:
             self.pyao_rule = PyAORule(
                 self.engine, self.transport, self.device, config, identity, wrap
             )
+        self.auto: AutoPolicy | None = None
+        """What plans, with policy ``auto``; None with others."""
+        if config.policy == "auto":
+            self.auto = AutoPolicy(
+                self.engine,
+                self.device,
+                config,
+                self.host_pool,
+                identity=identity,
+                recomputed_paths=recomputed_paths(config, found),
+                is_link_shared=link is not None,
+            )
+            self.auto.decide_at_once()
+            _check_plan(self.engine.policy, identity, found)
         self.profile_writer = self._profile_writer(model, config, found, identity)
-        """What writes the profile that is asked for; None if none is."""
+        """What measures, for a profile that is asked for or for policy ``auto``; None else."""
+        if self.auto is not None and self.profile_writer is not None:
+            self.auto.cancel_profile = self.profile_writer.cancel
         self._is_attached = False
         self.head_loss: HeadLoss | None = None
         self.record = record = RunRecord(
@@ -198,6 +216,8 @@ class Offloader:
         )
         record.layer_names = tuple(fqn for fqn, _ in found.layers)
         record.how_found = found.how
+        if self.auto is not None:
+            record.auto_summary = self.auto.current_summary
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
         self._finalizer: weakref.finalize[..., Offloader] | None = None
@@ -209,6 +229,8 @@ class Offloader:
             if self.head_loss is not None:
                 record.head_loss_description = f" {self.head_loss.describe()}."
             self._lifecycle.install()
+            if self.auto is not None:
+                self.auto.start(model, self)  # before the writer, whose hook then runs first
             if self.profile_writer is not None:
                 self.profile_writer.start(model, self)
             if config.report is not None:
@@ -223,7 +245,8 @@ class Offloader:
     def _profile_writer(
         self, model: nn.Module, config: PyAOConfig, found: FoundLayers, identity: Mapping[str, Any]
     ) -> ProfileWriter | None:
-        if config.profile is None:
+        plans = self.auto is not None and self.auto.profiles
+        if config.profile is None and not plans:
             return None
         return ProfileWriter(
             self.engine,
@@ -234,7 +257,18 @@ class Offloader:
             identity=identity,
             layer_names=[fqn for fqn, _ in found.layers],
             has_compiled_layers=any(is_compiled(layer) for _, layer in found.layers),
+            on_done=self.auto.profiled if plans and self.auto is not None else None,
         )
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is followed, with policies that follow a plan; None with others, or before it."""
+        if self.auto is not None:
+            return self.auto.plan
+        if self.pyao_rule is not None:
+            return self.pyao_rule.plan
+        policy = getattr(self.engine.policy, "base", self.engine.policy)
+        return policy.plan if isinstance(policy, PlanPolicy) else None
 
     @property
     def is_attached(self) -> bool:
@@ -349,6 +383,8 @@ class Offloader:
     def _take_down(self) -> None:
         """Remove what is installed still. It may be called again, also where it was interrupted."""
         try:
+            if self.auto is not None:
+                self.auto.end()
             if self.profile_writer is not None:
                 self.profile_writer.end()
         finally:
@@ -366,6 +402,8 @@ class Offloader:
                 self._lifecycle = None
 
     def _end_record(self, outcome: str) -> None:
+        if self.auto is not None:
+            self.record.report_extra.update(self.auto.report())
         if self._finalizer is not None:
             self._finalizer.detach()
         self.record.end(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from hf_pyao.integrations.attach import Offloader
 
 logger = logging.getLogger(__name__)
+
+PLAN_FILE = "pyao_plan.json"
+"""Name of the plan of policy ``auto`` in a checkpoint's folder."""
 
 
 class PyAOCallback(TrainerCallback):
@@ -46,6 +50,8 @@ class PyAOCallback(TrainerCallback):
         self._last_totals: dict[str, float] = {}
         self._has_warned_checkpointing = False
         self._state: TrainerState | None = None
+        self.resumed_from: str | None = None
+        """The checkpoint that training goes on from, if it does."""
 
     @property
     def totals(self) -> dict[str, float]:
@@ -109,6 +115,10 @@ class PyAOCallback(TrainerCallback):
         assert model is not None, "Trainer passes the model to every event"
         self._state = state
         self.offloader = attach(model, self.config or _config_of(args))
+        if self.offloader.auto is not None:
+            self.offloader.auto.say = lambda line: _log_and_show(line, args, state)
+            if self.resumed_from is not None:
+                self.offloader.auto.resume(Path(self.resumed_from) / PLAN_FILE)
         _show(self.offloader.describe(), args, state)
 
     def on_step_end(
@@ -119,6 +129,16 @@ class PyAOCallback(TrainerCallback):
             self.offloader.warn_if_idle()
             # As it goes: should training fail, perhaps no one will ask us again.
             self._note_steps(self.offloader)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the plan of policy ``auto`` beside the checkpoint, for a run that resumes from it."""
+        if self.offloader is None or self.offloader.auto is None or not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+        if folder.is_dir():
+            self.offloader.auto.save(folder / PLAN_FILE)
 
     def on_log(
         self,
@@ -153,6 +173,11 @@ def _config_of(args: object) -> PyAOConfig:
     """Return what the flags among training arguments say, if there are any; else the defaults."""
     config = args.pyao_config() if isinstance(args, PyAOArguments) else None
     return PyAOConfig() if config is None else config
+
+
+def _log_and_show(line: str, args: TrainingArguments, state: TrainerState) -> None:
+    logger.info("%s", line)
+    _show(line, args, state)
 
 
 def _show(line: str, args: TrainingArguments, state: TrainerState) -> None:

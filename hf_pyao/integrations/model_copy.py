@@ -118,7 +118,8 @@ class ForwardWatch:
         inner = unwrap_parallel(model)
         self._model = weakref.ref(inner)
         self.seen: SeenForward | None = None
-        """What it was called with; None until then."""
+        """What it was called with first; None until then."""
+        self._newest: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         hook: Any = _WatchHook(self)  # type: ignore[arg-type]
         inner.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -131,7 +132,19 @@ class ForwardWatch:
         is_first = self.seen is None
         if self.seen is None:
             self.seen = _seen(args, kwargs)
-        self._before(self.seen, is_first=is_first)
+        self._newest = (args, kwargs)
+        try:
+            self._before(self.seen, is_first=is_first)
+        finally:
+            self._newest = None
+
+    def num_elements(self) -> int:
+        """Return the elements of the largest tensor of the call that is about to run; 0 else."""
+        if self._newest is None:
+            return 0
+        args, kwargs = self._newest
+        values = (*args, *kwargs.values())
+        return max((each.numel() for each in values if isinstance(each, Tensor)), default=0)
 
     def remove(self) -> None:
         """Take the hook off, and let go of what was seen. Twice is fine."""
@@ -140,16 +153,20 @@ class ForwardWatch:
         if model is not None:
             take_off(model, self)  # type: ignore[arg-type]
 
-    def step(self) -> CopiedStep:
+    def step(self, *, is_newest: bool = False) -> CopiedStep:
         """Return a step of the model as it was called.
+
+        Args:
+            is_newest: as in the call that is about to run, and not as in the first one.
 
         Raises:
             CopyError: it was not called, or is gone.
         """
         model = self._model()
-        if model is None or self.seen is None:
+        seen = _seen(*self._newest) if is_newest and self._newest is not None else self.seen
+        if model is None or seen is None:
             raise CopyError("the model that was attached was not called itself.")
-        return CopiedStep(model, self.seen)
+        return CopiedStep(model, seen)
 
 
 class CopiedStep:

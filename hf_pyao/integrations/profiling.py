@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ _INTERRUPTED = "its recording was interrupted."
 
 
 class ProfileWriter:
-    """Has an engine's first micro-batches measured, and writes what came of it.
+    """Has an engine's first micro-batches measured, and writes or hands on what came of it.
 
     Args:
         engine: what is measured.
@@ -62,6 +62,8 @@ class ProfileWriter:
         identity: what tells the model.
         layer_names: qualified names of its layers.
         has_compiled_layers: whether some are compiled.
+        on_done: is handed the profile when it is complete, before a forward; None where none came
+            of it. Not when training ends first.
 
     Raises:
         ReportError: there is a file already, and it is no profile of this version and this model.
@@ -78,12 +80,14 @@ class ProfileWriter:
         identity: Mapping[str, Any],
         layer_names: Sequence[str],
         has_compiled_layers: bool = False,
+        on_done: Callable[[Profile | None], None] | None = None,
     ) -> None:
-        assert config.profile is not None
         self._engine = weakref.ref(engine)
         self._link = link
         self._device = device
-        self._path = Path(os.path.abspath(config.profile))  # wherever the script goes meanwhile
+        # Wherever the script goes meanwhile; None: it is handed on, and not written.
+        self._path = None if config.profile is None else Path(os.path.abspath(config.profile))
+        self._on_done = on_done
         self._head_loss = config.head_loss
         self._layers = config.layers
         plain = config.to_dict()
@@ -93,7 +97,7 @@ class ProfileWriter:
         self._identity = dict(identity)
         self._layer_names = tuple(layer_names)
         self._has_compiled_layers = has_compiled_layers
-        self._kept = _read_kept(self._path, self._identity)
+        self._kept = None if self._path is None else _read_kept(self._path, self._identity)
         self.profile: Profile | None = None
         """What was measured, or read from the file; None until then."""
         self.is_complete = False
@@ -116,10 +120,18 @@ class ProfileWriter:
             other = self._differs(self._kept, seen)
             if other is None:
                 self._use_kept(self._kept)
+                self._tell_done()
                 return
             logger.info("the profile in %s is made anew: %s.", echo(str(self._path)), other)
         if self.profile is not None:
             self.finish()
+        if self.is_complete:
+            self._tell_done()
+
+    def _tell_done(self) -> None:
+        if self._on_done is not None:
+            on_done, self._on_done = self._on_done, None
+            on_done(self.profile)
 
     def _use_kept(self, kept: Profile) -> None:
         self.profile, self.is_complete = kept, True
@@ -192,6 +204,7 @@ class ProfileWriter:
     def _give_up(self, error: Exception) -> None:
         logger.warning("the profile goes no further: %s", describe_error(error))
         self._complete()
+        self._tell_done()
 
     def _finish(self, *, is_last: bool) -> None:
         assert self.profile is not None
@@ -243,7 +256,7 @@ class ProfileWriter:
             self._write()
 
     def _write(self) -> None:
-        if not is_main_process():
+        if self._path is None or not is_main_process():
             return
         try:
             write_json(self._path, self.profile)
@@ -255,6 +268,12 @@ class ProfileWriter:
         self.is_complete = True
         self._leave()
 
+    def cancel(self) -> None:
+        """Measure no more for someone who has decided without it."""
+        self._on_done = None
+        if self._path is None and not self.is_complete:
+            self._complete()
+
     def _leave(self) -> None:
         if self._watch is not None:
             self._watch.remove()
@@ -265,7 +284,12 @@ class ProfileWriter:
     def end(self) -> None:
         """Do what is left, and take everything off. Twice is fine."""
         try:
-            if self.profile is None and self._watch is not None and not self.is_complete:
+            if (
+                self.profile is None
+                and self._path is not None
+                and self._watch is not None
+                and not self.is_complete
+            ):
                 logger.warning(
                     "no profile is written: it is of %d micro-batches, and not as many ran forward "
                     "and backward with layers that are offloaded. Ask for fewer (`profile_steps`), "

@@ -70,5 +70,18 @@ class RankExchange:
             logger.debug("nothing heard of the other ranks: %s", error)
             return None
 
+    def heard_from(self, rank: int) -> str | None:
+        """Return what one rank told; None if it has not yet."""
+        if self._store is None:
+            return None
+        try:
+            if not self._store.check([self._key(rank)]):
+                return None
+            text: str = self._store.get(self._key(rank)).decode("utf-8")
+            return text
+        except Exception as error:  # a rank that ended takes the store with it
+            logger.debug("nothing heard of rank %d: %s", rank, error)
+            return None
+
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"

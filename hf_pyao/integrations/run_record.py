@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class RunRecord:
         self.layer_names: tuple[str, ...] = ()
         self.how_found = ""
         self.head_loss_description = ""
+        self.auto_summary: Callable[[], str] = str
+        """Says what policy ``auto`` does; empty with others, and before it has decided."""
         # Where it was asked for, also if the script goes to another folder.
         self.report_path = None if config.report is None else os.path.abspath(config.report)
         """Where the report goes; None for nowhere."""
@@ -92,6 +95,8 @@ class RunRecord:
         head = self.head_loss_description
         if self.engine.policy.name == "off":
             return f"hf_pyao offloads nothing (policy 'off').{head}"
+        if summary := self.auto_summary():
+            return f"hf_pyao, {len(self.layer_names)} layers ({self._layers()}): {summary}.{head}"
         if self.keeps_all_layers:
             return (
                 f"hf_pyao offloads nothing, unless a layer runs several times in a forward: "
@@ -158,6 +163,8 @@ class RunRecord:
 
     def _what(self) -> str:
         what = f"policy {self.engine.policy.name!r}"
+        if self.config.policy == "auto":
+            what += f" (everything for {self.config.profile_steps} micro-batches, then as it plans)"
         if self.config.modules:
             what += f" ({', '.join(self.config.modules)})"
         if self.config.recompute_modules:

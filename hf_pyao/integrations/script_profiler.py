@@ -86,7 +86,7 @@ class ScriptProfiler:
         if module in self._tried:
             return
         self._tried.add(module)
-        config = PyAOConfig(profile=self._path, profile_steps=self._num_micro_batches)
+        config = PyAOConfig(policy="all", profile=self._path, profile_steps=self._num_micro_batches)
         try:
             self._offloader = offloader_of(module)
             if self._offloader is None:

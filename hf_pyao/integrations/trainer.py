@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
@@ -91,6 +93,9 @@ class PyAOTrainerMixin(_TrainerBase):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does; whatever happens, the model is detached afterwards."""
+        if self._pyao_callback is not None:
+            resume = args[0] if args else kwargs.get("resume_from_checkpoint")
+            self._pyao_callback.resumed_from = _checkpoint_of(resume, self.args.output_dir)
         try:
             result = super().train(*args, **kwargs)
         except BaseException as error:
@@ -112,6 +117,14 @@ class PyAOTrainerMixin(_TrainerBase):
 
 class PyAOTrainer(PyAOTrainerMixin, Trainer):
     """``transformers.Trainer`` with offloading; see :class:`PyAOTrainerMixin`."""
+
+
+def _checkpoint_of(resume: object, output_dir: str | None) -> str | None:
+    """Return the folder that training resumes from; None if it does not."""
+    if resume is True and output_dir is not None and os.path.isdir(output_dir):
+        found: str | None = get_last_checkpoint(output_dir)
+        return found
+    return resume if isinstance(resume, str) else None
 
 
 def _resolve_config(args: object, pyao_config: PyAOConfig | None) -> PyAOConfig | None:

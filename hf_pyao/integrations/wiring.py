@@ -66,6 +66,20 @@ def put_on_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
     return install_head_loss(model, config.head_loss)
 
 
+def recomputed_paths(config: PyAOConfig, found: FoundLayers) -> tuple[str, ...]:
+    """Return the sub-modules of a layer that ``recompute_modules`` stands for, by path.
+
+    Raises:
+        ConfigError: a module to recompute is in no layer.
+    """
+    names = [name for name in config.recompute_modules if name != POINTWISE]
+    selected = resolve_selections(
+        names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
+    )
+    paths = {path for each in selected.values() for path in each}
+    return (*sorted(paths), *((POINTWISE,) if POINTWISE in config.recompute_modules else ()))
+
+
 def wrapper_of(config: PyAOConfig, found: FoundLayers) -> Callable[[Policy], Policy]:
     """Return what puts a policy within what *config* says of recomputing and of last layers.
 

@@ -8,11 +8,13 @@ waited for copies are taken out first: they are the predictor's to say.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.planning.predict import operation_times_ms
+from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, Segment, StepProgram
 from hf_pyao.report.profile_report import Profile, Spread
 from hf_pyao.report.schema import ReportError
@@ -59,6 +61,41 @@ def times_of(profile: Profile, program: StepProgram) -> list[float]:
         for number in head:
             times_ms[number] = costs_ms[number] * profile.head.mean_ms / head_ms
     return times_ms
+
+
+def at_other_size(profile: Profile, before: StepProgram, after: RecordedStep) -> Profile:
+    """Return *profile* as it would be for a step of another size: times in proportion to costs.
+
+    Args:
+        profile: measured.
+        before: its step, whole.
+        after: the other step, as it was recorded.
+    """
+    costs_ms = [sum(operation_times_ms(each, REFERENCE)) for each in (before, after.whole())]
+    ratio = costs_ms[1] / costs_ms[0] if costs_ms[0] else 1.0
+
+    def scaled(spread: Spread | None) -> Spread | None:
+        if spread is None:
+            return None
+        return Spread(
+            mean_ms=spread.mean_ms * ratio,
+            least_ms=spread.least_ms * ratio,
+            most_ms=spread.most_ms * ratio,
+        )
+
+    stalls = {key: value * ratio for key, value in profile.metrics.items() if "stall_" in key}
+    return dataclasses.replace(
+        profile,
+        layer_forward=scaled(profile.layer_forward),
+        layer_backward=scaled(profile.layer_backward),
+        head=scaled(profile.head),
+        modules=[
+            dataclasses.replace(each, forward=scaled(each.forward), backward=scaled(each.backward))
+            for each in profile.modules
+        ],
+        metrics={**profile.metrics, **stalls},
+        program=after.to_dict(),
+    )
 
 
 def device_of(speeds: Mapping[str, float]) -> DeviceModel:

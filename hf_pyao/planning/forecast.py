@@ -12,6 +12,7 @@ from hf_pyao.planning.calibration import times_of
 from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.plan import KEEP, RECOMPUTE, Plan, PlanError
+from hf_pyao.planning.planned_step import PlannedStep, StepPlanner
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.recorded_step import RecordedStep
@@ -61,6 +62,7 @@ class Forecast:
             if device is None
             else operation_times_ms(self.program, device)
         )
+        self._stepper = StepPlanner(self.program, self.times_ms)
         self.link = link or _link_of(profile)
         self.is_elsewhere = device is not None or link is not None
         """True if it is not for what was profiled."""
@@ -91,16 +93,16 @@ class Forecast:
         )
         return int(self.link.d2h_gib_per_s * GIB * forward_ms / 1e3)
 
-    def leaves_of_plan(self, plan: Plan, *, min_bytes: int) -> list[bool]:
-        """Return which slots a plan offloads.
+    def carried_out(self, plan: Plan, *, min_bytes: int) -> PlannedStep:
+        """Return the step with *plan* carried out, what it recomputes included.
 
         Raises:
-            PlanError: it recomputes something, or is for larger or other slots.
+            PlanError: it names sub-modules as a whole, or is for larger or other slots.
         """
-        if plan.recomputed_modules or any(slot.action == RECOMPUTE for slot in plan.slots):
+        if plan.recomputed_modules:
             raise PlanError(
-                "the plan recomputes something, which changes the operations of the step: a "
-                "profile cannot tell of that. `pyao estimate` records the model with it."
+                "the plan recomputes sub-modules as a whole (recomputed_modules), and a prediction "
+                "goes slot by slot: name their slots, or have `pyao estimate` record the model."
             )
         _check_model(plan, self.profile)
         planned = {
@@ -112,21 +114,30 @@ class Forecast:
         for name, _ in planned:
             if name not in known:
                 raise PlanError(f"the plan names the slot {name!r}, which the profile has not.")
-        found = []
+        actions, otherwise = [], []
         for slot in self.program.slots:
             entry = planned.get((slot.name, slot.layer)) or planned.get((slot.name, None))
             action = plan.otherwise if entry is None else entry.action
-            found.append(action != KEEP and slot.nbytes >= min_bytes)
-        return found
+            is_small = slot.nbytes < min_bytes and action != RECOMPUTE
+            actions.append(KEEP if is_small else action)
+            otherwise.append(plan.otherwise if entry is None else entry.otherwise)
+        return self._stepper.plan(actions, plan.replayed_modules, otherwise)
 
-    def predict(self, leaves: Sequence[bool], *, late: bool = False) -> Prediction:
+    def with_leaves(self, leaves: Sequence[bool]) -> PlannedStep:
+        """Return the step in which *leaves* says of each slot whether it is offloaded."""
+        return PlannedStep(self.program, list(leaves), {}, self.times_ms)
+
+    def predict(self, step: PlannedStep | Sequence[bool], *, late: bool = False) -> Prediction:
         """Predict the step; *late*: with copies that are never early, for a peak on every link."""
+        if not isinstance(step, PlannedStep):
+            step = self.with_leaves(step)
         found = predict(
-            self.program,
-            leaves,
+            step.program,
+            step.leaves,
             window_bytes=self.window_bytes,
-            times_ms=None if late else self.times_ms,
+            times_ms=None if late else step.times_ms,
             link=None if late or self.is_blocking else self.link,
+            rebuilds=step.rebuilds,
         )
         if late or not self.is_blocking:
             return found
@@ -141,11 +152,16 @@ class Forecast:
         )
 
     def plan(
-        self, name: str, leaves: Sequence[bool], limit_bytes: int | None = None
+        self,
+        name: str,
+        step: PlannedStep | Sequence[bool],
+        limit_bytes: int | None = None,
     ) -> PredictedPlan:
         """Return a plan's row."""
-        timed, late = self.predict(leaves), self.predict(leaves, late=True)
-        cause = peak_cause(self.program, late)
+        if not isinstance(step, PlannedStep):
+            step = self.with_leaves(step)
+        timed, late = self.predict(step), self.predict(step, late=True)
+        cause = peak_cause(step.program, late)
         return PredictedPlan(
             name=name,
             step_ms=timed.step_ms,

@@ -40,6 +40,8 @@ class GraphValue(NamedTuple):
     the layer, :data:`MADE` for what the layer makes."""
     slot: str = ""
     """The slot that it is saved as; empty if autograd does not save it."""
+    buffer: int = -1
+    """The step's buffer that holds it; -1 for parameters."""
 
 
 @dataclass(frozen=True)
@@ -89,5 +91,5 @@ class GraphRecorder:
         """Return what was seen; *slots* names the slot of each buffer that has one."""
         values = list(self._values)
         for key, number in self._numbers.items():
-            values[number] = values[number]._replace(slot=slots.get(key, ""))
+            values[number] = values[number]._replace(slot=slots.get(key, ""), buffer=max(key, -1))
         return LayerGraph(self.layer, tuple(self._operations), tuple(values))

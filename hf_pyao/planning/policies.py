@@ -36,11 +36,17 @@ def _pyao(config: PyAOConfig, selected: Selection) -> Policy:
     return OffloadAll(int(config.min_bytes), name="pyao")
 
 
+def _auto(config: PyAOConfig, selected: Selection) -> Policy:
+    """Return what is done until it has been decided, see ``integrations/auto_policy.py``."""
+    return OffloadAll(int(config.min_bytes), name="auto")
+
+
 def _off(config: PyAOConfig, selected: Selection) -> Policy:
     return OffloadNothing()
 
 
 POLICIES: dict[str, Callable[[PyAOConfig, Selection], Policy]] = {
+    "auto": _auto,
     "all": _all,
     "modules": _modules,
     "budget": _budget,

@@ -12,13 +12,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
-from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD, Copy, Lanes, LateLanes, TimedLanes
-from hf_pyao.planning.prediction import Lifetime, PredictedCopy, Prediction, Stall
+from hf_pyao.planning.copy_lanes import (
+    GRADIENT,
+    OFFLOAD,
+    RELOAD,
+    Copy,
+    Lanes,
+    LateLanes,
+    TimedLanes,
+)
+from hf_pyao.planning.prediction import Lifetime, PredictedCopy, Prediction, Rebuild, Stall
 from hf_pyao.planning.step_program import (
     BACKWARD,
     FORWARD,
@@ -38,6 +46,9 @@ def predict(
     device: DeviceModel | None = None,
     times_ms: Sequence[float] | None = None,
     link: LinkModel | None = None,
+    rebuilds: Mapping[int, Rebuild] | None = None,
+    gradient_bytes: int = 0,
+    copied_bytes: Mapping[int, int] | None = None,
 ) -> Prediction:
     """Predict the step.
 
@@ -49,6 +60,11 @@ def predict(
         times_ms: what each operation takes, in place of *device*.
         link: speeds of copies; None: they are never done before something waits for them, so that
             the peak is one for every link.
+        rebuilds: slots that are dropped and rebuilt, by number, see ``planned_step``; they neither
+            stay nor leave.
+        gradient_bytes: what leaves for the host beside whenever a layer's backward ends, as for an
+            optimizer there.
+        copied_bytes: what crosses the link for slots that are written smaller, by number.
 
     Raises:
         ValueError: *leaves* is not as long as the program's slots, or *times_ms* not as its
@@ -63,7 +79,8 @@ def predict(
             f"times_ms has {len(times_ms)} entries; the program has {program.num_operations}"
         )
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
-    walk = _Walk(program, leaves, window_bytes, times_ms, lanes)
+    walk = _Walk(program, leaves, window_bytes, times_ms, lanes, rebuilds or {}, gradient_bytes)
+    walk.copied_bytes = copied_bytes or {}
     prediction = walk.run()
     if times_ms is None or link is None:
         return prediction
@@ -90,15 +107,22 @@ class _Walk:
         window_bytes: int | None,
         times_ms: Sequence[float] | None,
         lanes: Lanes,
+        rebuilds: Mapping[int, Rebuild],
+        gradient_bytes: int,
     ) -> None:
         self.program = program
+        self.gradient_bytes = gradient_bytes
+        self.copied_bytes: Mapping[int, int] = {}
         self.window_bytes = window_bytes
         self.times_ms = times_ms
         self.lanes = lanes
+        self.rebuilds = rebuilds
         self.leaves = [
-            leaves[number] and slot.link_bytes > 0 for number, slot in enumerate(program.slots)
+            leaves[number] and slot.link_bytes > 0 and number not in rebuilds
+            for number, slot in enumerate(program.slots)
         ]
         self.now_ms = 0.0
+        self.rebuild_ms = 0.0
         self.stall_ms = {FORWARD: 0.0, BACKWARD: 0.0}
         self.stalls: list[Stall] = []
         self.start_ms: list[float] = []
@@ -170,8 +194,11 @@ class _Walk:
         before: Segment | None = None
         for segment in program.segments:
             events = self.starts.setdefault(segment.start, [])
-            if before is not None and before.layer != OUTSIDE and before.phase == FORWARD:
-                events.append(self._layer_end)
+            if before is not None and before.layer != OUTSIDE:
+                if before.phase == FORWARD:
+                    events.append(self._layer_end)
+                elif self.gradient_bytes:
+                    events.append(self._send_gradients)
             events.append(partial(self._enter, segment))
             before = segment
 
@@ -204,7 +231,7 @@ class _Walk:
         has_times = self.times_ms is not None
         return Prediction(
             step_ms=self.now_ms if has_times else math.nan,
-            compute_ms=compute_ms if has_times else math.nan,
+            compute_ms=compute_ms + self.rebuild_ms if has_times else math.nan,
             stall_forward_ms=self.stall_ms[FORWARD],
             stall_backward_ms=self.stall_ms[BACKWARD],
             peak_bytes=peak_bytes,
@@ -272,14 +299,15 @@ class _Walk:
     def _pack(self, number: int) -> None:
         slot = self.program.slots[number]
         if not self.leaves[number]:
-            if slot.reloaded >= 0:
+            if slot.reloaded >= 0 and number not in self.rebuilds:
                 self._hold(slot)
             return
-        copy = Copy(OFFLOAD, slot.link_bytes, self.now_ms, slot=number)
+        copied_bytes = self.copied_bytes.get(number, slot.link_bytes)
+        copy = Copy(OFFLOAD, copied_bytes, self.now_ms, slot=number)
         self.lanes.book(copy)
         self.offloads[number] = copy
-        self.offloaded_bytes += slot.link_bytes
-        self.host_bytes += _in_pool(slot.link_bytes)
+        self.offloaded_bytes += copied_bytes
+        self.host_bytes += _in_pool(copied_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         if (
             self.window_bytes is not None
@@ -316,6 +344,9 @@ class _Walk:
             self._wait(self.offloads[self.waiting[-1]])
             while self.waiting:
                 self._release_oldest()
+
+    def _send_gradients(self) -> None:
+        self.lanes.book(Copy(GRADIENT, self.gradient_bytes, self.now_ms))
 
     def _wait(self, copy: Copy) -> None:
         until_ms = self.lanes.wait(copy, self.now_ms)
@@ -376,7 +407,8 @@ class _Walk:
     def _reload(self, number: int) -> None:
         slot = self.program.slots[number]
         offload = self.offloads[number]
-        copy = Copy(RELOAD, slot.link_bytes, self.now_ms, needs=offload, slot=number)
+        copied_bytes = self.copied_bytes.get(number, slot.link_bytes)
+        copy = Copy(RELOAD, copied_bytes, self.now_ms, needs=offload, slot=number)
         self.reloads[number] = copy
         self._allocate(slot.link_bytes)
         self.reloaded_at[number] = self.number
@@ -387,6 +419,9 @@ class _Walk:
         slot = self.program.slots[number]
         if slot.link_bytes == 0:
             self._prefetch()  # it was rebuilt
+            return
+        if number in self.rebuilds:
+            self._rebuild(number, self.rebuilds[number])
             return
         if not self.leaves[number] or number in self.is_consumed:
             return
@@ -404,14 +439,31 @@ class _Walk:
         if not self.is_exhausted or self.waiting_bytes:
             self._prefetch()
 
+    def _rebuild(self, number: int, rebuild: Rebuild) -> None:
+        if number not in self.reloaded_at:
+            nbytes = self.program.slots[number].nbytes
+            self.reloaded_at[number] = self.number
+            self.peak_here = max(self.peak_here, self.live_bytes + nbytes + rebuild.working_bytes)
+            self._allocate(nbytes + rebuild.held_bytes)
+            if self.times_ms is not None:
+                self.now_ms += rebuild.elapsed_ms
+                self.rebuild_ms += rebuild.elapsed_ms
+        self._prefetch()
+
     def _slot_ends(self, number: int) -> None:
         """Backward is done with a slot."""
         slot = self.program.slots[number]
         self.is_over[number] = True
+        if number in self.rebuilds:
+            if number in self.reloaded_at:
+                self.live_bytes -= slot.nbytes
+                start = self.reloaded_at[number]
+                self.lifetimes.append(Lifetime(slot.reloaded, start, self.number))
+            return
         if not self.leaves[number]:
             self._let_go(slot)
             return
-        self.host_bytes -= _in_pool(slot.link_bytes)
+        self.host_bytes -= _in_pool(self.copied_bytes.get(number, slot.link_bytes))
         if number in self.reloads:
             self.live_bytes -= slot.link_bytes
             start = self.reloaded_at[number]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.planning.forecast import Forecast
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.plan import Plan
+from hf_pyao.planning.planned_step import PlannedStep
 from hf_pyao.report.prediction_report import PredictionReport
 from hf_pyao.report.profile_report import Profile
 from hf_pyao.report.provenance import collect_provenance
@@ -37,15 +38,13 @@ def prediction_of(
     min_bytes, keep_last_layers = int(PyAOConfig().min_bytes), PyAOConfig.keep_last_layers
     everything = forecast.leaves(min_bytes=min_bytes, keep_last_layers=keep_last_layers)
     hidden_bytes = forecast.hidden_bytes()
-    found = {
+    found: dict[str, PlannedStep | Sequence[bool]] = {
         "keep everything": [False] * len(everything),
         "policy all": everything,
         f"policy budget, {hidden_bytes / 1e9:.3g} GB": forecast.within_budget(
             hidden_bytes, min_bytes=min_bytes, keep_last_layers=keep_last_layers
         ),
-        **{
-            name: forecast.leaves_of_plan(plan, min_bytes=min_bytes) for name, plan in plans.items()
-        },
+        **{name: forecast.carried_out(plan, min_bytes=min_bytes) for name, plan in plans.items()},
     }
     link = forecast.link
     blocks = ", and compute stands still meanwhile" if forecast.is_blocking else ""
@@ -102,8 +101,8 @@ def _notes(profile: Profile) -> list[str]:
     if rates and speed:
         flagged = ", ".join(find_outliers(rates, speed).flagged) or "nothing"
         notes.append(
-            f"PyAO's rule would recompute {flagged} (policy 'pyao'), which changes the operations "
-            "of the step: `pyao estimate` predicts it."
+            f"PyAO's rule would recompute {flagged} (policy 'pyao'): `pyao estimate` predicts it, "
+            "and `pyao plan` finds the fastest plan."
         )
     if not profile.is_measured:
         notes.append("The profile is predicted: no figure here was measured.")

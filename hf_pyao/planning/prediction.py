@@ -13,7 +13,7 @@ class Prediction:
     step_ms: float
     """Until compute is done; NaN without a device."""
     compute_ms: float
-    """Compute alone; NaN without a device."""
+    """Compute alone, what is recomputed included; NaN without a device."""
     stall_forward_ms: float
     """How long forward waits for copies."""
     stall_backward_ms: float
@@ -48,6 +48,18 @@ class Lifetime(NamedTuple):
     """The first operation with it."""
     end: int
     """The first operation without it."""
+
+
+class Rebuild(NamedTuple):
+    """What it takes to rebuild a slot that was dropped, when backward first asks for it."""
+
+    elapsed_ms: float
+    """Of the operations that run again for it, and did not run for a slot before it."""
+    working_bytes: int
+    """Most bytes of what is made on the way, at once, and of what others left for it."""
+    held_bytes: int
+    """Of these, what stays for slots that are asked for later, less what was there for this one and
+    goes; may be below 0."""
 
 
 class PredictedCopy(NamedTuple):

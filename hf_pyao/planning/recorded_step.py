@@ -195,6 +195,7 @@ def _check(program: StepProgram) -> None:
     _within(program.labels, 0, num_buffers)
     if program.graph is not None:
         _within((each.number for each in program.graph.operations), 0, end)
+        _within((each.buffer for each in program.graph.values), -1, num_buffers)
 
 
 def _within(numbers: Iterable[int], least: int, end: int) -> None:

@@ -13,7 +13,8 @@ from fractions import Fraction
 from math import ceil
 
 from hf_pyao.errors import PyAOError
-from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.planning.layer_graph import LayerGraph
+from hf_pyao.planning.step_program import Buffer, StepProgram
 
 
 class OtherOperationsError(PyAOError, ValueError):
@@ -84,10 +85,21 @@ def interpolate(points: Sequence[tuple[int, StepProgram]]) -> Callable[[int], St
             slots=slots,
             packs=packs,
             resident_bytes=resident,
-            graph=None,
+            graph=_resized(first.graph, buffers),
         )
 
     return at
+
+
+def _resized(graph: LayerGraph | None, buffers: Sequence[Buffer]) -> LayerGraph | None:
+    """Return *graph* with the bytes that its values have in *buffers*."""
+    if graph is None:
+        return None
+    values = tuple(
+        each if each.buffer < 0 else each._replace(nbytes=buffers[each.buffer].nbytes)
+        for each in graph.values
+    )
+    return dataclasses.replace(graph, values=values)
 
 
 def _weights(sizes: Sequence[int], size: int) -> list[Fraction]:
@@ -110,4 +122,9 @@ def _structure(program: StepProgram) -> tuple[object, ...]:
         [each._replace(nbytes=0) for each in program.packs],
         program.segments,
         program.layer_names,
+        None if program.graph is None else _structure_of(program.graph),
     )
+
+
+def _structure_of(graph: LayerGraph) -> tuple[object, ...]:
+    return (graph.layer, graph.operations, [each._replace(nbytes=0) for each in graph.values])

@@ -11,6 +11,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from hf_pyao.planning.layer_graph import LayerGraph
 from hf_pyao.planning.step_program import (
     OUTSIDE,
     Buffer,
@@ -82,8 +83,21 @@ class _Stretch:
                 self.numbers[number, self._stretched(self._layer_that_makes(number))]: name
                 for number, name in self.program.labels.items()
             },
-            self.program.graph,  # of the layer that is repeated first
+            self._graph(),
         )
+
+    def _graph(self) -> LayerGraph | None:
+        """Return the graph of the layer that is repeated first."""
+        graph = self.program.graph
+        if graph is None:
+            return None
+        values = []
+        for value in graph.values:
+            if value.buffer >= 0:
+                layer = self._layer_that_makes(value.buffer)
+                value = value._replace(buffer=self.numbers[value.buffer, layer])
+            values.append(value)
+        return dataclasses.replace(graph, values=tuple(values))
 
     # ---- operations ----------------------------------------------------------------------------
 

@@ -50,6 +50,20 @@ class PlannedSlot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanPoint:
+    """What a step is predicted to come to under a plan that was looked at."""
+
+    name: str
+    step_ms: float
+    peak_bytes: int
+    """On the device, for copies that are always late."""
+    offloaded_bytes: int
+    rebuild_ms: float
+    """What is computed again."""
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What becomes of what the layers of one model save.
 
@@ -76,6 +90,8 @@ class Plan:
     that is recomputed; ``""`` is the layer itself."""
     figures: dict[str, float] = field(default_factory=dict)
     """What it was computed from, and what it is predicted to come to."""
+    front: list[PlanPoint] = field(default_factory=list)
+    """What else was looked at: plans that need no solver, and the fastest at other peaks."""
 
     def __post_init__(self) -> None:
         """Check that it does not contradict itself; see the class docstring."""

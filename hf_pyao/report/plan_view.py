@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hf_pyao.report.plan_report import ACTIONS, Plan, PlannedSlot
 from hf_pyao.report.quantities import ABSENT, MIB, fact_text
@@ -16,6 +16,10 @@ def plan_view(plan: Plan) -> View:
     """Return a plan's slots, its figures, and what becomes of the rest."""
     tables = [
         Table(["slot", "action", "layers", "codec", "why", "MiB"], _slot_rows(plan), 5),
+        Table(
+            ["what was looked at", "step, ms", "peak, GB", "leaves, GB", "rebuilt, ms"],
+            _front_rows(plan),
+        ),
         Table(["figure", "value"], [[name, fact_text(v)] for name, v in plan.figures.items()]),
         Table(["made for", ""], [[name, fact_text(v)] for name, v in plan.model.items()], 2),
     ]
@@ -60,6 +64,55 @@ def _summary(plan: Plan) -> str:
     if not plan.model:
         said.append("It holds for any model that has these slots.")
     return " ".join(said)
+
+
+def _front_rows(plan: Plan) -> list[list[str]]:
+    return [
+        [
+            f"{point.name} (chosen)" if point.is_chosen else point.name,
+            f"{point.step_ms:,.2f}",
+            f"{point.peak_bytes / 1e9:.3f}",
+            f"{point.offloaded_bytes / 1e9:.3f}",
+            f"{point.rebuild_ms:,.2f}",
+        ]
+        for point in plan.front
+    ]
+
+
+def plans_side_by_side(plans: Mapping[str, Plan]) -> View:
+    """Return two or more plans, slot by slot and figure by figure; what is equal is left out."""
+    names = list(plans)
+    slots = dict.fromkeys(slot.name for plan in plans.values() for slot in plan.slots)
+    rows = [[name, *(_actions_of(plans[each], name) for each in names)] for name in slots]
+    figures = dict.fromkeys(name for plan in plans.values() for name in plan.figures)
+    values = [
+        [name, *(fact_text(plans[each].figures.get(name, ABSENT)) for each in names)]
+        for name in figures
+    ]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return View(
+        title="Plans side by side",
+        summary=(
+            f"{len(rows) - len(differing)} of {len(rows)} slots are treated alike in all of them."
+        ),
+        tables=[
+            table
+            for table in (
+                Table(["slot", *names], differing, 1 + len(names)),
+                Table(["figure", *names], [row for row in values if len(set(row[1:])) > 1]),
+            )
+            if table.rows
+        ],
+    )
+
+
+def _actions_of(plan: Plan, name: str) -> str:
+    found = [
+        f"{slot.action} {'all' if slot.layers is None else ranges(slot.layers)}"
+        for slot in plan.slots
+        if slot.name == name
+    ]
+    return "; ".join(found) or f"{plan.otherwise} (not named)"
 
 
 def _slot_rows(plan: Plan) -> list[list[str]]:

@@ -17,7 +17,11 @@ def markdown_of(document: Document, image: str | None = None) -> str:
         document: of any kind.
         image: where its plot is, as a link gives it; None: there is none.
     """
-    view = view_of(document)
+    return markdown_of_view(view_of(document), image)
+
+
+def markdown_of_view(view: View, image: str | None = None) -> str:
+    """Return what a document shows as Markdown; *image* as in :func:`markdown_of`."""
     parts = [
         f"## {paragraph(view.title)}",
         paragraph(view.summary),

@@ -22,7 +22,7 @@ from hf_pyao.runtime.idle_warnings import IdleWarnings
 from hf_pyao.runtime.observer import Observer, Observers
 from hf_pyao.runtime.packing import Packer
 from hf_pyao.runtime.parameters import FrozenShapes, is_parameter
-from hf_pyao.runtime.policy import LayerRun, Policy, for_forward
+from hf_pyao.runtime.policy import LayerRun, Policy, for_forward, rests
 from hf_pyao.runtime.recomputation import Recomputer
 from hf_pyao.runtime.saved_tensor import Handle, KeptTensor
 from hf_pyao.runtime.tape import Layer, LayerCall, MicroBatch, Tape
@@ -78,6 +78,8 @@ class OffloadEngine:
         self._observers: tuple[Observer, ...] = ()
         self._lasting_observers: tuple[Observer, ...] = ()
         self._policy = policy
+        self.rests = rests(policy)
+        """True while the policy keeps everything: layers are not entered."""
         self._recomputer = recomputer
         self._find_buffer_keys = buffer_keys
         self._here = _Here()
@@ -121,6 +123,15 @@ class OffloadEngine:
                 "situation)`. A named one is made by hf_pyao.planning.policies.make_policy(config)."
             )
         self._policy = policy
+        self.rests = rests(policy)
+
+    def set_window(self, window_bytes: int) -> None:
+        """Let no more than *window_bytes* be in flight, from the next copy on.
+
+        Raises:
+            ConfigError: the window is the end of each layer.
+        """
+        self.mover.set_window(window_bytes)
 
     def observe(self, *observers: Observer | None) -> None:
         """Tell *observers* what happens from the next layer call on, in place of those before.
@@ -385,6 +396,8 @@ class OffloadEngine:
 
     def warn_idle(self) -> None:
         """Warn, once, that a step went by in which nothing was packed."""
+        if self.rests:
+            return
         self.idle_warnings.nothing_packed(
             have_layers_run=self.num_layer_calls > 0, passed_over=self.passed_over
         )

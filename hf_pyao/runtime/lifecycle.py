@@ -173,7 +173,9 @@ class Lifecycle:
             return
         self.leave_all()
         self.engine.release_done()
-        if stack.training and torch.is_grad_enabled():
+        if self.engine.rests:
+            self.engine.end_forward()  # of the time before
+        elif stack.training and torch.is_grad_enabled():
             if not self.running.begin_forward(self.engine.num_packs):
                 self.engine.warn_idle()
             self._wrap_checkpointing()
@@ -195,7 +197,7 @@ class Lifecycle:
             return
         layer = self._layers.get(module)
         tokens = self.running.tokens
-        if layer is None or self._is_removed:
+        if layer is None or self._is_removed or self.engine.rests:
             return
         reason = reason_to_pass_over()
         if reason is not None:

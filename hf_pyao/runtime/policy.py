@@ -212,6 +212,26 @@ class KeepLastLayers:
         return None if is_kept else products_to_replay(self.base, run)
 
 
+class KeepEverything:
+    """Leave all to autograd: no hook of ours is on, and nothing is counted."""
+
+    is_static = True
+    rests = True
+    """The engine has nothing to do; see :func:`rests`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def decide(self, slot: Slot, situation: Situation) -> Decision:
+        """Keep."""
+        return _KEEP_OFF
+
+
+def rests(policy: Policy) -> bool:
+    """Say whether *policy* keeps everything, so that layers need not be entered at all."""
+    return bool(getattr(policy, "rests", False))
+
+
 class OffloadNothing:
     """Keep everything: bytes are counted, and other parts of hf_pyao work alone."""
 

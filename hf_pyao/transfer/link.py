@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_pyao.errors import ConfigError
 from hf_pyao.stores import HostPool
 from hf_pyao.transfer.compute_streams import ComputeStreams
 from hf_pyao.transfer.transport import Transport
@@ -28,3 +29,13 @@ class LinkContext:
         self.window_bytes = window_bytes
         self.streams = ComputeStreams()
         self.offloads = OffloadWindow(transport, window_bytes, self.streams)
+
+    def set_window(self, window_bytes: int) -> None:
+        """Bound the bytes in flight anew, from the next copy on.
+
+        Raises:
+            ConfigError: compute and copies meet at each layer's end, which cannot change later.
+        """
+        if self.window_bytes is None:
+            raise ConfigError("the window is 'layer'; a number of bytes cannot take its place.")
+        self.window_bytes = self.offloads.limit_bytes = window_bytes

@@ -68,6 +68,15 @@ class Mover:
         """Look whether a profiler runs, for what follows: too dear to be asked for each tensor."""
         self.is_watched = self.watcher is not None or is_profiling()
 
+    def set_window(self, window_bytes: int) -> None:
+        """Bound the bytes in flight anew, from the next copy on.
+
+        Raises:
+            ConfigError: compute and copies meet at each layer's end, which cannot change later.
+        """
+        self.link.set_window(window_bytes)
+        self.reloads.limit_bytes = window_bytes
+
     # ---- to the host ---------------------------------------------------------------------------
 
     def offload(

@@ -161,7 +161,7 @@ class ReloadWindow:
 
     def __init__(self, limit_bytes: int | None) -> None:
         """Bound what is brought back ahead to *limit_bytes*; None: one group ahead, whole."""
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._upcoming: deque[weakref.ref[HasMoved]] = deque()
         self._groups: Iterator[Group] = iter(())
         self.ahead_bytes = 0
@@ -173,7 +173,7 @@ class ReloadWindow:
         self._upcoming = deque(reversed(own))
         self._groups = others
         self.is_exhausted = False
-        if self._limit_bytes is None:
+        if self.limit_bytes is None:
             self._extend()
 
     def next_bytes(self, waiting_bytes: int = 0) -> MovedBytes | None:
@@ -181,8 +181,8 @@ class ReloadWindow:
 
         *waiting_bytes* still wait to leave: where backward begins, both share the window.
         """
-        while self._limit_bytes is None or self.ahead_bytes + waiting_bytes < self._limit_bytes:
-            if not self._upcoming and not (self._limit_bytes is not None and self._extend()):
+        while self.limit_bytes is None or self.ahead_bytes + waiting_bytes < self.limit_bytes:
+            if not self._upcoming and not (self.limit_bytes is not None and self._extend()):
                 self.is_exhausted = True
                 return None
             holder = self._upcoming.popleft()()

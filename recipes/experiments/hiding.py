@@ -162,7 +162,7 @@ def at(
 ) -> Prediction:
     """Predict *program* with the slots that *offloads* picks by name leaving; all but the last
     layer's."""
-    last, least = program.num_layers - 1, int(PyAOConfig().min_bytes)
+    last, least = program.num_layers - 1, int(PyAOConfig(policy="all").min_bytes)
     leaves = [
         OUTSIDE < slot.layer < last
         and slot.nbytes >= least

@@ -136,7 +136,7 @@ def miniature_modules(options: Options) -> Result:
 
 def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row]:
     hardware = find_hardware(MEGATRON_CARD)
-    window_bytes = int(PyAOConfig().window)
+    window_bytes = int(PyAOConfig(policy="all").window)
     plain = predictor.program(BASELINE, micro_batch)
     training = FakeTraining(config=predictor.config)
     light = record_step(

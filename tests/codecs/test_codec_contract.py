@@ -204,7 +204,7 @@ def test_a_codec_of_one_s_own_need_not_state_its_error() -> None:
             return payload[0].float()
 
     codec = Halves()
-    assert get_codec(PyAOConfig(codec=codec).codec) is codec
+    assert get_codec(PyAOConfig(policy="all", codec=codec).codec) is codec
 
 
 def test_unknown_codecs_are_refused_with_the_nearest_name() -> None:

@@ -107,6 +107,7 @@ def step(codec: str, *, window: str | int = "layer", seed: int = 0) -> Outcome:
     assert transport.link is not None
     stack = CompressedLinkStack().train()
     config = PyAOConfig(
+        policy="all",
         codec=study_codec(codec),
         min_bytes=0,
         keep_last_layers=0,

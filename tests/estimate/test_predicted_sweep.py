@@ -73,14 +73,22 @@ def test_what_does_not_fit_is_a_row_with_its_figures() -> None:
     program = record_step(FakeTraining(config=config), BATCH, LENGTH)
     card = HARDWARE["rtx4070"]
     points = predict_points(
-        program, parse_budgets("0,3"), card, tokens=BATCH * LENGTH, settings=PyAOConfig()
+        program,
+        parse_budgets("0,3"),
+        card,
+        tokens=BATCH * LENGTH,
+        settings=PyAOConfig(policy="all"),
     )
     assert {point.status for point in points} == {OK}
     small = type(card)(
         name="small", device=card.device, link=card.link, memory_gib=1e-6, source="made up"
     )
     points = predict_points(
-        program, parse_budgets("0,3"), small, tokens=BATCH * LENGTH, settings=PyAOConfig()
+        program,
+        parse_budgets("0,3"),
+        small,
+        tokens=BATCH * LENGTH,
+        settings=PyAOConfig(policy="all"),
     )
     assert {point.status for point in points} == {OUT_OF_MEMORY}
     assert all("of small can be used" in point.reason for point in points)

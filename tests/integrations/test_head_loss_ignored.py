@@ -134,7 +134,7 @@ def test_training_goes_on_after_a_batch_without_labels(mode: str, tmp_path: Path
     )  # fmt: skip
     plain, mine = make_model("llama"), make_model("llama")
     Trainer(model=plain, args=arguments, train_dataset=data).train()
-    config = PyAOConfig(head_loss=mode, host_memory_gib=0.05)
+    config = PyAOConfig(policy="all", head_loss=mode, host_memory_gib=0.05)
     PyAOTrainer(model=mine, args=arguments, train_dataset=data, pyao_config=config).train()
     for wanted, parameter in zip(plain.parameters(), mine.parameters(), strict=True):
         assert parameter.isfinite().all()

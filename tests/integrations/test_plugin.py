@@ -26,7 +26,7 @@ from hf_pyao.errors import ConfigError, ConflictError, NoLayersFoundError
 from hf_pyao.report import RunReport
 
 VOCAB = 64
-SMALL: dict[str, Any] = {"min_bytes": 0, "host_memory_gib": 0.25}
+SMALL: dict[str, Any] = {"policy": "all", "min_bytes": 0, "host_memory_gib": 0.25}
 """Tiny models save tiny tensors: offload those too."""
 
 
@@ -107,7 +107,7 @@ def test_every_config_field_has_its_field_here() -> None:
 def test_without_fields_and_environment_it_is_the_default() -> None:
     plugin = PyAOPlugin()
     assert plugin.enabled
-    assert plugin.config() == PyAOConfig()
+    assert plugin.config() == PyAOConfig(policy="all")
 
 
 def test_fields_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_bad_environment_is_refused(
 def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYAO_MODULES", "")
     monkeypatch.setenv("PYAO_ENABLED", "")
-    assert PyAOPlugin().config() == PyAOConfig()
+    assert PyAOPlugin().config() == PyAOConfig(policy="all")
 
 
 @pytest.mark.parametrize("how", ["plugin", "accelerator", "environment"])

@@ -24,7 +24,7 @@ from tests.integrations.test_head_loss_training import TRAINING, logged, tiny_to
 # TRL sets the older of two names of checkpointing, which transformers 5.23 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is depre:FutureWarning")
 
-CHUNKED = PyAOConfig(head_loss="chunked", min_bytes=0, host_memory_gib=0.25)
+CHUNKED = PyAOConfig(policy="all", head_loss="chunked", min_bytes=0, host_memory_gib=0.25)
 HAS_FUSED_HEAD = "fused_lm_head" in inspect.getsource(trl.SFTTrainer)
 CHECKPOINTING = next(
     name

@@ -42,7 +42,7 @@ RENAMED = "activation_checkpointing" in inspect.signature(TrainingArguments).par
 CHECKPOINTING = "activation_checkpointing" if RENAMED else "gradient_checkpointing"
 
 VOCAB = 64
-EVERYTHING = PyAOConfig(min_bytes=0, keep_last_layers=1, host_memory_gib=0.25)
+EVERYTHING = PyAOConfig(policy="all", min_bytes=0, keep_last_layers=1, host_memory_gib=0.25)
 """Tiny models save tiny tensors: offload those too."""
 
 
@@ -218,7 +218,7 @@ def test_plain_arguments_turn_offloading_on_with_defaults(tmp_path: Path) -> Non
 
     trainer = trainer_for(PyAOTrainer, tiny_opt(), arguments(tmp_path), callbacks=[Looks()])
     trainer.train()
-    assert seen == [PyAOConfig()] * 3
+    assert seen == [PyAOConfig(policy="all")] * 3
 
 
 def test_metrics_are_of_every_logged_step_and_survive_the_training(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_failed_training_leaves_the_model_as_it_was(error: BaseException, tmp_
     assert trainer.offloader is None
     assert trainer.offload_metrics["offloaded_bytes"] > 0
     # Nothing is left that would make the next attachment an error.
-    attach(model, PyAOConfig(min_bytes=1)).detach()
+    attach(model, PyAOConfig(policy="all", min_bytes=1)).detach()
 
 
 @pytest.mark.sampled(every=2)

@@ -22,7 +22,7 @@ OTHERS = sorted(set(ARCHITECTURES) - set(MAIN))
 STEPS = tuple((tiny_batch(seed, length=8 + 2 * seed, padding=2),) for seed in range(3))
 
 
-DEFAULT_WINDOW = PyAOConfig(min_bytes=0, host_memory_gib=0.1)
+DEFAULT_WINDOW = PyAOConfig(policy="all", min_bytes=0, host_memory_gib=0.1)
 
 
 @pytest.mark.parametrize("model_type", OTHERS)

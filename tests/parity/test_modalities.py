@@ -216,7 +216,7 @@ def test_any_order_of_named_layers_is_right_and_counted_whole(min_bytes: int) ->
     would_hold = []
     for layers in (UNET_LAYERS, ("up_blocks.*", "mid_block", "down_blocks.*")):
         ours = copy.deepcopy(model)
-        config = PyAOConfig(layers=layers, min_bytes=min_bytes, host_memory_gib=0.1)
+        config = PyAOConfig(policy="all", layers=layers, min_bytes=min_bytes, host_memory_gib=0.1)
         with attach(ours, config) as offloader:
             losses, found = train(ours, batch)
             totals = offloader.totals()

@@ -198,7 +198,7 @@ def test_a_plan_is_predicted(predicted: Path, tmp_path: Path) -> None:
         otherwise="keep",
         model=profile.model,
     )
-    leaves = forecast.leaves_of_plan(plan, min_bytes=0)
+    leaves = forecast.carried_out(plan, min_bytes=0).leaves
     chosen = [s for s, leaving in zip(forecast.program.slots, leaves, strict=True) if leaving]
     assert [(slot.layer, slot.name) for slot in chosen] == [
         (0, "activation_fn:0"),
@@ -211,11 +211,11 @@ def test_a_plan_is_predicted(predicted: Path, tmp_path: Path) -> None:
     assert main(["report", str(output)]) == 0
     for bad, words in (
         (replace(plan, model={"num_layers": 99}), "another model"),
-        (replace(plan, recomputed_modules=["activation_fn"]), "recomputes"),
+        (replace(plan, recomputed_modules=["activation_fn"]), "as a whole"),
         (replace(plan, slots=[PlannedSlot(name="mlp:7", action="keep")]), "has not"),
     ):
         with pytest.raises(PlanError, match=words):
-            forecast.leaves_of_plan(bad, min_bytes=0)
+            forecast.carried_out(bad, min_bytes=0)
 
 
 Spoil = Callable[[dict[str, Any]], None]

@@ -116,7 +116,7 @@ def test_a_budget_composes_with_last_layers_recomputing_and_checkpointing() -> N
     ("settings", "message"),
     [
         ({"policy": "budget"}, "policy is 'budget', and budget is not given"),
-        ({"budget": 3}, "budget is 3, which has no effect while policy is 'all'"),
+        ({"budget": 3}, "budget is 3, which has no effect while policy is 'auto'"),
         ({"policy": "budget", "budget": -1}, "budget is -1; it cannot be negative"),
         ({"policy": "budget", "budget": "2 elephants"}, "expected a whole number of tensors"),
         ({"policy": "budget", "budget": 2.5}, "expected a whole number of tensors"),

@@ -219,11 +219,12 @@ def test_the_papers_models_at_full_size(architecture: str, name: str, window: in
         length=512,
     )
     hardware = find_hardware(name)
-    settings = PyAOConfig(window=window, head_loss="chunked", host_memory_gib=2.0**20)
+    settings = PyAOConfig(policy="all", window=window, head_loss="chunked", host_memory_gib=2.0**20)
     simulated = simulate_step(case.training, settings, hardware, 4, 512)
     program = case.program
     leaves = [
-        slot.nbytes >= int(PyAOConfig().min_bytes) and slot.layer < program.num_layers - 1
+        slot.nbytes >= int(PyAOConfig(policy="all").min_bytes)
+        and slot.layer < program.num_layers - 1
         for slot in program.slots
     ]
     predicted = predict(

@@ -90,7 +90,7 @@ def run_schedules(record: Record, num_schedules: int) -> None:
     for seed in range(record.num_schedules, num_schedules):
         window, copy_streams, scenario = VARIANTS[seed % len(VARIANTS)]
         transport = SimulatedTransport(seed, copy_streams=copy_streams)
-        config = PyAOConfig(min_bytes=0, window=window, keep_last_layers=seed % 2)
+        config = PyAOConfig(policy="all", min_bytes=0, window=window, keep_last_layers=seed % 2)
         with attach(model, config, transport=transport) as offloader:
             result = SCENARIOS[scenario](model)
             where = f"seed {seed}, window {window}, {copy_streams} streams, {scenario}"

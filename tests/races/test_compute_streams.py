@@ -270,7 +270,9 @@ def test_one_stream_waits_for_copies_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(FakeStream, "record_event", lambda *_: pytest.fail("a needless event"))
     with fake_streams() as world, world.stream():
         model = Stack(plain_layer, plain_layer, size=SIZE)
-        config = PyAOConfig(min_bytes=0, window=500, keep_last_layers=0, host_memory_gib=2**-10)
+        config = PyAOConfig(
+            policy="all", min_bytes=0, window=500, keep_last_layers=0, host_memory_gib=2**-10
+        )
         with attach(model, config, transport=FakeStreamTransport()) as offloader:
             for x in inputs(2):
                 model(x).sum().backward()

@@ -24,7 +24,7 @@ def _step(model: torch.nn.Module, length: int) -> None:
 @pytest.mark.parametrize("window", ["layer", 4096])
 def test_no_host_memory_is_reserved_after_the_third_micro_batch(window: str | int) -> None:
     model = make_model("gpt2")
-    config = PyAOConfig(min_bytes=0, window=window)
+    config = PyAOConfig(policy="all", min_bytes=0, window=window)
     with attach(model, config, transport=SimulatedTransport(1)) as offloader:
         for _ in range(3):
             _step(model, 8)
@@ -38,7 +38,9 @@ def test_no_host_memory_is_reserved_after_the_third_micro_batch(window: str | in
 def test_sequence_lengths_seen_before_need_no_new_memory() -> None:
     model = make_model("llama")
     lengths = [4, 7, 12, 16, 29]
-    with attach(model, PyAOConfig(min_bytes=0), transport=SimulatedTransport(2)) as offloader:
+    with attach(
+        model, PyAOConfig(policy="all", min_bytes=0), transport=SimulatedTransport(2)
+    ) as offloader:
         pool = offloader.host_pool
         for length in lengths:
             _step(model, length)
@@ -53,7 +55,7 @@ def test_sequence_lengths_seen_before_need_no_new_memory() -> None:
 
 def test_ranges_show_phases_and_layers_in_a_profile() -> None:
     model = make_model("opt")
-    with attach(model, PyAOConfig(min_bytes=0)), torch.profiler.profile() as profile:
+    with attach(model, PyAOConfig(policy="all", min_bytes=0)), torch.profiler.profile() as profile:
         _step(model, 8)
     names = {event.name for event in profile.events() if event.name.startswith("pyao::")}
     for phase in ("offload", "layer_end", "backward_start", "reload"):

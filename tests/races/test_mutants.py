@@ -212,7 +212,7 @@ def _schedules_that_fail(mutant: Mutant | None, num_seeds: int) -> list[str]:
         for window in ("layer", 3_000):
             for scenario, run in SCENARIOS.items():
                 transport = SimulatedTransport(seed)
-                config = PyAOConfig(min_bytes=0, window=window, keep_last_layers=0)
+                config = PyAOConfig(policy="all", min_bytes=0, window=window, keep_last_layers=0)
                 offloader = attach(model, config, transport=transport)
                 try:
                     with mutant() if mutant else nullcontext():

@@ -26,7 +26,11 @@ def test_gradients_are_bit_identical_under_adversarial_schedules(architecture: s
         window, copy_streams, scenario, names = VARIANTS[seed * STRIDE % len(VARIANTS)]
         transport = SimulatedTransport(seed, copy_streams=copy_streams)
         config = PyAOConfig(
-            min_bytes=0, window=window, keep_last_layers=seed % 2, recompute_modules=names
+            policy="all",
+            min_bytes=0,
+            window=window,
+            keep_last_layers=seed % 2,
+            recompute_modules=names,
         )
         with attach(model, config, transport=transport) as offloader:
             result = SCENARIOS[scenario](model)

@@ -310,4 +310,4 @@ def test_reasons_are_told_apart() -> None:
 )
 def test_an_unknown_name_is_refused_by_the_field_it_was_given_in(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        attach(tiny_model("llama"), PyAOConfig(recompute_modules=(name,)))
+        attach(tiny_model("llama"), PyAOConfig(policy="all", recompute_modules=(name,)))

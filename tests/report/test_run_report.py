@@ -203,13 +203,13 @@ def test_a_path_that_cannot_be_written_is_refused_when_attached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    config = PyAOConfig(report=str(tmp_path / "file" / "run.json"))
+    config = PyAOConfig(policy="all", report=str(tmp_path / "file" / "run.json"))
     model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
     with pytest.raises(ConfigError, match=r"report is '.*run\.json', and '.*file' is no folder"):
         attach(model, config)
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="this process may not write to"):
-        attach(model, PyAOConfig(report=str(tmp_path / "new" / "run.json")))
+        attach(model, PyAOConfig(policy="all", report=str(tmp_path / "new" / "run.json")))
     monkeypatch.setenv("RANK", "1")  # which writes no report, and may see other disks
     attach(model, config).detach()
 
@@ -228,7 +228,7 @@ def test_training_ends_well_without_its_report(
         model=LlamaForCausalLM(LlamaConfig(**SETTINGS)),
         args=arguments,
         train_dataset=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8,
-        pyao_config=PyAOConfig(report=str(tmp_path / "run.json")),
+        pyao_config=PyAOConfig(policy="all", report=str(tmp_path / "run.json")),
     )
     assert trainer.train().global_step == 1
     assert "the run report is lost: RuntimeError: no report" in caplog.text

@@ -395,7 +395,7 @@ def test_figures_of_one_micro_batch_are_of_that_one() -> None:
 
 def test_small_tensors_are_kept_and_counted() -> None:
     model = tiny_model("llama")
-    config = PyAOConfig(min_bytes=4096, keep_last_layers=0, host_memory_gib=0.1)
+    config = PyAOConfig(policy="all", min_bytes=4096, keep_last_layers=0, host_memory_gib=0.1)
     with attach(model, config) as offloader:
         decisions = Recorder(offloader.engine.policy)
         offloader.engine.use(decisions)

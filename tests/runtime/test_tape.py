@@ -200,7 +200,7 @@ def test_two_tensors_at_one_address_within_a_layer() -> None:
 
 
 def tape_of(num_layers: int = 0) -> tuple[Tape, list[LayerCall]]:
-    tape = Tape(make_policy(PyAOConfig()), is_announced=False)
+    tape = Tape(make_policy(PyAOConfig(policy="all")), is_announced=False)
     calls = [open_call(tape, Layer(index, f"layers.{index}")) for index in range(num_layers)]
     return tape, calls
 

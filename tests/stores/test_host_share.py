@@ -135,11 +135,11 @@ def test_the_default_is_the_ranks_share_and_said_in_the_line_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with attach(tiny_model("opt"), PyAOConfig()) as offloader:
+    with attach(tiny_model("opt"), PyAOConfig(policy="all")) as offloader:
         pool = offloader.host_pool
         assert pool.share is not None
         assert pool.capacity_bytes == int(pool.share.available_bytes / 16)
         assert "shared by 8 ranks of this node (LOCAL_WORLD_SIZE)" in offloader.describe()
-    with attach(tiny_model("opt"), PyAOConfig(host_memory_gib=0.5)) as offloader:
+    with attach(tiny_model("opt"), PyAOConfig(policy="all", host_memory_gib=0.5)) as offloader:
         assert offloader.host_pool.capacity_bytes == 2**29, "what was given is for each process"
         assert "ranks" not in offloader.describe()

@@ -1,0 +1,211 @@
+"""``pyao plan``: the fastest plan within a device's memory, what it does and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.errors import ConfigError
+from hf_pyao.text import echo, one_line, say
+
+if TYPE_CHECKING:
+    from hf_pyao.hardware.presets import Hardware
+    from hf_pyao.hardware.speeds import LinkModel
+    from hf_pyao.planning.plan import Plan
+    from hf_pyao.report.profile_report import Profile
+
+DESCRIPTION = """\
+Find the fastest plan whose peak fits into a device's memory: which saved tensors of which layers
+are kept, offloaded, or computed again, and why. For a step that was profiled (pyao profile), or
+for a model by its name. Training with policy 'auto' does the same by itself; a plan that is saved
+can be looked at, changed by hand, and followed (policy 'plan').
+"""
+
+EPILOG = """\
+examples
+  pyao plan profile.json --device-memory 11GiB --save plan.json
+  pyao plan opt:1.3b --device rtx4070 --micro-batch 8
+  pyao plan llama:1.2b --device h200 --micro-batch 16 --device-memory 20GiB --save plan.json
+  pyao plan --compare plan.json other.json
+  pyao report plan.json -o plan.html             the front of memory against time, drawn
+"""
+
+NUM_FRONT_POINTS = 9
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options and help to *parser*."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("source", nargs="?", metavar="PROFILE.json|MODEL", help="what is planned for")
+    add(
+        "--device-memory",
+        metavar="SIZE",
+        help="what tensors may take, as 11GiB (default: the device's, less a margin)",
+    )
+    add("--host-memory", metavar="SIZE", help="most on the host, as 32GiB (default: no bound)")
+    add(
+        "--device",
+        metavar="NAME",
+        help="a card, as for pyao estimate (default: of a model "
+        "rtx4070, of a profile the one that was profiled)",
+    )
+    add("--link", metavar="SPEED", help="speed of the link in each direction, as 25GiB/s")
+    add(
+        "--window",
+        default=None,
+        metavar="SIZE",
+        help="bytes in flight, or 'layer' (default: as the plan wants it)",
+    )
+    add("--keep-last-layers", type=int, default=None, metavar="N", help="(default: as it wants)")
+    add("--allow-lossy", action="store_true", help="int8 may be chosen where it is faster")
+    add("--micro-batch", type=int, default=1, metavar="N", help="of a model (default: 1)")
+    add("--sequence-length", type=int, default=512, metavar="N", help="of a model (default: 512)")
+    add("--head-loss", choices=("off", "chunked"), default="off", help="of a model")
+    add("--save", type=Path, metavar="FILE.json", help="write the plan")
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--compare", nargs="+", type=Path, metavar="PLAN.json", help="show plans side by side")
+
+
+def run_from_arguments(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        PyAOError: an option is bad, a file is not what it should be, or nothing fits.
+    """
+    from hf_pyao.report.schema import write_json
+    from hf_pyao.report.tables import markdown_of
+
+    if args.compare:
+        return _compare(args)
+    if args.source is None:
+        raise ConfigError("expected a profile, a model, or --compare PLAN.json PLAN.json.")
+    plan = _plan(args)
+    if args.save is not None:
+        write_json(args.save, plan)
+    say(json.dumps(plan.to_dict(), indent=2) if args.json else markdown_of(plan))
+    if args.save is not None and not args.json:
+        say(f"written: {one_line(str(args.save))}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from hf_pyao.planning.plan import Plan
+    from hf_pyao.report.plan_view import plans_side_by_side
+    from hf_pyao.report.tables import markdown_of_view
+
+    if len(args.compare) < 2 or args.source is not None:
+        raise ConfigError("--compare takes two or more plans, and nothing beside them.")
+    plans = {str(path): Plan.from_json_file(path) for path in args.compare}
+    say(markdown_of_view(plans_side_by_side(plans)))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    from hf_pyao.estimate.command import link_gib_per_s
+    from hf_pyao.estimate.estimate import RESERVE
+    from hf_pyao.hardware.presets import find_hardware
+    from hf_pyao.hardware.speeds import GIB
+    from hf_pyao.planning.auto_plan import plan_of
+    from hf_pyao.planning.plan_request import PlanRequest
+    from hf_pyao.settings import Size
+
+    is_profile = args.source.endswith(".json")
+    named = args.device or (None if is_profile else "rtx4070")
+    hardware = None if named is None else find_hardware(named)
+    if hardware is not None and args.link is not None:
+        hardware = hardware.with_link(link_gib_per_s(args.link))
+    profile = _read_profile(args) if is_profile else _predicted_profile(args)
+    given = {
+        "window": None if args.window is None else _number_or_text(args.window),
+        "keep_last_layers": args.keep_last_layers,
+        "allow_lossy": args.allow_lossy,
+    }
+    config = PyAOConfig.from_dict({name: v for name, v in given.items() if v is not None})
+    host = float("inf")
+    if args.host_memory is not None:
+        host = float(Size().check("--host-memory", args.host_memory))
+    planner = PlanRequest.of_config(config, host_limit_bytes=host).planner(
+        profile,
+        device=None if hardware is None else hardware.device,
+        link=_link(args, hardware),
+    )
+    if args.device_memory is not None:
+        limit_bytes = float(Size().check("--device-memory", args.device_memory))
+    elif hardware is not None:
+        limit_bytes = hardware.memory_gib * GIB * (1 - RESERVE)
+    else:
+        raise ConfigError(
+            "how much memory the device has is not in a profile: give --device-memory, as 11GiB."
+        )
+    return plan_of(
+        planner,
+        planner.best(limit_bytes),
+        limit_bytes=limit_bytes,
+        model=profile.model,
+        num_front_points=NUM_FRONT_POINTS,
+    )
+
+
+def _link(args: argparse.Namespace, hardware: Hardware | None) -> LinkModel | None:
+    from hf_pyao.estimate.command import link_gib_per_s
+    from hf_pyao.hardware.speeds import LinkModel
+
+    if hardware is not None:
+        return hardware.link
+    if args.link is None:
+        return None
+    speed = link_gib_per_s(args.link)
+    return LinkModel(d2h_gib_per_s=speed, h2d_gib_per_s=speed)
+
+
+def _read_profile(args: argparse.Namespace) -> Profile:
+    from hf_pyao.report.documents import read_document
+    from hf_pyao.report.profile_report import Profile
+
+    profile = read_document(args.source)
+    if not isinstance(profile, Profile):
+        raise ConfigError(
+            f"{echo(args.source)} is a document of kind {profile.kind!r}; expected a profile "
+            "(pyao profile)."
+        )
+    return profile
+
+
+def _predicted_profile(args: argparse.Namespace) -> Profile:
+    from tqdm import tqdm
+
+    from hf_pyao.estimate.fake_step import FakeTraining
+    from hf_pyao.estimate.model_specs import config_of, parse_model
+    from hf_pyao.estimate.positions import check_sequence_length
+    from hf_pyao.estimate.predicted_profile import predict_profile
+    from hf_pyao.hardware.presets import find_hardware
+
+    for option, least in (("micro_batch", 1), ("sequence_length", 2)):
+        if getattr(args, option) < least:
+            flag = "--" + option.replace("_", "-")
+            raise ConfigError(f"{flag} is {getattr(args, option)}; expected {least} or more.")
+    hardware = find_hardware(args.device or "rtx4070")
+    spec = parse_model(args.source)
+    config = config_of(spec)
+    check_sequence_length(config, args.sequence_length)
+    is_hidden = args.json or not sys.stderr.isatty()
+    with tqdm(total=1, disable=is_hidden, leave=False, desc="recording the step"):
+        return predict_profile(
+            FakeTraining(config=config),
+            hardware,
+            args.micro_batch,
+            args.sequence_length,
+            title=f"{spec.name} on {hardware.name}, predicted",
+            head_loss=args.head_loss,
+        )
+
+
+def _number_or_text(text: str) -> int | str:
+    return int(text) if text.isdigit() else text

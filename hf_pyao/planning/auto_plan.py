@@ -1,0 +1,165 @@
+"""A chosen plan as a document, with the reason for each slot in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from hf_pyao.planning.planner import KEEP_ALL, PLANNED, Candidate, Planner
+from hf_pyao.planning.step_problem import chosen_slots
+from hf_pyao.report.plan_report import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    Plan,
+    PlannedSlot,
+    PlanPoint,
+)
+
+SOURCE = "policy auto"
+
+
+def plan_of(
+    planner: Planner,
+    chosen: Candidate,
+    *,
+    limit_bytes: float | None = None,
+    model: Mapping[str, Any] | None = None,
+    figures: Mapping[str, float] | None = None,
+    num_front_points: int = 0,
+) -> Plan:
+    """Return *chosen* as a document.
+
+    Args:
+        planner: has chosen it.
+        chosen: what was chosen.
+        limit_bytes: most bytes on the device, if that was given.
+        model: what tells the model; None: any.
+        figures: more figures to hold.
+        num_front_points: how many budgets are solved for the front; 0: it has what is known.
+    """
+    program, conditions = planner.program, planner.conditions
+    decided = {
+        number
+        for layer in range(program.num_layers)
+        for number in chosen_slots(planner.stepper, layer, conditions)
+    }
+    table: defaultdict[tuple[str, str, str | None, str], list[int]] = defaultdict(list)
+    for number, slot in enumerate(program.slots):
+        if number in decided:
+            key = (
+                slot.name,
+                chosen.actions[number],
+                chosen.codecs[number],
+                chosen.otherwise[number],
+            )
+            table[key].append(slot.layer)
+    order = {slot.name: n for n, slot in enumerate(reversed(program.slots))}
+    rows = sorted(table.items(), key=lambda row: (-order[row[0][0]], row[1]))
+    reasons = _Reasons(planner, chosen)
+    slots = [
+        PlannedSlot(
+            name=name,
+            action=action,
+            layers=None if len(layers) == program.num_layers else layers,
+            codec=codec,
+            otherwise=otherwise if action == RECOMPUTE else OFFLOAD,
+            reason=reasons.of(name, action, layers),
+        )
+        for (name, action, codec, otherwise), layers in rows
+    ]
+    return Plan(
+        source=SOURCE if chosen.name == PLANNED else f"{SOURCE}: {chosen.name}",
+        model=dict(model or {}),
+        slots=slots,
+        otherwise=KEEP if chosen.name == KEEP_ALL or not conditions.may_offload else OFFLOAD,
+        replayed_modules=sorted(chosen.products),
+        figures={**_figures(planner, chosen, limit_bytes), **(figures or {})},
+        front=_front(planner, chosen, num_front_points),
+    )
+
+
+def _front(planner: Planner, chosen: Candidate, num_points: int) -> list[PlanPoint]:
+    proposals = planner.front(num_points) if num_points else planner.front_so_far()
+    known = dict.fromkeys([*planner.simple().values(), *proposals, chosen])
+    return [
+        PlanPoint(
+            name=each.name,
+            step_ms=each.step_ms,
+            peak_bytes=each.peak_bytes,
+            offloaded_bytes=each.timed.offloaded_bytes,
+            rebuild_ms=each.step.rebuild_ms,
+            is_chosen=each is chosen,
+        )
+        for each in sorted(known, key=lambda each: (each.peak_bytes, each.step_ms))
+    ]
+
+
+def _figures(planner: Planner, chosen: Candidate, limit_bytes: float | None) -> dict[str, float]:
+    timed = chosen.timed
+    found = {
+        "step_ms": timed.step_ms,
+        "compute_ms": timed.compute_ms,
+        "rebuild_ms": chosen.step.rebuild_ms,
+        "stall_forward_ms": timed.stall_forward_ms,
+        "stall_backward_ms": timed.stall_backward_ms,
+        "peak_bytes": float(chosen.peak_bytes),
+        "host_bytes": float(chosen.host_bytes),
+        "offloaded_bytes": float(timed.offloaded_bytes),
+        "keep_last_layers": float(chosen.keep_last_layers),
+        "window_bytes": float(chosen.window_bytes or 0),
+    }
+    if chosen.choice is not None:
+        found["bound_overhead_ms"] = chosen.choice.bound_ms
+    if limit_bytes is not None:
+        found["limit_bytes"] = float(limit_bytes)
+    for name, candidate in planner.simple().items():
+        found[f"step_ms/{name}"] = candidate.step_ms
+        found[f"peak_bytes/{name}"] = float(candidate.peak_bytes)
+    return found
+
+
+class _Reasons:
+    """Says of each slot why."""
+
+    def __init__(self, planner: Planner, chosen: Candidate) -> None:
+        self._planner = planner
+        self._chosen = chosen
+        self._link = planner.conditions.link
+        program = planner.program
+        self._nbytes = {(slot.name, slot.layer): slot.nbytes for slot in program.slots}
+        self._rebuild_ms: defaultdict[str, list[float]] = defaultdict(list)
+        for number, rebuild in chosen.step.rebuilds.items():
+            slot = chosen.step.program.slots[number]
+            self._rebuild_ms[slot.name].append(rebuild.elapsed_ms)
+        stall_ms = chosen.timed.stall_forward_ms + chosen.timed.stall_backward_ms
+        self._hides = stall_ms <= 0.005 * chosen.timed.step_ms
+
+    def of(self, name: str, action: str, layers: list[int]) -> str:
+        """Return the reason for what becomes of *name* in *layers*."""
+        nbytes = self._nbytes[name, layers[0]]
+        size = f"{nbytes / 2**20:.1f} MiB"
+        copy_ms = self._link.copy_ms("offload", nbytes)
+        if action == KEEP:
+            return self._why_kept(layers, size)
+        if action == OFFLOAD:
+            hides = "hide under compute" if self._hides else "cost less than all else"
+            return f"its copies ({size}, {copy_ms:.2f} ms each way) {hides}"
+        found = self._rebuild_ms.get(name, [])
+        rebuild_ms = sum(found) / len(found) if found else 0.0
+        if rebuild_ms <= copy_ms:
+            return f"rebuilt in {rebuild_ms:.3f} ms; its copy would take {copy_ms:.2f} ms each way"
+        return (
+            f"rebuilt in {rebuild_ms:.3f} ms: the link has no room for its copies "
+            f"({copy_ms:.2f} ms each way)"
+        )
+
+    def _why_kept(self, layers: list[int], size: str) -> str:
+        num_layers = self._planner.program.num_layers
+        first_kept = num_layers - self._chosen.keep_last_layers
+        if self._chosen.name == KEEP_ALL:
+            return "everything fits"
+        if min(layers) >= first_kept:
+            return "backward begins with it"
+        return f"there is room for {size} of {len(layers)} layers"

@@ -1,0 +1,237 @@
+"""What of a layer is rebuilt from what, by arithmetic: the engine's search on a recorded graph.
+
+The engine looks for a way back to what is stored whenever a slot is to be dropped
+(``hf_pyao/recompute/recipes.py``). Here the same search runs on a :class:`LayerGraph`, where there
+are no tensors, so that a plan which recomputes can be predicted from a recorded step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hf_pyao.planning.layer_graph import (
+    MADE,
+    PARAMETER,
+    GraphOperation,
+    GraphValue,
+    LayerGraph,
+)
+from hf_pyao.planning.step_program import Operation
+
+DROPOUT = "native_dropout"
+"""Its second result is drawn without looking at what the first is made of."""
+
+REPLAYED = frozenset({"cheap", "product", "fill"})
+"""Kinds of operations that run again, see :class:`hf_pyao.recompute.operations.Kind`."""
+
+PRODUCT = "product"
+
+
+@dataclass(frozen=True)
+class Making:
+    """An operation, as what makes values."""
+
+    operation: int
+    """Its position in the graph."""
+    number: int
+    """Its position among the operations of the step, which have its cost."""
+    path: str
+    """The sub-module that runs it."""
+    is_product: bool
+    reads: tuple[int, ...]
+    """Values that must be there to run it again."""
+    makes: tuple[int, ...]
+
+
+@dataclass
+class LayerRecipe:
+    """How what is dropped of a layer comes back."""
+
+    order: dict[str, tuple[Making, ...]] = field(default_factory=dict)
+    """For each dropped slot, in the order in which backward asks for them, what runs then."""
+    anchors: dict[int, str] = field(default_factory=dict)
+    """Values that are stored though autograd does not save them, by number, and the dropped slot
+    that they are stored for."""
+    refused: set[str] = field(default_factory=set)
+    """Slots that were to be dropped, and are not: there is no way back, or it stores as much."""
+    read_for: dict[int, str] = field(default_factory=dict)
+    """Stored values that are read on the way, and the slot at which they are read first."""
+
+
+class RecipeSearch:
+    """Finds what is replayed of a layer.
+
+    Args:
+        graph: the layer's forward.
+        operations: of the step, by number; or of its layer alone.
+        shared: values that several layers read, which are there in any case.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        operations: Mapping[int, Operation],
+        shared: Iterable[int] = (),
+    ) -> None:
+        self.graph = graph
+        self.shared = frozenset(shared)
+        self.value_of = {each.slot: n for n, each in enumerate(graph.values) if each.slot}
+        """Number of the value that a slot holds."""
+        self.makers: dict[int, Making | None] = {}
+        """What makes each value; None if that cannot run again."""
+        for position, operation in enumerate(graph.operations):
+            step_operation = operations[operation.number]
+            for index, value in enumerate(operation.makes):
+                is_again = value in self.makers  # written into: which content is it?
+                making = _making(position, operation, step_operation, index, graph)
+                self.makers[value] = None if is_again else making
+
+    def maker(self, value: int) -> Making | None:
+        """Return what makes *value* and can run again; None if nothing is."""
+        return self.makers.get(value) if self.graph.values[value].origin == MADE else None
+
+    def find(
+        self,
+        packed: Sequence[str],
+        dropped: Iterable[str],
+        asked: Sequence[str],
+        products: Iterable[str],
+    ) -> LayerRecipe:
+        """Return how *dropped* comes back.
+
+        Args:
+            packed: the layer's slots, in the order in which they are saved.
+            dropped: those that are to be recomputed.
+            asked: slots in the order in which backward asks for them.
+            products: sub-modules whose matrix products and attention may run again.
+        """
+        return _Search(self, frozenset(products)).run(packed, frozenset(dropped), asked)
+
+
+Anchors = dict[int, frozenset[int] | None]
+"""Value -> what must be stored to have it in backward; None: there is no way."""
+
+
+class _Search:
+    def __init__(self, layer: RecipeSearch, products: frozenset[str]) -> None:
+        self.layer = layer
+        self.values = layer.graph.values
+        self.products = products
+        self.stored: set[int] = set(layer.shared) | {
+            number for number, value in enumerate(self.values) if value.origin == PARAMETER
+        }
+        self.planned: set[int] = set()
+        self.recipe = LayerRecipe()
+
+    def run(
+        self, packed: Sequence[str], dropped: frozenset[str], asked: Sequence[str]
+    ) -> LayerRecipe:
+        kept_slots = []
+        for name in packed:
+            value = self.layer.value_of.get(name)
+            if name in dropped and (value is None or not self._drop(name, value)):
+                self.recipe.refused.add(name)
+            if value is not None and value not in self.planned:
+                self.stored.add(value)
+            if name in dropped and name not in self.recipe.refused:
+                kept_slots.append(name)
+        done: set[int] = set()
+        for name in [each for each in asked if each in kept_slots]:
+            self.recipe.order[name] = tuple(self._replay(name, done))
+        return self.recipe
+
+    def _drop(self, name: str, value: int) -> bool:
+        if value in self.stored:
+            return False  # as an anchor of another
+        if value in self.planned:
+            return True
+        anchors = self._made(value, {})
+        if anchors is None or _bytes(self.values, anchors) >= self.values[value].nbytes:
+            return False
+        for anchor in anchors:
+            self.stored.add(anchor)
+            self.recipe.anchors[anchor] = name
+        pending = [value]
+        while pending:
+            each = pending.pop()
+            if each in self.stored or each in self.planned:
+                continue
+            self.planned.add(each)
+            making = self.layer.maker(each)
+            assert making is not None
+            pending += making.reads
+        return True
+
+    def _cheapest(self, value: int, found: Anchors) -> frozenset[int] | None:
+        if value in self.stored or value in self.planned:
+            return frozenset()
+        if value not in found:
+            found[value] = None
+            made = self._made(value, found)
+            if made is None or self.values[value].nbytes <= _bytes(self.values, made):
+                made = frozenset({value})
+            found[value] = made
+        return found[value]
+
+    def _made(self, value: int, found: Anchors) -> frozenset[int] | None:
+        making = self.layer.maker(value)
+        if making is None or (making.is_product and making.path not in self.products):
+            return None
+        anchors: set[int] = set()
+        for read in making.reads:
+            needed = self._cheapest(read, found)
+            if needed is None:
+                return None
+            anchors |= needed
+        return frozenset(anchors)
+
+    def _replay(self, name: str, done: set[int]) -> list[Making]:
+        """Return what runs when *name* is asked for, and has not run for another before."""
+        order: dict[int, Making] = {}
+        pending: list[tuple[int, bool]] = [(self.layer.value_of[name], False)]
+        while pending:
+            value, is_ready = pending.pop()
+            if value in self.stored:
+                self.recipe.read_for.setdefault(value, name)
+                continue
+            if value in done:
+                continue
+            making = self.layer.maker(value)
+            assert making is not None
+            if is_ready:
+                order[value] = making
+            elif value not in order:
+                pending.append((value, True))
+                pending += [(read, False) for read in making.reads]
+        runs: dict[tuple[int, tuple[int, ...]], Making] = {}
+        for making in order.values():
+            runs.setdefault((making.operation, making.reads), making)
+            done.update(making.makes)
+        return list(runs.values())
+
+
+def _making(
+    position: int,
+    operation: GraphOperation,
+    step_operation: Operation,
+    index: int,
+    graph: LayerGraph,
+) -> Making | None:
+    if operation.kind not in REPLAYED:
+        return None
+    # The engine replays a dropout's mask by itself, and its result by itself.
+    is_dropout = step_operation.name == DROPOUT
+    is_mask = is_dropout and index == 1
+    return Making(
+        operation=position,
+        number=operation.number,
+        path=step_operation.path,
+        is_product=operation.kind == PRODUCT,
+        reads=() if is_mask else operation.reads,
+        makes=(operation.makes[index],) if is_dropout else operation.makes,
+    )
+
+
+def _bytes(values: Sequence[GraphValue], numbers: Iterable[int]) -> int:
+    return sum(values[number].nbytes for number in numbers)

@@ -1,0 +1,139 @@
+"""What a planner is asked: the step of a profile, and what a configuration leaves free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.planning.coding import CodedWays
+from hf_pyao.planning.forecast import Forecast
+from hf_pyao.planning.planner import Planner
+from hf_pyao.planning.step_problem import Conditions
+from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.report.profile_report import Profile
+from hf_pyao.runtime.policy import POINTWISE
+
+DEFAULTS = PyAOConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What binds the solver. What a configuration has at its default is free."""
+
+    min_bytes: int
+    window_bytes: int | None
+    keep_last_layers: int
+    may_shrink_window: bool
+    may_keep_fewer: bool
+    recompute_modules: tuple[str, ...] = ()
+    """Sub-modules of a layer whose slots are recomputed, by path, and ``pointwise``."""
+    codec: str = "identity"
+    allow_lossy: bool = False
+    host_limit_bytes: float = math.inf
+
+    @classmethod
+    def of_config(
+        cls,
+        config: PyAOConfig,
+        *,
+        recomputed_paths: tuple[str, ...] = (),
+        host_limit_bytes: float = math.inf,
+        is_link_shared: bool = False,
+    ) -> PlanRequest:
+        """Return what *config* binds.
+
+        Args:
+            config: the configuration.
+            recomputed_paths: what its ``recompute_modules`` stand for in a layer.
+            host_limit_bytes: most bytes on the host.
+            is_link_shared: the window is another model's too.
+        """
+        window = config.window
+        codec = config.codec if isinstance(config.codec, str) else config.codec.name
+        return cls(
+            min_bytes=int(config.min_bytes),
+            window_bytes=None if isinstance(window, str) else window,
+            keep_last_layers=config.keep_last_layers,
+            may_shrink_window=window == DEFAULTS.window and not is_link_shared,
+            may_keep_fewer=config.keep_last_layers == DEFAULTS.keep_last_layers,
+            recompute_modules=recomputed_paths,
+            codec=codec,
+            allow_lossy=config.allow_lossy,
+            host_limit_bytes=host_limit_bytes,
+        )
+
+    def planner(
+        self,
+        profile: Profile,
+        *,
+        device: DeviceModel | None = None,
+        link: LinkModel | None = None,
+        gradient_bytes: int = 0,
+    ) -> Planner:
+        """Return the planner for the step of *profile*.
+
+        Args:
+            profile: with its step in it.
+            device: speeds of another device than the profile's; None: as it was profiled.
+            link: speeds of another link.
+            gradient_bytes: what leaves beside in each layer's backward.
+
+        Raises:
+            ForecastError: the profile does not hold what a prediction needs.
+            ReportError: the step in it is damaged.
+        """
+        forecast = Forecast(profile, device=device, link=link, window_bytes=self.window_bytes)
+        conditions = Conditions(
+            link=forecast.link,
+            window_bytes=self.window_bytes,
+            min_bytes=self.min_bytes,
+            keep_last_layers=self.keep_last_layers,
+            gradient_bytes=gradient_bytes,
+            may_shrink_window=self.may_shrink_window,
+            may_keep_fewer=self.may_keep_fewer,
+        )
+        dtypes = {slot.name: slot.dtype for slot in profile.slots}
+        return Planner(
+            forecast.program,
+            forecast.times_ms,
+            conditions,
+            host_limit_bytes=self.host_limit_bytes,
+            forced=self._forced(forecast.program),
+            coding=CodedWays.of(
+                forecast.program,
+                forecast.times_ms,
+                dtypes,
+                codec=self.codec,
+                allow_lossy=self.allow_lossy,
+            ),
+        )
+
+    def _forced(self, program: StepProgram) -> Callable[[str], bool] | None:
+        """Return what says of a slot whether it is to be recomputed."""
+        if not self.recompute_modules:
+            return None
+        made_by: dict[str, tuple[str, str]] = {}
+        graph = program.graph
+        if graph is not None:
+            for operation in graph.operations:
+                for value in operation.makes:
+                    path = program.operations[operation.number].path
+                    made_by.setdefault(graph.values[value].slot, (path, operation.kind))
+        modules = set(self.recompute_modules)
+
+        def is_forced(name: str) -> bool:
+            path, kind = made_by.get(name, ("", ""))
+            if POINTWISE in modules and kind == "cheap":
+                return True
+            return name.rpartition(":")[0] in modules or (bool(kind) and path in modules)
+
+        return is_forced
+
+
+def figures_of(profile: Profile) -> Mapping[str, Any]:
+    """Return what of a profile tells for which step a plan was made."""
+    return {"shapes": list(profile.shapes), "device": profile.device}

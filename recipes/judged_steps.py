@@ -1,0 +1,117 @@
+"""Steps, planners and judges for ``judge_plans.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+from hf_pyao.estimate.fake_step import FakeTraining
+from hf_pyao.estimate.model_sizes import build_config, find_size
+from hf_pyao.estimate.recorded_step import record_step
+from hf_pyao.estimate.replayed_step import replay_step
+from hf_pyao.estimate.simulated_step import SimulatedStep
+from hf_pyao.hardware.presets import find_hardware
+from hf_pyao.hardware.speeds import GIB, LinkModel
+from hf_pyao.planning.auto_plan import plan_of
+from hf_pyao.planning.planner import Candidate, Planner
+from hf_pyao.planning.predict import operation_times_ms
+from hf_pyao.planning.step_problem import Conditions
+from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.report.plan_report import OFFLOAD, RECOMPUTE, Plan
+
+SIZES = {"opt": "1.3b", "gpt2": "0.8b", "llama": "1.2b"}
+WINDOW_BYTES = 256 * 2**20
+MIN_BYTES = 65536
+
+
+@cache
+def training_of(model: str) -> FakeTraining:
+    """Return the paper's model in bfloat16, under ZeRO-2 with its optimizer on the host."""
+    return FakeTraining(config=build_config(model, find_size(model, SIZES[model])))
+
+
+@cache
+def program_of(model: str, micro_batch: int, length: int) -> StepProgram:
+    """Return its recorded step."""
+    return record_step(training_of(model), micro_batch, length)
+
+
+def planner_of(
+    model: str,
+    micro_batch: int,
+    length: int,
+    card: str,
+    link: LinkModel,
+    gradient_bytes: int = 0,
+) -> Planner:
+    """Return the planner of a step."""
+    program = program_of(model, micro_batch, length)
+    conditions = Conditions(link=link, window_bytes=WINDOW_BYTES, gradient_bytes=gradient_bytes)
+    return Planner(program, operation_times_ms(program, find_hardware(card).device), conditions)
+
+
+def replayed(candidate: Candidate, link: LinkModel, gradient_bytes: int = 0) -> SimulatedStep:
+    """Replay a plan."""
+    step = candidate.step
+    return replay_step(
+        step.program,
+        step.leaves,
+        times_ms=step.times_ms,
+        link=link,
+        window_bytes=candidate.window_bytes,
+        rebuilds=step.rebuilds,
+        gradient_bytes=gradient_bytes,
+    )
+
+
+def by_engine(
+    planner: Planner,
+    chosen: Candidate,
+    model: str,
+    micro_batch: int,
+    length: int,
+    card: str,
+    gradient_bytes: int = 0,
+) -> SimulatedStep:
+    """Record the plan with the engine on fake tensors, and replay that."""
+    plan = plan_of(planner, chosen)
+    program = record_step(training_of(model), micro_batch, length, plan=plan, is_whole=True)
+    return replay_step(
+        program,
+        leaves_of(plan, program, chosen.keep_last_layers),
+        times_ms=operation_times_ms(program, find_hardware(card).device),
+        link=planner.conditions.link,
+        window_bytes=chosen.window_bytes,
+        gradient_bytes=gradient_bytes,
+    )
+
+
+def leaves_of(plan: Plan, program: StepProgram, keep_last_layers: int) -> list[bool]:
+    """Return which slots of a program that was recorded with *plan* leave."""
+    planned = {
+        (slot.name, layer): slot
+        for slot in plan.slots
+        for layer in (slot.layers if slot.layers is not None else range(program.num_layers))
+    }
+    found = []
+    for slot in program.slots:
+        entry = planned.get((slot.name, slot.layer))
+        if entry is None:
+            is_kept = slot.layer >= program.num_layers - keep_last_layers
+            leaves = plan.otherwise == OFFLOAD and slot.stays is None and not is_kept
+        else:
+            action = entry.otherwise if entry.action == RECOMPUTE else entry.action
+            leaves = action == OFFLOAD
+        found.append(leaves and slot.nbytes >= MIN_BYTES)
+    return found
+
+
+def link_of(card: str, gb_per_s: float, copy_engines: int) -> LinkModel:
+    """Return a link."""
+    speed = gb_per_s * 1e9 / GIB
+    return dataclasses.replace(
+        find_hardware(card).link,
+        d2h_gib_per_s=speed,
+        h2d_gib_per_s=speed,
+        copy_engines=copy_engines,
+    )

@@ -1,0 +1,70 @@
+"""One of two ranks that train with policy auto: ``python -m tests.distributed.auto_worker``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.config import GIB
+from tests.distributed.models import batch_of, build_model, layers_of
+
+NUM_MEASURED = 2
+NUM_STEPS = 7
+CAP_BYTES = 1  # below anything: the plan with the least peak is taken
+
+
+def train(wrapper: str, model: nn.Module, config: PyAOConfig | None) -> dict[str, Any]:
+    """Train a few steps; return gradients' sums and bits, and what was decided."""
+    offloader = None if config is None else attach(model, config)
+    if wrapper == "ddp":
+        wrapped: nn.Module = DistributedDataParallel(model)
+    else:
+        for layer in layers_of(model, "llama"):
+            fully_shard(layer)
+        wrapped = fully_shard(model)
+    bits = []
+    for step in range(NUM_STEPS):
+        torch.manual_seed(step)
+        wrapped.zero_grad()
+        loss = wrapped(**batch_of(dist.get_rank(), 0)).loss
+        loss.backward()
+        gradients = [p.grad for p in wrapped.parameters() if p.grad is not None]
+        local = [getattr(g, "_local_tensor", g) for g in gradients]
+        bits.append([loss.item(), *(g.double().sum().item() for g in local)])
+    found: dict[str, Any] = {"bits": bits}
+    if offloader is not None:
+        found["summary"] = offloader.auto.summary if offloader.auto else ""
+        found["plan"] = None if offloader.plan is None else offloader.plan.to_dict()["slots"]
+        found["moved"] = offloader.metrics().get("offloaded_bytes", 0.0)
+        offloader.detach()
+    return found
+
+
+def main(wrapper: str, rank: int, folder: Path) -> None:
+    """Train with and without, and write what came of it."""
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    config = PyAOConfig(
+        policy="auto",
+        profile_steps=NUM_MEASURED,
+        min_bytes=0,
+        device_memory_gib=CAP_BYTES / GIB,
+        host_memory_gib=0.25,
+    )
+    plain = train(wrapper, build_model("llama", "full", ""), None)
+    planned = train(wrapper, build_model("llama", "full", ""), config)
+    (folder / f"rank{rank}.json").write_text(json.dumps({"plain": plain, "planned": planned}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
