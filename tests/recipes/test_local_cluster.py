@@ -584,6 +584,8 @@ def test_nothing_is_left_when_the_launcher_is_ended(
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{RECIPES}:{REPOSITORY}"},
+        # A shell's background jobs, and all that they start, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert outer.stdout is not None
     for line in outer.stdout:
