@@ -8,9 +8,9 @@ import operator
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,9 +28,11 @@ from hf_pyao.integrations.module_map import (
     named_submodules,
     resolve_selections,
 )
+from hf_pyao.integrations.out_of_memory import MicroBatchRunner
 from hf_pyao.integrations.profiling import ProfileWriter
 from hf_pyao.integrations.pyao_rule import PyAORule, kept_plan
 from hf_pyao.integrations.run_record import RunRecord
+from hf_pyao.integrations.tightening import OffloadLadder
 from hf_pyao.integrations.wiring import (
     make_engine,
     make_lifecycle,
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from hf_pyao.integrations.head_loss import HeadLoss
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def attach(
@@ -222,6 +226,15 @@ class Offloader:
         self._error_at_start = id(sys.exc_info()[1])
         self._finalizer: weakref.finalize[..., Offloader] | None = None
         self._lifecycle: Lifecycle | None = make_lifecycle(self.engine, found, self)
+        self.micro_batches = MicroBatchRunner(
+            model,
+            self._lifecycle,
+            config,
+            self.device,
+            OffloadLadder(self.engine, config, found),
+            _noting(record, self.pyao_rule),
+        )
+        """What runs micro-batches again that do not fit; its ``tightening`` may be exchanged."""
         _forget_compiled_code()
         # After everything that may refuse: a failed attach leaves the model as it was.
         try:
@@ -318,6 +331,42 @@ class Offloader:
         assert self.profile_writer is not None
         self.profile_writer.start(model, self)
 
+    def run_micro_batch(
+        self, function: Callable[[], Result], *, writes_only_this_model: bool = False
+    ) -> Result:
+        """Run *function*, the forward and backward of one micro-batch; return what it returns.
+
+        Where it runs out of device memory, it runs again, under a tighter plan that stays for the
+        rest of the run, from the random numbers, gradients and buffers that it began with: the
+        parameters come out as if it had fitted. ``Trainer`` needs none of this, where the mixin is
+        used.
+
+        ```python
+        def forward_and_backward():
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            return loss.detach()
+
+
+        loss = offloader.run_micro_batch(forward_and_backward)
+        optimizer.step()
+        ```
+
+        Args:
+            function: may be called several times, and must then do the same. No optimizer step
+                and no ``zero_grad()`` belong in it.
+            writes_only_this_model: it writes gradients of no parameters but this model's. If that
+                is not known, a gradient of another tensor ends the run where it might have been
+                written twice.
+
+        Raises:
+            OutOfDeviceMemoryError: it did not fit, and nothing tighter is left; or what it had
+                done could not be undone; or other ranks were beyond it.
+        """
+        if not self._is_attached:
+            return function()
+        return self.micro_batches.run(function, writes_only_this_model=writes_only_this_model)
+
     def metrics(self) -> dict[str, float]:
         """Return the figures of the last finished micro-batch; empty before the first.
 
@@ -385,6 +434,8 @@ class Offloader:
         try:
             if self.auto is not None:
                 self.auto.end()
+            if self._lifecycle is not None:
+                self.micro_batches.stop()
             if self.profile_writer is not None:
                 self.profile_writer.end()
         finally:
@@ -435,6 +486,17 @@ def _check_plan(policy: Policy, identity: Mapping[str, Any], found: FoundLayers)
     if isinstance(policy, PlanPolicy):
         layers = [(fqn, [name for name, _ in named_submodules(m)]) for fqn, m in found.layers]
         policy.plan.check_model(identity, layers)
+
+
+def _noting(record: RunRecord, rule: PyAORule | None) -> Callable[[str], None]:
+    """Return what takes note of a tighter plan; it does not hold the offloader."""
+
+    def note(sentence: str) -> None:
+        if rule is not None:
+            rule.stop()  # its plan would hold more
+        record.report_extra.setdefault("out_of_memory", []).append(sentence)
+
+    return note
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -63,6 +63,11 @@ class Unpacker:
         self._task = NO_TASK
         self._running_call: LayerCall | None = None
 
+    @property
+    def running_call(self) -> LayerCall | None:
+        """The layer call whose backward runs, or was the last to run in one that failed."""
+        return self._running_call
+
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Return the tensor that *handle* stands for, ready for compute on the current stream."""
         call = handle.call
