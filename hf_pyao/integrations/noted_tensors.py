@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -76,11 +77,7 @@ class NotedTensors:
         self._tensors = tensors
         self._parameters = [p for ref in tensors.parameters if (p := ref()) is not None]
         self._versions = list(map(_VERSION, self._parameters))
-        # Weakly: whoever lets go of a gradient meanwhile gets its memory.
-        self._gradients = [
-            None if gradient is None else (weakref.ref(gradient), gradient._version)
-            for gradient in map(_GRADIENT, self._parameters)
-        ]
+        self._gradients, self._gradient_versions = _note(list(map(_GRADIENT, self._parameters)))
         self._buffers = [] if not tensors.buffers else self._note_buffers()
         self.added: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Parameters to whose gradients backward has added, and those; known by
@@ -123,14 +120,20 @@ class NotedTensors:
             in_backward: whether the micro-batch has failed in a backward.
         """
         self.added.clear()
-        for parameter, version, noted in zip(
-            self._parameters, self._versions, self._gradients, strict=True
+        for parameter, version, gradient, gradient_version in zip(
+            self._parameters,
+            self._versions,
+            self._gradients,
+            self._gradient_versions,
+            strict=True,
         ):
             if parameter._version != version:
                 return "parameters were changed in it, as by an optimizer that steps in backward"
             if in_backward and parameter._post_accumulate_grad_hooks:
                 return "hooks on parameters take up the gradients as they come"
-            reason = self._look_at_gradient(parameter, noted, in_backward=in_backward)
+            reason = self._look_at_gradient(
+                parameter, gradient, gradient_version, in_backward=in_backward
+            )
             if reason:
                 return reason
         known = self.known_ids
@@ -142,14 +145,18 @@ class NotedTensors:
         return ""
 
     def _look_at_gradient(
-        self, parameter: nn.Parameter, noted: tuple[Any, int] | None, *, in_backward: bool
+        self,
+        parameter: nn.Parameter,
+        noted: weakref.ref[torch.Tensor] | None,
+        version: int,
+        *,
+        in_backward: bool,
     ) -> str:
         gradient = parameter.grad
         if noted is None:
             self.has_written |= gradient is not None
             return ""
-        ref, version = noted
-        before: torch.Tensor | None = ref()
+        before = noted()
         if before is None:
             return "it let go of gradients that were there before, as zero_grad() does"
         if before._version == version:
@@ -169,7 +176,7 @@ class NotedTensors:
     def undo(self) -> None:
         """Bring gradients and buffers back, as far as they can be."""
         for parameter, noted in zip(self._parameters, self._gradients, strict=True):
-            before = None if noted is None else noted[0]()
+            before = None if noted is None else noted()
             if parameter.grad is not before and (noted is None or before is not None):
                 parameter.grad = before
         with torch.no_grad():
@@ -177,6 +184,24 @@ class NotedTensors:
                 buffer.place[buffer.name] = buffer.buffer
                 if buffer.copy is not None:
                     buffer.buffer.copy_(buffer.copy)
+
+
+def _note(
+    gradients: list[torch.Tensor | None],
+) -> tuple[Sequence[weakref.ref[torch.Tensor] | None], Sequence[int]]:
+    """Return weak references on *gradients*, and their versions.
+
+    Weak ones, so that whoever lets go of a gradient meanwhile gets its memory.
+    """
+    if gradients and gradients[0] is not None:
+        try:  # mostly all are there, or none is
+            return list(map(weakref.ref, gradients)), list(map(_VERSION, gradients))  # type: ignore[arg-type]
+        except (TypeError, AttributeError):
+            pass
+    return (
+        [None if gradient is None else weakref.ref(gradient) for gradient in gradients],
+        [0 if gradient is None else gradient._version for gradient in gradients],
+    )
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ class RandomState:
         ]
         self._python = random.getstate()
         numpy = _numpy_random()
-        self._numpy = None if numpy is None else numpy.get_state()
+        self._numpy = None if numpy is None else numpy.get_state(legacy=False)
 
     def restore(self) -> None:
         """Put the generators back to where they were."""

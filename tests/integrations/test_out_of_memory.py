@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_pyao import Offloader, OutOfDeviceMemoryError, PyAOConfig, attach
+from hf_pyao import Offloader, PyAOConfig, attach
 from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage
 from tests.helpers import (
     EVERY_LAYER,
