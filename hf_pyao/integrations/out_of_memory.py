@@ -18,6 +18,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -35,10 +36,12 @@ from hf_pyao.integrations.collectives import (
 )
 from hf_pyao.integrations.memory_failure import MemoryFailure
 from hf_pyao.integrations.noted_tensors import ModelTensors, NotedTensors
+from hf_pyao.integrations.other_gradients import find_other, newest_backward
 from hf_pyao.integrations.random_state import RandomState
 from hf_pyao.integrations.rank_alarm import RankAlarm
 from hf_pyao.integrations.tightening import Tightening
 from hf_pyao.runtime.lifecycle import Lifecycle
+from hf_pyao.transfer.graph_task import NO_TASK
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class MicroBatchRunner:
         """Asked for a tighter plan; may be exchanged."""
         self._on_tightened = on_tightened
         self._tensors: ModelTensors | None = None
+        self._newest_backward = NO_TASK
         self._alarm: RankAlarm | None = None
 
     def stop(self) -> None:
@@ -98,10 +102,14 @@ class MicroBatchRunner:
         tensors = self._tensors
         if tensors is None:
             tensors = self._tensors = ModelTensors(model)
+            self._newest_backward = newest_backward()
         if self._alarm is None and num_ranks() > 1:
             self._alarm = RankAlarm()
         attempt = _Attempt(
-            self._engine.num_forwards, tensors, writes_only_this_model=writes_only_this_model
+            self._engine.num_forwards,
+            max(self._newest_backward, self._engine.unpacker.newest_task),
+            tensors,
+            writes_only_this_model=writes_only_this_model,
         )
         del model
         for _ in range(_MOST_TRIES):
@@ -177,11 +185,19 @@ class MicroBatchRunner:
 class _Attempt:
     """One micro-batch, from its first try on."""
 
-    def __init__(self, since: int, tensors: ModelTensors, *, writes_only_this_model: bool) -> None:
+    def __init__(
+        self,
+        since: int,
+        newest_backward: int,
+        tensors: ModelTensors,
+        *,
+        writes_only_this_model: bool,
+    ) -> None:
         self.since = since
         """Forwards that the engine had seen when it began."""
         self.outer_error = sys.exc_info()[1]
         """What was being handled when it began, which is not its own."""
+        self._newest_backward = newest_backward
         self._writes_only_this_model = writes_only_this_model
         self._collectives = num_collectives()
         self._random = RandomState(tensors.devices)
@@ -213,28 +229,24 @@ class _Attempt:
             reason_not_alone(self._collectives, trace)
             or reason_of_wrappers(model, trace, has_written=self._noted.has_written)
             or of_tensors
-            or self._reason_of_strangers()
+            or self._reason_of_others(trace, in_backward=in_backward)
         )
 
-    def _reason_of_strangers(self) -> str:
-        """Look for gradients of others, which may have been written, and are not known."""
+    def _reason_of_others(self, trace: TracebackType | None, *, in_backward: bool) -> str:
+        """Look for gradients of others that it may have written."""
+        newest = newest_backward()
+        num_backwards = newest - self._newest_backward - 1
+        self._newest_backward = newest
         if self._writes_only_this_model:
             return ""
-        known = self._noted.known_ids
-        for each in gc.get_objects():
-            if (
-                issubclass(type(each), torch.Tensor)
-                and each.requires_grad
-                and each.is_leaf
-                and id(each) not in known
-                and each.grad is not None
-            ):
-                return (
-                    f"a tensor of shape {tuple(each.shape)} outside of the model has a gradient, "
-                    "which it may have written (clear gradients that are not needed, or pass "
-                    "writes_only_this_model=True)"
-                )
-        return ""
+        other = find_other(self._noted.known_ids, num_backwards, trace, in_backward=in_backward)
+        if other is None:
+            return ""
+        return (
+            f"a tensor of shape {tuple(other.shape)} outside of the model has a gradient, which it "
+            "may have written (clear gradients that are not needed, or pass "
+            "writes_only_this_model=True)"
+        )
 
     def undo(self) -> None:
         """Bring everything back to what it began with."""
