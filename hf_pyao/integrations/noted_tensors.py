@@ -136,6 +136,8 @@ class NotedTensors:
             )
             if reason:
                 return reason
+        if self.added and self._share_storages():
+            return "gradients that were there before lie in one buffer, and some have changed"
         known = self.known_ids
         if any(id(p) not in known and p.grad is not None for p in model.parameters()):
             return "the model has parameters that were not there before"
@@ -167,6 +169,12 @@ class NotedTensors:
             return "it changed gradients that were there before, and not by one backward alone"
         self.added.append((parameter, gradient))
         return ""
+
+    def _share_storages(self) -> bool:
+        """Say whether gradients lie in one storage, and so have one version together."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        storages = {g.untyped_storage()._cdata for g in gradients if type(g) is torch.Tensor}
+        return len(storages) != len(gradients)
 
     @property
     def known_ids(self) -> set[int]:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,81 +22,70 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_pyao import OutOfDeviceMemoryError, attach
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
-from tests.integrations.memory_faults import EVER, MemoryFaults
+from tests.integrations.test_out_of_memory_cases import Bomb, plant
 
-NUM_STEPS = 2
+NUM_STEPS = 3
 NUM_MICRO_BATCHES = 2
 
-CASES = {
-    # What fails, on rank 1: step, micro-batch, at which allocation (a share of all).
-    "nothing": None,
-    "forward without exchange": (1, 0, 0.2),
-    "backward without exchange": (1, 0, 0.8),
-    "forward of the exchange": (1, 1, 0.2),
-    "backward of the exchange": (1, 1, 0.98),
-    "ever": (1, 0, EVER),
-    "ever, and stays": (1, 0, EVER),
+CASES: dict[str, tuple[int, int, bool, int]] = {
+    "nothing": (0, 0, False, 0),
+    "forward without exchange": (2, 0, False, 1),
+    "backward without exchange": (2, 0, True, 1),
+    "backward of the exchange": (2, 1, True, 1),
+    "forward of the exchange": (2, 1, False, 1),
+    "forward of the exchange with buffers": (2, 1, False, 1),
+    # DistributedDataParallel agrees on its buckets there, once.
+    "backward without exchange, after the first": (1, 0, True, 1),
+    "ever": (2, 0, True, 99),
+    "ever, and stays": (2, 0, True, 99),
 }
-"""By name, what fails on rank 1: which step, which micro-batch, and where in it."""
+"""By name, what fails on rank 1: step, micro-batch, whether in backward, and how often."""
 
 
-def allocations_of(model: torch.nn.Module) -> dict[int, int]:
-    """Return which operations of a micro-batch allocate."""
-    faults = MemoryFaults()
-    with faults:
-        model(**batch_of(0, 0), use_cache=False).loss.backward()
-    model.zero_grad()
-    return faults.allocations
+class TimedBomb(Bomb):
+    """Goes off while it is armed, as often as it is told to."""
+
+    is_armed = False
+    num_left = 0
+
+    def check(self) -> None:
+        if self.is_armed and self.num_left:
+            self.num_left -= 1
+            raise self.error()
 
 
 def batch_of(step: int, index: int) -> dict[str, torch.Tensor]:
     return tiny_batch(100 * dist.get_rank() + 10 * step + index)
 
 
-def faults_of(case: str, allocations: dict[int, int]) -> dict[tuple[int, int], MemoryFaults]:
-    """Return what fails on this rank, by step and micro-batch."""
-    fails = CASES[case]
-    if fails is None or dist.get_rank() == 0:
-        return {}
-    step, index, share = fails
-    if share is EVER:
-        return {(step, index): MemoryFaults(EVER)}
-    at = {int(len(allocations) * share)}
-    return {(step, index): MemoryFaults(at, allocations)}
-
-
-def train(case: str, *, broadcasts: bool) -> dict[str, Any]:
-    model = tiny_model("gpt2", dropout=0.1)
-    with attach(model, EVERYTHING) as offloader:
-        faults = faults_of(case, allocations_of(model))
-    wrapped = DistributedDataParallel(
-        model, broadcast_buffers=broadcasts, gradient_as_bucket_view=True
-    )
+def train(case: str) -> dict[str, Any]:
+    fails_step, fails_index, in_backward, times = CASES[case]
+    bomb = TimedBomb()
+    bomb.num_left = times if dist.get_rank() == 1 else 0
+    model = plant(tiny_model("llama", dropout=0.1), bomb, layer=1, in_backward=in_backward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # renamed in torch 2.13
+        wrapped = DistributedDataParallel(model, broadcast_buffers=case.endswith("buffers"))
     torch.manual_seed(10 + dist.get_rank())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    facts: dict[str, Any] = {"rank": dist.get_rank()}
     with attach(wrapped, EVERYTHING) as offloader:
         for step in range(NUM_STEPS):
             for index in range(NUM_MICRO_BATCHES):
-                fault = faults.get((step, index), contextlib.nullcontext())
 
-                def micro_batch(step: int = step, index: int = index, fault: Any = fault) -> None:
-                    with fault:
-                        wrapped(**batch_of(step, index), use_cache=False).loss.backward()
+                def micro_batch(step: int = step, index: int = index) -> None:
+                    wrapped(**batch_of(step, index), use_cache=False).loss.backward()
 
+                bomb.is_armed = (step, index) == (fails_step, fails_index)
                 is_last = index == NUM_MICRO_BATCHES - 1
                 with contextlib.nullcontext() if is_last else wrapped.no_sync():
-                    facts["began"] = time.time()
                     offloader.run_micro_batch(micro_batch)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        facts["tightened"] = len(offloader.report_extra.get("out_of_memory", []))
-    facts["raised"] = sum(getattr(fault, "num_raised", 0) for fault in faults.values())
+        tightened = len(offloader.report_extra.get("out_of_memory", []))
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    facts["digest"] = digest.hexdigest()
-    return facts
+    return {"tightened": tightened, "digest": digest.hexdigest(), "num_left": bomb.num_left}
 
 
 def main(folder: Path, case: str) -> None:
@@ -104,7 +94,7 @@ def main(folder: Path, case: str) -> None:
     rank = dist.get_rank()
     facts: dict[str, Any] = {}
     try:
-        facts = train(case.removesuffix(" with buffers"), broadcasts=case.endswith("buffers"))
+        facts = train(case)
     except OutOfDeviceMemoryError as error:
         facts = {"rank": rank, "error": str(error), "ended": time.time()}
     except BaseException as error:

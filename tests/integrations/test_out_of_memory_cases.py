@@ -314,6 +314,24 @@ def test_a_head_gradient_that_is_cleared_before_backward_fails_ends_the_run() ->
             offloader.run_micro_batch(micro_batch)
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+def test_gradients_that_lie_in_one_buffer_end_the_run(layer: int) -> None:
+    # They share a version: one that was added to makes all look so.
+    model = tiny_model("llama")
+    buffer = torch.zeros(sum(p.numel() for p in model.parameters()))
+    parts = buffer.split([p.numel() for p in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    bomb = Bomb(1)
+    if layer:
+        model.lm_head.register_forward_pre_hook(lambda _, args: (BombNode.apply(args[0], bomb),))
+    else:
+        plant(model, bomb)
+    with attach(model, EVERYTHING) as offloader:
+        with pytest.raises(OutOfDeviceMemoryError, match="one buffer|not by one backward"):
+            offloader.run_micro_batch(lambda: step(model))
+
+
 def test_an_optimizer_step_in_the_micro_batch_ends_the_run() -> None:
     model = tiny_model("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
