@@ -20,6 +20,7 @@ from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.auto_policy import AutoPolicy
 from hf_pyao.integrations.conflicts import check_model
 from hf_pyao.integrations.links import make_link, window_bytes_of
+from hf_pyao.integrations.memory_failure import explain_uncaught
 from hf_pyao.integrations.model_identity import identity_of
 from hf_pyao.integrations.module_map import (
     FoundLayers,
@@ -415,9 +416,11 @@ class Offloader:
         An interrupt is raised when all is removed; should another one come, call it again.
         """
         error = sys.exc_info()[1]
-        if outcome is None:
-            outcome = outcome_of(None if id(error) == self._error_at_start else error)
+        error = None if id(error) == self._error_at_start else error
+        outcome = outcome_of(error) if outcome is None else outcome
         has_run = self._is_attached
+        if has_run and (advice := explain_uncaught(error, self.engine, self.device, self.config)):
+            logger.error("%s", advice)
         self._is_attached = False
         try:
             self._take_down()

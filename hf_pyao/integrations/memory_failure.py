@@ -10,8 +10,12 @@ from types import TracebackType
 import torch
 
 from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.errors import PyAOError
 from hf_pyao.metrics import MicroBatchStats, format_bytes
+from hf_pyao.planning.budget import OVER_BUDGET
+from hf_pyao.planning.plan import PLANNED
 from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.policy import LAST_LAYER, NOT_SELECTED, POLICY_OFF
 from hf_pyao.transfer.mover import HOST_FULL
 
 _TRIED = re.compile(r"[Tt]ried to allocate ([0-9.]+ ?[KMGTi]*B)")
@@ -86,7 +90,7 @@ class MemoryFailure:
         # Never the words that others look for to try a smaller batch unasked.
         return (
             f"a micro-batch did not fit into device memory {self.describe()}. It is not run again: "
-            f"{reason}. {self._figures()} Parameters and optimizer are as they were before it. "
+            f"{reason}. {self._figures()} "
             f"The biggest lever: {self._lever(config)}. {self._cap()}"
         )
 
@@ -111,25 +115,52 @@ class MemoryFailure:
         )
 
     def _lever(self, config: PyAOConfig) -> str:
+        smaller = "a smaller micro-batch, with as many more gradient accumulation steps"
         if not self.where and config.head_loss == "off":
             return (
-                f"{config.label('head_loss')}='chunked', which never holds all logits; then a "
-                "smaller micro-batch with as many more gradient accumulation steps"
+                f"{config.label('head_loss')}='chunked', which never holds all logits; then "
+                f"{smaller}"
             )
-        smaller = "a smaller micro-batch, with as many more gradient accumulation steps"
-        full = self.stats.kept_bytes.get(HOST_FULL, 0)
-        if full:
-            return (
-                f"{config.label('host_memory_gib')}, since {format_bytes(full)} found no room on "
-                f"the host; then {smaller}"
-            )
-        return smaller
+        remedies = {
+            HOST_FULL: f"a larger {config.label('host_memory_gib')}",
+            LAST_LAYER: f"{config.label('keep_last_layers')}=0",
+        }
+        for reason in (POLICY_OFF, NOT_SELECTED, OVER_BUDGET, PLANNED):
+            remedies[reason] = f"{config.label('policy')}='all'"
+        kept = dict.fromkeys(remedies.values(), 0)
+        for reason, nbytes in self.stats.kept_bytes.items():
+            if reason in remedies:
+                kept[remedies[reason]] += nbytes
+        remedy = max(kept, key=kept.__getitem__)
+        if not kept[remedy]:
+            return smaller
+        return f"{remedy}, for the {format_bytes(kept[remedy])} that were kept; then {smaller}"
 
     def _cap(self) -> str:
         if self.allocated_bytes is None:
             return "Plan for what the device has by setting device_memory_gib."
         cap_gib = self.allocated_bytes * _MARGIN / GIB
         return f"To plan for less from the start, set device_memory_gib={cap_gib:.3g}."
+
+
+def explain_uncaught(
+    error: BaseException | None, engine: OffloadEngine, device: torch.device, config: PyAOConfig
+) -> str:
+    """Return what to tell of an *error* that ends a run, if it is one for want of device memory.
+
+    Args:
+        error: what is being handled where the offloader is detached.
+        engine: the model's, as the error left it.
+        device: what the model is on.
+        config: what the user chose.
+    """
+    if not isinstance(error, torch.OutOfMemoryError) or isinstance(error, PyAOError):
+        return ""
+    failure = MemoryFailure.of(error, engine, device, since=0)
+    return failure.explain(
+        config,
+        "that takes offloader.run_micro_batch(function), or a Trainer with PyAOTrainerMixin",
+    )
 
 
 def _peak(device: torch.device, function: str) -> int | None:

@@ -87,6 +87,8 @@ class MicroBatchRunner:
         self._tensors: ModelTensors | None = None
         self._newest_backward = NO_TASK
         self._alarm: RankAlarm | None = None
+        self._has_ended = False
+        """True once this rank has told the others that it ends, or heard that of one."""
 
     def stop(self) -> None:
         """Listen to the other ranks no more."""
@@ -112,10 +114,11 @@ class MicroBatchRunner:
             writes_only_this_model=writes_only_this_model,
         )
         del model
-        for _ in range(_MOST_TRIES):
+        while True:
             try:
                 return attempt.run(function)
-            except OutOfDeviceMemoryError:
+            except OutOfDeviceMemoryError as error:
+                self._end(str(error))
                 raise
             except torch.OutOfMemoryError as error:
                 self._make_room(error, attempt, tensors)
@@ -125,11 +128,6 @@ class MicroBatchRunner:
             # Only here, where the error is gone, and all that it held.
             self._release(tensors)
             attempt.undo()
-        raise OutOfDeviceMemoryError(  # a tightening that always finds something
-            f"a micro-batch did not fit into device memory in {_MOST_TRIES} tries, each under a "
-            "tighter plan than the one before. Take a smaller micro-batch, with as many more "
-            "gradient accumulation steps."
-        )
 
     def _make_room(
         self, error: torch.OutOfMemoryError, attempt: _Attempt, tensors: ModelTensors
@@ -141,34 +139,40 @@ class MicroBatchRunner:
         """
         failure = MemoryFailure.of(error, self._engine, self._device, attempt.since)
         reason = attempt.reason_not_again(error, self._model())
-        self._tensors = None  # to be looked for anew: the model may have changed
-        if not reason:
+        can_be_undone = not reason
+        sentence = None
+        if can_be_undone and attempt.num_tries < _MOST_TRIES:
             sentence = self.tightening.tighter(error)
-            _let_go(error, attempt.outer_error)
-            self._lifecycle.give_up(attempt.since)
-            if sentence is not None:
-                logger.warning(
-                    "a micro-batch did not fit into device memory %s. It runs again: from now on "
-                    "%s.",
-                    failure.describe(),
-                    sentence,
-                )
-                self._on_tightened(sentence)
-                return
-            attempt.undo()
-            reason = "nothing tighter is left than what it ran under"
+        self._tensors = None  # to be looked for anew: the model may have changed
         _let_go(error, attempt.outer_error)
         self._lifecycle.give_up(attempt.since)
+        if sentence is not None:
+            logger.warning(
+                "a micro-batch did not fit into device memory %s. It runs again: from now on %s.",
+                failure.describe(),
+                sentence,
+            )
+            self._on_tightened(sentence)
+            return
         self._release(tensors)
+        if can_be_undone:
+            attempt.undo()
+            reason = f"nothing tighter is left after {attempt.num_tries} tries"
         message = failure.explain(self._config, reason)
-        if self._alarm is not None:
-            self._alarm.raise_it(message)
+        self._end(message)
         raise OutOfDeviceMemoryError(message) from error
+
+    def _end(self, message: str) -> None:
+        """Tell the other ranks that this one ends, once."""
+        if self._alarm is not None and not self._has_ended:
+            self._has_ended = True
+            self._alarm.raise_it(message)
 
     def _look_for_alarm(self, error: RuntimeError) -> None:
         """Raise what another rank ended with, if *error* comes of that."""
         message = "" if self._alarm is None else self._alarm.heard()
         if message:
+            self._has_ended = True
             raise OutOfDeviceMemoryError(f"another rank has ended. {message}") from error
 
     def _release(self, tensors: ModelTensors) -> None:
@@ -195,6 +199,7 @@ class _Attempt:
     ) -> None:
         self.since = since
         """Forwards that the engine had seen when it began."""
+        self.num_tries = 0
         self.outer_error = sys.exc_info()[1]
         """What was being handled when it began, which is not its own."""
         self._newest_backward = newest_backward
@@ -205,6 +210,7 @@ class _Attempt:
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Try it, from what it began with."""
+        self.num_tries += 1
         added = self._noted.added
         with AddedOnce(added) if added else contextlib.nullcontext() as once:
             result = function()

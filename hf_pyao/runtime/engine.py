@@ -138,7 +138,7 @@ class OffloadEngine:
 
         Holds for all engines that share the link.
         """
-        self.link.offloads.limit_bytes = 0
+        self.link.offloads.let_nothing_wait()
         self.mover.reloads.bring_nothing_ahead()
 
     def observe(self, *observers: Observer | None) -> None:

@@ -70,6 +70,10 @@ class OffloadWindow:
                 self._transport.wait(self._queue[0].ticket)
                 self._release_oldest()
 
+    def let_nothing_wait(self) -> None:
+        """Have compute wait for each copy that is queued from now on."""
+        self.limit_bytes = 0
+
     def release_done(self) -> None:
         """Let go of what is known to have left."""
         if not self._queue and not self._streams.has_lingering:

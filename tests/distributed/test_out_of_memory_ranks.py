@@ -99,7 +99,7 @@ def test_a_rank_runs_its_micro_batch_again_alone(
         ),
         pytest.param("ever", "nothing tighter is left", marks=pytest.mark.thorough),
         pytest.param(
-            "forward of the exchange with buffers",
+            "forward with buffers",
             "begun to exchange data with other ranks",
             marks=pytest.mark.thorough,
         ),

@@ -173,7 +173,7 @@ def test_one_that_never_ends_is_ended() -> None:
     model = plant(tiny_model("llama"), Bomb(*range(100)))
     with attach(model, EVERYTHING) as offloader:
         offloader.micro_batches.tightening = Own()
-        with pytest.raises(OutOfDeviceMemoryError, match="in 8 tries"):
+        with pytest.raises(OutOfDeviceMemoryError, match="nothing tighter is left after 8 tries"):
             offloader.run_micro_batch(lambda: step(model))
         assert_clean(offloader)
 
@@ -590,6 +590,47 @@ def test_the_host_being_full_is_not_out_of_device_memory() -> None:
         assert "out_of_memory" not in offloader.report_extra
         assert offloader.metrics()["kept_bytes/host memory full"] > 0
         assert_same_tensors(gradients_of(model), gradients(), "with a full host")
+
+
+def test_a_loop_that_does_not_use_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = plant(tiny_model("llama"), Bomb(1))
+    with pytest.raises(torch.OutOfMemoryError) as caught, attach(model, EVERYTHING):
+        step(model)
+    assert not isinstance(caught.value, OutOfDeviceMemoryError)
+    (message,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert "in the backward of layer 'model.layers.0'" in message
+    assert "run_micro_batch" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "lever"),
+    [
+        (OFF, "policy='all', for the"),
+        (replace(EVERYTHING, host_memory_gib=1e-6), "a larger host_memory_gib, for the"),
+        (EVERYTHING, "keep_last_layers=0, for the"),
+        (EVERY_LAYER, "a smaller micro-batch, with as many more"),
+    ],
+)
+def test_the_message_names_the_biggest_lever(config: PyAOConfig, lever: str) -> None:
+    model = plant(tiny_model("llama"), Bomb(2))
+    with attach(model, config) as offloader:
+        step(model)
+        with pytest.raises(OutOfDeviceMemoryError) as caught:
+            offloader.run_micro_batch(lambda: (model.zero_grad(), step(model)))
+    assert f"The biggest lever: {lever}" in str(caught.value)
+
+
+def test_the_loss_s_lever_is_the_chunked_head() -> None:
+    def micro_batch() -> None:
+        loss = model(**BATCH, use_cache=False).loss
+        bomb.check()
+        loss.backward()
+
+    bomb = Bomb(*range(9))
+    model = tiny_model("llama")
+    with attach(model, EVERYTHING) as offloader:
+        with pytest.raises(OutOfDeviceMemoryError, match="lever: head_loss='chunked'"):
+            offloader.run_micro_batch(micro_batch)
 
 
 def test_other_errors_pass_untouched() -> None:
