@@ -63,14 +63,22 @@ class AddedOnce:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put back what has not come back."""
+        """Put back what has not come back; an interrupt is raised when that is done."""
+        try:
+            self._put_back()
+        except BaseException:
+            self._put_back()
+            raise
+        self._added.clear()
+
+    def _put_back(self) -> None:
+        """Do so; it may be called again, where it was interrupted."""
         for handle in self._handles:
             handle.remove()
         for aside in self._aside:
             if not aside.is_back:
                 aside.is_touched |= _is_touched(aside)
                 aside.parameter.grad = aside.gradient
-        self._added.clear()
 
     @property
     def is_amiss(self) -> bool:

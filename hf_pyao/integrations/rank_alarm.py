@@ -93,8 +93,12 @@ def _watch(heard: _Heard, stop: threading.Event) -> None:
         try:
             if not store.check([_KEY]):
                 continue
-            heard.message = store.get(_KEY).decode("utf-8")
-            store.set(_heard_keys()[torch.distributed.get_rank()], "")
+            message = store.get(_KEY).decode("utf-8")
+            rank = torch.distributed.get_rank()
+            if message.startswith(f"rank {rank}:"):
+                return  # this one ends, as another of its models has told
+            heard.message = message
+            store.set(_heard_keys()[rank], "")
         except Exception as error:  # the rank that held the store has ended
             logger.debug("nothing is heard of the other ranks any more: %s", error)
             return

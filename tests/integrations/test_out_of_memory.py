@@ -111,4 +111,4 @@ def test_a_run_completes_with_the_same_bits(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_completes_with_the_same_bits_at_any_allocation(name: str) -> None:
-    check_points(name, 10**6)
+    check_points(name, 10**6 if name == "gpt2 all" else 100)

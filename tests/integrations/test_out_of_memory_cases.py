@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import random
@@ -19,6 +20,7 @@ from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, attach
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.tightening import Tightening
 from hf_pyao.runtime.policy import OffloadAll, RecomputeSelected
+from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,
@@ -30,8 +32,9 @@ from tests.helpers import (
     tiny_batch,
     tiny_model,
 )
-from tests.integrations.memory_faults import EVER, MemoryFaults
+from tests.integrations.memory_faults import EVER, MemoryFaults, sample
 from tests.integrations.test_out_of_memory import assert_clean
+from tests.runtime.interrupts import Interrupter
 
 OFF = PyAOConfig(policy="off", min_bytes=0)
 BATCH = tiny_batch(0, padding=2)
@@ -175,6 +178,22 @@ def test_one_that_never_ends_is_ended() -> None:
         offloader.micro_batches.tightening = Own()
         with pytest.raises(OutOfDeviceMemoryError, match="nothing tighter is left after 8 tries"):
             offloader.run_micro_batch(lambda: step(model))
+        assert_clean(offloader)
+
+
+@pytest.mark.parametrize("window", [2048, "layer", 2**20])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_wait_is_there_under_each_rung(seed: int, window: int | str) -> None:
+    expected = gradients(3)
+    model = plant(tiny_model("llama", dropout=0.1), Bomb(1, 3, 5), layer=seed % 3)
+    config = replace(EVERYTHING, window=window)
+    with attach(model, config, transport=SimulatedTransport(seed)) as offloader:
+        torch.manual_seed(3)
+        for index in range(3):
+            offloader.run_micro_batch(lambda index=index: step(model, tiny_batch(index)))  # type: ignore[misc]
+        assert_same_tensors(gradients_of(model), expected, "under a late link")
+        assert len(offloader.report_extra["out_of_memory"]) == 3
+        assert offloader.link.offloads.limit_bytes == 0
         assert_clean(offloader)
 
 
@@ -579,6 +598,54 @@ def test_an_interrupt_in_the_second_try(in_backward: bool, num_before: int) -> N
         assert_same_tensors(gradients_of(model), expected, "after the interrupt")
         gc.collect()
         assert_clean(offloader)
+
+
+def bombed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(BombNode.apply(x @ layer.weight, layer.bomb))
+
+
+def run_interrupted(at: int | None, expected: dict[str, torch.Tensor]) -> Interrupter:
+    """Interrupt a micro-batch that runs again, at a line of the package; check what comes after."""
+    model = Stack(bombed, linear_relu, linear_relu)
+    model.layers[0].bomb = Bomb(2)
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    interrupter = Interrupter(at)
+    with attach(model, EVERYTHING) as offloader:
+
+        def micro_batch() -> None:
+            model(x).square().sum().backward()
+
+        offloader.run_micro_batch(micro_batch)
+        kept = [p.grad for p in model.parameters()]
+        with interrupter, contextlib.suppress(KeyboardInterrupt):
+            offloader.run_micro_batch(micro_batch, writes_only_this_model=True)
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            assert parameter.grad is gradient
+            assert not parameter._backward_hooks
+            assert not parameter._post_accumulate_grad_hooks
+        if not interrupter.has_raised:
+            assert_same_tensors(gradients_of(model), expected, "not interrupted")
+    gc.collect()
+    assert_clean(offloader)
+    model.layers[0].bomb.at = ()
+    model.zero_grad()
+    for _ in range(2):
+        model(x).square().sum().backward()
+    assert_same_tensors(gradients_of(model), expected, "detached")
+    return interrupter
+
+
+@pytest.mark.parametrize("num_points", [12, pytest.param(400, marks=pytest.mark.thorough)])
+def test_an_interrupt_at_any_line(num_points: int) -> None:
+    model = Stack(linear_relu, linear_relu, linear_relu)
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    for _ in range(2):
+        model(x).square().sum().backward()
+    expected = gradients_of(model)
+    count = run_interrupted(None, expected).count
+    assert count > 1000
+    for at in sample(count, num_points):
+        run_interrupted(at, expected)
 
 
 def test_the_host_being_full_is_not_out_of_device_memory() -> None:
