@@ -374,7 +374,7 @@ class OffloadEngine:
         for ref in self._here.waiting:
             tape = ref()
             if tape is not None and tape.number >= since:
-                tape.micro_batch.discard()
+                tape.micro_batch.leave_out()
         self.end_forward()
 
     def _waiting_tapes(self) -> list[Tape]:

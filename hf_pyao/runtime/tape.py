@@ -424,7 +424,7 @@ class MicroBatch:
             self._stats += theirs._stats
             other.micro_batch = self
 
-    def discard(self) -> None:
+    def leave_out(self) -> None:
         """Have it count nowhere: it failed, and is run again."""
         self.is_published = True
 
