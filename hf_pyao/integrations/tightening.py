@@ -81,7 +81,7 @@ class OffloadLadder:
 
 
 def _may_recompute(config: PyAOConfig) -> bool:
-    if config.recompute_modules or config.policy in ("plan", "pyao"):
+    if config.recompute_modules or config.policy in ("auto", "plan", "pyao"):
         return True
     return hasattr(config.policy, "products_to_replay")
 
