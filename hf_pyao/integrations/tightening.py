@@ -80,6 +80,37 @@ class OffloadLadder:
         )
 
 
+class Plans(Tightening, Protocol):
+    """Plans for less memory, as long as there is a tighter plan."""
+
+    def stop_planning(self) -> None:
+        """Plan no more: something else decides from now on."""
+        ...
+
+
+class PlansFirst:
+    """Takes tighter plans, and the ladder where there are none.
+
+    Args:
+        plans: policy ``auto``.
+        ladder: what comes behind it.
+    """
+
+    def __init__(self, plans: Plans, ladder: Tightening) -> None:
+        self._plans: Plans | None = plans
+        self._ladder = ladder
+
+    def tighter(self, error: torch.OutOfMemoryError) -> str | None:
+        """Take the next plan, or rung; None behind the last."""
+        if self._plans is not None:
+            sentence = self._plans.tighter(error)
+            if sentence is not None:
+                return sentence
+            self._plans.stop_planning()
+            self._plans = None
+        return self._ladder.tighter(error)
+
+
 def _may_recompute(config: PyAOConfig) -> bool:
     if config.recompute_modules or config.policy in ("auto", "plan", "pyao"):
         return True
