@@ -47,6 +47,10 @@ class OffloadWindow:
         self._queue: deque[Leaving] = deque()
         self._lock = threading.RLock()  # forwards may run on several threads
 
+    def set_limit(self, limit_bytes: int) -> None:
+        """Bound what waits to *limit_bytes*, from the next copy on."""
+        self.limit_bytes = limit_bytes
+
     def add(self, moved: MovedBytes) -> None:
         """Queue the payload of *moved*, whose offload was just issued."""
         ticket = moved.offload_ticket
@@ -171,6 +175,10 @@ class ReloadWindow:
         self.ahead_bytes = 0
         self.is_exhausted = True
         """True once there is nothing left to bring back ahead."""
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Bound what is brought back ahead to *limit_bytes*, from the next reload on."""
+        self.limit_bytes = limit_bytes
 
     def start(self, own: Group, others: Iterator[Group]) -> None:
         """Aim at the group *own*, which backward asks for now, and at *others* behind it."""
