@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from hf_pyao.integrations.callback import PyAOCallback as PyAOCallback
     from hf_pyao.integrations.module_map import ModuleMap as ModuleMap
     from hf_pyao.integrations.module_map import register_module_map as register_module_map
+    from hf_pyao.integrations.out_of_memory import (
+        OutOfDeviceMemoryError as OutOfDeviceMemoryError,
+    )
     from hf_pyao.integrations.plugin import PyAOPlugin as PyAOPlugin
     from hf_pyao.integrations.trainer import PyAOTrainer as PyAOTrainer
     from hf_pyao.integrations.trainer import PyAOTrainerMixin as PyAOTrainerMixin
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ModuleMap": "hf_pyao.integrations.module_map",
     "Offloader": "hf_pyao.integrations.attach",
+    "OutOfDeviceMemoryError": "hf_pyao.integrations.out_of_memory",
     "PyAOAccelerator": "hf_pyao.integrations.accelerator",
     "PyAOArguments": "hf_pyao.integrations.arguments",
     "PyAOCallback": "hf_pyao.integrations.callback",

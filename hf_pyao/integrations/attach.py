@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import operator
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,35 +18,30 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.auto_policy import AutoPolicy
 from hf_pyao.integrations.conflicts import check_model
+from hf_pyao.integrations.deciding import Deciding
 from hf_pyao.integrations.links import make_link, window_bytes_of
-from hf_pyao.integrations.model_identity import identity_of
+from hf_pyao.integrations.memory_failure import explain_uncaught
 from hf_pyao.integrations.module_map import (
     FoundLayers,
     check_roles,
     find_layers,
-    named_submodules,
-    resolve_selections,
 )
+from hf_pyao.integrations.out_of_memory import MicroBatchRunner
 from hf_pyao.integrations.profiling import ProfileWriter
-from hf_pyao.integrations.pyao_rule import PyAORule, kept_plan
+from hf_pyao.integrations.pyao_rule import PyAORule
 from hf_pyao.integrations.run_record import RunRecord
 from hf_pyao.integrations.wiring import (
-    make_engine,
     make_lifecycle,
     put_on_head_loss,
-    recomputed_paths,
-    wrapper_of,
 )
 from hf_pyao.integrations.wrappers import class_name
-from hf_pyao.planning.plan import Plan, PlanPolicy
-from hf_pyao.planning.policies import make_policy
+from hf_pyao.planning.plan import Plan
 from hf_pyao.recompute.tracing import stop_left_behind
 from hf_pyao.report import check_report_path
 from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.backward_order import BackwardOrder
-from hf_pyao.runtime.lifecycle import Lifecycle, is_compiled
+from hf_pyao.runtime.lifecycle import Lifecycle
 from hf_pyao.runtime.model_hooks import ModelHook
-from hf_pyao.runtime.policy import Policy
 from hf_pyao.runtime.saved_tensor_hooks import pop_left_behind
 from hf_pyao.stores import HostPool
 from hf_pyao.transfer.link import LinkContext
@@ -57,6 +51,8 @@ if TYPE_CHECKING:
     from hf_pyao.integrations.head_loss import HeadLoss
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def attach(
@@ -176,39 +172,16 @@ class Offloader:
         self._model = weakref.ref(model)
         self._num_packs_seen = 0
         check_roles(found)
-        selected = resolve_selections(config.modules, found, field=config.label("modules"))
-        identity = identity_of(found)
-        kept = kept_plan(config)
-        policy = make_policy(config, selected)
-        if kept is not None:
-            policy = PlanPolicy(kept, int(config.min_bytes), "pyao")
-        _check_plan(policy, identity, found)
-        wrap = wrapper_of(config, found)
-        self.engine = make_engine(model, config, wrap(policy), self.link, backward_order)
-        self.pyao_rule: PyAORule | None = None
-        """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
-        if config.policy == "pyao" and kept is None:
-            self.pyao_rule = PyAORule(
-                self.engine, self.transport, self.device, config, identity, wrap
-            )
-        self.auto: AutoPolicy | None = None
-        """What plans, with policy ``auto``; None with others."""
-        if config.policy == "auto":
-            self.auto = AutoPolicy(
-                self.engine,
-                self.device,
-                config,
-                self.host_pool,
-                identity=identity,
-                recomputed_paths=recomputed_paths(config, found),
-                is_link_shared=link is not None,
-            )
-            self.auto.decide_at_once()
-            _check_plan(self.engine.policy, identity, found)
-        self.profile_writer = self._profile_writer(model, config, found, identity)
-        """What measures, for a profile that is asked for or for policy ``auto``; None else."""
-        if self.auto is not None and self.profile_writer is not None:
-            self.auto.cancel_profile = self.profile_writer.cancel
+        self._deciding = Deciding(
+            model,
+            found,
+            config,
+            self.link,
+            self.device,
+            backward_order,
+            is_link_shared=link is not None,
+        )
+        self.engine = self._deciding.engine
         self._is_attached = False
         self.head_loss: HeadLoss | None = None
         self.record = record = RunRecord(
@@ -216,12 +189,20 @@ class Offloader:
         )
         record.layer_names = tuple(fqn for fqn, _ in found.layers)
         record.how_found = found.how
-        if self.auto is not None:
-            record.auto_summary = self.auto.current_summary
+        record.auto_summary = _summary_of(weakref.ref(self._deciding))
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
         self._finalizer: weakref.finalize[..., Offloader] | None = None
         self._lifecycle: Lifecycle | None = make_lifecycle(self.engine, found, self)
+        self.micro_batches = MicroBatchRunner(
+            model,
+            self._lifecycle,
+            config,
+            self.device,
+            self._deciding.tightening,
+            _noting(record, self._deciding),
+        )
+        """What runs micro-batches again that do not fit; its ``tightening`` may be exchanged."""
         _forget_compiled_code()
         # After everything that may refuse: a failed attach leaves the model as it was.
         try:
@@ -229,10 +210,7 @@ class Offloader:
             if self.head_loss is not None:
                 record.head_loss_description = f" {self.head_loss.describe()}."
             self._lifecycle.install()
-            if self.auto is not None:
-                self.auto.start(model, self)  # before the writer, whose hook then runs first
-            if self.profile_writer is not None:
-                self.profile_writer.start(model, self)
+            self._deciding.start(model, self)
             if config.report is not None:
                 # It holds the engine, which therefore goes a collection later than its cycle with
                 # us: only where there is something to write.
@@ -242,33 +220,25 @@ class Offloader:
             self.detach()
             raise
 
-    def _profile_writer(
-        self, model: nn.Module, config: PyAOConfig, found: FoundLayers, identity: Mapping[str, Any]
-    ) -> ProfileWriter | None:
-        plans = self.auto is not None and self.auto.profiles
-        if config.profile is None and not plans:
-            return None
-        return ProfileWriter(
-            self.engine,
-            self.link,
-            self.device,
-            config,
-            title=f"{class_name(model)} on {self.device.type}",
-            identity=identity,
-            layer_names=[fqn for fqn, _ in found.layers],
-            has_compiled_layers=any(is_compiled(layer) for _, layer in found.layers),
-            on_done=self.auto.profiled if plans and self.auto is not None else None,
-        )
-
     @property
     def plan(self) -> Plan | None:
         """What is followed, with policies that follow a plan; None with others, or before it."""
-        if self.auto is not None:
-            return self.auto.plan
-        if self.pyao_rule is not None:
-            return self.pyao_rule.plan
-        policy = getattr(self.engine.policy, "base", self.engine.policy)
-        return policy.plan if isinstance(policy, PlanPolicy) else None
+        return self._deciding.plan
+
+    @property
+    def auto(self) -> AutoPolicy | None:
+        """What plans, with policy ``auto``; None with others."""
+        return self._deciding.auto
+
+    @property
+    def pyao_rule(self) -> PyAORule | None:
+        """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
+        return self._deciding.pyao_rule
+
+    @property
+    def profile_writer(self) -> ProfileWriter | None:
+        """What measures, for a profile that is asked for or for policy ``auto``; None else."""
+        return self._deciding.profile_writer
 
     @property
     def is_attached(self) -> bool:
@@ -303,20 +273,49 @@ class Offloader:
             ReportError: there is a file already that is no profile of this model.
         """
         model = self._model()
-        is_busy = self.profile_writer is not None and not self.profile_writer.is_complete
-        if is_busy or model is None or not self._is_attached:
+        if self._deciding.is_measuring or model is None or not self._is_attached:
             raise ConflictError(
                 "no profile can be begun: one is being made already (`profile` in the "
                 "configuration), or the model is not attached any more."
             )
         found = find_layers(model, self.config.layers)
-        config = dataclasses.replace(
-            self.config, profile=os.fspath(path), profile_steps=num_micro_batches
-        )
-        check_report_path(config.profile, config.label("profile"))
-        self.profile_writer = self._profile_writer(model, config, found, identity_of(found))
-        assert self.profile_writer is not None
-        self.profile_writer.start(model, self)
+        self._deciding.measure(model, found, self, path, num_micro_batches)
+
+    def run_micro_batch(
+        self, function: Callable[[], Result], *, writes_only_this_model: bool = False
+    ) -> Result:
+        """Run *function*, the forward and backward of one micro-batch; return what it returns.
+
+        Where it runs out of device memory, it runs again, under a tighter plan that stays for the
+        rest of the run, from the random numbers, gradients and buffers that it began with: the
+        parameters come out as if it had fitted. ``Trainer`` needs none of this, where the mixin is
+        used.
+
+        ```python
+        def forward_and_backward():
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            return loss.detach()
+
+
+        loss = offloader.run_micro_batch(forward_and_backward)
+        optimizer.step()
+        ```
+
+        Args:
+            function: may be called several times, and must then do the same. No optimizer step
+                and no ``zero_grad()`` belong in it.
+            writes_only_this_model: it writes gradients of no parameters but this model's. If that
+                is not known, a gradient of another tensor ends the run where it might have been
+                written twice.
+
+        Raises:
+            OutOfDeviceMemoryError: it did not fit, and nothing tighter is left; or what it had
+                done could not be undone; or other ranks were beyond it.
+        """
+        if not self._is_attached:
+            return function()
+        return self.micro_batches.run(function, writes_only_this_model=writes_only_this_model)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of the last finished micro-batch; empty before the first.
@@ -366,9 +365,11 @@ class Offloader:
         An interrupt is raised when all is removed; should another one come, call it again.
         """
         error = sys.exc_info()[1]
-        if outcome is None:
-            outcome = outcome_of(None if id(error) == self._error_at_start else error)
+        error = None if id(error) == self._error_at_start else error
+        outcome = outcome_of(error) if outcome is None else outcome
         has_run = self._is_attached
+        if has_run and (advice := explain_uncaught(error, self.engine, self.device, self.config)):
+            logger.error("%s", advice)
         self._is_attached = False
         try:
             self._take_down()
@@ -383,10 +384,9 @@ class Offloader:
     def _take_down(self) -> None:
         """Remove what is installed still. It may be called again, also where it was interrupted."""
         try:
-            if self.auto is not None:
-                self.auto.end()
-            if self.profile_writer is not None:
-                self.profile_writer.end()
+            if self._lifecycle is not None:
+                self.micro_batches.stop()
+            self._deciding.end()
         finally:
             self._take_down_hooks()
 
@@ -402,8 +402,7 @@ class Offloader:
                 self._lifecycle = None
 
     def _end_record(self, outcome: str) -> None:
-        if self.auto is not None:
-            self.record.report_extra.update(self.auto.report())
+        self.record.report_extra.update(self._deciding.report())
         if self._finalizer is not None:
             self._finalizer.detach()
         self.record.end(outcome)
@@ -426,15 +425,24 @@ class Offloader:
         return None
 
 
-def _check_plan(policy: Policy, identity: Mapping[str, Any], found: FoundLayers) -> None:
-    """Refuse a plan that was made for another model.
+def _summary_of(deciding: weakref.ref[Deciding]) -> Callable[[], str]:
+    """Return what asks for a summary, and holds nothing: a record outlives its offloader."""
 
-    Raises:
-        PlanError: it was.
-    """
-    if isinstance(policy, PlanPolicy):
-        layers = [(fqn, [name for name, _ in named_submodules(m)]) for fqn, m in found.layers]
-        policy.plan.check_model(identity, layers)
+    def summary() -> str:
+        found = deciding()
+        return "" if found is None else found.summary()
+
+    return summary
+
+
+def _noting(record: RunRecord, deciding: Deciding) -> Callable[[str], None]:
+    """Return what takes note of a tighter plan; it does not hold the offloader."""
+
+    def note(sentence: str) -> None:
+        deciding.out_of_memory()
+        record.report_extra.setdefault("out_of_memory", []).append(sentence)
+
+    return note
 
 
 def _device_of(model: nn.Module) -> torch.device:

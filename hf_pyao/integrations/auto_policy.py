@@ -108,10 +108,6 @@ class AutoPolicy:
         self.summary = ""
         """What was decided, in one line; empty until then."""
 
-    def current_summary(self) -> str:
-        """Return :attr:`summary`."""
-        return self.summary
-
     # ---- before the first forward --------------------------------------------------------------
 
     @property
@@ -412,10 +408,10 @@ class AutoPolicy:
     # ---- out of memory -------------------------------------------------------------------------
 
     def tighter(self, error: BaseException) -> str | None:
-        """Plan for less memory, since the device ran out of it; None if there is nothing tighter.
+        """Plan for less memory, since the device ran out of it.
 
         Returns:
-            What is done, in one sentence.
+            What is done from now on; None if there is nothing tighter.
         """
         engine, planner, chosen = self._engine(), self._planner, self._chosen
         if engine is None or planner is None or chosen is None:
@@ -425,8 +421,15 @@ class AutoPolicy:
         if chosen.peak_bytes <= least.peak_bytes:
             return None
         self._limit_bytes = max(TIGHTER * chosen.peak_bytes, least.peak_bytes)
-        self._choose("after the device ran out of memory; ")
-        return self.summary
+        self._choose("after the device ran out of memory")
+        return "another plan is followed" if self.plan is None else describe(self.plan)
+
+    def stop_planning(self) -> None:
+        """Plan no more: something else decides from now on."""
+        self.cancel_profile()
+        self.end()
+        self._planner = self._chosen = self.plan = None
+        self.summary = "policy 'auto' has given way: the device ran out of memory"
 
     def everything_offloaded(self) -> OffloadAll:
         """Return what is done while micro-batches are measured."""

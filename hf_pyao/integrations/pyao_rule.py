@@ -58,7 +58,15 @@ class PyAORule:
         self._wrap = wrap
         self.plan: Plan | None = None
         """What was decided; None until then."""
-        engine.observe_too(PackIntervals(transport, device, config.profile_steps, self._decide))
+        intervals = PackIntervals(transport, device, config.profile_steps, self._decide)
+        self._intervals = weakref.ref(intervals)  # which holds this
+        engine.observe_too(intervals)
+
+    def stop(self) -> None:
+        """Decide nothing any more: something tighter than any plan of the rule is followed."""
+        engine, intervals = self._engine(), self._intervals()
+        if engine is not None and intervals is not None:
+            engine.stop_observing(intervals)
 
     def _decide(self, intervals: PackIntervals) -> None:
         engine = self._engine()

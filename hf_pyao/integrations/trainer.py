@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -13,6 +14,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.arguments import PyAOArguments
 from hf_pyao.integrations.callback import PyAOCallback
 from hf_pyao.integrations.conflicts import check_training_arguments
+from hf_pyao.integrations.repeatable_inputs import RepeatableInputs
 from hf_pyao.report.run_report import FINISHED, outcome_of
 
 if TYPE_CHECKING:
@@ -106,6 +108,23 @@ class PyAOTrainerMixin(_TrainerBase):
         if self._pyao_callback is not None:
             self._pyao_callback.detach(FINISHED)
         return result
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train a micro-batch as the base class does; run it again, in less, where it did not fit.
+
+        With ``auto_find_batch_size`` an out-of-memory error goes through, as that wants it.
+
+        Raises:
+            OutOfDeviceMemoryError: see :meth:`hf_pyao.Offloader.run_micro_batch`.
+        """
+        step = super().training_step
+        offloader = self.pyao_offloader
+        if offloader is None or self.args.auto_find_batch_size:
+            return step(model, inputs, *args, **kwargs)
+        given = RepeatableInputs(inputs)
+        return offloader.run_micro_batch(
+            lambda: step(model, given(), *args, **kwargs), writes_only_this_model=True
+        )
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log as the base class does, with the offloading metrics added to training logs."""

@@ -133,6 +133,14 @@ class OffloadEngine:
         """
         self.mover.set_window(window_bytes)
 
+    def wait_for_every_copy(self) -> None:
+        """Have nothing in flight from now on: the tightest there is, and the slowest.
+
+        Holds for all engines that share the link.
+        """
+        self.link.offloads.let_nothing_wait()
+        self.mover.reloads.bring_nothing_ahead()
+
     def observe(self, *observers: Observer | None) -> None:
         """Tell *observers* what happens from the next layer call on, in place of those before.
 
@@ -357,6 +365,18 @@ class OffloadEngine:
                 self._publish(tape.micro_batch)
         self._open_tapes.clear()
 
+    def give_up(self, since: int) -> None:
+        """End this thread's forwards from number *since* on, which failed; they count nowhere.
+
+        Args:
+            since: :attr:`num_forwards` when the first of them began.
+        """
+        for ref in self._here.waiting:
+            tape = ref()
+            if tape is not None and tape.number >= since:
+                tape.micro_batch.leave_out()
+        self.end_forward()
+
     def _waiting_tapes(self) -> list[Tape]:
         """Return the tapes whose backward has not begun, oldest first."""
         return [tape for tape in list(self._open_tapes.values()) if not tape.has_run_backward]
@@ -389,6 +409,29 @@ class OffloadEngine:
     def num_packs(self) -> int:
         """Calls of the pack hook so far, in all forwards of all threads."""
         return self._num_packs_before + sum(tape.stats.num_packs for tape in list(self._running))
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards begun so far, on all threads."""
+        return self._num_tapes
+
+    @property
+    def failed_in(self) -> str:
+        """Where this thread's newest forward, or a backward, has failed; empty if in no layer.
+
+        To be asked before anything else begins.
+        """
+        call = self.unpacker.running_call
+        if call is not None:
+            return f"the backward of layer {call.fqn!r}"
+        tape = self._here.tape
+        if tape is not None and tape.is_failed and tape.last_call is not None:
+            return f"the forward of layer {tape.last_call.fqn!r}"
+        return ""
+
+    def stats_since(self, since: int) -> list[MicroBatchStats]:
+        """Return the figures so far of the forwards from number *since* on that still count."""
+        return [tape.stats for tape in list(self._open_tapes.values()) if tape.number >= since]
 
     def release_done(self) -> None:
         """Let go of device copies that have left; for moments in which nothing else would."""

@@ -258,6 +258,12 @@ class Lifecycle:
             if tokens and tokens[-1] is token:
                 tokens.pop()
 
+    def give_up(self, since: int) -> None:
+        """Take down all that this thread's forwards from number *since* on, which failed, left."""
+        self.leave_all()
+        self.running.forget_forward()
+        self.engine.give_up(since)
+
     def _warn_abandoned(self, outer: str, inner: str) -> None:
         """Warn, once, that a layer is entered while another has not ended."""
         if not self._has_warned_abandoned:

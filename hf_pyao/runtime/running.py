@@ -43,6 +43,11 @@ class Running(threading.local):
         seen, self._num_packs_seen = self._num_packs_seen, num_packs
         return num_packs != seen
 
+    def forget_forward(self) -> None:
+        """Take the newest forward back, which failed: it tells nothing about the next."""
+        self._runs = self._runs_before
+        self._num_packs_seen = -1
+
     def count_run(self, layer: Layer) -> bool:
         """Count a run of *layer*; say whether it is the last one in this forward.
 

@@ -424,6 +424,10 @@ class MicroBatch:
             self._stats += theirs._stats
             other.micro_batch = self
 
+    def leave_out(self) -> None:
+        """Have it count nowhere: it failed, and is run again."""
+        self.is_published = True
+
     def publish(self) -> MicroBatchStats | None:
         """Return what it came to, the first time; None if nothing was packed in it."""
         if self.is_published or not any(stats.num_packs for stats in self._stats):

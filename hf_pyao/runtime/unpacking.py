@@ -61,7 +61,14 @@ class Unpacker:
         self._lock = threading.RLock()  # see [Note: Threads]
         self._tapes: list[Tape] = []
         self._task = NO_TASK
+        self.newest_task = NO_TASK
+        """Id of the newest graph task that came to a layer."""
         self._running_call: LayerCall | None = None
+
+    @property
+    def running_call(self) -> LayerCall | None:
+        """The layer call whose backward runs, or was the last to run in one that failed."""
+        return self._running_call
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Return the tensor that *handle* stands for, ready for compute on the current stream."""
@@ -140,7 +147,7 @@ class Unpacker:
         with self._lock:
             if self._task != task:
                 self.finalize_backward()  # of one that failed, or that this one runs inside of
-                self._task = task
+                self._task = self.newest_task = task
                 finalize = self.finalize_backward
                 torch.autograd.Variable._execution_engine.queue_callback(
                     uncompiled(finalize) if call.is_compiled else finalize

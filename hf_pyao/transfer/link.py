@@ -38,4 +38,5 @@ class LinkContext:
         """
         if self.window_bytes is None:
             raise ConfigError("the window is 'layer'; a number of bytes cannot take its place.")
-        self.window_bytes = self.offloads.limit_bytes = window_bytes
+        self.window_bytes = window_bytes
+        self.offloads.set_limit(window_bytes)

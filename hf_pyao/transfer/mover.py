@@ -75,7 +75,7 @@ class Mover:
             ConfigError: compute and copies meet at each layer's end, which cannot change later.
         """
         self.link.set_window(window_bytes)
-        self.reloads.limit_bytes = window_bytes
+        self.reloads.set_limit(window_bytes)
 
     # ---- to the host ---------------------------------------------------------------------------
 

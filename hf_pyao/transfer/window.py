@@ -47,6 +47,10 @@ class OffloadWindow:
         self._queue: deque[Leaving] = deque()
         self._lock = threading.RLock()  # forwards may run on several threads
 
+    def set_limit(self, limit_bytes: int) -> None:
+        """Bound what waits to *limit_bytes*, from the next copy on."""
+        self.limit_bytes = limit_bytes
+
     def add(self, moved: MovedBytes) -> None:
         """Queue the payload of *moved*, whose offload was just issued."""
         ticket = moved.offload_ticket
@@ -69,6 +73,10 @@ class OffloadWindow:
             while self.waiting_bytes > limit_bytes:
                 self._transport.wait(self._queue[0].ticket)
                 self._release_oldest()
+
+    def let_nothing_wait(self) -> None:
+        """Have compute wait for each copy that is queued from now on."""
+        self.limit_bytes = 0
 
     def release_done(self) -> None:
         """Let go of what is known to have left."""
@@ -168,6 +176,10 @@ class ReloadWindow:
         self.is_exhausted = True
         """True once there is nothing left to bring back ahead."""
 
+    def set_limit(self, limit_bytes: int) -> None:
+        """Bound what is brought back ahead to *limit_bytes*, from the next reload on."""
+        self.limit_bytes = limit_bytes
+
     def start(self, own: Group, others: Iterator[Group]) -> None:
         """Aim at the group *own*, which backward asks for now, and at *others* behind it."""
         self._upcoming = deque(reversed(own))
@@ -191,6 +203,10 @@ class ReloadWindow:
                 if moved.residency is HOST:
                     return moved
         return None
+
+    def bring_nothing_ahead(self) -> None:
+        """Leave it to whoever needs bytes to bring them back, from now on."""
+        self._limit_bytes = 0
 
     def loaded(self, moved: MovedBytes) -> None:
         """Count *moved*, whose reload was just queued, as brought back ahead."""

@@ -1,0 +1,102 @@
+"""Has a micro-batch that runs again add nothing to the gradients that it has added to already.
+
+[Note: Adding once]
+A backward that fails has added to some parameters' gradients, once each, since autograd sums up all
+that a graph has for a parameter before it adds that. The next try computes the same bits, so that
+what those gradients have is what they are to have. They are put aside meanwhile. In their place
+stands a tensor of one element that is never read: should the micro-batch itself touch gradients
+(set them to zero, say), that shows, and ends the run. What arrives in backward goes to a fresh
+gradient, which is let go at once, and the one that was put aside comes back, for what may follow.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+class _Aside:
+    """A gradient that is put aside."""
+
+    def __init__(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.gradient = gradient
+        self.placeholder = torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(
+            gradient
+        )
+        self.is_back = False
+        self.is_touched = False
+
+
+class AddedOnce:
+    """Puts gradients aside until the next backward comes to them; see [Note: Adding once].
+
+    Used as a context around the next try, whatever becomes of that.
+
+    Args:
+        added: parameters, and the gradients to which backward has added.
+    """
+
+    def __init__(self, added: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        self._added = list(added)
+        self._aside: list[_Aside] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> AddedOnce:
+        """Put the gradients aside."""
+        try:
+            for parameter, gradient in self._added:
+                aside = _Aside(parameter, gradient)
+                self._aside.append(aside)
+                parameter.grad = aside.placeholder
+                before, after = functools.partial(_before, aside), functools.partial(_after, aside)
+                self._handles += [
+                    parameter.register_hook(before),  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
+                ]
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put back what has not come back; an interrupt is raised when that is done."""
+        try:
+            self._put_back()
+        except BaseException:
+            self._put_back()
+            raise
+        self._added.clear()
+
+    def _put_back(self) -> None:
+        """Do so; it may be called again, where it was interrupted."""
+        for handle in self._handles:
+            handle.remove()
+        for aside in self._aside:
+            if not aside.is_back:
+                aside.is_touched |= _is_touched(aside)
+                aside.parameter.grad = aside.gradient
+
+    @property
+    def is_amiss(self) -> bool:
+        """True if a gradient was touched otherwise, or backward did not come to it; at the end."""
+        return any(aside.is_touched or not aside.is_back for aside in self._aside)
+
+
+def _is_touched(aside: _Aside) -> bool:
+    return aside.parameter.grad is not aside.placeholder or bool(aside.placeholder._version)
+
+
+def _before(aside: _Aside, _: torch.Tensor) -> None:
+    if not aside.is_back:
+        aside.is_touched |= _is_touched(aside)
+        aside.parameter.grad = None
+
+
+def _after(aside: _Aside, _: torch.Tensor) -> None:
+    if not aside.is_back:
+        aside.parameter.grad = aside.gradient
+        aside.is_back = True

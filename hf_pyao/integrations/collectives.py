@@ -1,0 +1,121 @@
+"""Whether a micro-batch that failed can run again without its peers, or its wrappers, noticing.
+
+[Note: One rank of several]
+A rank may run a micro-batch again alone if its failed try has begun no collective: what it does
+next is what its peers wait for, and all they see is that it comes late. So no rank has to ask the
+others. Process groups count their collectives, which tells. Once one has begun, its peers are
+beyond it, and the run ends on all ranks: see ``rank_alarm``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+_HALF_WAY = {
+    "DeepSpeedEngine": "DeepSpeed",
+    "FullyShardedDataParallel": "FSDP",
+    "FSDPModule": "FSDP",
+}
+"""Classes that keep a state of their own from forward to backward, and whose it is."""
+
+UNKNOWN = (-1,)
+"""In place of a count where there is none."""
+
+
+def num_ranks() -> int:
+    """Return how many processes train together."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return distributed.get_world_size()
+
+
+def num_collectives() -> tuple[int, ...]:
+    """Return how many collectives each process group has begun; empty where there is one rank."""
+    if num_ranks() == 1:
+        return ()
+    try:
+        groups: Iterable[Any] = torch.distributed.distributed_c10d._world.pg_map
+        return tuple(group._get_sequence_number_for_group() for group in groups)
+    except Exception:  # a backend that does not count
+        return UNKNOWN
+
+
+def reason_not_alone(before: tuple[int, ...], traceback: TracebackType | None) -> str:
+    """Say why this rank cannot run its micro-batch again alone, or return an empty string.
+
+    Args:
+        before: :func:`num_collectives` when it began.
+        traceback: of its failure.
+    """
+    if not before:
+        return ""
+    if before == UNKNOWN or num_collectives() != before:
+        return "it had begun to exchange data with other ranks, which are beyond that by now"
+    if is_in(traceback, "/distributed/pipelining/"):
+        return "other ranks have had results of it, or wait for them"
+    return ""
+
+
+def reason_of_wrappers(
+    model: nn.Module, traceback: TracebackType | None, *, has_written: bool
+) -> str:
+    """Say why what is around *model* cannot run again, or return an empty string.
+
+    Args:
+        model: what failed.
+        traceback: of its failure.
+        has_written: whether gradients were written.
+    """
+    for module in (*wrappers_of(model), *model.modules()):
+        names = {cls.__name__ for cls in type(module).__mro__}
+        for name, whose in _HALF_WAY.items():
+            if name in names:
+                return f"{whose} is half-way through it, and cannot begin anew"
+        if "DistributedDataParallel" in names and _has_begun_to_reduce(
+            module, traceback, has_written=has_written
+        ):
+            return "DistributedDataParallel has begun to reduce its gradients"
+    return ""
+
+
+def _has_begun_to_reduce(
+    wrapper: nn.Module, traceback: TracebackType | None, *, has_written: bool
+) -> bool:
+    if not getattr(wrapper, "require_backward_grad_sync", True):
+        return False  # inside no_sync()
+    if has_written:
+        return True
+    # With these two it may count parameters as reduced as soon as its forward ends.
+    counts_early = getattr(wrapper, "find_unused_parameters", False) or getattr(
+        wrapper, "static_graph", False
+    )
+    return bool(counts_early) and not is_in(traceback, "/nn/parallel/distributed.py")
+
+
+def wrappers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that *model* is a part of. Slow: it looks at all objects."""
+    return [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), nn.Module)
+        and each is not model
+        and "_modules" in each.__dict__
+        and any(module is model for module in each.modules())
+    ]
+
+
+def is_in(traceback: TracebackType | None, path: str, function: str = "") -> bool:
+    """Say whether *traceback* leads through a file with *path* in its own, and a function in it."""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if path in code.co_filename.replace("\\", "/") and function in ("", code.co_name):
+            return True
+        traceback = traceback.tb_next
+    return False

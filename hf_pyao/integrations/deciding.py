@@ -1,0 +1,193 @@
+"""What decides on an attached model's saved tensors: a policy, and what follows measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.integrations.auto_policy import AutoPolicy
+from hf_pyao.integrations.model_identity import identity_of
+from hf_pyao.integrations.module_map import FoundLayers, named_submodules, resolve_selections
+from hf_pyao.integrations.profiling import ProfileWriter
+from hf_pyao.integrations.pyao_rule import PyAORule, kept_plan
+from hf_pyao.integrations.tightening import OffloadLadder, PlansFirst, Tightening
+from hf_pyao.integrations.wiring import make_engine, recomputed_paths, wrapper_of
+from hf_pyao.integrations.wrappers import class_name
+from hf_pyao.planning.plan import Plan, PlanPolicy
+from hf_pyao.planning.policies import make_policy
+from hf_pyao.report import check_report_path
+from hf_pyao.runtime.backward_order import BackwardOrder
+from hf_pyao.runtime.lifecycle import is_compiled
+from hf_pyao.runtime.policy import Policy
+from hf_pyao.transfer.link import LinkContext
+
+
+class Deciding:
+    """An engine, and what gives it its policy.
+
+    Args:
+        model: what is attached; it is not held.
+        found: its layers.
+        config: what was asked for.
+        link: the engine's.
+        device: where the model is.
+        backward_order: as in :func:`~hf_pyao.attach`.
+        is_link_shared: another model's engine uses the link too.
+
+    Raises:
+        ConfigError: a role or module name is unknown to this model.
+        PlanError: a plan was made for another model.
+        ReportError: a plan, or a profile that is there already, cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: FoundLayers,
+        config: PyAOConfig,
+        link: LinkContext,
+        device: torch.device,
+        backward_order: BackwardOrder | None,
+        *,
+        is_link_shared: bool,
+    ) -> None:
+        self._config = config
+        self._link = link
+        self._device = device
+        identity = identity_of(found)
+        selected = resolve_selections(config.modules, found, field=config.label("modules"))
+        kept = kept_plan(config)
+        policy = make_policy(config, selected)
+        if kept is not None:
+            policy = PlanPolicy(kept, int(config.min_bytes), "pyao")
+        _check_plan(policy, identity, found)
+        wrap = wrapper_of(config, found)
+        self.engine = make_engine(model, config, wrap(policy), link, backward_order)
+        self.pyao_rule: PyAORule | None = None
+        """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
+        if config.policy == "pyao" and kept is None:
+            self.pyao_rule = PyAORule(self.engine, link.transport, device, config, identity, wrap)
+        self.auto: AutoPolicy | None = None
+        """What plans, with policy ``auto``; None with others."""
+        if config.policy == "auto":
+            self.auto = AutoPolicy(
+                self.engine,
+                device,
+                config,
+                link.pool,
+                identity=identity,
+                recomputed_paths=recomputed_paths(config, found),
+                is_link_shared=is_link_shared,
+            )
+            self.auto.decide_at_once()
+            _check_plan(self.engine.policy, identity, found)
+        self.profile_writer: ProfileWriter | None = None
+        """What measures, for a profile that is asked for or for policy ``auto``; None else."""
+        plans = self.auto is not None and self.auto.profiles
+        if config.profile is not None or plans:
+            self.profile_writer = self._profile_writer(model, found, config, identity)
+        ladder = OffloadLadder(self.engine, config, found)
+        self.tightening: Tightening = ladder if self.auto is None else PlansFirst(self.auto, ladder)
+        """What makes room where a micro-batch does not fit."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is followed, with policies that follow a plan; None with others, or before it."""
+        if self.auto is not None:
+            return self.auto.plan
+        if self.pyao_rule is not None:
+            return self.pyao_rule.plan
+        policy = getattr(self.engine.policy, "base", self.engine.policy)
+        return policy.plan if isinstance(policy, PlanPolicy) else None
+
+    @property
+    def is_measuring(self) -> bool:
+        """True while a profile is made."""
+        return self.profile_writer is not None and not self.profile_writer.is_complete
+
+    def start(self, model: nn.Module, owner: object) -> None:
+        """Watch *model*, where that is needed; *owner* is to be found by the hooks."""
+        if self.auto is not None:
+            self.auto.start(model, owner)
+        if self.profile_writer is not None:
+            self.profile_writer.start(model, owner)
+
+    def measure(
+        self,
+        model: nn.Module,
+        found: FoundLayers,
+        owner: object,
+        path: str | os.PathLike[str],
+        num_micro_batches: int,
+    ) -> None:
+        """Measure the next micro-batches, and write their profile.
+
+        Raises:
+            ReportError: there is a file already that is no profile of this model.
+        """
+        config = dataclasses.replace(
+            self._config, profile=os.fspath(path), profile_steps=num_micro_batches
+        )
+        check_report_path(config.profile, config.label("profile"))
+        self.profile_writer = self._profile_writer(model, found, config, identity_of(found))
+        self.profile_writer.start(model, owner)
+
+    def end(self) -> None:
+        """Take everything off. Twice is fine."""
+        if self.auto is not None:
+            self.auto.end()
+        if self.profile_writer is not None:
+            self.profile_writer.end()
+
+    def out_of_memory(self) -> None:
+        """Take note that something tighter is done: the rule's plan would hold more."""
+        if self.pyao_rule is not None:
+            self.pyao_rule.stop()
+
+    def summary(self) -> str:
+        """Say what policy ``auto`` does; empty with others, and before it has decided."""
+        return "" if self.auto is None else self.auto.summary
+
+    def report(self) -> dict[str, Any]:
+        """Return plain values that the run's report is to hold."""
+        return {} if self.auto is None else self.auto.report()
+
+    def _profile_writer(
+        self,
+        model: nn.Module,
+        found: FoundLayers,
+        config: PyAOConfig,
+        identity: Mapping[str, Any],
+    ) -> ProfileWriter:
+        auto = self.auto if self.auto is not None and self.auto.profiles else None
+        writer = ProfileWriter(
+            self.engine,
+            self._link,
+            self._device,
+            config,
+            title=f"{class_name(model)} on {self._device.type}",
+            identity=identity,
+            layer_names=[fqn for fqn, _ in found.layers],
+            has_compiled_layers=any(is_compiled(layer) for _, layer in found.layers),
+            on_done=None if auto is None else auto.profiled,
+        )
+        if auto is not None:
+            auto.cancel_profile = writer.cancel
+        return writer
+
+
+def _check_plan(policy: Policy, identity: Mapping[str, Any], found: FoundLayers) -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        PlanError: it was.
+    """
+    if isinstance(policy, PlanPolicy):
+        layers = [(fqn, [name for name, _ in named_submodules(m)]) for fqn, m in found.layers]
+        policy.plan.check_model(identity, layers)
