@@ -40,6 +40,8 @@ EXAMPLES = {
     "min_bytes": 1024,
     "window": "layer",
     "host_memory_gib": 1.5,
+    "device_memory_gib": 8.0,
+    "allow_lossy": True,
     "head_loss": "off",
     "log_metrics": "all",
     "report": "report.json",
@@ -250,7 +252,7 @@ def test_help_lists_every_name() -> None:
     for names in (POLICY_NAMES, CODECS, ("off", "chunked", "liger"), ("summary",)):
         for name in names:
             assert f"'{name}'" in text, name
-    assert "--activation_offload_policy {all,modules,budget,plan,pyao,off}" in text
+    assert "--activation_offload_policy {auto,all,modules,budget,plan,pyao,off}" in text
     assert "--activation_offload_codec {identity,int8,fp8,int4,bitmask}" in text
     assert "copy_streams" not in text
 

@@ -107,7 +107,7 @@ def test_every_config_field_has_its_field_here() -> None:
 def test_without_fields_and_environment_it_is_the_default() -> None:
     plugin = PyAOPlugin()
     assert plugin.enabled
-    assert plugin.config() == PyAOConfig(policy="all")
+    assert plugin.config() == PyAOConfig()
 
 
 def test_fields_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_bad_environment_is_refused(
 def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYAO_MODULES", "")
     monkeypatch.setenv("PYAO_ENABLED", "")
-    assert PyAOPlugin().config() == PyAOConfig(policy="all")
+    assert PyAOPlugin().config() == PyAOConfig()
 
 
 @pytest.mark.parametrize("how", ["plugin", "accelerator", "environment"])
@@ -194,6 +194,7 @@ def test_a_prepared_model_trains_bitwise_the_same(
     else:
         monkeypatch.setenv("PYAO_ENABLED", "true")
         monkeypatch.setenv("PYAO_MIN_BYTES", "0")
+        monkeypatch.setenv("PYAO_POLICY", "all")
         accelerator = PyAOAccelerator(cpu=True)
         plugin = accelerator.pyao_plugin
     assert plugin.metrics() == {}

@@ -122,7 +122,7 @@ def test_a_budget_composes_with_last_layers_recomputing_and_checkpointing() -> N
         ({"policy": "budget", "budget": 2.5}, "expected a whole number of tensors"),
         ({"policy": "budget", "budget": True}, "expected a whole number of tensors"),
         ({"policy": "plan"}, "policy is 'plan', and plan is not given"),
-        ({"plan": "plan.json"}, "plan is 'plan.json', which has no effect"),
+        ({"policy": "all", "plan": "plan.json"}, "plan is 'plan.json', which has no effect"),
         ({"policy": "pyao", "profile_steps": -1}, "profile_steps is -1"),
         ({"policy": "pyao", "profile_steps": 0}, "profile_steps is 0; expected 1 or more"),
     ],
