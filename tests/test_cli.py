@@ -16,7 +16,7 @@ from hf_pyao.report.bench_report import FactsReport
 from hf_pyao.report.schema import write_json
 from tests.report.documents import make_bench, make_run
 
-COMMANDS = ["bench", "estimate", "profile", "predict", "sweep", "report", "doctor"]
+COMMANDS = ["bench", "estimate", "profile", "predict", "plan", "sweep", "report", "doctor"]
 
 
 def _help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -91,6 +91,7 @@ def test_reports_of_several_runs_are_told_apart(
     ]
 
 
+@pytest.mark.thorough
 def test_report_writes_a_page(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

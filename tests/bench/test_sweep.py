@@ -233,6 +233,7 @@ def test_the_clock_leaves_the_hooks_as_they_were(bench: Bench) -> None:
         assert clock.elapsed_ms == elapsed_ms > 0
 
 
+@pytest.mark.thorough
 def test_budgets_go_over_what_checkpointing_leaves(bench: Bench) -> None:
     def offloaded(prefix: str, budget: int) -> float:
         method = f"{prefix}pyao:policy=budget,budget={budget},min_bytes=1,keep_last_layers=0"

@@ -62,6 +62,7 @@ def _limited(bench: Bench, monkeypatch: pytest.MonkeyPatch, largest: int) -> Non
     monkeypatch.setattr(bench, "measure", limited_measure)
 
 
+@pytest.mark.thorough
 def test_a_search_measures_at_the_largest(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     _limited(bench, monkeypatch, 3)
     row = run_trial(bench, SEARCH)

@@ -184,6 +184,7 @@ def test_copies_take_as_much_less_time(codec: str) -> None:
     assert compressed_ms == pytest.approx(plain_ms * PAYLOAD_BYTES[codec] / SLOT_BYTES)
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_values_encoded_and_decoded_once() -> None:
     for name in COMPRESSING:
         codec = study_codec(name)

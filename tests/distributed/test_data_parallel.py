@@ -73,6 +73,7 @@ def test_the_model_is_wrapped_as_the_scenario_says(
 
 
 @of_all
+@pytest.mark.sampled(every=1000)
 def test_losses_and_gradients_are_bit_identical(results_of: ResultsOf, scenario: Scenario) -> None:
     for rank, facts in enumerate(seen(results_of, scenario)):
         assert facts["offloading_losses"] == facts["losses"], f"rank {rank}"

@@ -42,6 +42,7 @@ def rows() -> dict[str, EstimateRow]:
     return {row.method: row for row in found}
 
 
+@pytest.mark.thorough
 def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, EstimateRow]) -> None:
     config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
     limit_bytes = int(SMALL.memory_gib * 2**30 * 0.96)
@@ -76,6 +77,7 @@ def test_what_saves_memory_fits_more(rows: dict[str, EstimateRow]) -> None:
     assert rows["policy budget"].hidden > rows["policy all"].hidden  # type: ignore[operator]
 
 
+@pytest.mark.thorough
 def test_the_verdict_says_who_is_faster_and_why(rows: dict[str, EstimateRow]) -> None:
     said = verdict(list(rows.values()), SMALL, 64)
     best = max(rows.values(), key=lambda row: row.tokens_per_s)

@@ -29,6 +29,7 @@ MIB = 2**20
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "opt"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.sampled(every=1000)
 def test_the_same_bytes_leave(architecture: str, checkpointing: bool, dtype: str) -> None:
     given = ",".join(f"{key}={value}" for key, value in ARCHITECTURES[architecture].items())
     config = config_of(parse_model(f"{architecture}:{given}"))
@@ -68,6 +69,7 @@ def test_the_same_bytes_leave(architecture: str, checkpointing: bool, dtype: str
     assert max(found) > 0
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_a_row_with_its_figures() -> None:
     config = config_of(parse_model("llama:" + _of("llama")))
     program = record_step(FakeTraining(config=config), BATCH, LENGTH)

@@ -80,6 +80,7 @@ def test_bytes_that_autograd_saves(model: str, steps: Steps) -> None:
     assert check(list(saved_bytes(steps, [model]))) == []
 
 
+@pytest.mark.thorough
 def test_peaks_with_the_models_own_loss(steps: Steps) -> None:
     place = list(MODELS).index("gpt2")
     for way in (NONE, ALL):
@@ -140,6 +141,7 @@ def test_like_liger_saves_less_and_leaves_no_trace() -> None:
     assert Steps().record("llama:micro", 2, 64) == own
 
 
+@pytest.mark.thorough
 def test_smoke(capsys: pytest.CaptureFixture[str]) -> None:
     compare_published.main(["--smoke"])
     output = capsys.readouterr().out

@@ -91,6 +91,7 @@ def attached(model: nn.Module, config: PyAOConfig) -> Iterator[Offloader]:
 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
+@pytest.mark.sampled(every=1000)
 def test_gradients_stay_right_before_at_and_after_the_switch(architecture: str) -> None:
     model = tiny_model(architecture).train()
     expected = step(model)
@@ -139,6 +140,7 @@ def test_on_a_cpu_without_a_cap_nothing_is_done_and_it_says_so() -> None:
         assert offloader.profile_writer is None
 
 
+@pytest.mark.thorough
 def test_a_cap_below_the_least_peak_is_named_with_what_would_help(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_cap_below_the_least_peak_is_named_with_what_would_help(
     assert "head_loss='chunked'" in warning
 
 
+@pytest.mark.thorough
 def test_a_larger_batch_is_planned_for_anew() -> None:
     model = tiny_model("gpt2").train()
     small, large = batch_of(8), batch_of(32)
@@ -173,6 +176,7 @@ def test_a_larger_batch_is_planned_for_anew() -> None:
         assert offloader.plan is second  # it holds for smaller ones
 
 
+@pytest.mark.thorough
 def test_the_plan_is_kept_and_followed_without_measuring(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     model = tiny_model("opt").train()
@@ -190,6 +194,7 @@ def test_the_plan_is_kept_and_followed_without_measuring(tmp_path: Path) -> None
         assert_same(step(model, None, offloader), expected)
 
 
+@pytest.mark.thorough
 def test_a_kept_plan_for_smaller_batches_is_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,6 +213,7 @@ def test_a_kept_plan_for_smaller_batches_is_left(
     assert sum("Delete the plan" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.thorough
 def test_a_kept_plan_of_another_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     config = replace(capped("gpt2", 0.5), plan=str(path))
@@ -249,6 +255,7 @@ def test_modules_to_recompute_are_recomputed() -> None:
         assert offloader.metrics()["recomputed_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_a_lossy_codec_is_chosen_only_where_it_is_allowed() -> None:
     exact = capped("llama", 0.0)
     slow = LinkModel(d2h_gib_per_s=0.01, h2d_gib_per_s=0.01)
@@ -264,6 +271,7 @@ def test_a_lossy_codec_is_chosen_only_where_it_is_allowed() -> None:
     assert codecs[False] == {None}
 
 
+@pytest.mark.thorough
 def test_a_plan_that_loses_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hf_pyao")
     model = tiny_model("gpt2").train()
@@ -281,6 +289,7 @@ def test_a_plan_that_loses_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     assert any("drops its plan" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.thorough
 def test_running_out_of_memory_makes_the_plan_tighter() -> None:
     model = tiny_model("gpt2").train()
     expected = step(model)
@@ -322,6 +331,7 @@ def trained(folder: Path, model: nn.Module, resume: bool = False, **more: Any) -
     return trainer
 
 
+@pytest.mark.thorough
 def test_a_trainer_saves_the_plan_and_resumes_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -202,6 +202,7 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.sampled(every=1000)
 def test_trainer_with_accumulation_and_evaluation(name: str, tmp_path: Path) -> None:
     mine, own = pair(name)
     handle = install(mine)
@@ -215,6 +216,7 @@ def test_trainer_with_accumulation_and_evaluation(name: str, tmp_path: Path) -> 
         assert len(logged(got, key)) == 3
 
 
+@pytest.mark.thorough
 def test_trainer_with_label_smoothing_keeps_its_own_way(tmp_path: Path) -> None:
     # It takes the labels away from the model, so that the model has no loss to compute in chunks.
     mine, own = pair("llama")
@@ -268,6 +270,7 @@ class InstallAtStart(TrainerCallback):
         self.handle = install(model)
 
 
+@pytest.mark.thorough
 def test_sft_trainer(tmp_path: Path) -> None:
     # TRL fuses the head itself from some release on, and reads the logits of every step before.
 

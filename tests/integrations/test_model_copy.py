@@ -48,6 +48,7 @@ def program_of(model: nn.Module, batch: Batch | None = None, **options: Any) -> 
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "bart"])
+@pytest.mark.sampled(every=1000)
 def test_it_saves_what_the_model_saves(architecture: str) -> None:
     model = tiny_model(architecture)
     try:
@@ -82,6 +83,7 @@ def test_the_model_and_the_random_numbers_are_as_before() -> None:
     assert type(next(model.parameters())) is nn.Parameter
 
 
+@pytest.mark.thorough
 def test_padding_needs_a_mask() -> None:
     """Attention with an explicit mask saves other tensors than without one."""
     model = tiny_model("llama")

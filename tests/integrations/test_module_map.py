@@ -580,6 +580,7 @@ class TestRegistration:
         assert module_map.roles == {"mlp_up": ("mix",)}
         assert copy.deepcopy(module_map) == module_map
 
+    @pytest.mark.thorough
     def test_plain_models_need_no_transformers(self) -> None:
         code = (
             "import sys\n"

@@ -104,6 +104,7 @@ def check_points(name: str, num_points: int) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(every=1000)
 def test_a_run_completes_with_the_same_bits(name: str) -> None:
     check_points(name, 8)
 

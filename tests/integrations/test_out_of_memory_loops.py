@@ -165,7 +165,7 @@ def test_inputs_that_a_try_changes_end_the_run(tmp_path: Path) -> None:
 
 def run_accelerate(faults: MemoryFaults) -> tuple[dict[str, torch.Tensor], int]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    plugin = PyAOPlugin(min_bytes=0, host_memory_gib=0.1).bind(accelerator)
+    plugin = PyAOPlugin(policy="all", min_bytes=0, host_memory_gib=0.1).bind(accelerator)
     model = tiny_model("opt", dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(examples(8), batch_size=2)

@@ -495,6 +495,7 @@ def test_under_fsdp2_which_bypasses_prepare_model_it_is_bitwise_the_same() -> No
     assert accelerator.pyao_plugin.metrics()["offloaded_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_importing_the_plugin_imports_neither_transformers_nor_accelerate() -> None:
     code = (
         "import sys, hf_pyao; hf_pyao.PyAOPlugin(); "

@@ -371,7 +371,7 @@ def test_the_plugin_of_a_failed_loop_writes_at_detach(tmp_path: Path) -> None:
     from accelerate import Accelerator
 
     path = tmp_path / "r.json"
-    plugin = PyAOPlugin(min_bytes=0, host_memory_gib=0.1, report=str(path))
+    plugin = PyAOPlugin(policy="all", min_bytes=0, host_memory_gib=0.1, report=str(path))
     accelerator = Accelerator(cpu=True)
     plugin.bind(accelerator)
     model = accelerator.prepare(tiny_model("llama"))

@@ -59,6 +59,7 @@ def losses(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("step ")]
 
 
+@pytest.mark.thorough
 def test_a_script_is_profiled_and_ended(tmp_path: Path) -> None:
     found = run(tmp_path, "--steps", "2", "-o", "p.json")
     assert found.returncode == 0, found.stderr

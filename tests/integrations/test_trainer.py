@@ -454,6 +454,7 @@ def flags(folder: Path, **values: Any) -> TrainingArguments:
     )
 
 
+@pytest.mark.thorough
 def test_flags_under_a_plain_trainer_are_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

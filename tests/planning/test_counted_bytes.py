@@ -22,6 +22,7 @@ SPARSE = ("mixtral", "qwen3_moe")
 
 @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {*ENCODER_DECODERS}))
 @pytest.mark.parametrize("keep_last_layers", [0, 1])
+@pytest.mark.sampled(every=1000)
 def test_they_are_the_same(architecture: str, keep_last_layers: int) -> None:
     if architecture == "mixtral" and Version(transformers.__version__) < Version("5"):
         pytest.skip("this release's mixtral looks at values in its forward")

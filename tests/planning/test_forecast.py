@@ -72,6 +72,7 @@ def profiled(architecture: str, folder: Path, **settings: Any) -> tuple[torch.nn
 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
+@pytest.mark.sampled(every=1000)
 def test_one_policy_tells_of_the_others(architecture: str, tmp_path: Path) -> None:
     """Measured once, under policy ``all``: other plans are predicted from it, and then run."""
     model, profile = profiled(architecture, tmp_path)
@@ -109,6 +110,7 @@ def test_what_was_measured_stands_beside_what_is_predicted(tmp_path: Path) -> No
         assert compared[name].predicted == compared[name].measured > 0
 
 
+@pytest.mark.thorough
 def test_a_profile_is_drawn_over_time_measured_and_predicted(tmp_path: Path) -> None:
     _, profile = profiled("gpt2", tmp_path)
     measured, predicted_one = steps_of(profile)

@@ -83,6 +83,7 @@ def judged(planner: Planner, plan: Plan, architecture: str) -> tuple[float, int]
 
 
 @pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.sampled(every=1000)
 def test_what_is_recomputed_is_predicted_as_it_is_recorded(architecture: str) -> None:
     """The engine's own search for recipes, and the one on the graph, come to the same step."""
     program, hardware = program_of(architecture), find_hardware("rtx4070")
@@ -134,6 +135,7 @@ FULLY_EVICTED = {"opt": 0.03, "gpt2": 0.08, "llama": 0.03}
 
 
 @pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.sampled(every=1000)
 def test_everything_evicted_costs_little_as_the_simulation_judges_it(architecture: str) -> None:
     planner = planner_of(architecture)
     chosen = planner.proposal(0)
@@ -145,6 +147,7 @@ def test_everything_evicted_costs_little_as_the_simulation_judges_it(architectur
     assert peak_bytes == pytest.approx(chosen.timed.peak_bytes, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_caps_are_kept_and_peaks_fall_with_them() -> None:
     planner = planner_of("gpt2")
     most, least = planner.simple()[KEEP_ALL].peak_bytes, planner.proposal(0)
@@ -174,6 +177,7 @@ def test_when_everything_fits_nothing_is_done() -> None:
     assert planner.num_solved == 0
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_had_is_named_with_the_least_possible() -> None:
     planner = planner_of("llama")
     with pytest.raises(NoPlanFitsError, match=r"within 0\.93 GiB; the lowest is") as caught:
@@ -200,6 +204,7 @@ def test_what_is_given_binds() -> None:
     assert OFFLOAD_ALL not in no_offload.simple()
 
 
+@pytest.mark.thorough
 def test_a_full_host_is_heeded() -> None:
     hardware = find_hardware("rtx4070")
     program = program_of("gpt2")
@@ -213,6 +218,7 @@ def test_a_full_host_is_heeded() -> None:
     assert chosen.host_bytes <= limit < free.host_bytes
 
 
+@pytest.mark.thorough
 def test_reasons_are_given_for_every_slot() -> None:
     planner = planner_of("gpt2")
     least = planner.proposal(0)

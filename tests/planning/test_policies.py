@@ -332,6 +332,7 @@ def test_an_observer_of_the_users_does_not_stop_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
+@pytest.mark.thorough
 def test_compiled_layers_cannot_be_timed_and_nothing_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -156,6 +156,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("hardware", [SLOW, FAST], ids=lambda hardware: hardware.name)
+@pytest.mark.sampled(every=1000)
 def test_time_and_peak_are_the_simulators(case: Case, hardware: Hardware) -> None:
     simulated = simulate_step(case.training, case.settings, hardware, case.micro_batch, case.length)
     predicted = case.predicted(hardware)
@@ -190,6 +191,7 @@ def test_a_replay_without_tensors_says_the_same(case: Case, hardware: Hardware) 
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sampled(every=1000)
 def test_the_peak_on_any_link_is_that_of_copies_that_are_late(case: Case) -> None:
     fake = peak_of(case.training, case.settings, case.micro_batch, case.length)
     predicted = case.predicted(None)

@@ -107,6 +107,7 @@ def test_times_are_the_devices() -> None:
     assert first["mlp"] >= inner > 0
 
 
+@pytest.mark.thorough
 def test_it_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     profile_of("gpt2", path, 1)
@@ -121,6 +122,7 @@ def test_it_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("change", ["cut off", "another version", "another key", "a text"])
+@pytest.mark.sampled(every=1000)
 def test_broken_files_are_refused(
     change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_run_that_was_too_short_says_so(tmp_path: Path, caplog: pytest.LogCapt
     assert not path.exists()
 
 
+@pytest.mark.thorough
 def test_one_profile_after_another(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with attach(model, EVERY_LAYER) as offloader:

@@ -52,6 +52,7 @@ def alive(program: StepProgram, *, offloads: bool, window: int | None) -> tuple[
 @pytest.mark.parametrize("architecture", SHAPES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("training_state", ["host", "device"])
+@pytest.mark.sampled(every=1000)
 def test_it_is_that_of_the_whole_model(
     architecture: str, checkpointing: bool, training_state: str
 ) -> None:
@@ -71,6 +72,7 @@ def test_it_is_that_of_the_whole_model(
 
 
 @pytest.mark.parametrize("keep_last_layers", [0, 1, 2, 3])
+@pytest.mark.sampled(every=1000)
 def test_recomputing_in_all_but_the_last_layers(keep_last_layers: int) -> None:
     options = {"recompute_modules": ("pointwise",), "keep_last_layers": keep_last_layers}
     fake = training("llama")
@@ -82,6 +84,7 @@ def test_recomputing_in_all_but_the_last_layers(keep_last_layers: int) -> None:
         )
 
 
+@pytest.mark.thorough
 def test_models_of_unequal_layers_are_recorded_whole() -> None:
     config = AutoConfig.for_model("llama", **SHAPES["llama"])
     fake = FakeTraining(config=config)

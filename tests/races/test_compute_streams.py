@@ -236,9 +236,8 @@ def races(
     with fake_streams(seed) as world:
         make = Staged if scenario == "staged" else Stack
         model = make(plain_layer, plain_layer, plain_layer, size=SIZE)
-        config = PyAOConfig(
-            min_bytes=0, window=window, keep_last_layers=0, host_memory_gib=2**-10, **options
-        )
+        settings = {"policy": "all", "min_bytes": 0, "window": window, "keep_last_layers": 0}
+        config = PyAOConfig(**{**settings, "host_memory_gib": 2**-10, **options})
         offloader = None
         if is_attached:
             transport = FakeStreamTransport(copy_streams)

@@ -69,6 +69,7 @@ def test_the_paper_window_needs_no_more_than_two_layers_besides_the_last() -> No
     assert outcome.peak_bytes <= 3 * LAYER_BYTES + 4 * SLOT_BYTES
 
 
+@pytest.mark.thorough
 def test_one_copy_engine_is_no_faster_than_two_and_still_overlaps() -> None:
     one = run_schedule(0.9, window=2 * LAYER_BYTES, copy_engines=1).step_ms
     two = run_schedule(0.9, window=2 * LAYER_BYTES, copy_engines=2).step_ms

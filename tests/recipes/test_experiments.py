@@ -274,6 +274,7 @@ def test_a_sweep_without_points_gives_no_rows() -> None:
 # ---- prediction ----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_int8_moves_what_the_real_engine_moves() -> None:
     predictor = Predictor("llama", "tiny", sequence_length=256)
     exact, coded = (predictor.predicted(system, 2) for system in (PYAO, PYAO_INT8))

@@ -14,6 +14,7 @@ from tests.recipes.conftest import REPOSITORY
 RESULT = REPOSITORY / "recipes" / "results" / "judged_plans.json"
 
 
+@pytest.mark.thorough
 def test_a_point_is_judged_by_the_engine_too() -> None:
     point = grid_point("opt", 64, 1, "rtx4070", 12.5, 1, share=0.4, is_by_engine=True)
     assert point.chosen_ms == pytest.approx(point.predicted_ms, rel=1e-6)

@@ -485,6 +485,7 @@ def test_a_resumed_run_has_no_time_to_the_target(run_stub: RunStub) -> None:
     assert (point.first_step, point.target_s) == (1, None)
 
 
+@pytest.mark.thorough
 def test_a_node_that_fails_is_named_with_what_it_said(run_stub: RunStub) -> None:
     fails = "begin()\nif node == 1: emit('failed', error='no such text'); sys.exit(2)\ntime.sleep(0.2)\n"
     with pytest.raises(ClusterError, match=r"^node 1: no such text; all nodes had ended") as info:
@@ -523,12 +524,14 @@ def test_a_node_that_ends_without_a_word_is_the_cause(run_stub: RunStub) -> None
         run_stub(behaviour + "emit('failed', error='reset by peer')")
 
 
+@pytest.mark.thorough
 def test_a_node_that_does_not_start_is_named(run_stub: RunStub) -> None:
     behaviour = "if node == 2: time.sleep(1000)\nbegin(); time.sleep(1000)"
     with pytest.raises(ClusterError, match=r"^node 2: it did not start within 1 s; all nodes"):
         run_stub(behaviour, start_timeout_s=1.0)
 
 
+@pytest.mark.thorough
 def test_an_unplugged_node_hears_nothing_more(run_stub: RunStub) -> None:
     behaviour = """
 import socket

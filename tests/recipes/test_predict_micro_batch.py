@@ -31,6 +31,7 @@ def smoke(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new folder" / "result.json"
     output = smoke(capsys, "--result", str(path))
@@ -119,6 +120,7 @@ def test_what_is_offloaded_leaves_and_logits_never_exist(architecture: str) -> N
     assert both[32].phase_peak_bytes.keys() == {"layers, forward", "head and loss", "backward"}
 
 
+@pytest.mark.thorough
 def test_training_states_differ_by_gradients_moments_and_bucket() -> None:
     options = {"architecture": "llama", "size": "tiny", "micro_batch": 1, "sequence_length": 64}
     method = BY_NAME["chunked loss"]

@@ -58,6 +58,7 @@ def test_stored_shares_are_below_their_bounds() -> None:
 
 
 @pytest.mark.parametrize("architecture", MOST)
+@pytest.mark.sampled(every=1000)
 def test_stored_shares_can_be_counted_again(architecture: str) -> None:
     try:
         row = count(architecture, PAPER_SIZES[architecture], ("pointwise",), micro_batch=1)

@@ -19,6 +19,7 @@ STRIDE = 29
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.sampled(every=1000)
 def test_gradients_are_bit_identical_under_adversarial_schedules(architecture: str) -> None:
     model, plain = make_pair(architecture)
     expected = {name: run(plain) for name, run in SCENARIOS.items()}

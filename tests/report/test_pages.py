@@ -108,6 +108,7 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_page([make_facts()], tmp_path / "file" / "out.md")
 
 
+@pytest.mark.thorough
 def test_the_same_report_gives_the_same_picture() -> None:
     first, second = (figure_of(make_bench()) for _ in range(2))
     assert first is not None
@@ -174,6 +175,7 @@ def test_families_differ_in_colour_and_in_marker() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_a_plot_is_there_for_light_and_dark_pages_narrow_and_wide() -> None:
     page = _Page(html_page([make_step()]))
     sources = [attributes for tag, attributes in page.attributes if tag == "source"]

@@ -122,6 +122,7 @@ def _fuzz(seeds: range, folder: Path, *argv: str) -> None:
     assert 0.05 < num_accepted / len(seeds) < 0.95, "both ends are looked at"
 
 
+@pytest.mark.thorough
 def test_changed_documents_are_read_whole_or_refused_in_one_line(tmp_path: Path) -> None:
     _fuzz(range(150), tmp_path)
 
@@ -184,6 +185,7 @@ def test_markdown_shows_text_of_others_as_it_is(document: Any) -> None:
 
 
 @pytest.mark.parametrize("document", _hostile(), ids=lambda document: document.kind)
+@pytest.mark.sampled(every=1000)
 def test_html_shows_text_of_others_as_it_is(document: Any) -> None:
     text = html_page([document])
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u202e\ud800]", text)

@@ -119,6 +119,7 @@ def test_compiled_code_packs(compile_: Callable[[Any], Any], compiles_first: boo
 
 
 @pytest.mark.parametrize("compile_", [compile_layers, compile_model], ids=lambda way: way.__name__)
+@pytest.mark.sampled(every=1000)
 def test_after_another_instance_of_the_class_ran_compiled(
     compile_: Callable[[Any], Any],
 ) -> None:
@@ -135,6 +136,7 @@ def test_after_another_instance_of_the_class_ran_compiled(
         assert offloader.engine.num_packs == packs
 
 
+@pytest.mark.thorough
 def test_a_step_compiled_with_its_backward() -> None:
     expected = step(build())
     model = build()

@@ -105,6 +105,7 @@ def _no_garbage(small_heap: None) -> None:
 
 @pytest.mark.parametrize("where", ["forward 1", "backward 2", "backward 0"])
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt], ids=lambda kind: kind.__name__)
+@pytest.mark.sampled(every=1000)
 def test_an_exception_in_a_layer(where: str, kind: type[BaseException], config: PyAOConfig) -> None:
     bomb = Bomb(kind)
     model = plant(tiny_model("llama", dropout=0.1), bomb)

@@ -68,6 +68,7 @@ def test_figures_are_those_of_real_tensors(model_type: str, config: PyAOConfig) 
     assert expected["offloaded_bytes"] == expected["reloaded_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_autocast_and_checkpointing() -> None:
     def checkpoint(model: torch.nn.Module) -> None:
         enable_checkpointing(model, use_reentrant=False)  # type: ignore[arg-type]

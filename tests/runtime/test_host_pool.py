@@ -64,6 +64,7 @@ def overlaps(one: HostBuffer, other: HostBuffer) -> bool:
     )
 )
 @settings(deadline=None, max_examples=150, derandomize=True, database=None)
+@pytest.mark.thorough
 def test_any_order_of_acquiring_and_releasing(actions: Sequence[int]) -> None:
     pool = HostPool(2 * MIN_SLAB_BYTES, pin=False)
     held: list[HostBuffer] = []

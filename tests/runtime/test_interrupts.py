@@ -219,6 +219,7 @@ def first_and_last(lines: list[Line], known: set[Line]) -> set[int]:
 
 
 @pytest.mark.parametrize("name", ["recompute and checkpointing", "bytes"])
+@pytest.mark.sampled(every=1000)
 def test_an_interrupt_at_some_lines(name: str) -> None:
     config, options = CASES[name]
     case = Case(config, **options)
