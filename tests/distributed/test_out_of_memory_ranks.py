@@ -16,7 +16,7 @@ import pytest
 
 from tests.distributed.conftest import REPOSITORY
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 TIMEOUT_S = 240
 WITHIN_S = 60
