@@ -44,7 +44,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hf_pyao {__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["plan"]])
+@pytest.mark.parametrize("argv", [[], ["plans"]])
 def test_no_command_or_an_unknown_one_is_an_error(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,7 +45,10 @@ class Unreadable:
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"policy": "al"}, r"policy is 'al'; did you mean 'all'\?.*known: auto, all, modules"),
-    ({"policy": "everything at once"}, r"policy is 'everything at once'; known: auto, all, modules"),
+    (
+        {"policy": "everything at once"},
+        r"policy is 'everything at once'; known: auto, all, modules",
+    ),
     (
         {"policy": 3},
         r"policy is 3; expected one of 'all', 'modules', 'budget', 'plan', 'pyao', 'off', or a Po",

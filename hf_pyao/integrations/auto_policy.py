@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 NAME = "auto"
 
+PLAN_FILE = "pyao_plan.json"
+"""Name of the plan in a checkpoint's folder."""
+
 LARGER = 1.02
 """By how much more elements a batch must have than the one planned for to be planned for anew."""
 

@@ -13,6 +13,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.announce import announce
 from hf_pyao.integrations.arguments import PyAOArguments
 from hf_pyao.integrations.attach import attach
+from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.integrations.conflicts import check_training_arguments, uses_checkpointing
 from hf_pyao.integrations.run_record import LOG_PREFIX
 from hf_pyao.report.run_report import FINISHED, UNKNOWN
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from hf_pyao.integrations.attach import Offloader
 
 logger = logging.getLogger(__name__)
-
-PLAN_FILE = "pyao_plan.json"
-"""Name of the plan of policy ``auto`` in a checkpoint's folder."""
 
 
 class PyAOCallback(TrainerCallback):

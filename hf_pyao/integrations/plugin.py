@@ -15,6 +15,7 @@ from hf_pyao.config import SETTINGS, PyAOConfig
 from hf_pyao.errors import ConflictError, NoLayersFoundError
 from hf_pyao.integrations.announce import announce
 from hf_pyao.integrations.attach import attach
+from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.integrations.environment import read_environment, variable_of
 from hf_pyao.integrations.run_record import LOG_PREFIX
 from hf_pyao.integrations.setting_fields import PluginFields
@@ -118,6 +119,11 @@ class PyAOPlugin(PluginFields):
         self._wrap_method(accelerator, "log", self._log)
         # The offloaders refer to the models, which these two are meant to let go.
         self._wrap_method(accelerator, "free_memory", self._free_memory)
+        for register, hook in (
+            (accelerator.register_save_state_pre_hook, self._save_plans),
+            (accelerator.register_load_state_pre_hook, self._load_plans),
+        ):
+            self._unwrap_methods.append(register(hook).remove)
         self._wrap_method(accelerator, "end_training", self._end_training)
         return self
 
@@ -222,6 +228,20 @@ class PyAOPlugin(PluginFields):
             self._show(offloader.record.describe_end())
         return end_training(*args, **kwargs)
 
+    def _save_plans(self, models: object, weights: object, output_dir: str) -> None:
+        """Put the plans of policy ``auto`` beside what ``save_state`` saves."""
+        if self._accelerator is None or not self._accelerator.is_main_process:
+            return
+        for index, offloader in enumerate(self.offloaders):
+            if offloader.auto is not None:
+                offloader.auto.save(Path(output_dir) / _plan_file(index))
+
+    def _load_plans(self, models: object, input_dir: str) -> None:
+        """Follow the plans that were saved, without measuring."""
+        for index, offloader in enumerate(self.offloaders):
+            if offloader.auto is not None:
+                offloader.auto.resume(Path(input_dir) / _plan_file(index))
+
     def _show(self, line: str) -> None:
         if self._accelerator is not None:
             announce(line, self._accelerator.print)
@@ -255,3 +275,9 @@ class PyAOPlugin(PluginFields):
 
         setattr(accelerator, name, wrapper)
         self._unwrap_methods.append(unwrap)
+
+
+def _plan_file(index: int) -> str:
+    """Return the name of the plan of the model with a number, in a checkpoint's folder."""
+    path = Path(PLAN_FILE)
+    return PLAN_FILE if not index else f"{path.stem}.model{index}{path.suffix}"

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from hf_pyao import PyAOConfig, PyAOTrainer, PyAOTrainingArguments, attach
+from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainingArguments, attach
 from hf_pyao.config import GIB
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.integrations.attach import Offloader
-from hf_pyao.integrations.callback import PLAN_FILE
+from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.planning.plan import Plan, PlanError
 from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.transport import SimulatedTransport
@@ -358,3 +359,28 @@ def test_a_trainer_saves_the_plan_and_resumes_with_it(
     assert any("the plan in the checkpoint" in r.getMessage() for r in caplog.records)
     for a, b in zip(resumed.state_dict().values(), plain.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_accelerate_saves_the_plan_and_resumes_with_it(tmp_path: Path) -> None:
+    cap = capped("opt", 0.5).device_memory_gib
+    settings: dict[str, Any] = {"profile_steps": NUM_MEASURED, "min_bytes": 256}
+
+    def prepared() -> tuple[Accelerator, PyAOPlugin, nn.Module]:
+        accelerator = Accelerator(cpu=True)
+        plugin = PyAOPlugin(policy="auto", device_memory_gib=cap, **settings).bind(accelerator)
+        return accelerator, plugin, accelerator.prepare(tiny_model("opt").train())
+
+    accelerator, plugin, model = prepared()
+    for _ in range(NUM_MEASURED + 1):
+        step(model)
+    plan = plugin.offloaders[0].plan
+    assert plan is not None
+    accelerator.save_state(str(tmp_path / "state"))
+    plugin.detach()
+    accelerator, plugin, model = prepared()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert plugin.offloaders[0].plan == plan
+    step(model)
+    assert plugin.offloaders[0].plan == plan
+    plugin.detach()
+    assert not accelerator._save_model_state_pre_hook

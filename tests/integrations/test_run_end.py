@@ -153,7 +153,7 @@ import sys, torch
 from hf_pyao import PyAOConfig, attach
 model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
                               for _ in range(3)))
-offloader = attach(model, PyAOConfig(min_bytes=0, layers=("*",), report=sys.argv[1]))
+offloader = attach(model, PyAOConfig(policy="all", min_bytes=0, layers=("*",), report=sys.argv[1]))
 model(torch.randn(4, 8)).sum().backward()
 {last}
 """
