@@ -170,7 +170,7 @@ def test_doctor_s_json_is_a_document(
     ("argv", "message"),
     [
         ([], "no --model is given"),
-        (["--model", "llama:tiny"], "no sizes of 'llama' are known by name here"),
+        (["--model", "mamba:tiny"], "no sizes of 'mamba' are known by name here"),
         (["--smoke", "--methods", "nome"], "unknown method 'nome'; did you mean 'none'?"),
         (["--steps", "0"], "--steps is 0; expected 1 or more"),
         (["--warmup", "-1"], "--warmup is -1; expected 0 or more"),
