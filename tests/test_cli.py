@@ -16,7 +16,10 @@ from hf_pyao.report.bench_report import FactsReport
 from hf_pyao.report.schema import write_json
 from tests.report.documents import make_bench, make_run
 
-COMMANDS = ["bench", "estimate", "profile", "predict", "plan", "sweep", "report", "doctor"]
+COMMANDS = [
+    *("bench", "estimate", "microbatch", "profile", "predict", "plan", "sweep"),
+    *("report", "doctor"),
+]
 
 
 def _help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

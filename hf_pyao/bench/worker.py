@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hf_pyao import text
-from hf_pyao.bench.device_speed import measure_device
-from hf_pyao.bench.link import measure_link
+from hf_pyao.hardware.device_speed import measure_device
+from hf_pyao.hardware.link_speed import measure_link
 from hf_pyao.bench.measure import Bench
 from hf_pyao.bench.memory import DeviceMemory, device_properties, pick_device
 from hf_pyao.bench.methods import MethodUnavailable, find_method

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pyao.bench.link import LinkSpeed, measure_link
+from hf_pyao.hardware.link_speed import LinkSpeed, measure_link
 from hf_pyao.bench.measure import Bench
 from hf_pyao.bench.methods import MethodUnavailable
 from hf_pyao.bench.setup import BenchSetup, Trial

@@ -1,0 +1,157 @@
+"""A step at any size, and the best plan for it there: what a choice among sizes goes by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hf_pyao.hardware.speeds import DeviceModel
+from hf_pyao.planning.planner import Candidate, NoPlanFitsError, Planner
+from hf_pyao.planning.predict import operation_times_ms, predict
+from hf_pyao.planning.scaling import OtherOperationsError, interpolate
+from hf_pyao.planning.step_problem import Conditions
+from hf_pyao.planning.step_program import BACKWARD, StepProgram
+
+
+class SizedSteps:
+    """A step as a function of one size, by as few recordings as will do.
+
+    Args:
+        record: records the step at a size.
+        points: sizes at which it is recorded; what is below them is recorded where it is wanted,
+            since a single sample may run other operations.
+        scales: True if what the step does at other sizes follows from *points*. A loss in chunks
+            has as many of them as there are tokens for, and is recorded at each size.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[int], StepProgram],
+        *,
+        points: Sequence[int] = (2, 3),
+        scales: bool = True,
+    ) -> None:
+        self._record = record
+        self._points = points
+        self._scales = scales
+        self._recorded: dict[int, StepProgram] = {}
+        self._line: Callable[[int], StepProgram] | None = None
+        self.num_recordings = 0
+
+    def __call__(self, size: int) -> StepProgram:
+        """Return the step at *size*."""
+        if size not in self._recorded and size > min(self._points) and self._scales:
+            line = self._interpolated()
+            if line is not None:
+                return line(size)
+        return self._at(size)
+
+    def _interpolated(self) -> Callable[[int], StepProgram] | None:
+        if self._line is None:
+            try:
+                self._line = interpolate([(size, self._at(size)) for size in self._points])
+            except OtherOperationsError:
+                self._scales = False
+        return self._line
+
+    def _at(self, size: int) -> StepProgram:
+        if size not in self._recorded:
+            self.num_recordings += 1
+            self._recorded[size] = self._record(size)
+        return self._recorded[size]
+
+
+def gradients_held(program: StepProgram) -> StepProgram:
+    """Return *program* as it runs behind another micro-batch of the same optimizer step.
+
+    The parameters' gradients are there from the start, and what backward makes of them is added
+    and let go.
+    """
+    first = next((s.start for s in program.segments if s.phase == BACKWARD), None)
+    if first is None:
+        return program
+    end, held_bytes, buffers = program.num_operations, 0, []
+    for buffer in program.buffers:
+        if buffer.birth >= first and buffer.death >= end:
+            held_bytes += buffer.nbytes
+            buffer = buffer._replace(death=min(buffer.birth + 1, end))
+        buffers.append(buffer)
+    return dataclasses.replace(
+        program, buffers=tuple(buffers), resident_bytes=program.resident_bytes + held_bytes
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedPlan:
+    """The best plan at one size, and what it comes to."""
+
+    plan: str
+    """Its name."""
+    step_ms: float
+    """Of the micro-batch."""
+    peak_bytes: int
+    """Above the limit where no plan fits: then it is the lowest of all plans."""
+    planner: Planner | None = None
+    """Who found it, where it was looked for."""
+    candidate: Candidate | None = None
+
+
+def best_plan(
+    program: StepProgram,
+    device: DeviceModel,
+    conditions: Conditions,
+    limit_bytes: float,
+    *,
+    host_limit_bytes: float = float("inf"),
+) -> SizedPlan:
+    """Return the fastest plan for *program* within *limit_bytes*, or the one with the lowest peak.
+
+    Args:
+        program: the step, recorded without recomputation.
+        device: its speeds.
+        conditions: link, window, and what else is given.
+        limit_bytes: most bytes on the device.
+        host_limit_bytes: most bytes on the host.
+    """
+    planner = Planner(
+        program,
+        operation_times_ms(program, device),
+        conditions,
+        host_limit_bytes=host_limit_bytes,
+    )
+    try:
+        found = planner.best(limit_bytes)
+    except NoPlanFitsError:
+        found = min(planner.all_known(), key=lambda each: (each.peak_bytes, each.step_ms))
+    return SizedPlan(
+        plan=found.name,
+        step_ms=found.step_ms,
+        peak_bytes=found.peak_bytes,
+        planner=planner,
+        candidate=found,
+    )
+
+
+def fixed_plan(
+    program: StepProgram,
+    device: DeviceModel,
+    conditions: Conditions,
+    leaves: Sequence[bool],
+    name: str,
+) -> SizedPlan:
+    """Return what *program* comes to where it is given what leaves.
+
+    Args:
+        program: the step.
+        device: its speeds.
+        conditions: link and window.
+        leaves: by slot.
+        name: of what is done.
+    """
+    window_bytes = conditions.window_bytes
+    timed = predict(
+        program, leaves, window_bytes=window_bytes, device=device, link=conditions.link
+    )
+    late = predict(program, leaves, window_bytes=window_bytes)
+    return SizedPlan(plan=name, step_ms=timed.step_ms, peak_bytes=late.peak_bytes)
