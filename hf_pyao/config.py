@@ -205,9 +205,10 @@ class PyAOConfig:
         Choice(AUTO_MICRO_BATCH_NAMES, alone="fastest"),
         "Whether PyAOTrainer chooses the micro-batch when training begins, and gradient "
         "accumulation with it, so that samples per optimizer step stay as the training arguments "
-        "have them. 'fastest': the one with the least predicted time a sample; 'largest': the "
-        "largest that fits. What is predicted to fit is tried before it is taken. The flag without "
-        "a value means 'fastest'. `pyao microbatch` predicts the same without a device.",
+        "have them. 'fastest': the one with the least predicted time a sample within "
+        "{device_memory_gib}; 'largest': the largest that fits. What is chosen is tried before it "
+        "is taken. The flag without a value means 'fastest'. `pyao microbatch` predicts the same "
+        "for a device that is not there.",
     )
     log_metrics: str = setting(
         "summary",

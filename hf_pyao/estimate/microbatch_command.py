@@ -358,27 +358,20 @@ def _recorder(args: argparse.Namespace, config: Any) -> Callable[[int, int], Any
 def _best(args: argparse.Namespace, hardware: Hardware, limit_bytes: int) -> Callable[..., Any]:
     """Return what finds the best plan for a step."""
     from hf_pyao.config import PyAOConfig
+    from hf_pyao.planning.plan_request import PlanRequest
+    from hf_pyao.planning.predict import operation_times_ms
     from hf_pyao.planning.sized_steps import best_plan, gradients_held
-    from hf_pyao.planning.step_problem import Conditions
     from hf_pyao.settings import Size
 
-    defaults = PyAOConfig()
-    assert isinstance(defaults.window, int)
-    conditions = Conditions(
-        link=hardware.link,
-        window_bytes=defaults.window,
-        min_bytes=int(defaults.min_bytes),
-        keep_last_layers=defaults.keep_last_layers,
-    )
     host_bytes = float("inf")
     if args.host_memory is not None:
         host_bytes = float(Size().check("--host-memory", args.host_memory))
+    request = PlanRequest.of_config(PyAOConfig(), host_limit_bytes=host_bytes)
 
     def best(program: Any, *, is_accumulating: bool) -> Any:
         if is_accumulating and ENGINES[args.engine] == "device":
             program = gradients_held(program)
-        return best_plan(
-            program, hardware.device, conditions, limit_bytes, host_limit_bytes=host_bytes
-        )
+        times_ms = operation_times_ms(program, hardware.device)
+        return best_plan(request.planner_of(program, times_ms, hardware.link, {}), limit_bytes)
 
     return best

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.sized_steps import SizedPlan
 from hf_pyao.report.microbatch_report import SEQUENCE, MicroBatchRow
 from hf_pyao.report.quantities import number
@@ -98,7 +99,7 @@ def choose_micro_batch(
     accumulations = [accumulation_of(global_batch, size) for size in asked]
     rows: list[MicroBatchRow] = []
     for size, accumulation in zip(asked, accumulations, strict=True):
-        row = _row(best_at(size), limit_bytes, size, sequence_length, accumulation)
+        row = _row(best_at(size), size, sequence_length, accumulation)
         rows.append(row)
         if not row.fits:
             break
@@ -108,9 +109,7 @@ def choose_micro_batch(
     least_ms = min(_sample_ms(row) for row in fitting)
     fast = [row for row in fitting if _sample_ms(row) <= least_ms * (1 + TIE)]
     chosen = fast[0] if find == FASTEST else fitting[-1]
-    return SizeChoice(
-        chosen=chosen, rows=tuple(rows), reason=_why(chosen, rows, find, limit_bytes)
-    )
+    return SizeChoice(chosen=chosen, rows=tuple(rows), reason=_why(chosen, rows, find, limit_bytes))
 
 
 def longest_sequence(
@@ -137,7 +136,7 @@ def longest_sequence(
 
     def fits(multiple: int) -> bool:
         length = multiple * LENGTH_STEP
-        rows[multiple] = _row(best_at(length), limit_bytes, micro_batch, length, None)
+        rows[multiple] = _row(best_at(length), micro_batch, length, None)
         return rows[multiple].fits
 
     left, right = 0, min(1, most)
@@ -162,7 +161,7 @@ def longest_sequence(
     )
     reason = (
         f"Longest: {chosen.sequence_length:,} tokens at micro-batch {micro_batch} within "
-        f"{_gib(limit_bytes)}, by {chosen.plan!r} (peak {_gib(chosen.peak_bytes)}, "
+        f"{_size(limit_bytes)}, by {chosen.plan!r} (peak {_size(chosen.peak_bytes)}, "
         f"{number(_sample_ms(chosen))} ms a sample); {end}."
     )
     return SizeChoice(chosen=chosen, rows=found, reason=reason)
@@ -170,19 +169,17 @@ def longest_sequence(
 
 def _row(
     found: SizedPlan,
-    limit_bytes: float,
     micro_batch: int,
     sequence_length: int,
     accumulation: int | None,
 ) -> MicroBatchRow:
-    fits = found.peak_bytes <= limit_bytes
     return MicroBatchRow(
         micro_batch=micro_batch,
         sequence_length=sequence_length,
         accumulation=accumulation,
-        fits=fits,
+        fits=found.fits,
         peak_bytes=found.peak_bytes,
-        step_ms=found.step_ms if fits else None,
+        step_ms=found.step_ms if found.fits else None,
         plan=found.plan,
     )
 
@@ -196,10 +193,10 @@ def _why(
     chosen: MicroBatchRow, rows: Sequence[MicroBatchRow], find: str, limit_bytes: float
 ) -> str:
     fitting = [row for row in rows if row.fits]
-    what = f"micro-batch {chosen.micro_batch} with {chosen.accumulation} accumulation steps"
+    what = in_words(chosen.micro_batch, chosen.accumulation or 1)
     words = [
         f"{find.capitalize()}: {what}, {number(_sample_ms(chosen))} ms a sample by "
-        f"{chosen.plan!r}, peak {_gib(chosen.peak_bytes)} of {_gib(limit_bytes)}"
+        f"{chosen.plan!r}, peak {_size(chosen.peak_bytes)} of {_size(limit_bytes)}"
     ]
     if find == FASTEST:
         others = [row for row in fitting if row.micro_batch > chosen.micro_batch][-1:]
@@ -218,18 +215,25 @@ def _compared(row: MicroBatchRow, chosen: MicroBatchRow) -> str:
 
 
 def _too_large(row: MicroBatchRow, what: str) -> str:
-    return f"{what} would take {_gib(row.peak_bytes)} at least"
+    return f"{what} would take {_size(row.peak_bytes)} at least"
 
 
 def _nothing_fits(rows: Sequence[MicroBatchRow], limit_bytes: float) -> str:
     row = rows[0]
     return (
-        f"Nothing fits {_gib(limit_bytes)}: micro-batch {row.micro_batch} of "
-        f"{row.sequence_length:,} tokens takes {_gib(row.peak_bytes)} at least, by {row.plan!r}. "
+        f"Nothing fits {_size(limit_bytes)}: micro-batch {row.micro_batch} of "
+        f"{row.sequence_length:,} tokens takes {_size(row.peak_bytes)} at least, by {row.plan!r}. "
         "What would help: head_loss='chunked' (--head-loss chunked), shorter sequences, LoRA, an "
         "optimizer with smaller states."
     )
 
 
-def _gib(nbytes: float) -> str:
-    return "any memory" if nbytes == float("inf") else f"{nbytes / 2**30:.2f} GiB"
+def in_words(micro_batch: int, accumulation: int) -> str:
+    """Return a micro-batch and its accumulation in words."""
+    if accumulation == 1:
+        return f"micro-batch {micro_batch} without accumulation"
+    return f"micro-batch {micro_batch} accumulated {accumulation} times"
+
+
+def _size(nbytes: float) -> str:
+    return "any memory" if nbytes == float("inf") else format_bytes(int(nbytes))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.planning.planner import Candidate, NoPlanFitsError, Planner
-from hf_pyao.planning.predict import operation_times_ms, predict
+from hf_pyao.planning.predict import predict
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import BACKWARD, StepProgram
@@ -91,43 +91,25 @@ class SizedPlan:
     step_ms: float
     """Of the micro-batch."""
     peak_bytes: int
-    """Above the limit where no plan fits: then it is the lowest of all plans."""
+    """Where no plan fits, the lowest of all plans."""
+    fits: bool
     planner: Planner | None = None
     """Who found it, where it was looked for."""
     candidate: Candidate | None = None
 
 
-def best_plan(
-    program: StepProgram,
-    device: DeviceModel,
-    conditions: Conditions,
-    limit_bytes: float,
-    *,
-    host_limit_bytes: float = float("inf"),
-) -> SizedPlan:
-    """Return the fastest plan for *program* within *limit_bytes*, or the one with the lowest peak.
-
-    Args:
-        program: the step, recorded without recomputation.
-        device: its speeds.
-        conditions: link, window, and what else is given.
-        limit_bytes: most bytes on the device.
-        host_limit_bytes: most bytes on the host.
-    """
-    planner = Planner(
-        program,
-        operation_times_ms(program, device),
-        conditions,
-        host_limit_bytes=host_limit_bytes,
-    )
+def best_plan(planner: Planner, limit_bytes: float) -> SizedPlan:
+    """Return the fastest plan within *limit_bytes*, or else the one with the lowest peak."""
+    fits = True
     try:
         found = planner.best(limit_bytes)
     except NoPlanFitsError:
-        found = min(planner.all_known(), key=lambda each: (each.peak_bytes, each.step_ms))
+        fits, found = False, planner.least()
     return SizedPlan(
         plan=found.name,
         step_ms=found.step_ms,
         peak_bytes=found.peak_bytes,
+        fits=fits,
         planner=planner,
         candidate=found,
     )
@@ -139,6 +121,7 @@ def fixed_plan(
     conditions: Conditions,
     leaves: Sequence[bool],
     name: str,
+    limit_bytes: float,
 ) -> SizedPlan:
     """Return what *program* comes to where it is given what leaves.
 
@@ -148,10 +131,11 @@ def fixed_plan(
         conditions: link and window.
         leaves: by slot.
         name: of what is done.
+        limit_bytes: most bytes on the device.
     """
     window_bytes = conditions.window_bytes
-    timed = predict(
-        program, leaves, window_bytes=window_bytes, device=device, link=conditions.link
+    timed = predict(program, leaves, window_bytes=window_bytes, device=device, link=conditions.link)
+    peak_bytes = predict(program, leaves, window_bytes=window_bytes).peak_bytes
+    return SizedPlan(
+        plan=name, step_ms=timed.step_ms, peak_bytes=peak_bytes, fits=peak_bytes <= limit_bytes
     )
-    late = predict(program, leaves, window_bytes=window_bytes)
-    return SizedPlan(plan=name, step_ms=timed.step_ms, peak_bytes=late.peak_bytes)

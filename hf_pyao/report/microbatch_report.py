@@ -1,4 +1,4 @@
-"""``MicroBatchReport``: which micro-batch, or which sequence, was chosen, and what was looked at."""
+"""``MicroBatchReport``: which micro-batch or length was chosen, among which, and why."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def microbatch_figure(report: MicroBatchReport, look: Look = LIGHT) -> Figure | None:
-    """Return time for each sample, and the peak with the limit, over the size; None without rows."""
+    """Return time a sample, and the peak with its limit, over the size; None without rows."""
     rows = report.rows[:MOST_ROWS]
     if not rows:
         return None
