@@ -103,9 +103,12 @@ class MicroBatchChooser:
         except CopyError as error:
             logger.warning("no micro-batch is chosen: %s", error)
             return self._as_it_is(f"nothing can be predicted: {error}")
-        if choice.chosen is None:
+        wanted = choice.chosen
+        if wanted is None and self._device.type != "cpu":
+            wanted = choice.rows[0]  # predictions are on the high side: what is tried decides
+        if wanted is None:
             raise ConfigError(f"{SETTING}: {choice.reason}")
-        return self._tried(batches, choice, limit_bytes)
+        return self._tried(batches, choice, wanted.micro_batch, limit_bytes)
 
     def _as_it_is(self, why: str) -> ChosenBatch:
         micro_batch, accumulation = self._old
@@ -208,19 +211,20 @@ class MicroBatchChooser:
 
     # ---- tried ---------------------------------------------------------------------------------
 
-    def _tried(self, batches: SampleBatches, choice: SizeChoice, limit_bytes: float) -> ChosenBatch:
-        """Try what was chosen, and what is smaller where it does not fit.
+    def _tried(
+        self, batches: SampleBatches, choice: SizeChoice, wanted: int, limit_bytes: float
+    ) -> ChosenBatch:
+        """Try *wanted*, and what is smaller where it does not fit.
 
         Raises:
             ConfigError: not even a single sample fits.
         """
-        assert choice.chosen is not None
         if not self._is_placed():
             why = "not tried, since the model is not on the device yet"
-            return self._chosen(choice.chosen.micro_batch, choice, limit_bytes, why, ())
+            return self._chosen(wanted, choice, limit_bytes, why, ())
         failed: list[int] = []
         sizes = [size for size in divisors_of(self._global_batch) if size in self._found]
-        for size in reversed([size for size in sizes if size <= choice.chosen.micro_batch]):
+        for size in reversed([size for size in sizes if size <= wanted]):
             trial = try_step(
                 self._model,
                 self._trial_config(size),

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.sized_steps import SizedPlan
-from hf_pyao.report.microbatch_report import SEQUENCE, MicroBatchRow
+from hf_pyao.report.microbatch_report import MicroBatchRow
 from hf_pyao.report.quantities import number
 
 FASTEST, LARGEST = "fastest", "largest"
-FIND = (FASTEST, LARGEST, SEQUENCE)
-"""What can be looked for."""
-
 TIE = 1e-3
 """Share by which times a sample may differ and still be equal: the smaller micro-batch is taken."""
 

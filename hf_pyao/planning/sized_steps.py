@@ -71,15 +71,37 @@ def gradients_held(program: StepProgram) -> StepProgram:
     first = next((s.start for s in program.segments if s.phase == BACKWARD), None)
     if first is None:
         return program
-    end, held_bytes, buffers = program.num_operations, 0, []
-    for buffer in program.buffers:
-        if buffer.birth >= first and buffer.death >= end:
-            held_bytes += buffer.nbytes
-            buffer = buffer._replace(death=min(buffer.birth + 1, end))
-        buffers.append(buffer)
-    return dataclasses.replace(
-        program, buffers=tuple(buffers), resident_bytes=program.resident_bytes + held_bytes
+    end = program.num_operations
+    stay = [
+        number
+        for number, buffer in enumerate(program.buffers)
+        if buffer.birth >= first and buffer.death >= end
+    ]
+    gradients = set(stay) - _summands(program, stay)
+    held_bytes = sum(program.buffers[number].nbytes for number in gradients)
+    buffers = tuple(
+        buffer._replace(death=min(buffer.birth + 1, end)) if number in gradients else buffer
+        for number, buffer in enumerate(program.buffers)
     )
+    return dataclasses.replace(
+        program, buffers=buffers, resident_bytes=program.resident_bytes + held_bytes
+    )
+
+
+def _summands(program: StepProgram, stay: Sequence[int]) -> set[int]:
+    """Return those of the buffers at the end that are let go there: summands of a gradient.
+
+    A tied embedding has a gradient from the head and one from the tokens; the last operation adds
+    them, and until it is over all three are there.
+    """
+    by_birth = sorted(stay, key=lambda number: program.buffers[number].birth)
+    if not by_birth or program.operations[-1].name != "add":
+        return set()
+    last = program.buffers[by_birth[-1]]
+    if last.birth != program.num_operations - 1:
+        return set()
+    alike = [n for n in by_birth[:-1] if program.buffers[n].nbytes == last.nbytes]
+    return {alike[0], alike[-1]} if len(alike) > 1 else set()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.quantities import ABSENT, GIB, number
-from hf_pyao.report.schema import check_version, read_fields, to_plain
+from hf_pyao.report.schema import ReportError, check_version, read_fields, to_plain
 from hf_pyao.report.view import Table, View
+from hf_pyao.text import echo
 
 SCHEMA_VERSION = 1
 """Version of the JSON of a :class:`MicroBatchReport`."""
@@ -19,10 +20,20 @@ KIND = "microbatch"
 SEQUENCE = "sequence"
 """Value of :attr:`MicroBatchReport.find` where lengths were looked at."""
 
+FINDS = ("fastest", "largest", SEQUENCE)
+"""Values of :attr:`MicroBatchReport.find`."""
+
+MOST_SAMPLES = 2**40
+"""More samples, or tokens of one, than any step has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchRow:
-    """One size that was looked at, with the best plan for it."""
+    """One size that was looked at, with the best plan for it.
+
+    Raises:
+        ReportError: a figure is out of range, or a size that fits has no time.
+    """
 
     micro_batch: int
     sequence_length: int
@@ -38,6 +49,25 @@ class MicroBatchRow:
     plan: str
     """What becomes of saved tensors, in a few words."""
 
+    def __post_init__(self) -> None:
+        """Check the figures."""
+        for name in ("micro_batch", "sequence_length", "accumulation"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MOST_SAMPLES:
+                raise ReportError(
+                    f"a row has {name} {echo(value)}; expected 1 to {MOST_SAMPLES:,}."
+                )
+        if self.peak_bytes < 0 or (self.step_ms is not None and self.step_ms < 0):
+            raise ReportError(
+                f"the row of micro-batch {self.micro_batch} has peak_bytes {echo(self.peak_bytes)} "
+                f"and step_ms {echo(self.step_ms)}; expected 0 or more."
+            )
+        if self.fits and self.step_ms is None:
+            raise ReportError(
+                f"the row of micro-batch {self.micro_batch} fits, and has no step_ms: the file is "
+                "damaged."
+            )
+
     @property
     def sample_ms(self) -> float | None:
         """Time for each sample; None where no plan fits."""
@@ -46,7 +76,11 @@ class MicroBatchRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchReport:
-    """The micro-batch, or the sequence length, for one model on one card: predicted."""
+    """The micro-batch, or the sequence length, for one model on one card: predicted.
+
+    Raises:
+        ReportError: ``find`` is another word, or the limit is negative.
+    """
 
     schema_version: int = SCHEMA_VERSION
     kind: str = KIND
@@ -68,6 +102,13 @@ class MicroBatchReport:
     provenance: Provenance
     rows: list[MicroBatchRow]
     """By rising size."""
+
+    def __post_init__(self) -> None:
+        """Check what rows cannot say."""
+        if self.find not in FINDS:
+            raise ReportError(f"find is {echo(self.find)}; expected one of {', '.join(FINDS)}.")
+        if self.limit_bytes < 0:
+            raise ReportError(f"limit_bytes is {echo(self.limit_bytes)}; expected 0 or more.")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> MicroBatchReport:
