@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,14 +92,24 @@ def running_out(
 # ---- what is chosen ------------------------------------------------------------------------------
 
 
+def drawing(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Put samples together, and change some of them at random, as for masked language models."""
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    batch["input_ids"][0, 0] = random.randrange(9) + numpy.random.randint(9)
+    batch["input_ids"][torch.rand(batch["input_ids"].shape) < 0.2] = 3
+    return batch
+
+
 def test_training_goes_on_bit_for_bit_as_with_these_sizes(tmp_path: Path) -> None:
     """Dropout, the order of the data, parameters: nothing has been disturbed by the choice."""
     chosen = trainer_of(tmp_path / "a", CONFIG)
+    chosen.data_collator = drawing
     chosen.train()
     assert sizes_of(chosen) == (8, 1)
     plain = trainer_of(
         tmp_path / "b", None, per_device_train_batch_size=8, gradient_accumulation_steps=1
     )
+    plain.data_collator = drawing
     plain.train()
     assert logged(chosen, "loss") == logged(plain, "loss")
     for (name, ours), theirs in zip(
@@ -126,6 +137,7 @@ def test_the_global_batch_stays_and_the_choice_is_told(
     assert trainer.pyao_offloader is None
 
 
+@pytest.mark.thorough
 def test_a_second_training_chooses_again_at_the_same_global_batch(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, CONFIG, max_steps=1)
     trainer.train()
@@ -141,6 +153,15 @@ def test_a_small_cap_takes_a_smaller_micro_batch(tmp_path: Path) -> None:
     chosen = choose_batch(trainer, config)
     assert (chosen.micro_batch, chosen.accumulation) == (2, 4)
     assert "4 would take" in chosen.words
+
+
+def test_gradients_of_the_micro_batches_before_are_predicted(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, CONFIG)
+    accumulated = predicted_rows(trainer, CONFIG)[1][1]
+    trainer.args.gradient_accumulation_steps = 1
+    alone = predicted_rows(trainer, CONFIG)[1][1]
+    gradient_bytes = sum(p.nbytes for p in trainer.model.parameters())
+    assert 0.2 * gradient_bytes < accumulated - alone <= gradient_bytes
 
 
 def predicted_rows(trainer: Any, config: PyAOConfig) -> tuple[ChosenBatch, list[int]]:
