@@ -8,7 +8,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.integrations.micro_batch_checks import check_sharding
 from hf_pyao.integrations.micro_batch_chooser import ChosenBatch, MicroBatchChooser
-from hf_pyao.integrations.model_copy import same_random_numbers
+from hf_pyao.integrations.random_state import RandomState
 
 
 def choose_batch(trainer: Any, config: PyAOConfig) -> ChosenBatch:
@@ -28,8 +28,12 @@ def choose_batch(trainer: Any, config: PyAOConfig) -> ChosenBatch:
     chosen: ChosenBatch | None = None
     error: PyAOError | None = None
     try:
-        with same_random_numbers():
+        device = trainer.args.device
+        random_state = RandomState([] if device.type == "cpu" else [device])
+        try:
             chosen = MicroBatchChooser(trainer, config).choose()
+        finally:
+            random_state.restore()
     except PyAOError as caught:
         error = caught
     return _agreed(trainer, chosen, error)

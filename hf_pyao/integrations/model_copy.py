@@ -187,7 +187,7 @@ class CopiedStep:
         # Hooks of autograd on its tensors, and graphs, are the model's own.
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
-            stack.enter_context(same_random_numbers())
+            stack.enter_context(_same_random_numbers())
             stack.enter_context(_no_global_hooks())
             what, memo = "the model", dict[int, Any]()
             try:
@@ -307,7 +307,7 @@ def _check_apart(fake: nn.Module, model: nn.Module) -> None:
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
+def _same_random_numbers() -> Iterator[None]:
     """Leave the generators of the process as they were: Python's, numpy's and torch's."""
     numpy: Any = sys.modules.get("numpy")
     cuda: Any = torch.cuda

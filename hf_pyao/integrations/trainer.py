@@ -16,8 +16,8 @@ from hf_pyao.integrations.auto_micro_batch import choose_batch
 from hf_pyao.integrations.callback import PyAOCallback, log_and_show
 from hf_pyao.integrations.conflicts import check_training_arguments
 from hf_pyao.integrations.micro_batch_checks import check_auto_micro_batch
-from hf_pyao.integrations.training_state import take_batch
 from hf_pyao.integrations.repeatable_inputs import RepeatableInputs
+from hf_pyao.integrations.training_state import take_batch
 from hf_pyao.report.run_report import FINISHED, outcome_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ modules and the allocator's unused memory are as before. No optimizer takes part
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConflictError
 from hf_pyao.integrations.attach import attach
-from hf_pyao.integrations.model_copy import loss_of, same_random_numbers
+from hf_pyao.integrations.model_copy import loss_of
+from hf_pyao.integrations.random_state import RandomState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,21 +137,19 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         for name, tensor in module._buffers.items()
         if tensor is not None
     ]
-    with ExitStack() as stack:
-        stack.enter_context(same_random_numbers())
-        if device.type not in ("cpu", "cuda"):
-            stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for module, name, tensor, value in buffers:
-                    if not torch.equal(tensor, value):
-                        tensor.copy_(value)
-                    module._buffers[name] = tensor
-            for module, is_training in modes:
-                module.training = is_training
+    random_state = RandomState([] if device.type == "cpu" else [device])
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        random_state.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for module, name, tensor, value in buffers:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+                module._buffers[name] = tensor
+        for module, is_training in modes:
+            module.training = is_training
