@@ -283,12 +283,14 @@ class MicroBatchChooser:
         if failed:
             gave_up = f" Memory ran out as {', '.join(map(str, failed))} was tried."
         length = choice.rows[0].sequence_length
+        does = f"trains with {in_words(size, accumulation)} instead of {in_words(*self._old)}"
+        if (size, accumulation) == self._old:
+            does = f"keeps {in_words(size, accumulation)}"
         return ChosenBatch(
             micro_batch=size,
             accumulation=accumulation,
             words=(
-                f"hf_pyao trains with {in_words(size, accumulation)} instead of "
-                f"{in_words(*self._old)}, {tried}.{gave_up} Predicted for samples of {length} "
+                f"hf_pyao {does}, {tried}.{gave_up} Predicted for samples of {length} "
                 f"tokens: {choice.reason}"
             ),
             plan=self._plan(size) if self._needs_plan(size, limit_bytes) else None,

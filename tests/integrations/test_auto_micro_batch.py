@@ -135,14 +135,8 @@ def test_the_global_batch_stays_and_the_choice_is_told(
     assert "instead of micro-batch 4 accumulated 4 times, which was tried. Predicted" in told[0]
     assert f"Fastest: micro-batch {micro_batch} " in told[0]
     assert trainer.pyao_offloader is None
-
-
-@pytest.mark.thorough
-def test_a_second_training_chooses_again_at_the_same_global_batch(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, CONFIG, max_steps=1)
     trainer.train()
-    trainer.train()
-    assert sizes_of(trainer) == (8, 1)
+    assert f"hf_pyao keeps micro-batch {micro_batch} " in capsys.readouterr().out
 
 
 def test_a_small_cap_takes_a_smaller_micro_batch(tmp_path: Path) -> None:
@@ -232,6 +226,15 @@ def test_out_of_memory_is_told_and_at_a_single_sample_it_is_an_error(tmp_path: P
         pytest.raises(ConfigError, match="micro-batches 8, 4, 2, 1 were tried, and memory ran out"),
     ):
         choose_batch(trainer, CONFIG)
+
+
+def test_nothing_is_logged_of_what_is_tried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path, CONFIG)
+    with caplog.at_level("INFO", logger="hf_pyao"):
+        choose_batch(trainer, CONFIG)
+    assert caplog.records == []
 
 
 def test_another_error_is_raised_as_it_is(tmp_path: Path) -> None:
