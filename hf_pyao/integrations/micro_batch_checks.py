@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Trainer
-
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
 
@@ -34,6 +32,8 @@ def check_auto_micro_batch(args: object, config: PyAOConfig) -> None:
             f"{SETTING} is on together with split_batches of accelerator_config, with which "
             "per_device_train_batch_size is shared out among the processes. Drop split_batches."
         )
+    from transformers import Trainer
+
     if not hasattr(Trainer, "_inner_training_loop"):  # a method of its own, from 4.57 on
         raise ConflictError(
             f"{SETTING} needs Trainer._inner_training_loop, which this transformers does not have. "

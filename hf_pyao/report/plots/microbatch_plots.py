@@ -41,15 +41,13 @@ def microbatch_figure(report: MicroBatchReport, look: Look = LIGHT) -> Figure | 
     for axes in (left, right):
         _sizes(axes, [_size(row, is_length) for row in rows])
         axes.set_xlabel("tokens of a sample" if is_length else "micro-batch, samples")
-        axes.set_ylim(bottom=0)
         if report.chosen is not None:
             chosen = _size(report.chosen, is_length)
             axes.axvline(chosen, color=look.soft, linewidth=0.9, linestyle=":", label="chosen")
-    right.legend(
-        fontsize=8, frameon=False, labelcolor=look.ink, loc="upper left", borderaxespad=0.2
-    )
-    low, high = right.get_ylim()
-    right.set_ylim(low, high * 1.3)
+    for axes, room in ((left, 1.3), (right, 1.1)):
+        axes.set_ylim(0, room * axes.get_ylim()[1])
+    lines, labels = right.get_legend_handles_labels()
+    left.legend(lines, labels, fontsize=8, frameon=False, labelcolor=look.ink, loc="best")
     if not look.is_narrow:
         figure.suptitle(look.plain(report.title), color=look.ink, fontsize=11)
     return figure
@@ -74,6 +72,7 @@ def _sizes(axes: Axes, sizes: list[int]) -> None:
     from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log", base=2)
+    axes.set_xlim(min(sizes) / 1.2, max(sizes) * 1.2)
     every = -(-len(sizes) // 8)
     shown = sizes[::every]
     axes.set_xticks(shown, [f"{size:,}" for size in shown])
