@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
-from hf_pyao.errors import ConfigError, PyAOError
+from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.micro_batch_checks import check_sharding
 from hf_pyao.integrations.micro_batch_chooser import ChosenBatch, MicroBatchChooser
 from hf_pyao.integrations.random_state import RandomState
+from hf_pyao.text import describe_error
 
 
 def choose_batch(trainer: Any, config: PyAOConfig) -> ChosenBatch:
@@ -26,7 +27,7 @@ def choose_batch(trainer: Any, config: PyAOConfig) -> ChosenBatch:
     """
     check_sharding(trainer)
     chosen: ChosenBatch | None = None
-    error: PyAOError | None = None
+    error: Exception | None = None
     try:
         device = trainer.args.device
         random_state = RandomState([] if device.type == "cpu" else [device])
@@ -34,21 +35,21 @@ def choose_batch(trainer: Any, config: PyAOConfig) -> ChosenBatch:
             chosen = MicroBatchChooser(trainer, config).choose()
         finally:
             random_state.restore()
-    except PyAOError as caught:
+    except Exception as caught:  # the other ranks wait to hear of it
         error = caught
     return _agreed(trainer, chosen, error)
 
 
-def _agreed(trainer: Any, chosen: ChosenBatch | None, error: PyAOError | None) -> ChosenBatch:
+def _agreed(trainer: Any, chosen: ChosenBatch | None, error: Exception | None) -> ChosenBatch:
     """Return the choice of the rank that chose the smallest.
 
     Raises:
-        PyAOError: a rank could not choose; on all ranks.
+        Exception: a rank could not choose; on all ranks.
     """
     if trainer.accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
-        own = (chosen, str(error or ""))
+        own = (chosen, "" if error is None else describe_error(error))
         told: list[tuple[ChosenBatch | None, str]] = gather_object([own])
         failed = [(rank, text) for rank, (what, text) in enumerate(told) if what is None]
         if failed and error is None:

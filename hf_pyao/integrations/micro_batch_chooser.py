@@ -7,7 +7,6 @@ tried on the model itself, and given up for the next smaller one where memory ru
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -51,11 +50,10 @@ from hf_pyao.planning.sized_steps import (
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.settings import amount_of
 from hf_pyao.stores.host_share import HostShare
+from hf_pyao.text import describe_error
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,9 +98,9 @@ class MicroBatchChooser:
         batches = SampleBatches(self._trainer.get_train_dataloader())
         try:
             choice = self._predicted(batches, limit_bytes)
-        except CopyError as error:
-            logger.warning("no micro-batch is chosen: %s", error)
-            return self._as_it_is(f"nothing can be predicted: {error}")
+        except (CopyError, torch.OutOfMemoryError) as error:
+            # It cannot run on fake tensors, or there is no room to measure the device's speed.
+            return self._as_it_is(f"nothing can be predicted: {describe_error(error)}")
         wanted = choice.chosen
         if wanted is None and self._device.type != "cpu":
             wanted = choice.rows[0]  # predictions are on the high side: what is tried decides
@@ -233,7 +231,7 @@ class MicroBatchChooser:
                 num_runs=1 if size == self._global_batch else 2,
                 reserved_bytes=self._more_bytes,
             )
-            if trial.has_run and (trial.peak_bytes or 0) <= self._tried_limit(limit_bytes):
+            if trial.has_run and (trial.peak_bytes or 0) <= self._tried_limit():
                 tried = _measured(trial.peak_bytes)
                 return self._chosen(size, choice, limit_bytes, tried, failed)
             failed.append(size)
@@ -242,9 +240,10 @@ class MicroBatchChooser:
             f"out; {choice.reason} Take shorter sequences, head_loss='chunked', or a larger device."
         )
 
-    def _tried_limit(self, limit_bytes: float) -> float:
+    def _tried_limit(self) -> float:
         """Return the most that a step that was tried may have taken: a cap, where one is given."""
-        return limit_bytes if self._config.device_memory_gib else float("inf")
+        cap_gib = self._config.device_memory_gib
+        return float("inf") if cap_gib is None else cap_gib * GIB
 
     def _trial_config(self, size: int) -> PyAOConfig:
         config, found = self._config, self._found[size]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,6 +227,25 @@ def test_out_of_memory_is_told_and_at_a_single_sample_it_is_an_error(tmp_path: P
         pytest.raises(ConfigError, match="micro-batches 8, 4, 2, 1 were tried, and memory ran out"),
     ):
         choose_batch(trainer, CONFIG)
+
+
+def test_a_model_that_cannot_be_recorded_keeps_its_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_of(tmp_path, CONFIG, max_steps=1)
+    forward = trainer.model.forward
+
+    @wraps(forward)
+    def looks(*args: Any, **kwargs: Any) -> Any:
+        assert kwargs["input_ids"].sum().item() >= 0
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = looks
+    trainer.train()
+    assert sizes_of(trainer) == (2, 4)
+    assert (
+        "leaves the micro-batch at 2 (auto_micro_batch): nothing can be" in capsys.readouterr().out
+    )
 
 
 def test_nothing_is_logged_of_what_is_tried(
