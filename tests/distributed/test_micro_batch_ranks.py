@@ -14,13 +14,13 @@ WORKER = "tests.distributed.micro_batch_worker"
 
 
 def test_all_ranks_take_the_smallest_choice(tmp_path: Path) -> None:
-    found = run(tmp_path, "2", module=WORKER)
-    assert [facts["sizes"] for facts in found] == [[2, 4], [2, 4]]
+    found = run(tmp_path, "1", module=WORKER)
+    assert [facts["sizes"] for facts in found] == [[1, 8], [1, 8]]
     assert [facts["world_size"] for facts in found] == [2, 2]
     assert [facts["num_steps"] for facts in found] == [3, 3]
     assert found[0]["digest"] == found[1]["digest"]
-    assert "trains with micro-batch 2 accumulated 4 times" in found[0]["log"]
-    assert "Memory ran out as 8, 4 was tried." in found[0]["log"]
+    assert "trains with micro-batch 1 accumulated 8 times instead of" in found[0]["log"]
+    assert "Memory ran out as 8, 4, 2 was tried." in found[0]["log"]
 
 
 @pytest.mark.thorough
