@@ -20,6 +20,7 @@ Activation offloading for HuggingFace training: tools beside the library.
 
   pyao doctor                       can this machine offload well, and what to change
   pyao estimate --model opt:1.3b    what fits on which card, and how fast, without one
+  pyao microbatch --model opt:1.3b  which micro-batch is the fastest, or the largest, that fits
   pyao profile train.py ...         what the steps of a script take, part by part
   pyao predict profile.json         what these steps would come to under plans
   pyao plan profile.json            the fastest plan that fits, what it does and why
@@ -69,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     from hf_pyao.bench import sweep_command
     from hf_pyao.bench.arguments import add_bench_arguments, run_from_arguments
     from hf_pyao.estimate.command import add_estimate_arguments
+    from hf_pyao.estimate.microbatch_command import add_microbatch_arguments
     from hf_pyao.estimate.plan_command import add_plan_arguments
     from hf_pyao.estimate.predict_command import add_predict_arguments
     from hf_pyao.estimate.profile_command import add_profile_arguments
@@ -88,6 +90,10 @@ def make_parser() -> argparse.ArgumentParser:
     estimate = commands.add_parser("estimate", help="what fits on which card, without one")
     add_estimate_arguments(estimate)
     estimate.set_defaults(run=_estimate)
+
+    microbatch = commands.add_parser("microbatch", help="which micro-batch, or sequence, to take")
+    add_microbatch_arguments(microbatch)
+    microbatch.set_defaults(run=_microbatch)
 
     profile = commands.add_parser("profile", help="what the steps of a script take")
     add_profile_arguments(profile)
@@ -156,6 +162,13 @@ def _need_torch() -> None:
 def _estimate(args: argparse.Namespace) -> int:
     _need_torch()
     from hf_pyao.estimate.command import run_from_arguments
+
+    return run_from_arguments(args)
+
+
+def _microbatch(args: argparse.Namespace) -> int:
+    _need_torch()
+    from hf_pyao.estimate.microbatch_command import run_from_arguments
 
     return run_from_arguments(args)
 

@@ -40,6 +40,9 @@ HEAD_LOSS_NAMES = ("auto", "off", "chunked", "liger")
 LOG_METRICS_NAMES = ("off", "summary", "all")
 """Names that ``log_metrics`` takes."""
 
+AUTO_MICRO_BATCH_NAMES = ("off", "fastest", "largest")
+"""Names that ``auto_micro_batch`` takes."""
+
 MIB = 2**20
 GIB = 2**30
 
@@ -196,6 +199,16 @@ class PyAOConfig:
         "'chunked': without ever holding all logits, which frees much when the vocabulary is "
         "large. 'liger': by Liger's kernel, if installed. 'auto': 'chunked' where the model's "
         "head is understood, else 'off'.",
+    )
+    auto_micro_batch: str = setting(
+        "off",
+        Choice(AUTO_MICRO_BATCH_NAMES, alone="fastest"),
+        "Whether PyAOTrainer chooses the micro-batch when training begins, and gradient "
+        "accumulation with it, so that samples per optimizer step stay as the training arguments "
+        "have them. 'fastest': the one with the least predicted time a sample within "
+        "{device_memory_gib}; 'largest': the largest that fits. What is chosen is tried before it "
+        "is taken. The flag without a value means 'fastest'. `pyao microbatch` predicts the same "
+        "for a device that is not there.",
     )
     log_metrics: str = setting(
         "summary",

@@ -44,6 +44,8 @@ class Kind(abc.ABC):
     """Type of the field behind a flag, without its None."""
     metavar = "VALUE"
     """What stands for the value in ``--help``."""
+    alone: Any = None
+    """What the flag means without a value; None: it needs one."""
 
     @abc.abstractmethod
     def check(self, label: str, value: Any) -> Any:
@@ -71,6 +73,8 @@ class Choice(Kind):
     """One of some names."""
 
     names: tuple[str, ...]
+    alone: str | None = None
+    """What the flag means without a value; None: it needs one."""
 
     @property
     def metavar(self) -> str:  # type: ignore[override]

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_pyao.bench.device_speed import DeviceSpeed
-from hf_pyao.bench.link import LinkSpeed
 from hf_pyao.bench.packages import REMEDY, Broken
 from hf_pyao.bench.processes import broken_packages, probe
+from hf_pyao.hardware.device_speed import DeviceSpeed
+from hf_pyao.hardware.link_speed import LinkSpeed
 from hf_pyao.report.bench_report import FactsReport
 from hf_pyao.report.provenance import collect_provenance
 from hf_pyao.stores import available_host_bytes
@@ -43,7 +43,7 @@ class Machine:
     device: dict[str, Any]
     """``hf_pyao.bench.worker.describe_device``."""
     link: dict[str, float | None]
-    """``hf_pyao.bench.link.LinkSpeed``."""
+    """``hf_pyao.hardware.link_speed.LinkSpeed``."""
     has_mps: bool
     device_node: int | None
     """NUMA node that the device hangs on."""

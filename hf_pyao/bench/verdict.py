@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from hf_pyao.bench.doctor import Machine
-from hf_pyao.bench.link import LinkSpeed
+from hf_pyao.hardware.link_speed import LinkSpeed
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 

@@ -12,6 +12,7 @@ from hf_pyao.config import SETTINGS, PyAOConfig, file_labels, read_settings
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.conflicts import check_other_offloaders
 from hf_pyao.integrations.flags import flag_of, flag_text
+from hf_pyao.integrations.micro_batch_checks import check_auto_micro_batch
 from hf_pyao.integrations.setting_fields import ArgumentFields
 from hf_pyao.report import check_report_path
 from hf_pyao.text import echo
@@ -55,11 +56,13 @@ class PyAOArguments(ArgumentFields):
         Raises:
             ConfigError: a flag or the file's content is bad, or a flag is given while
                 ``activation_offload`` is off.
-            ConflictError: offloading is on, and another offloader of activations too.
+            ConflictError: offloading is on, and another offloader of activations too; or the
+                micro-batch is to be chosen, and transformers would change it.
         """
         config = self.pyao_config()
         if config is not None:
             check_other_offloaders(self)
+            check_auto_micro_batch(self, config)
             check_report_path(config.report, config.label("report"))
 
     def pyao_config(self) -> PyAOConfig | None:

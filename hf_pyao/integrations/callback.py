@@ -15,6 +15,7 @@ from hf_pyao.integrations.arguments import PyAOArguments
 from hf_pyao.integrations.attach import attach
 from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.integrations.conflicts import check_training_arguments, uses_checkpointing
+from hf_pyao.integrations.micro_batch_checks import refuse_without_trainer
 from hf_pyao.integrations.run_record import LOG_PREFIX
 from hf_pyao.report.run_report import FINISHED, UNKNOWN
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from hf_pyao.integrations.attach import Offloader
+    from hf_pyao.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,10 @@ class PyAOCallback(TrainerCallback):
         self._state: TrainerState | None = None
         self.resumed_from: str | None = None
         """The checkpoint that training goes on from, if it does."""
+        self.trainer_chooses_micro_batch = False
+        """True if the Trainer makes the choice that ``auto_micro_batch`` asks for."""
+        self.first_plan: Plan | None = None
+        """What policy ``auto`` is to follow from the start; None: it measures, and plans itself."""
 
     @property
     def totals(self) -> dict[str, float]:
@@ -102,6 +108,9 @@ class PyAOCallback(TrainerCallback):
         # that ran out of memory left behind must go, and the model may have been wrapped anew.
         self.detach(UNKNOWN)
         check_training_arguments(args)
+        config = self.config or _config_of(args)
+        if not self.trainer_chooses_micro_batch:
+            refuse_without_trainer(config, "a callback")
         if uses_checkpointing(args) and not self._has_warned_checkpointing:
             self._has_warned_checkpointing = True
             logger.warning(
@@ -112,11 +121,14 @@ class PyAOCallback(TrainerCallback):
             )
         assert model is not None, "Trainer passes the model to every event"
         self._state = state
-        self.offloader = attach(model, self.config or _config_of(args))
+        self.offloader = attach(model, config)
         if self.offloader.auto is not None:
-            self.offloader.auto.say = lambda line: _log_and_show(line, args, state)
+            self.offloader.auto.say = lambda line: log_and_show(line, args, state)
             if self.resumed_from is not None:
                 self.offloader.auto.resume(Path(self.resumed_from) / PLAN_FILE)
+            if self.first_plan is not None and self.offloader.auto.plan is None:
+                self.offloader.auto.cancel_profile()
+                self.offloader.auto.follow(self.first_plan, "the plan for this micro-batch")
         _show(self.offloader.describe(), args, state)
 
     def on_step_end(
@@ -173,7 +185,8 @@ def _config_of(args: object) -> PyAOConfig:
     return PyAOConfig() if config is None else config
 
 
-def _log_and_show(line: str, args: TrainingArguments, state: TrainerState) -> None:
+def log_and_show(line: str, args: TrainingArguments, state: TrainerState) -> None:
+    """Log *line*, and show it once."""
     logger.info("%s", line)
     _show(line, args, state)
 

@@ -25,7 +25,10 @@ def flag_metadata(setting: Setting) -> Mapping[str, Any]:
     """Return what HfArgumentParser hands on to argparse; the default is stated in the help."""
     # argparse formats the help with %. The empty %(default) keeps it from adding "(default: None)".
     text = setting.help(flag_text).replace("%", "%%")
-    return {"help": f"{text}%(default).0s", "metavar": setting.kind.metavar}
+    metadata = {"help": f"{text}%(default).0s", "metavar": setting.kind.metavar}
+    if setting.kind.alone is not None:
+        metadata |= {"nargs": "?", "const": setting.kind.alone}
+    return metadata
 
 
 @dataclass

@@ -131,7 +131,7 @@ class ForwardWatch:
             return  # a copy's functions lead back to the model
         is_first = self.seen is None
         if self.seen is None:
-            self.seen = _seen(args, kwargs)
+            self.seen = seen_forward(args, kwargs)
         self._newest = (args, kwargs)
         try:
             self._before(self.seen, is_first=is_first)
@@ -163,7 +163,7 @@ class ForwardWatch:
             CopyError: it was not called, or is gone.
         """
         model = self._model()
-        seen = _seen(*self._newest) if is_newest and self._newest is not None else self.seen
+        seen = seen_forward(*self._newest) if is_newest and self._newest is not None else self.seen
         if model is None or seen is None:
             raise CopyError("the model that was attached was not called itself.")
         return CopiedStep(model, seen)
@@ -225,7 +225,7 @@ class CopiedStep:
             with guard:
                 with self._autocast(model):
                     outputs = model(*args, **kwargs)
-                    loss = _loss_of(outputs)
+                    loss = loss_of(outputs)
                 if guard.error is not None:
                     raise guard.error  # the model's own code went on in spite of it
                 label(loss, "the loss")
@@ -332,7 +332,8 @@ def _no_global_hooks() -> AbstractContextManager[None]:
     return replaced(*(Replacement(place, name, OrderedDict()) for name in names))  # type: ignore[arg-type]
 
 
-def _seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenForward:
+def seen_forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenForward:
+    """Return what a forward with these arguments is called with, autocast as it is here."""
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     devices = {tensor.device.type for tensor in tensors} or {"cpu"}
     device = next((each for each in devices if each != "cpu"), "cpu")
@@ -357,7 +358,7 @@ def _empty(value: Any) -> Any:
     return value.empty() if isinstance(value, TensorShape) else value
 
 
-def _loss_of(outputs: Any) -> Tensor:
+def loss_of(outputs: Any) -> Tensor:
     """Return the loss among a model's outputs, or a number that all of them are in."""
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:

@@ -17,6 +17,7 @@ from hf_pyao.integrations.announce import announce
 from hf_pyao.integrations.attach import attach
 from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.integrations.environment import read_environment, variable_of
+from hf_pyao.integrations.micro_batch_checks import refuse_without_trainer
 from hf_pyao.integrations.run_record import LOG_PREFIX
 from hf_pyao.integrations.setting_fields import PluginFields
 from hf_pyao.integrations.wrappers import class_name
@@ -78,7 +79,7 @@ class PyAOPlugin(PluginFields):
                 setattr(self, name, value)
                 self._from_environment.add(name)
         self.enabled = True if self.enabled is None else _ENABLED.check("enabled", self.enabled)
-        self.config()
+        refuse_without_trainer(self.config(), "a training loop of your own")
 
     def config(self) -> PyAOConfig:
         """Return the configuration that the fields make.

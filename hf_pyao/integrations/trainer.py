@@ -12,9 +12,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.arguments import PyAOArguments
-from hf_pyao.integrations.callback import PyAOCallback
+from hf_pyao.integrations.auto_micro_batch import choose_batch
+from hf_pyao.integrations.callback import PyAOCallback, log_and_show
 from hf_pyao.integrations.conflicts import check_training_arguments
+from hf_pyao.integrations.micro_batch_checks import check_auto_micro_batch
 from hf_pyao.integrations.repeatable_inputs import RepeatableInputs
+from hf_pyao.integrations.training_state import take_batch
 from hf_pyao.report.run_report import FINISHED, outcome_of
 
 if TYPE_CHECKING:
@@ -72,9 +75,11 @@ class PyAOTrainerMixin(_TrainerBase):
         config = _resolve_config(training_args, pyao_config)
         if config is not None and training_args is not None:
             check_training_arguments(training_args)
+            check_auto_micro_batch(training_args, config)
         super().__init__(*args, **kwargs)
         if config is not None:
             self._pyao_callback = PyAOCallback(config)
+            self._pyao_callback.trainer_chooses_micro_batch = True
             self.add_callback(self._pyao_callback)
             self._pyao_callback.on_init_end(self.args, self.state, self.control)
 
@@ -125,6 +130,21 @@ class PyAOTrainerMixin(_TrainerBase):
         return offloader.run_micro_batch(
             lambda: step(model, given(), *args, **kwargs), writes_only_this_model=True
         )
+
+    def _inner_training_loop(self, batch_size: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the base class does, with the micro-batch that is chosen, if one is.
+
+        The last moment at which the model is there as it will be trained, and no data yet.
+        """
+        callback = self._pyao_callback
+        config = None if callback is None else callback.config
+        if callback is not None and config is not None and config.auto_micro_batch != "off":
+            check_auto_micro_batch(self.args, config)
+            chosen = choose_batch(self, config)
+            batch_size = take_batch(self, chosen.micro_batch, chosen.accumulation)
+            callback.first_plan = chosen.plan
+            log_and_show(chosen.words, self.args, self.state)
+        return super()._inner_training_loop(batch_size, *args, **kwargs)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log as the base class does, with the offloading metrics added to training logs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,29 +87,53 @@ class PlanRequest:
             ReportError: the step in it is damaged.
         """
         forecast = Forecast(profile, device=device, link=link, window_bytes=self.window_bytes)
-        conditions = Conditions(
-            link=forecast.link,
+        return self.planner_of(
+            forecast.program,
+            forecast.times_ms,
+            forecast.link,
+            {slot.name: slot.dtype for slot in profile.slots},
+            gradient_bytes=gradient_bytes,
+        )
+
+    def planner_of(
+        self,
+        program: StepProgram,
+        times_ms: Sequence[float],
+        link: LinkModel,
+        dtypes: Mapping[str, str],
+        *,
+        gradient_bytes: int = 0,
+    ) -> Planner:
+        """Return the planner for a step with these times.
+
+        Args:
+            program: the step.
+            times_ms: of each operation.
+            link: its speeds.
+            dtypes: by slot, as far as known; codecs take slots of known ones alone.
+            gradient_bytes: as in :meth:`planner`.
+        """
+        return Planner(
+            program,
+            times_ms,
+            self.conditions(link, gradient_bytes),
+            host_limit_bytes=self.host_limit_bytes,
+            forced=self._forced(program),
+            coding=CodedWays.of(
+                program, times_ms, dtypes, codec=self.codec, allow_lossy=self.allow_lossy
+            ),
+        )
+
+    def conditions(self, link: LinkModel, gradient_bytes: int = 0) -> Conditions:
+        """Return under which a step is planned over *link*."""
+        return Conditions(
+            link=link,
             window_bytes=self.window_bytes,
             min_bytes=self.min_bytes,
             keep_last_layers=self.keep_last_layers,
             gradient_bytes=gradient_bytes,
             may_shrink_window=self.may_shrink_window,
             may_keep_fewer=self.may_keep_fewer,
-        )
-        dtypes = {slot.name: slot.dtype for slot in profile.slots}
-        return Planner(
-            forecast.program,
-            forecast.times_ms,
-            conditions,
-            host_limit_bytes=self.host_limit_bytes,
-            forced=self._forced(forecast.program),
-            coding=CodedWays.of(
-                forecast.program,
-                forecast.times_ms,
-                dtypes,
-                codec=self.codec,
-                allow_lossy=self.allow_lossy,
-            ),
         )
 
     def _forced(self, program: StepProgram) -> Callable[[str], bool] | None:

@@ -130,7 +130,7 @@ class BenchReport:
     device: dict[str, Any]
     """Name, memory and driver of the device."""
     link: dict[str, float | None]
-    """Measured copy speeds in GiB/s; see ``hf_pyao.bench.link.LinkSpeed``."""
+    """Measured copy speeds in GiB/s; see ``hf_pyao.hardware.link_speed.LinkSpeed``."""
     provenance: Provenance
     rows: list[BenchRow]
 

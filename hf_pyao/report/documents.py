@@ -11,11 +11,13 @@ from hf_pyao.errors import nearest
 from hf_pyao.report.bench_report import BenchReport, FactsReport
 from hf_pyao.report.bench_view import bench_view, facts_view
 from hf_pyao.report.estimate_report import EstimateReport, estimate_view
+from hf_pyao.report.microbatch_report import MicroBatchReport, microbatch_view
 from hf_pyao.report.plan_report import Plan
 from hf_pyao.report.plan_view import plan_view
 from hf_pyao.report.plots.bench_plots import bench_figure
 from hf_pyao.report.plots.estimate_plots import estimate_figure
 from hf_pyao.report.plots.look import LIGHT, Look, need_matplotlib
+from hf_pyao.report.plots.microbatch_plots import microbatch_figure
 from hf_pyao.report.plots.plan_plots import plan_figure
 from hf_pyao.report.plots.profile_plots import throughput_figure
 from hf_pyao.report.plots.run_plots import run_figure
@@ -51,6 +53,7 @@ KINDS: Mapping[str, Kind] = {
     "prediction": Kind(document=PredictionReport, view=prediction_view),
     "sweep": Kind(document=SweepReport, view=sweep_view, figure=sweep_figure),
     "plan": Kind(document=Plan, view=plan_view, figure=plan_figure),
+    "microbatch": Kind(document=MicroBatchReport, view=microbatch_view, figure=microbatch_figure),
     "step": Kind(document=StepReport, view=step_view, figure=step_figure, trace_events=step_events),
 }
 """Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""

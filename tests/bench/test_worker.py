@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pyao.bench.link import LinkSpeed, measure_link
 from hf_pyao.bench.measure import Bench
 from hf_pyao.bench.methods import MethodUnavailable
 from hf_pyao.bench.setup import BenchSetup, Trial
@@ -22,6 +21,7 @@ from hf_pyao.bench.worker import (
     run_trial,
 )
 from hf_pyao.errors import ConfigError
+from hf_pyao.hardware.link_speed import LinkSpeed, measure_link
 from hf_pyao.report.bench_report import FAILED, OK, OUT_OF_MEMORY, UNAVAILABLE, BenchRow
 
 SEARCH = Trial(method="none", micro_batch=64, is_search=True)

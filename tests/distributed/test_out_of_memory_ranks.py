@@ -22,7 +22,13 @@ TIMEOUT_S = 240
 WITHIN_S = 60
 
 
-def run(folder: Path, case: str, *, waits_for: tuple[int, ...] = (0, 1)) -> list[dict[str, Any]]:
+def run(
+    folder: Path,
+    case: str,
+    *,
+    waits_for: tuple[int, ...] = (0, 1),
+    module: str = "tests.distributed.memory_worker",
+) -> list[dict[str, Any]]:
     """Run two ranks; return what each saw, and how long after the other it ended."""
     folder.mkdir(exist_ok=True)
     with socket.socket() as free:
@@ -41,7 +47,7 @@ def run(folder: Path, case: str, *, waits_for: tuple[int, ...] = (0, 1)) -> list
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
         }
-        command = [sys.executable, "-m", "tests.distributed.memory_worker", str(folder), case]
+        command = [sys.executable, "-m", module, str(folder), case]
         with (folder / f"rank{rank}.log").open("wb") as log:
             processes.append(
                 subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

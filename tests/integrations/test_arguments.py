@@ -43,6 +43,7 @@ EXAMPLES = {
     "device_memory_gib": 8.0,
     "allow_lossy": True,
     "head_loss": "off",
+    "auto_micro_batch": "largest",
     "log_metrics": "all",
     "report": "report.json",
 }

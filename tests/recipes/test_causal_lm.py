@@ -57,6 +57,22 @@ def test_the_table_tells_of_a_chunked_head_loss_and_the_end_of_results(run_recip
     assert run.output.rstrip().splitlines()[-1] == f"results in {run.folder}"
 
 
+def test_a_micro_batch_is_chosen_within_a_cap(
+    run_recipe: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("--activation_offload_auto_micro_batch", "--activation_offload_device_memory_gib")
+    with caplog.at_level("INFO", logger="hf_pyao"):
+        run = run_recipe("opt", *options, "0.0023", *("--gradient_accumulation_steps", "2"))
+    said = (
+        "hf_pyao trains with micro-batch 2 accumulated 4 times instead of micro-batch 4 accumulated"
+    )
+    assert said in caplog.text
+    assert "Fastest: micro-batch 2 accumulated 4 times" in caplog.text
+    assert "would take" in caplog.text
+    assert run.row("micro-batch").startswith("2 x 32 tokens")
+    assert len(run.losses) == 6
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", model_sizes.MODEL_SIZES)
 def test_offloading_changes_no_loss_and_no_weight(architecture: str, run_recipe: Run) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_pyao.report import BenchReport, BenchRow, RunReport
 from hf_pyao.report.bench_report import OUT_OF_MEMORY, UNAVAILABLE, FactsReport, StepTimes
+from hf_pyao.report.microbatch_report import MicroBatchReport, MicroBatchRow
 from hf_pyao.report.plan_report import Plan, PlannedSlot
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.step_report import MemoryPoint, StepPeak, StepReport, StepSpan, StepTotals
@@ -170,3 +171,38 @@ def make_plan(**changes: Any) -> Plan:
         "figures": {"link_gib_per_s": 24.0},
     }
     return Plan(**{**fields, **changes})
+
+
+def make_microbatch(**changes: Any) -> MicroBatchReport:
+    """Return a choice among four sizes, of which the largest does not fit."""
+    rows = [
+        MicroBatchRow(
+            micro_batch=size,
+            sequence_length=512,
+            accumulation=8 // size,
+            fits=fits,
+            peak_bytes=peak * GIB,
+            step_ms=step_ms,
+            plan=plan,
+        )
+        for size, fits, peak, step_ms, plan in (
+            (1, True, 6, 30.0, "keep everything"),
+            (2, True, 8, 50.0, "keep everything"),
+            (4, True, 9, 110.0, "planned"),
+            (8, False, 14, None, "planned"),
+        )
+    ]
+    fields: dict[str, Any] = {
+        "title": "Fastest micro-batch: opt 1.3b on rtx4070",
+        "find": "fastest",
+        "global_batch": 8,
+        "limit_bytes": 11 * GIB,
+        "chosen": rows[1],
+        "verdict": "Fastest: micro-batch 2 accumulated 4 times.",
+        "setup": {"engine": "plain"},
+        "hardware": {"name": "rtx4070"},
+        "assumptions": ["eager layers"],
+        "provenance": PROVENANCE,
+        "rows": rows,
+    }
+    return MicroBatchReport(**{**fields, **changes})

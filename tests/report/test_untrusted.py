@@ -27,6 +27,7 @@ from hf_pyao.report.tables import markdown_of
 from tests.report.documents import (
     make_bench,
     make_facts,
+    make_microbatch,
     make_plan,
     make_row,
     make_run,
@@ -54,6 +55,7 @@ def _documents() -> list[dict[str, Any]]:
         make_facts(),
         make_step(),
         make_plan(),
+        make_microbatch(),
     )
     return [to_plain(document) for document in documents]
 

@@ -1,0 +1,316 @@
+"""Predicts, chooses and tries a Trainer's micro-batch, on one rank.
+
+What each size takes is predicted from a recording on a fake copy of the model; what is chosen is
+tried on the model itself, and given up for the next smaller one where memory runs out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.errors import ConfigError
+from hf_pyao.integrations.device_limit import beside_bytes, device_limit
+from hf_pyao.integrations.device_speeds import hardware_of
+from hf_pyao.integrations.micro_batch_checks import SETTING
+from hf_pyao.integrations.model_copy import (
+    CopiedStep,
+    CopyError,
+    seen_forward,
+)
+from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.integrations.sample_batches import SampleBatches
+from hf_pyao.integrations.step_recording import record_fake_step
+from hf_pyao.integrations.training_state import bytes_besides, nbytes_of
+from hf_pyao.integrations.trial_step import try_step
+from hf_pyao.integrations.wiring import recomputed_paths
+from hf_pyao.integrations.wrappers import unwrap_parallel
+from hf_pyao.metrics import format_bytes
+from hf_pyao.planning.auto_plan import plan_of
+from hf_pyao.planning.budget import OffloadBudget, leaving
+from hf_pyao.planning.microbatch import SizeChoice, choose_micro_batch, divisors_of, in_words
+from hf_pyao.planning.plan import Plan, PlanPolicy
+from hf_pyao.planning.plan_request import PlanRequest
+from hf_pyao.planning.planner import OFFLOAD_ALL
+from hf_pyao.planning.predict import operation_times_ms
+from hf_pyao.planning.sized_steps import (
+    SizedPlan,
+    SizedSteps,
+    best_plan,
+    fixed_plan,
+    gradients_held,
+)
+from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.settings import amount_of
+from hf_pyao.stores.host_share import HostShare
+from hf_pyao.text import describe_error
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChosenBatch:
+    """What a Trainer is to train with."""
+
+    micro_batch: int
+    accumulation: int
+    words: str
+    """What was chosen, and why."""
+    plan: Plan | None = None
+    """What policy ``auto`` is to follow from the start, where offloading everything, which it
+    would do while it measures, does not fit; None: it may measure."""
+
+
+class MicroBatchChooser:
+    """Predicts, chooses and tries, on one rank."""
+
+    def __init__(self, trainer: Any, config: PyAOConfig) -> None:
+        args: TrainingArguments = trainer.args
+        self._trainer = trainer
+        self._config = config
+        self._device: torch.device = args.device
+        self._model: nn.Module = unwrap_parallel(trainer.model)
+        self._old = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+        self._global_batch = self._old[0] * self._old[1]
+        self._more_bytes = bytes_besides(trainer, self._model)
+        self._is_auto = config.policy == "auto"
+        self._found: dict[int, SizedPlan] = {}
+
+    def choose(self) -> ChosenBatch:
+        """Choose."""
+        limit_bytes = self._limit_bytes()
+        if limit_bytes is None:
+            label = self._config.label("device_memory_gib")
+            return self._as_it_is(
+                f"how much memory {self._device} has is not known; give {label}"
+                if self._device.type != "cpu"
+                else f"on a CPU there is no device memory to fit; give {label} to choose for a "
+                "device of that size"
+            )
+        batches = SampleBatches(self._trainer.get_train_dataloader())
+        try:
+            choice = self._predicted(batches, limit_bytes)
+        except (CopyError, torch.OutOfMemoryError) as error:
+            # It cannot run on fake tensors, or there is no room to measure the device's speed.
+            return self._as_it_is(f"nothing can be predicted: {describe_error(error)}")
+        wanted = choice.chosen
+        if wanted is None and self._device.type != "cpu":
+            wanted = choice.rows[0]  # predictions are on the high side: what is tried decides
+        if wanted is None:
+            raise ConfigError(f"{SETTING}: {choice.reason}")
+        return self._tried(batches, choice, wanted.micro_batch, limit_bytes)
+
+    def _as_it_is(self, why: str) -> ChosenBatch:
+        micro_batch, accumulation = self._old
+        return ChosenBatch(
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            words=f"hf_pyao leaves the micro-batch at {micro_batch} (auto_micro_batch): {why}",
+        )
+
+    def _limit_bytes(self) -> float | None:
+        """Return the most bytes that the step may have on the device; None: it is not known.
+
+        Without what is there besides already: another model, states of an optimizer.
+        """
+        config = self._config
+        label = config.label("device_memory_gib")
+        limit = device_limit(self._device, config.device_memory_gib, label)
+        if limit is None:
+            return None
+        resident_bytes = nbytes_of(self._model) if self._is_placed() else 0
+        return limit.nbytes - beside_bytes(limit, resident_bytes, self._model.parameters())
+
+    def _is_placed(self) -> bool:
+        return next(self._model.parameters()).device.type == self._device.type
+
+    # ---- predicted -----------------------------------------------------------------------------
+
+    def _predicted(self, batches: SampleBatches, limit_bytes: float) -> SizeChoice:
+        hardware = hardware_of(self._device)
+        request = self._request()
+        steps = SizedSteps(
+            lambda size: self._recorded(batches, size), scales=self._config.head_loss == "off"
+        )
+
+        def best_at(size: int) -> SizedPlan:
+            program = steps(size)
+            if size < self._global_batch:
+                program = gradients_held(program)
+            if self._is_auto:
+                times_ms = operation_times_ms(program, hardware.device)
+                planner = request.planner_of(program, times_ms, hardware.link, {})
+                found = best_plan(planner, limit_bytes)
+            else:
+                found = fixed_plan(
+                    program,
+                    hardware.device,
+                    request.conditions(hardware.link),
+                    _leaves(self._config, program),
+                    f"policy {self._config.policy}",
+                    limit_bytes,
+                )
+            self._found[size] = found
+            return found
+
+        return choose_micro_batch(
+            best_at,
+            limit_bytes=limit_bytes,
+            global_batch=self._global_batch,
+            sequence_length=batches.length,
+            find=self._config.auto_micro_batch,
+        )
+
+    def _request(self) -> PlanRequest:
+        config = self._config
+        share_bytes = (
+            HostShare.of_this_process(os.environ).capacity_bytes
+            if config.host_memory_gib is None
+            else config.host_memory_gib * GIB
+        )
+        return PlanRequest.of_config(
+            config,
+            recomputed_paths=recomputed_paths(config, find_layers(self._model, config.layers)),
+            host_limit_bytes=share_bytes,
+        )
+
+    def _recorded(self, batches: SampleBatches, size: int) -> StepProgram:
+        """Return the step of a fake copy of the model at a micro-batch."""
+        with self._autocast():
+            seen = seen_forward((), self._inputs(batches, size))
+        config = self._config
+        recomputes = bool(config.recompute_modules) and not self._is_auto  # 'auto' plans it
+        recorded, _ = record_fake_step(
+            CopiedStep(self._model, seen),
+            head_loss=config.head_loss,
+            recompute_modules=config.recompute_modules if recomputes else (),
+            keep_last_layers=config.keep_last_layers if recomputes else 0,
+            layers=config.layers,
+        )
+        program = recorded.whole()
+        return dataclasses.replace(
+            program, resident_bytes=program.resident_bytes + self._more_bytes
+        )
+
+    def _inputs(self, batches: SampleBatches, size: int) -> dict[str, Any]:
+        return dict(self._trainer._prepare_inputs(batches.batch(size)))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self._trainer.accelerator.autocast()
+        return found
+
+    # ---- tried ---------------------------------------------------------------------------------
+
+    def _tried(
+        self, batches: SampleBatches, choice: SizeChoice, wanted: int, limit_bytes: float
+    ) -> ChosenBatch:
+        """Try *wanted*, and what is smaller where it does not fit.
+
+        Raises:
+            ConfigError: not even a single sample fits.
+        """
+        if not self._is_placed():
+            why = "not tried, since the model is not on the device yet"
+            return self._chosen(wanted, choice, limit_bytes, why, ())
+        failed: list[int] = []
+        sizes = [size for size in divisors_of(self._global_batch) if size in self._found]
+        for size in reversed([size for size in sizes if size <= wanted]):
+            trial = try_step(
+                self._model,
+                self._trial_config(size),
+                lambda size=size: self._inputs(batches, size),  # type: ignore[misc]
+                autocast=self._autocast,
+                num_runs=1 if size == self._global_batch else 2,
+                reserved_bytes=self._more_bytes,
+            )
+            if trial.has_run and (trial.peak_bytes or 0) <= self._tried_limit():
+                tried = _measured(trial.peak_bytes)
+                return self._chosen(size, choice, limit_bytes, tried, failed)
+            failed.append(size)
+        raise ConfigError(
+            f"{SETTING}: micro-batches {', '.join(map(str, failed))} were tried, and memory ran "
+            f"out; {choice.reason} Take shorter sequences, head_loss='chunked', or a larger device."
+        )
+
+    def _tried_limit(self) -> float:
+        """Return the most that a step that was tried may have taken: a cap, where one is given."""
+        cap_gib = self._config.device_memory_gib
+        return float("inf") if cap_gib is None else cap_gib * GIB
+
+    def _trial_config(self, size: int) -> PyAOConfig:
+        config, found = self._config, self._found[size]
+        plain: dict[str, Any] = {"report": None, "profile": None, "auto_micro_batch": "off"}
+        plan = self._plan(size)
+        if plan is None or found.candidate is None:
+            return dataclasses.replace(config, **plain)
+        candidate = found.candidate
+        return dataclasses.replace(
+            config,
+            **plain,
+            policy=PlanPolicy(plan, int(config.min_bytes), "auto"),
+            plan=None,
+            recompute_modules=(),  # in the plan
+            window="layer" if candidate.window_bytes is None else candidate.window_bytes,
+            keep_last_layers=candidate.keep_last_layers,
+        )
+
+    def _plan(self, size: int) -> Plan | None:
+        found = self._found[size]
+        if found.planner is None or found.candidate is None:
+            return None
+        return plan_of(found.planner, found.candidate)
+
+    def _needs_plan(self, size: int, limit_bytes: float) -> bool:
+        """Say whether offloading everything would not fit."""
+        planner = self._found[size].planner
+        everything = None if planner is None else planner.simple().get(OFFLOAD_ALL)
+        return everything is not None and everything.peak_bytes > limit_bytes
+
+    def _chosen(
+        self, size: int, choice: SizeChoice, limit_bytes: float, tried: str, failed: Sequence[int]
+    ) -> ChosenBatch:
+        accumulation = self._global_batch // size
+        gave_up = ""
+        if failed:
+            gave_up = f" Memory ran out as {', '.join(map(str, failed))} was tried."
+        length = choice.rows[0].sequence_length
+        does = f"trains with {in_words(size, accumulation)} instead of {in_words(*self._old)}"
+        if (size, accumulation) == self._old:
+            does = f"keeps {in_words(size, accumulation)}"
+        return ChosenBatch(
+            micro_batch=size,
+            accumulation=accumulation,
+            words=(
+                f"hf_pyao {does}, {tried}.{gave_up} Predicted for samples of {length} "
+                f"tokens: {choice.reason}"
+            ),
+            plan=self._plan(size) if self._needs_plan(size, limit_bytes) else None,
+        )
+
+
+def _measured(peak_bytes: int | None) -> str:
+    if peak_bytes is None:
+        return "which was tried"
+    return f"which was tried (peak {format_bytes(peak_bytes)})"
+
+
+def _leaves(config: PyAOConfig, program: StepProgram) -> list[bool]:
+    """Return which slots leave under a policy that looks at no times."""
+    least, kept = int(config.min_bytes), config.keep_last_layers
+    if config.policy == "off":
+        return [False] * len(program.slots)
+    if config.policy == "budget":
+        assert config.budget is not None
+        max_tensors, max_bytes = amount_of(config.budget)
+        budget = OffloadBudget(least, max_tensors=max_tensors, max_bytes=max_bytes)
+        return leaving(program, budget, kept)
+    first_kept = program.num_layers - kept
+    return [slot.nbytes >= least and slot.layer < first_kept for slot in program.slots]

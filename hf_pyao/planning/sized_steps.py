@@ -1,0 +1,163 @@
+"""A step at any size, and the best plan for it there: what a choice among sizes goes by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hf_pyao.hardware.speeds import DeviceModel
+from hf_pyao.planning.planner import Candidate, NoPlanFitsError, Planner
+from hf_pyao.planning.predict import predict
+from hf_pyao.planning.scaling import OtherOperationsError, interpolate
+from hf_pyao.planning.step_problem import Conditions
+from hf_pyao.planning.step_program import BACKWARD, StepProgram
+
+
+class SizedSteps:
+    """A step as a function of one size, by as few recordings as will do.
+
+    Args:
+        record: records the step at a size.
+        points: sizes at which it is recorded; what is below them is recorded where it is wanted,
+            since a single sample may run other operations.
+        scales: True if what the step does at other sizes follows from *points*. A loss in chunks
+            has as many of them as there are tokens for, and is recorded at each size.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[int], StepProgram],
+        *,
+        points: Sequence[int] = (2, 3),
+        scales: bool = True,
+    ) -> None:
+        self._record = record
+        self._points = points
+        self._scales = scales
+        self._recorded: dict[int, StepProgram] = {}
+        self._line: Callable[[int], StepProgram] | None = None
+        self.num_recordings = 0
+
+    def __call__(self, size: int) -> StepProgram:
+        """Return the step at *size*."""
+        if size not in self._recorded and size > min(self._points) and self._scales:
+            line = self._interpolated()
+            if line is not None:
+                return line(size)
+        return self._at(size)
+
+    def _interpolated(self) -> Callable[[int], StepProgram] | None:
+        if self._line is None:
+            try:
+                self._line = interpolate([(size, self._at(size)) for size in self._points])
+            except OtherOperationsError:
+                self._scales = False
+        return self._line
+
+    def _at(self, size: int) -> StepProgram:
+        if size not in self._recorded:
+            self.num_recordings += 1
+            self._recorded[size] = self._record(size)
+        return self._recorded[size]
+
+
+def gradients_held(program: StepProgram) -> StepProgram:
+    """Return *program* as it runs behind another micro-batch of the same optimizer step.
+
+    The parameters' gradients are there from the start, and what backward makes of them is added
+    and let go.
+    """
+    first = next((s.start for s in program.segments if s.phase == BACKWARD), None)
+    if first is None:
+        return program
+    end = program.num_operations
+    stay = [
+        number
+        for number, buffer in enumerate(program.buffers)
+        if buffer.birth >= first and buffer.death >= end
+    ]
+    gradients = set(stay) - _summands(program, stay)
+    held_bytes = sum(program.buffers[number].nbytes for number in gradients)
+    buffers = tuple(
+        buffer._replace(death=min(buffer.birth + 1, end)) if number in gradients else buffer
+        for number, buffer in enumerate(program.buffers)
+    )
+    return dataclasses.replace(
+        program, buffers=buffers, resident_bytes=program.resident_bytes + held_bytes
+    )
+
+
+def _summands(program: StepProgram, stay: Sequence[int]) -> set[int]:
+    """Return those of the buffers at the end that are let go there: summands of a gradient.
+
+    A tied embedding has a gradient from the head and one from the tokens; the last operation adds
+    them, and until it is over all three are there.
+    """
+    by_birth = sorted(stay, key=lambda number: program.buffers[number].birth)
+    if not by_birth or program.operations[-1].name != "add":
+        return set()
+    last = program.buffers[by_birth[-1]]
+    if last.birth != program.num_operations - 1:
+        return set()
+    alike = [n for n in by_birth[:-1] if program.buffers[n].nbytes == last.nbytes]
+    return {alike[0], alike[-1]} if len(alike) > 1 else set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedPlan:
+    """The best plan at one size, and what it comes to."""
+
+    plan: str
+    """Its name."""
+    step_ms: float
+    """Of the micro-batch."""
+    peak_bytes: int
+    """Where no plan fits, the lowest of all plans."""
+    fits: bool
+    planner: Planner | None = None
+    """Who found it, where it was looked for."""
+    candidate: Candidate | None = None
+
+
+def best_plan(planner: Planner, limit_bytes: float) -> SizedPlan:
+    """Return the fastest plan within *limit_bytes*, or else the one with the lowest peak."""
+    fits = True
+    try:
+        found = planner.best(limit_bytes)
+    except NoPlanFitsError:
+        fits, found = False, planner.least()
+    return SizedPlan(
+        plan=found.name,
+        step_ms=found.step_ms,
+        peak_bytes=found.peak_bytes,
+        fits=fits,
+        planner=planner,
+        candidate=found,
+    )
+
+
+def fixed_plan(
+    program: StepProgram,
+    device: DeviceModel,
+    conditions: Conditions,
+    leaves: Sequence[bool],
+    name: str,
+    limit_bytes: float,
+) -> SizedPlan:
+    """Return what *program* comes to where it is given what leaves.
+
+    Args:
+        program: the step.
+        device: its speeds.
+        conditions: link and window.
+        leaves: by slot.
+        name: of what is done.
+        limit_bytes: most bytes on the device.
+    """
+    window_bytes = conditions.window_bytes
+    timed = predict(program, leaves, window_bytes=window_bytes, device=device, link=conditions.link)
+    peak_bytes = predict(program, leaves, window_bytes=window_bytes).peak_bytes
+    return SizedPlan(
+        plan=name, step_ms=timed.step_ms, peak_bytes=peak_bytes, fits=peak_bytes <= limit_bytes
+    )

@@ -1,0 +1,166 @@
+"""``MicroBatchReport``: which micro-batch or length was chosen, among which, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_pyao.report.provenance import Provenance
+from hf_pyao.report.quantities import ABSENT, GIB, number
+from hf_pyao.report.schema import ReportError, check_version, read_fields, to_plain
+from hf_pyao.report.view import Table, View
+from hf_pyao.text import echo
+
+SCHEMA_VERSION = 1
+"""Version of the JSON of a :class:`MicroBatchReport`."""
+
+KIND = "microbatch"
+
+SEQUENCE = "sequence"
+"""Value of :attr:`MicroBatchReport.find` where lengths were looked at."""
+
+FINDS = ("fastest", "largest", SEQUENCE)
+"""Values of :attr:`MicroBatchReport.find`."""
+
+MOST_SAMPLES = 2**40
+"""More samples, or tokens of one, than any step has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchRow:
+    """One size that was looked at, with the best plan for it.
+
+    Raises:
+        ReportError: a figure is out of range, or a size that fits has no time.
+    """
+
+    micro_batch: int
+    sequence_length: int
+    """Tokens of a sample."""
+    accumulation: int | None = None
+    """Micro-batches for one optimizer step; None where lengths were looked at."""
+    fits: bool
+    peak_bytes: int
+    """Most on the device at once under the plan; where none fits, under the one with the lowest
+    peak."""
+    step_ms: float | None = None
+    """Forward and backward of the micro-batch; None where no plan fits."""
+    plan: str
+    """What becomes of saved tensors, in a few words."""
+
+    def __post_init__(self) -> None:
+        """Check the figures."""
+        for name in ("micro_batch", "sequence_length", "accumulation"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MOST_SAMPLES:
+                raise ReportError(
+                    f"a row has {name} {echo(value)}; expected 1 to {MOST_SAMPLES:,}."
+                )
+        if self.peak_bytes < 0 or (self.step_ms is not None and self.step_ms < 0):
+            raise ReportError(
+                f"the row of micro-batch {self.micro_batch} has peak_bytes {echo(self.peak_bytes)} "
+                f"and step_ms {echo(self.step_ms)}; expected 0 or more."
+            )
+        if self.fits and self.step_ms is None:
+            raise ReportError(
+                f"the row of micro-batch {self.micro_batch} fits, and has no step_ms: the file is "
+                "damaged."
+            )
+
+    @property
+    def sample_ms(self) -> float | None:
+        """Time for each sample; None where no plan fits."""
+        return None if self.step_ms is None else self.step_ms / self.micro_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchReport:
+    """The micro-batch, or the sequence length, for one model on one card: predicted.
+
+    Raises:
+        ReportError: ``find`` is another word, or the limit is negative.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = KIND
+    title: str
+    find: str
+    """``"fastest"``, ``"largest"`` or ``"sequence"``."""
+    global_batch: int | None = None
+    """Samples of one optimizer step on one device; None where lengths were looked at."""
+    limit_bytes: int
+    """Most bytes on the device."""
+    chosen: MicroBatchRow | None = None
+    """None: nothing fits."""
+    verdict: str
+    """What was chosen, and why, in words."""
+    setup: dict[str, Any]
+    hardware: dict[str, Any]
+    is_measured: bool = False
+    assumptions: list[str]
+    provenance: Provenance
+    rows: list[MicroBatchRow]
+    """By rising size."""
+
+    def __post_init__(self) -> None:
+        """Check what rows cannot say."""
+        if self.find not in FINDS:
+            raise ReportError(f"find is {echo(self.find)}; expected one of {', '.join(FINDS)}.")
+        if self.limit_bytes < 0:
+            raise ReportError(f"limit_bytes is {echo(self.limit_bytes)}; expected 0 or more.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> MicroBatchReport:
+        """Read plain values.
+
+        Raises:
+            ReportError: another schema version, an unknown or missing key, or a value of another
+                type, each by name.
+        """
+        check_version(values, cls, SCHEMA_VERSION, where)
+        return read_fields(cls, values, where)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON holds them."""
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+
+def microbatch_view(report: MicroBatchReport) -> View:
+    """Return the choice, the table of what was looked at, and what is assumed."""
+    return View(
+        title=report.title,
+        summary=report.verdict,
+        tables=[microbatch_table(report)],
+        notes=[f"assumed: {text}" for text in report.assumptions],
+        provenance=report.provenance,
+    )
+
+
+def microbatch_table(report: MicroBatchReport) -> Table:
+    """Return a row for each size; the one that was chosen is marked."""
+    is_length = report.find == SEQUENCE
+    header = [
+        "sequence" if is_length else "micro-batch",
+        "micro-batch" if is_length else "accumulation",
+        "fits",
+        "peak, GiB",
+        "step, ms",
+        "ms/sample",
+        "plan",
+    ]
+    rows = [
+        [
+            f"{row.sequence_length if is_length else row.micro_batch:,}"
+            + (" (chosen)" if row == report.chosen else ""),
+            str(row.micro_batch if is_length else row.accumulation),
+            "yes" if row.fits else "no",
+            f"{row.peak_bytes / GIB:.2f}" + ("" if row.fits else " at least"),
+            ABSENT if row.step_ms is None else number(row.step_ms),
+            ABSENT if row.sample_ms is None else number(row.sample_ms),
+            row.plan,
+        ]
+        for row in report.rows
+    ]
+    return Table(header, rows)
