@@ -149,6 +149,10 @@ class RunRecord:
     def describe_end(self) -> str:
         """Say in one line what the run came to."""
         written = "" if self.report_path is None else f" Report: {self.report_path}"
+        if self.engine.rests and not self.engine.totals.num_micro_batches:
+            return (
+                f"hf_pyao offloaded nothing, as policy {self.engine.policy.name!r} said.{written}"
+            )
         return describe_totals(self.totals(), has_device=self._has_device) + written
 
     def _may_speak(self) -> bool:
