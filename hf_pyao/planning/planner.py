@@ -41,6 +41,9 @@ NUM_BELOW = 2
 """Budgets below the largest that fits which are looked at too: a smaller one may be faster, since
 whole layers do not divide evenly."""
 
+CHEAP = 1.002
+"""Times the step without a limit: where a plan is no slower, less in flight is not tried."""
+
 FREE = 1e-6
 """Share of a step below which a plan costs nothing: larger budgets cannot be faster."""
 
@@ -313,6 +316,8 @@ class Planner:
             proposal = self._fastest_fitting(conditions, limit_bytes)
             if proposal is not None:
                 found.append(proposal)
+            # A tighter window leaves room to keep more: of use where memory costs time.
+            if found and min(map(_rank, found))[0] <= CHEAP * simple[KEEP_ALL].step_ms:
                 break
         if not found:
             least = self.least()

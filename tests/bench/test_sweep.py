@@ -280,6 +280,7 @@ PREDICT = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_sweep_is_predicted(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "sweep.json"
     argv = [*PREDICT, "--budgets", "0,1,2,99", "--device", "h100", "--json", "--output", str(path)]

@@ -71,6 +71,7 @@ def test_a_search_measures_at_the_largest(bench: Bench, monkeypatch: pytest.Monk
     assert row.gradient_digest is None, "rows of other micro-batches must not be compared"
 
 
+@pytest.mark.thorough
 def test_a_search_may_find_that_nothing_fits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     _limited(bench, monkeypatch, 0)
     row = run_trial(bench, SEARCH)
@@ -78,6 +79,7 @@ def test_a_search_may_find_that_nothing_fits(bench: Bench, monkeypatch: pytest.M
     assert row.reason == "CUDA out of memory. Tried to allocate 1 GiB."
 
 
+@pytest.mark.thorough
 def test_a_search_says_when_it_stopped_at_its_limit(bench: Bench) -> None:
     row = run_trial(bench, dataclasses.replace(SEARCH, micro_batch=2))
     assert (row.status, row.micro_batch) == (OK, 2)
@@ -90,6 +92,7 @@ def test_a_search_of_what_cannot_run_says_why(bench: Bench) -> None:
     assert row.num_tried is None
 
 
+@pytest.mark.thorough
 def test_what_fits_in_a_try_may_not_when_measured(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +136,7 @@ def test_errors_become_rows(
     assert row.wall_s is not None
 
 
+@pytest.mark.thorough
 def test_an_error_in_a_step_leaves_the_model_usable(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +158,7 @@ def test_the_compared_loss_is_the_model_s_own(bench: Bench, setup: BenchSetup) -
     assert row.loss == model(**batch).loss.item()
 
 
+@pytest.mark.thorough
 def test_dropout_is_drawn_alike_for_each_method(setup: BenchSetup) -> None:
     model = dataclasses.replace(
         setup.model,
@@ -191,6 +196,7 @@ def test_without_deterministic_kernels_nothing_is_compared(
     assert row.reason.startswith("not compared: x does not have a deterministic implementation")
 
 
+@pytest.mark.thorough
 def test_released_gradients_give_the_same_digest(setup: BenchSetup) -> None:
     rows = [
         run_trial(

@@ -84,6 +84,7 @@ def test_losses_and_gradients_are_bit_identical(results_of: ResultsOf, scenario:
 
 
 @each_of([*DDP, *TRAINER])
+@pytest.mark.sampled(every=1000)
 def test_ranks_exchange_gradients(results_of: ResultsOf, scenario: Scenario) -> None:
     first, second = seen(results_of, scenario)
     assert first["digest"] == second["digest"], "the ranks trained independently"

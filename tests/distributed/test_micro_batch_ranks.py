@@ -13,6 +13,7 @@ pytestmark = pytest.mark.distributed
 WORKER = "tests.distributed.micro_batch_worker"
 
 
+@pytest.mark.thorough
 def test_all_ranks_take_the_smallest_choice(tmp_path: Path) -> None:
     found = run(tmp_path, "1", module=WORKER)
     assert [facts["sizes"] for facts in found] == [[1, 8], [1, 8]]

@@ -62,6 +62,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, Esti
         assert peaks[0] <= limit_bytes < peaks[1], name
 
 
+@pytest.mark.thorough
 def test_what_saves_memory_fits_more(rows: dict[str, EstimateRow]) -> None:
     largest = {name: row.largest_micro_batch for name, row in rows.items()}
     assert largest["none"] < largest["policy budget"] <= largest["policy all"]
@@ -224,6 +225,7 @@ def test_help_names_cards_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(word in printed for word in words)
 
 
+@pytest.mark.thorough
 def test_the_step_of_a_way_is_the_one_of_its_row(rows: dict[str, EstimateRow]) -> None:
     from hf_pyao.estimate.one_step import check_method, step_of
 

@@ -14,6 +14,7 @@ from hf_pyao.report.microbatch_report import MicroBatchReport
 MODEL = ("microbatch", "--model", "llama:micro", "--sequence-length", "32")
 
 
+@pytest.mark.thorough
 def test_the_command_prints_a_table_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,6 +129,7 @@ def test_alsts_other_rungs_are_those_of_ligers_kernels(steps: Steps) -> None:
     assert [each.published for each in outside] == [135.0, 126.8]
 
 
+@pytest.mark.thorough
 def test_like_liger_saves_less_and_leaves_no_trace() -> None:
     steps = Steps()
     own = steps.record("llama:micro", 2, 64)

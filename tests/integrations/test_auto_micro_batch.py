@@ -101,6 +101,7 @@ def drawing(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
+@pytest.mark.thorough
 def test_training_goes_on_bit_for_bit_as_with_these_sizes(tmp_path: Path) -> None:
     """Dropout, the order of the data, parameters: nothing has been disturbed by the choice."""
     chosen = trainer_of(tmp_path / "a", CONFIG)
@@ -122,6 +123,7 @@ def test_training_goes_on_bit_for_bit_as_with_these_sizes(tmp_path: Path) -> Non
     assert chosen.state.epoch == plain.state.epoch
 
 
+@pytest.mark.thorough
 def test_the_global_batch_stays_and_the_choice_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +152,7 @@ def test_a_small_cap_takes_a_smaller_micro_batch(tmp_path: Path) -> None:
     assert "4 would take" in chosen.words
 
 
+@pytest.mark.thorough
 def test_gradients_of_the_micro_batches_before_are_predicted(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, CONFIG)
     accumulated = predicted_rows(trainer, CONFIG)[1][1]
@@ -174,6 +177,7 @@ def predicted_rows(trainer: Any, config: PyAOConfig) -> tuple[ChosenBatch, list[
     return chosen, [row.peak_bytes for row in found[0].rows]
 
 
+@pytest.mark.thorough
 def test_a_plan_that_must_not_be_measured_for_is_followed_from_the_start(tmp_path: Path) -> None:
     """Where offloading everything does not fit, and recomputing does."""
     config = replace(CONFIG, policy="auto", device_memory_gib=0.0005)
@@ -204,6 +208,7 @@ def test_without_a_limit_the_batch_stays_and_it_is_said(
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.sampled(every=1000)
 def test_out_of_memory_as_it_is_tried_takes_the_next_smaller(
     tmp_path: Path, in_backward: bool
 ) -> None:
@@ -218,6 +223,7 @@ def test_out_of_memory_as_it_is_tried_takes_the_next_smaller(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.thorough
 def test_out_of_memory_is_told_and_at_a_single_sample_it_is_an_error(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, CONFIG)
     with running_out(trainer.model, 4):
@@ -386,6 +392,7 @@ def test_policies_of_which_nothing_is_known_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["budget", "off"])
+@pytest.mark.sampled(every=1000)
 def test_other_policies_are_predicted_too(tmp_path: Path, policy: str) -> None:
     config = replace(CONFIG, policy=policy, budget=2 if policy == "budget" else None)
     assert choose_batch(trainer_of(tmp_path, config), config).micro_batch == 8

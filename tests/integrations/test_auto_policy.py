@@ -226,6 +226,7 @@ def test_a_kept_plan_of_another_model_is_refused(tmp_path: Path) -> None:
         attach(tiny_model("opt").train(), config)
 
 
+@pytest.mark.thorough
 def test_what_is_given_binds_the_plan() -> None:
     config = replace(capped("llama", 0.3), keep_last_layers=2, window="layer")
     model = tiny_model("llama").train()
@@ -243,6 +244,7 @@ def test_what_is_given_binds_the_plan() -> None:
                 assert not last & set(slot.layers or range(3))
 
 
+@pytest.mark.thorough
 def test_modules_to_recompute_are_recomputed() -> None:
     config = replace(capped("gpt2", 0.5), recompute_modules=("mlp_act",))
     model = tiny_model("gpt2").train()

@@ -507,6 +507,7 @@ def test_importing_the_plugin_imports_neither_transformers_nor_accelerate() -> N
     assert output.strip() == "[]"
 
 
+@pytest.mark.thorough
 def test_the_environment_passes_through_accelerate_launch(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -492,6 +492,7 @@ def test_model_init_gives_every_training_its_own_model(tmp_path: Path) -> None:
         assert num_hooks(trainer.model) == 0
 
 
+@pytest.mark.thorough
 def test_resumed_training_is_bitwise_the_same(tmp_path: Path) -> None:
     def train(cls: type[Trainer], folder: Path, **more: Any) -> Any:
         values = {"save_strategy": "steps", "save_steps": 2}

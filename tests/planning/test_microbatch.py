@@ -175,6 +175,7 @@ def small_training(**more: object) -> FakeTraining:
     return FakeTraining(config=config, training_state="device", **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_other_sizes_follow_from_two_recordings() -> None:
     training = small_training()
     steps = SizedSteps(lambda size: record_step(training, size, 64))

@@ -187,6 +187,7 @@ def test_what_cannot_be_had_is_named_with_the_least_possible() -> None:
     assert least.keep_last_layers == 0
 
 
+@pytest.mark.thorough
 def test_what_is_given_binds() -> None:
     planner = planner_of("llama", may_shrink_window=False, may_keep_fewer=False)
     with pytest.raises(NoPlanFitsError):

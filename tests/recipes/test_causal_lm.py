@@ -57,6 +57,7 @@ def test_the_table_tells_of_a_chunked_head_loss_and_the_end_of_results(run_recip
     assert run.output.rstrip().splitlines()[-1] == f"results in {run.folder}"
 
 
+@pytest.mark.thorough
 def test_a_micro_batch_is_chosen_within_a_cap(
     run_recipe: Run, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -503,6 +503,7 @@ def test_the_last_lines_of_a_failed_node_can_be_kept(isolation: str, tmp_path: P
     assert (tmp_path / "logs/node0.log").read_text() == "a line of the log\n"
 
 
+@pytest.mark.thorough
 def test_a_killed_node_ends_the_others_in_time_and_is_the_cause(run_stub: RunStub) -> None:
     # Node 0 hears of it, node 2 never does: the launcher ends it.
     waits = "begin(); steps(1, 1)\nif node == 0: time.sleep(0.5); emit('failed', error='reset by peer')\n"

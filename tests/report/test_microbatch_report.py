@@ -90,6 +90,7 @@ def test_the_plot_shows_sizes_and_the_limit(look: Any) -> None:
     assert image_bytes(figure, "png").startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_there_is_a_page_and_no_plot_of_nothing() -> None:
     assert html_page([make_microbatch(), lengths()]).count("<img") == 2
     assert figure_of(make_microbatch(rows=[], chosen=None)) is None

@@ -30,6 +30,7 @@ def check(configs: list[str]) -> None:
 SOME = ["all"]
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_plain_torch() -> None:
     check(SOME)
 

@@ -213,6 +213,7 @@ def check_programs(config: PyAOConfig, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.sampled(every=1000)
 def test_random_regions_give_the_same_bits(config: PyAOConfig) -> None:
     check_programs(config, range(20))
 
