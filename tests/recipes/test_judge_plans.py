@@ -33,7 +33,6 @@ def test_small_problems_are_solved_close_to_their_bound() -> None:
     assert solver_time(8, 6).above_bound < 0.005
 
 
-@pytest.mark.skipif(not RESULT.exists(), reason="the result file is made by recipes/judge_plans.py")
 def test_no_point_of_the_result_file_is_worse() -> None:
     result = json.loads(RESULT.read_text())
     points = result["grid"]
