@@ -447,6 +447,9 @@ def describe(plan: Plan) -> str:
         counts[slot.action] = counts.get(slot.action, 0) + number
     figures = plan.figures
     if not set(counts) - {KEEP} and plan.otherwise == KEEP:
+        needed = figures.get("peak_bytes", 0.0) + figures.get("beside_bytes", 0.0)
+        if needed > figures.get("limit_bytes", math.inf):
+            return "it offloads nothing, since no plan has a lower peak"
         return "it offloads nothing, since everything fits"
     name = plan.source.removeprefix(SOURCE).removeprefix(": ")
     what = name or ", ".join(

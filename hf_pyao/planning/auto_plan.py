@@ -57,7 +57,7 @@ def plan_of(
             table[key].append(slot.layer)
     order = {slot.name: n for n, slot in enumerate(reversed(program.slots))}
     rows = sorted(table.items(), key=lambda row: (-order[row[0][0]], row[1]))
-    reasons = _Reasons(planner, chosen)
+    reasons = _Reasons(planner, chosen, limit_bytes)
     slots = [
         PlannedSlot(
             name=name,
@@ -123,8 +123,9 @@ def _figures(planner: Planner, chosen: Candidate, limit_bytes: float | None) -> 
 class _Reasons:
     """Says of each slot why."""
 
-    def __init__(self, planner: Planner, chosen: Candidate) -> None:
+    def __init__(self, planner: Planner, chosen: Candidate, limit_bytes: float | None) -> None:
         self._planner = planner
+        self._fits = limit_bytes is None or chosen.peak_bytes <= limit_bytes
         self._chosen = chosen
         self._link = planner.conditions.link
         program = planner.program
@@ -159,7 +160,7 @@ class _Reasons:
         num_layers = self._planner.program.num_layers
         first_kept = num_layers - self._chosen.keep_last_layers
         if self._chosen.name == KEEP_ALL:
-            return "everything fits"
+            return "everything fits" if self._fits else "no plan has a lower peak"
         if min(layers) >= first_kept:
             return "backward begins with it"
         return f"there is room for {size} of {len(layers)} layers"

@@ -322,8 +322,8 @@ class Planner:
         if not found:
             least = self.least()
             raise NoPlanFitsError(
-                f"no plan's peak is within {_gib(limit_bytes)}; the lowest is "
-                f"{_gib(least.peak_bytes)} ({least.name}).",
+                f"no plan's peak is within {_size(limit_bytes)}; the lowest is "
+                f"{_size(least.peak_bytes)} ({least.name}).",
                 least.peak_bytes,
             )
         return min(found, key=_rank)
@@ -404,5 +404,7 @@ def _expected_stall_ms(candidate: Candidate) -> float:
     return max(0.0, candidate.choice.overhead_ms - candidate.step.rebuild_ms) * 1.02
 
 
-def _gib(nbytes: float) -> str:
+def _size(nbytes: float) -> str:
+    if nbytes < 2**28:
+        return f"{nbytes / 2**20:.3g} MiB"
     return f"{nbytes / 2**30:.2f} GiB"
