@@ -120,6 +120,7 @@ def test_the_public_names() -> None:
         _ = hf_pyao.PyA0Config
 
 
+@pytest.mark.thorough
 def test_no_imports_go_in_a_circle() -> None:
     """Those for type checkers alone, and those inside of functions, count too."""
     names = {_module_of(path): path for path in ROOT.rglob("*.py")}

@@ -102,6 +102,7 @@ def test_every_policy_has_a_row() -> None:
 
 
 @pytest.mark.parametrize(("method", "reason"), NOT_ON_A_CPU.items())
+@pytest.mark.sampled(every=1000)
 def test_what_cannot_run_here_says_why(bench: Bench, method: str, reason: str) -> None:
     row = run_trial(bench, Trial(method=method, micro_batch=2))
     assert row.status == UNAVAILABLE

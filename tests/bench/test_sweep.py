@@ -116,6 +116,7 @@ def plan(setup: BenchSetup, monkeypatch: pytest.MonkeyPatch) -> SweepPlan:
     return SweepPlan(setup=setup, budgets=budgets, micro_batch=2, num_seeds=2)
 
 
+@pytest.mark.thorough
 def test_points_become_rows(plan: SweepPlan, tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     report = run_sweep(plan, output=path)
@@ -209,6 +210,7 @@ def test_a_sweep_of_one_point_has_a_table_and_no_plot(plan: SweepPlan) -> None:
 # ---- measuring -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_pack_hooks_are_timed_when_asked_for_alone(bench: Bench) -> None:
     method = "pyao:policy=budget,budget=4,min_bytes=1"
     timed = run_trial(bench, Trial(method=method, micro_batch=2, times_packs=True))

@@ -86,6 +86,7 @@ def test_a_search_says_when_it_stopped_at_its_limit(bench: Bench) -> None:
     assert row.reason == "no larger one than 2 was tried"
 
 
+@pytest.mark.thorough
 def test_a_search_of_what_cannot_run_says_why(bench: Bench) -> None:
     row = run_trial(bench, dataclasses.replace(SEARCH, method="pyao-single-stream"))
     assert row.status == UNAVAILABLE
@@ -120,6 +121,7 @@ def _raising(error: Exception) -> Any:
         (MethodUnavailable("not here"), UNAVAILABLE, "not here"),
     ],
 )
+@pytest.mark.sampled(every=1000)
 def test_errors_become_rows(
     bench: Bench,
     monkeypatch: pytest.MonkeyPatch,
@@ -208,6 +210,7 @@ def test_released_gradients_give_the_same_digest(setup: BenchSetup) -> None:
     assert rows[0].gradient_digest == rows[1].gradient_digest is not None
 
 
+@pytest.mark.thorough
 def test_autocast_changes_the_figures(setup: BenchSetup) -> None:
     plain, cast = (
         run_trial(

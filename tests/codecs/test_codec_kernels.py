@@ -110,6 +110,7 @@ def _awkward(dtype: torch.dtype) -> torch.Tensor:
 @only_linux
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.sampled(every=1000)
 def test_awkward_values(name: str, dtype: torch.dtype, interpreted: Kernels) -> None:
     _assert_same_as_torch(name, _awkward(dtype), interpreted, "cpu")
 

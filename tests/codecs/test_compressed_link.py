@@ -167,6 +167,7 @@ def test_device_and_host_peaks_shrink(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", COMPRESSING)
+@pytest.mark.sampled(every=1000)
 def test_prefetch_by_bytes_reaches_further_in_the_same_memory(codec: str) -> None:
     """A window in bytes counts payloads: more of them fit, and no more memory is taken."""
     window = 2 * SLOT_BYTES

@@ -96,6 +96,7 @@ def test_the_verdict_says_who_is_faster_and_why(rows: dict[str, EstimateRow]) ->
     assert "because the layers save more than" in said
 
 
+@pytest.mark.thorough
 def test_nothing_fits() -> None:
     estimator = Estimator(
         build_config("llama", find_size("llama", "1.2b")), SMALL, sequence_length=64

@@ -115,6 +115,7 @@ def test_the_papers_figures(steps: Steps) -> None:
     assert [each.explanation for each in outside] == [LARGER_FITS, LARGER_FITS, HOST]
 
 
+@pytest.mark.thorough
 def test_alsts_first_rung(steps: Steps) -> None:
     rung = RUNGS[0]
     program, prediction = alst_step(steps, rung)

@@ -254,6 +254,7 @@ def test_a_model_that_cannot_be_recorded_keeps_its_batch(
     )
 
 
+@pytest.mark.thorough
 def test_nothing_is_logged_of_what_is_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,6 +264,7 @@ def test_nothing_is_logged_of_what_is_tried(
     assert caplog.records == []
 
 
+@pytest.mark.thorough
 def test_another_error_is_raised_as_it_is(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, CONFIG)
 

@@ -373,6 +373,7 @@ def test_a_trainer_saves_the_plan_and_resumes_with_it(
         assert torch.equal(a, b)
 
 
+@pytest.mark.thorough
 def test_accelerate_saves_the_plan_and_resumes_with_it(tmp_path: Path) -> None:
     cap = capped("opt", 0.5).device_memory_gib
     settings: dict[str, Any] = {"profile_steps": NUM_MEASURED, "min_bytes": 256}

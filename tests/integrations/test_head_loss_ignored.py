@@ -124,6 +124,7 @@ def test_factors_that_are_not_finite_reach_the_same_gradients(factor: float, lor
 
 
 @pytest.mark.parametrize("mode", ["off", "chunked"])
+@pytest.mark.sampled(every=1000)
 def test_training_goes_on_after_a_batch_without_labels(mode: str, tmp_path: Path) -> None:
     rows = make_batch(6, 12)
     data = [{key: value[i].clone() for key, value in rows.items()} for i in range(6)]

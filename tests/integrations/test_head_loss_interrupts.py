@@ -179,6 +179,7 @@ def test_nothing_is_left_after_an_interrupt_of_uninstalling_and_another_try() ->
         assert not left_behind(model), interrupter.lines[at]
 
 
+@pytest.mark.thorough
 def test_another_handle_after_an_interrupt_of_installing() -> None:
     # The first handle was never returned: nobody can uninstall it, and other settings may be asked.
     model = make("tied")

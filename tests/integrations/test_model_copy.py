@@ -100,6 +100,7 @@ def test_padding_needs_a_mask() -> None:
     assert program_of(model, whole).slots != program_of(model, padded).slots
 
 
+@pytest.mark.thorough
 def test_autocast_and_loss_of_ones_own() -> None:
     model = tiny_model("llama")
     batch = {"input_ids": tiny_batch()["input_ids"]}

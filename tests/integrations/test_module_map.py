@@ -329,6 +329,7 @@ class TestWrappers:
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         assert unwrap_model(peft.get_peft_model(base, config)) is base
 
+    @pytest.mark.thorough
     def test_compiled_model(self) -> None:
         base = build("llama")
         compiled = torch.compile(base)

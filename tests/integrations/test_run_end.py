@@ -219,6 +219,7 @@ def test_a_report_of_before_there_were_outcomes_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["trainer", "callback"])
 @pytest.mark.parametrize("outcome", ["finished", "failed: ValueError", "interrupted"])
+@pytest.mark.sampled(every=1000)
 def test_a_training_leaves_its_report(how: str, outcome: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     config = replace(EVERYTHING, report=str(path))

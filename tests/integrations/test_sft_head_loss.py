@@ -166,6 +166,7 @@ def said_to_stand_back(caplog: pytest.LogCaptureFixture) -> list[logging.LogReco
 
 @pytest.mark.skipif(not HAS_FUSED_HEAD, reason="this TRL has no fused head")
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.sampled(every=1000)
 def test_trls_fused_head_is_left_alone_and_said_once(
     loss_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,6 +183,7 @@ def test_trls_fused_head_is_left_alone_and_said_once(
     assert "TRL's fused LM head" in got.head_loss_line
 
 
+@pytest.mark.thorough
 def test_a_forward_patched_by_liger_is_left_alone_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -166,6 +166,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_predicted_profile_says_so_and_predicts_the_same(
     predicted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +286,7 @@ def test_bad_options_are_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_profile_of_another_model_or_of_other_shapes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -187,6 +187,7 @@ def test_other_sizes_follow_from_two_recordings() -> None:
     assert steps.num_recordings == 3  # 1, 2 and 3
 
 
+@pytest.mark.thorough
 def test_steps_that_do_not_scale_are_recorded_each() -> None:
     asked: list[int] = []
     training = small_training()

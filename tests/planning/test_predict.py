@@ -200,6 +200,7 @@ def test_the_peak_on_any_link_is_that_of_copies_that_are_late(case: Case) -> Non
         assert predicted.peak_bytes >= case.predicted(hardware).peak_bytes
 
 
+@pytest.mark.thorough
 def test_these_cases_wait_for_copies() -> None:
     """Else what is predicted of links would not be tried."""
     assert CASES[0].predicted(FAST).stall_backward_ms > 0

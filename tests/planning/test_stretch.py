@@ -112,6 +112,7 @@ def test_models_of_unequal_layers_are_recorded_whole() -> None:
     assert len(uneven.segments) == len(even.segments)
 
 
+@pytest.mark.thorough
 def test_other_programs_are_refused() -> None:
     program = record_step(training("llama"), 1, 16)
     with pytest.raises(ValueError, match="a program of 7 layers cannot be stretched to 9"):

@@ -252,6 +252,7 @@ def races(
 
 
 @pytest.mark.parametrize("scenario", sorted(PLAIN_IS_ORDERED))
+@pytest.mark.sampled(every=1000)
 def test_without_offloading_all_is_in_order(scenario: str) -> None:
     assert races(scenario, "layer", 0, is_attached=False) == []
 
@@ -389,6 +390,7 @@ SHOWN_BY: dict[Callable[[], Any], str] = {
 
 
 @pytest.mark.parametrize("mutant", SHOWN_BY, ids=lambda mutant: mutant.__name__.replace("_", " "))
+@pytest.mark.sampled(every=1000)
 def test_mutant_is_caught(mutant: Callable[[], Any]) -> None:
     cases = [("layer", {}), (2_000, {}), (2**20, {}), (2_000, {"codec": "int8"})]
     for seed in range(3):

@@ -77,6 +77,7 @@ def test_one_copy_engine_is_no_faster_than_two_and_still_overlaps() -> None:
     assert two <= one < blocking
 
 
+@pytest.mark.thorough
 def test_gradient_traffic_delays_reloads_on_one_engine_only() -> None:
     """Gradients leave in backward, when reloads arrive (PyAO paper, section 8.2)."""
     quiet = run_schedule(1.9, copy_engines=1)

@@ -99,6 +99,7 @@ def test_resumed_run_equals_an_uninterrupted_one(run_recipe: Run) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_checkpoints_that_do_not_fit_are_refused(
     run_recipe: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +123,7 @@ def test_output_folder_is_a_model_to_train_further(run_recipe: Run) -> None:
     assert before == pytest.approx(after_first, abs=1e-4)
 
 
+@pytest.mark.thorough
 def test_own_file_and_options_from_json(run_recipe: Run, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The same line over and over.\n" * 400)

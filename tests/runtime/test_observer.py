@@ -134,6 +134,7 @@ def test_a_step_can_be_drawn(tmp_path: Path) -> None:
     assert picture.stat().st_size > 1000
 
 
+@pytest.mark.thorough
 def test_each_part_of_the_overhead_is_timed() -> None:
     nothing, _ = timeline_of(EVERY_LAYER)
     assert nothing.overheads_ms() == {f"{what}_ms": 0.0 for what in OVERHEADS}
