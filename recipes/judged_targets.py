@@ -181,8 +181,8 @@ class SolverTime:
     """Of the step's time, over the bound with fractions of layers."""
 
 
-def solver_time(num_layers: int = 80, num_slots: int = 40) -> SolverTime:
-    """Solve a problem of many layers and slots, drawn at random."""
+def large_problem(num_layers: int = 80, num_slots: int = 40) -> PlanProblem:
+    """Return a problem of many layers and slots, drawn at random."""
     rng = random.Random(1)
     steps, slots = [], []
     for number in range(num_slots):
@@ -199,13 +199,18 @@ def solver_time(num_layers: int = 80, num_slots: int = 40) -> SolverTime:
         slots.append(SlotChoice(name=f"s:{number}", nbytes=nbytes, ways=(way,), maker=number))
     total = num_layers * sum(slot.nbytes for slot in slots)
     group = LayerGroup(layers=tuple(range(num_layers)), slots=tuple(slots), steps=tuple(steps))
-    problem = PlanProblem(
+    return PlanProblem(
         groups=(group,),
         forward_ms=total / 25e6 * 0.4,
         backward_ms=total / 25e6 * 0.8,
         copy_engines=1,
         kept_bytes=total * 0.2,
     )
+
+
+def solver_time(num_layers: int = 80, num_slots: int = 40) -> SolverTime:
+    """Solve a problem of many layers and slots, drawn at random."""
+    problem = large_problem(num_layers, num_slots)
     solve(problem)  # scipy is imported
     elapsed = []
     for _ in range(5):

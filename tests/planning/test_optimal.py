@@ -18,6 +18,7 @@ from hf_pyao.planning.plan_problem import (
     Source,
     Way,
 )
+from judged_targets import large_problem
 
 
 def draw_problem(seed: int) -> PlanProblem:
@@ -210,33 +211,6 @@ def _check_holds(problem: PlanProblem, choice: object) -> None:
         host += sum(w.host_bytes * n for w, n in zip(source.ways, stored[1:], strict=True))
     assert kept <= problem.kept_bytes * (1 + 1e-9) + 1e-6
     assert host <= problem.host_bytes * (1 + 1e-9) + 1e-6
-
-
-def large_problem(num_layers: int = 80, num_slots: int = 40) -> PlanProblem:
-    rng = random.Random(1)
-    steps, slots = [], []
-    for number in range(num_slots):
-        nbytes = rng.randint(2**20, 2**26)
-        steps.append(
-            RebuildStep(
-                elapsed_ms=nbytes * rng.choice((1e-9, 1e-8, 5e-8)),
-                needs=(number - 1,) if number % 3 else (),
-                path=f"m{number % 7}",
-                is_product=number % 5 == 0,
-            )
-        )
-        way = Way(codec=None, offload_ms=nbytes / 25e6, reload_ms=nbytes / 25e6, host_bytes=nbytes)
-        slots.append(SlotChoice(name=f"s:{number}", nbytes=nbytes, ways=(way,), maker=number))
-    total = num_layers * sum(slot.nbytes for slot in slots)
-    return PlanProblem(
-        groups=(
-            LayerGroup(layers=tuple(range(num_layers)), slots=tuple(slots), steps=tuple(steps)),
-        ),
-        forward_ms=total / 25e6 * 0.4,
-        backward_ms=total / 25e6 * 0.8,
-        copy_engines=1,
-        kept_bytes=total * 0.2,
-    )
 
 
 def test_eighty_layers_of_forty_slots_are_close_to_the_bound() -> None:
