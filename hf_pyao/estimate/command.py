@@ -31,22 +31,8 @@ OPTIMIZER_BYTES = {"adamw": 4, "adamw-32bit": 8, "adamw-8bit": 2, "sgd": 0}
 """Bytes of an optimizer's states for each trained parameter, where they are on the device."""
 
 
-def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options and help to *parser*."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = _epilog()
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--model", required=True, metavar="MODEL", help="see below")
-    what.add_argument(
-        "--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)"
-    )
-    what.add_argument(
-        "--micro-batch",
-        type=int,
-        metavar="N",
-        help="times and peaks for this many samples (default: for the most that fit)",
-    )
+def add_training_arguments(what: argparse._ArgumentGroup) -> None:
+    """Add how a model is trained: LoRA, gradients, optimizer."""
     what.add_argument(
         "--lora",
         type=int,
@@ -69,6 +55,10 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="its states on the device, with engine plain: two moments in 16 bits (adamw), 32 or "
         "8, or none (default: adamw)",
     )
+
+
+def add_card_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the card, its memory and its link; return their group."""
     card = parser.add_argument_group("what it is trained on")
     card.add_argument(
         "--device", default="rtx4070", metavar="NAME", help="see below (default: rtx4070)"
@@ -81,6 +71,27 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SPEED",
         help="speed of the link in each direction, such as 25GiB/s, if another",
     )
+    return card
+
+
+def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options and help to *parser*."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.epilog = _epilog()
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--model", required=True, metavar="MODEL", help="see below")
+    what.add_argument(
+        "--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)"
+    )
+    what.add_argument(
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help="times and peaks for this many samples (default: for the most that fit)",
+    )
+    add_training_arguments(what)
+    add_card_arguments(parser)
     how = parser.add_argument_group("how")
     how.add_argument(
         "--no-longest-sequence",

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.command import ENGINES, OPTIMIZER_BYTES, hardware_of
+from hf_pyao.estimate.command import (
+    ENGINES,
+    OPTIMIZER_BYTES,
+    add_card_arguments,
+    add_training_arguments,
+    hardware_of,
+)
 from hf_pyao.hardware.presets import HARDWARE, Hardware
 from hf_pyao.hardware.speeds import GIB
 from hf_pyao.text import describe_error, one_line, say
@@ -87,43 +93,12 @@ def add_microbatch_arguments(parser: argparse.ArgumentParser) -> None:
         help="chunked: the loss without all logits at once; each size is then recorded "
         "(default: off)",
     )
-    what.add_argument(
-        "--lora",
-        type=int,
-        nargs="?",
-        const=16,
-        metavar="RANK",
-        help="train LoRA adapters of this rank (16) on all linear layers; needs peft",
-    )
-    what.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="plain",
-        help="plain: gradients and optimizer on the device. zero2: gradients leave as they are "
-        "complete, the optimizer is on the host (default: plain)",
-    )
-    what.add_argument(
-        "--optimizer",
-        choices=OPTIMIZER_BYTES,
-        default="adamw",
-        help="its states on the device, with engine plain (default: adamw)",
-    )
+    add_training_arguments(what)
     _add_card_and_output(parser)
 
 
 def _add_card_and_output(parser: argparse.ArgumentParser) -> None:
-    card = parser.add_argument_group("what it is trained on")
-    card.add_argument(
-        "--device", default="rtx4070", metavar="NAME", help="see below (default: rtx4070)"
-    )
-    card.add_argument(
-        "--device-memory", metavar="SIZE", help="memory of the card, such as 12GiB, if another"
-    )
-    card.add_argument(
-        "--link",
-        metavar="SPEED",
-        help="speed of the link in each direction, such as 25GiB/s, if another",
-    )
+    card = add_card_arguments(parser)
     card.add_argument(
         "--host-memory",
         metavar="SIZE",
