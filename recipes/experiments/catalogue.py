@@ -32,6 +32,7 @@ NEUROCACHE_1 = Experiment(
     miniature=NotBuilt("miniature", "neurocache_table2.py sweeps, with the same rows"),
     real=neurocache.real_table_2,
     section=neurocache_page.table_1_section,
+    plot=neurocache_page.plot_configurations,
 )
 NEUROCACHE_2 = Experiment(
     name="neurocache_table2",
@@ -49,6 +50,7 @@ NEUROCACHE_20 = Experiment(
     miniature=neurocache.miniature_validation,
     real=neurocache.real_validation,
     section=neurocache_page.validation_section,
+    plot=neurocache_page.plot_configurations,
 )
 INEQUALITY = Experiment(
     name="inequality",

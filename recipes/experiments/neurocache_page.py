@@ -136,3 +136,15 @@ def plot_sweep(document: dict[str, Any]) -> Any:
         if row["published"] is not None:
             points.append((row["quantity"], "the paper's, MB", k, row["published"]))
     return lines(points, "k, tensors that leave", f"memory, {unit}")
+
+
+def plot_configurations(document: dict[str, Any]) -> Any:
+    """Draw each configuration's memory, ours and the paper's."""
+    from experiments.plots import grouped_bars
+
+    bars = []
+    for row in select(document["rows"], unit="MiB"):
+        bars.append((row["system"], "ours", row["value"]))
+        if row["published"] is not None:
+            bars.append((row["system"], "the paper's, MB", row["published"]))
+    return grouped_bars(bars, "memory, MiB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +73,11 @@ def grouped_bars(bars: Sequence[tuple[str, str, float]], y_label: str) -> Any:
             edgecolor="white",
             label=LIGHT.plain(name),
         )
-    axes.set_xticks(range(len(groups)), groups)
+    longest = max(14, 84 // max(1, len(groups)))
+    axes.set_xticks(
+        range(len(groups)),
+        [textwrap.fill(group, longest, break_long_words=False) for group in groups],
+    )
     axes.grid(visible=False, axis="x")
     axes.set_ylabel(y_label)
     _legend(figure)
