@@ -19,10 +19,12 @@ from hf_pyao.settings import (
     Count,
     FilePath,
     Gibibytes,
+    Implied,
     Named,
     Names,
     Size,
     Switch,
+    Tiles,
     setting,
     settings_of,
 )
@@ -42,6 +44,14 @@ LOG_METRICS_NAMES = ("off", "summary", "all")
 
 AUTO_MICRO_BATCH_NAMES = ("off", "fastest", "largest")
 """Names that ``auto_micro_batch`` takes."""
+
+IMPLIED = {
+    "head_loss": ("off", "chunked"),
+    "mlp_tiles": ("off", "auto"),
+    "checkpoint_every": (0, 1),
+    "save_attention": (False, True),
+}
+"""By setting that was not given: what it is without ``long_context``, and with it."""
 
 MIB = 2**20
 GIB = 2**30
@@ -193,12 +203,44 @@ class PyAOConfig:
         "faster. A lossy {codec} that is given is permission for that one.",
     )
     head_loss: str = setting(
-        "off",
-        Choice(HEAD_LOSS_NAMES),
+        None,
+        Implied(Choice(HEAD_LOSS_NAMES)),
         "How the loss is computed from the last hidden states. 'off': as the model does. "
         "'chunked': without ever holding all logits, which frees much when the vocabulary is "
         "large. 'liger': by Liger's kernel, if installed. 'auto': 'chunked' where the model's "
-        "head is understood, else 'off'.",
+        "head is understood, else 'off'. (default: off; with {long_context}: chunked)",
+    )
+    long_context: bool = setting(
+        False,
+        Switch(),
+        "Train on the longest sequences that fit: those of {head_loss}, {mlp_tiles}, "
+        "{checkpoint_every} and {save_attention} that are not given are set for it. What grows "
+        "with the number of tokens is then on the device for one layer, or one tile, at a time. "
+        "{policy} stays. Costs about the time of one more forward.",
+    )
+    mlp_tiles: int | str = setting(
+        None,
+        Implied(Tiles()),
+        "Run the MLP of each layer over tiles of tokens, forward and backward, so that its "
+        "intermediate tensors exist for one tile at a time. A number of tiles, or 'auto': as many "
+        "as keep a tile's tensors small beside the layer's weights, and its products efficient. "
+        "Costs the time of the MLP's forward once more. Gradients of its weights are summed in "
+        "another order. (default: off; with {long_context}: auto)",
+    )
+    checkpoint_every: int = setting(
+        None,
+        Implied(Count("layers")),
+        "Of every so many layers only the first one's input is saved, and leaves; the layers run "
+        "again in backward, which gives the same bits. 1: each layer's input leaves. More: that "
+        "part of the host memory, while the tensors of so many layers are on the device at once. "
+        "0: off. In place of gradient checkpointing. (default: 0; with {long_context}: 1)",
+    )
+    save_attention: bool = setting(
+        None,
+        Implied(Switch()),
+        "With {checkpoint_every}: what attention returns leaves as well, and its kernel does not "
+        "run again, where the host has room for it beside the layers' inputs. Attention takes time "
+        "by the square of the length. (default: false; with {long_context}: true)",
     )
     auto_micro_batch: str = setting(
         "off",
@@ -229,6 +271,8 @@ class PyAOConfig:
         for name, declared in settings_of(type(self)).items():
             value = declared.kind.check(name, getattr(self, name))
             object.__setattr__(self, name, value)
+        for name, value in implied_by(vars(self)).items():
+            object.__setattr__(self, name, value)
         _check_together(vars(self), self.label)
 
     def label(self, name: str) -> str:
@@ -252,6 +296,7 @@ class PyAOConfig:
         checked = _checked(_known(values), labels)
         defaults = {name: declared.default for name, declared in SETTINGS.items()}
         whole = {**defaults, **checked}
+        whole |= implied_by(whole)
         _check_together(whole, lambda name: labels.get(name, name))
         config = cls(**checked)
         object.__setattr__(config, "_labels", dict(labels))
@@ -282,6 +327,17 @@ class PyAOConfig:
     def to_json_file(self, path: str | Path) -> None:
         """Write the configuration to a JSON file that :meth:`from_json_file` reads."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def implied_by(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what those settings are that *values*, all settings by name, leave open (None)."""
+    whole = dict(values)
+    for name, (without, with_long_context) in IMPLIED.items():
+        if whole[name] is None:
+            whole[name] = with_long_context if whole["long_context"] else without
+            if name == "save_attention" and not whole["checkpoint_every"]:
+                whole[name] = False
+    return {name: whole[name] for name in IMPLIED}
 
 
 SETTINGS = settings_of(PyAOConfig)
@@ -348,6 +404,12 @@ def _check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> N
         raise ConfigError(
             f"{label('modules')} is {echo(list(modules))}, which has no effect while "
             f"{label('policy')} is {policy!r}: choose policy 'modules', or drop the names."
+        )
+    if values["save_attention"] and not values["checkpoint_every"]:
+        raise ConfigError(
+            f"{label('save_attention')} is on, which has no effect while "
+            f"{label('checkpoint_every')} is 0: nothing is run again then. Give "
+            f"{label('checkpoint_every')}, such as 1, or drop it."
         )
     for name, policies, example in (
         ("budget", ("budget",), "8 (tensors) or 2GiB"),

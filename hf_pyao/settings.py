@@ -308,6 +308,59 @@ class Switch(Kind):
         return self.check(label, self._TEXTS.get(text.lower(), text))
 
 
+class Tiles(Kind):
+    """A number of tiles, ``"auto"``, or ``"off"``, which one tile is too."""
+
+    flag_type = int | str
+    metavar = "{off,auto,N}"
+
+    def check(self, label: str, value: Any) -> int | str:
+        """Return *value* as a number of tiles above one, or as the word that it is."""
+        expected = "expected 'off', 'auto', or a whole number of tiles, such as 8"
+        if isinstance(value, str) and value.strip().isdigit():
+            value = int(value)
+        if isinstance(value, str):
+            if value not in ("off", "auto"):
+                raise ConfigError(f"{label} is {echo(value)}; {expected}.")
+            return value
+        if value is False:
+            raise ConfigError(f"{label} is False; did you mean 'off'? In YAML, write it in quotes.")
+        count = _check_whole(label, value, "tiles", expected.removeprefix("expected "))
+        if count == 0:
+            raise ConfigError(f"{label} is 0; {expected}.")
+        return "off" if count == 1 else count
+
+
+@dataclass(frozen=True)
+class Implied(Kind):
+    """What *kind* may hold, or None: then another setting says what it is."""
+
+    kind: Kind
+
+    @property
+    def flag_type(self) -> Any:
+        """That of *kind*."""
+        return self.kind.flag_type
+
+    @property
+    def metavar(self) -> str:  # type: ignore[override]
+        """That of *kind*."""
+        return self.kind.metavar
+
+    @property
+    def alone(self) -> Any:
+        """That of *kind*."""
+        return self.kind.alone
+
+    def check(self, label: str, value: Any) -> Any:
+        """Check by *kind* what is not None."""
+        return None if value is None else self.kind.check(label, value)
+
+    def parse(self, label: str, text: str) -> Any:
+        """Read by *kind*."""
+        return self.kind.parse(label, text)
+
+
 # ---- a setting, declared and found ------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": 3},
-        r"policy is 3; expected one of 'all', 'modules', 'budget', 'plan', 'pyao', 'off', or a Po",
+        r"policy is 3; expected one of 'auto', 'all', 'modules', 'budget', 'plan', 'pyao', 'off', or a Po",
     ),
     ({"policy": None}, r"policy is None; expected .* with name, decide\(\)\. It lacks 'name'"),
     ({"policy": False}, r"policy is False; did you mean 'off'\? In YAML, write it with quotes"),
@@ -92,7 +92,17 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"host_memory_gib": "4"}, r"host_memory_gib is '4'; expected a number of GiB"),
     ({"host_memory_gib": True}, r"host_memory_gib is True; expected a number of GiB"),
     ({"head_loss": "chunk"}, r"head_loss is 'chunk'; did you mean 'chunked'\?"),
-    ({"head_loss": None}, r"head_loss is None; known: auto, off, chunked, liger"),
+    ({"head_loss": False}, r"head_loss is False; did you mean 'off'\?"),
+    ({"mlp_tiles": 0}, r"mlp_tiles is 0; expected 'off', 'auto', or a whole number of tiles"),
+    ({"mlp_tiles": -2}, r"mlp_tiles is -2; it cannot be negative"),
+    ({"mlp_tiles": 2.5}, r"mlp_tiles is 2\.5; expected 'off', 'auto', or"),
+    ({"mlp_tiles": "many"}, r"mlp_tiles is 'many'; expected 'off', 'auto', or a whole number"),
+    ({"mlp_tiles": True}, r"mlp_tiles is True; expected 'off', 'auto', or a whole number"),
+    ({"mlp_tiles": False}, r"mlp_tiles is False; did you mean 'off'\?"),
+    ({"checkpoint_every": -1}, r"checkpoint_every is -1; it cannot be negative \(unit: layers\)"),
+    ({"checkpoint_every": 1.0}, r"checkpoint_every is 1\.0; expected a whole number of layers"),
+    ({"long_context": "yes"}, r"long_context is 'yes'; expected true or false"),
+    ({"save_attention": True}, r"save_attention is on, which has no effect while checkpoint_ev"),
     ({"log_metrics": "al"}, r"log_metrics is 'al'; did you mean 'all'\?"),
     ({"modules": "mlp_act"}, r"modules is 'mlp_act'; expected a list or tuple.*\('mlp_act',\)"),
     ({"modules": {"mlp_act": 1}}, r"modules is \{'mlp_act': 1\}; expected a list or tuple of name"),
@@ -103,7 +113,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"policy": "modules"}, r"modules is empty: name roles such as 'mlp_act', or choose 'all'"),
     (
         {"modules": ("mlp_act",)},
-        r"modules is \['mlp_act'\], which has no effect while policy is 'all': choose policy",
+        r"modules is \['mlp_act'\], which has no effect while policy is 'auto': choose policy",
     ),
     ({"report": 3}, r"report is 3; expected the path of a file"),
     ({"report": "a\0b.json"}, r"report is 'a\\x00b\.json'; .*without the character NUL"),
@@ -125,6 +135,22 @@ def test_bad_values_are_refused(values: dict[str, Any], message: str) -> None:
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, PyAOError)
     assert str(caught.value).endswith(".")
+
+
+def test_long_context_sets_what_is_not_given() -> None:
+    plain = PyAOConfig()
+    assert (plain.head_loss, plain.mlp_tiles) == ("off", "off")
+    assert (plain.checkpoint_every, plain.save_attention) == (0, False)
+    config = PyAOConfig(long_context=True)
+    assert (config.head_loss, config.mlp_tiles) == ("chunked", "auto")
+    assert (config.checkpoint_every, config.save_attention) == (1, True)
+    assert PyAOConfig(long_context=True, checkpoint_every=0).save_attention is False
+    given = PyAOConfig.from_dict(
+        {"long_context": True, "head_loss": "off", "mlp_tiles": "1", "checkpoint_every": 4}
+    )
+    assert (given.head_loss, given.mlp_tiles, given.checkpoint_every) == ("off", "off", 4)
+    assert PyAOConfig.from_dict(given.to_dict()) == given
+    assert PyAOConfig.from_dict(config.to_dict()) == config
 
 
 def test_limits_are_allowed() -> None:

@@ -43,6 +43,10 @@ EXAMPLES = {
     "device_memory_gib": 8.0,
     "allow_lossy": True,
     "head_loss": "off",
+    "long_context": True,
+    "mlp_tiles": 8,
+    "checkpoint_every": 2,
+    "save_attention": True,
     "auto_micro_batch": "largest",
     "log_metrics": "all",
     "report": "report.json",
@@ -195,7 +199,7 @@ def test_sizes_may_have_units(size: Any) -> None:
         (
             ("_modules", "mlp_act"),
             r"--activation_offload_modules is \['mlp_act'\], which has no effect while "
-            r"--activation_offload_policy is 'all'",
+            r"--activation_offload_policy is 'auto'",
         ),
         (
             ("_policy", "modules"),
