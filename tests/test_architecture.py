@@ -19,8 +19,8 @@ ROOT = Path(hf_pyao.__file__).parent
 LAYERS = (
     ("text",),
     ("errors",),
-    ("files", "metrics", "hardware"),
-    ("codecs", "stores", "losses", "settings"),
+    ("files", "metrics", "hardware", "gradient_buffer"),
+    ("codecs", "stores", "losses", "tiling", "settings"),
     ("config", "transfer"),
     ("levers",),
     ("runtime",),
@@ -35,6 +35,7 @@ LAYERS = (
 
 ONLY_TORCH = (
     *("text", "errors", "files", "metrics", "hardware", "settings", "config", "levers"),
+    *("gradient_buffer", "tiling"),
     *("codecs", "stores", "transfer", "runtime", "recompute", "simulation", "losses", "planning"),
 )
 """Parts that import neither transformers nor accelerate, not even inside a function."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from hf_pyao.losses import cross_entropy, gradient_buffer
+from hf_pyao import gradient_buffer
+from hf_pyao.losses import cross_entropy
 from hf_pyao.simulation.cuda_operations import Replacement, can_trace_wide_products
 
 

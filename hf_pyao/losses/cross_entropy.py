@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_pyao.errors import ConfigError
+from hf_pyao.gradient_buffer import GradientBuffer, has_wide_products, wide_product
 from hf_pyao.losses.chunking import (
     ChunkPlan,
     choose_chunk_tokens,
     default_budget_bytes,
     plan_chunks,
 )
-from hf_pyao.losses.gradient_buffer import GradientBuffer, has_wide_products, wide_product
 from hf_pyao.losses.options import (
     LossOptions,
     Targets,

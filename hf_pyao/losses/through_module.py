@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_pyao.gradient_buffer import GradientBuffer
 from hf_pyao.losses.chunking import plan_chunks
-from hf_pyao.losses.gradient_buffer import GradientBuffer
 from hf_pyao.losses.options import (
     LossOptions,
     Targets,

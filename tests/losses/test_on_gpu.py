@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hf_pyao.gradient_buffer import GradientBuffer, has_wide_products, wide_product
 from hf_pyao.losses import Cast, chunked_linear_cross_entropy
 from hf_pyao.losses.chunking import plan_chunks
-from hf_pyao.losses.gradient_buffer import GradientBuffer, has_wide_products, wide_product
 from tests.gpu.device import no_host_waits
 from tests.losses.reference import (
     Case,

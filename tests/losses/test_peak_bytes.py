@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hf_pyao import gradient_buffer
 from hf_pyao.losses import (
     Cast,
     LogitTransform,
     chunked_linear_cross_entropy,
-    gradient_buffer,
     softcap,
 )
 from hf_pyao.losses.chunking import plan_chunks

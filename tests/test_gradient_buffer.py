@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pyao.losses import gradient_buffer
-from hf_pyao.losses.gradient_buffer import GradientBuffer
+from hf_pyao import gradient_buffer
+from hf_pyao.gradient_buffer import GradientBuffer
 from tests.ledger import AllocationLedger
 
 CPU = torch.device("cpu")
