@@ -33,6 +33,7 @@ from hf_pyao.integrations.run_record import RunRecord
 from hf_pyao.integrations.wiring import (
     make_lifecycle,
     put_on_head_loss,
+    put_on_mlp_tiles,
 )
 from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.planning.plan import Plan
@@ -49,6 +50,7 @@ from hf_pyao.transfer.transport import Transport
 
 if TYPE_CHECKING:
     from hf_pyao.integrations.head_loss import HeadLoss
+    from hf_pyao.integrations.mlp_tiles import MLPTiles
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +186,7 @@ class Offloader:
         self.engine = self._deciding.engine
         self._is_attached = False
         self.head_loss: HeadLoss | None = None
+        self.mlp_tiles: MLPTiles | None = None
         self.record = record = RunRecord(
             config, self.engine, self.transport, self.device, self.host_pool
         )
@@ -209,6 +212,9 @@ class Offloader:
             self.head_loss = put_on_head_loss(model, config)
             if self.head_loss is not None:
                 record.head_loss_description = f" {self.head_loss.describe()}."
+            self.mlp_tiles = put_on_mlp_tiles(model, found, config)
+            if self.mlp_tiles is not None:
+                record.head_loss_description += f" {self.mlp_tiles.describe()}."
             self._lifecycle.install()
             self._deciding.start(model, self)
             if config.report is not None:
@@ -394,6 +400,8 @@ class Offloader:
         try:
             if self.head_loss is not None:
                 self.head_loss.uninstall()
+            if self.mlp_tiles is not None:
+                self.mlp_tiles.uninstall()
         finally:
             if self._lifecycle is not None:
                 self._lifecycle.leave_all()

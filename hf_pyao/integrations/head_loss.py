@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import types
-import typing
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +21,7 @@ from hf_pyao.config import HEAD_LOSS_NAMES
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.integrations.exchanged_forwards import Forward
 from hf_pyao.integrations.head_forward import HeadForward, output_embeddings
+from hf_pyao.integrations.lasting_forward import LeftBehind, exchange, give_back, is_exchanged
 from hf_pyao.integrations.liger import check_liger
 from hf_pyao.integrations.output_head import NotUnderstood, understand_head
 from hf_pyao.integrations.smoothing import Smoothing
@@ -32,8 +30,6 @@ from hf_pyao.integrations.wrappers import unwrap_model, wrapped_module
 logger = logging.getLogger(__name__)
 
 _HANDLE = "_pyao_head_loss"
-_PREVIOUS = "_pyao_previous_forward"
-_IS_OURS = "_is_pyao_forward"
 
 _COMPILED = (
     "it is compiled as a whole, and compiled code holds the logits; compile its layers instead "
@@ -81,7 +77,7 @@ def install_head_loss(
     if _is_compiled(model, target):
         handle.stand_back(_COMPILED)
     installed: HeadLoss | None = target.__dict__.get(_HANDLE)
-    if installed is None or not _is_exchanged(target):  # never, or interrupted
+    if installed is None or not is_exchanged(target):  # never, or interrupted
         handle.install(target)
         return handle
     if installed.settings != handle.settings:
@@ -114,7 +110,7 @@ def _is_compiled(model: nn.Module, target: nn.Module) -> bool:
     return getattr(target, "_compiled_call_impl", None) is not None
 
 
-class HeadLoss:
+class HeadLoss(LeftBehind):
     """A head loss on a model; made by :func:`install_head_loss`. Holds the model weakly.
 
     Args:
@@ -155,27 +151,15 @@ class HeadLoss:
         # Of the class: wrappers around an instance's forward may hide its parameters.
         names = list(inspect.signature(type(target).forward).parameters)
         self._labels_position = names.index("labels") - 1
-        target.__dict__[_HANDLE] = self
-        _exchange_forward(target)
+        exchange(target, _HANDLE, self)
 
     def uninstall(self) -> None:
         """Give the model its own ``forward`` back. Harmless if done already, wholly or in part."""
         target = None if self._target is None else self._target()
         if target is not None:
             self._head_forward.release()
-            if target.__dict__.get(_HANDLE, self) is self:
-                target.__dict__.pop(_HANDLE, None)
-                _give_forward_back(target)
+            give_back(target, _HANDLE, self)
         self._target = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model is a plain model: its ``forward`` finds no handle."""
-        return None
-
-    def __reduce__(self) -> Any:
-        # None, by a function that returns its second argument: a pickled model must load where
-        # hf_pyao is not installed.
-        return typing.cast, (None, None)
 
     def stand_back(self, reason: str) -> None:
         """Say once that the model keeps its own loss, and why."""
@@ -225,7 +209,9 @@ class HeadLoss:
         """
         return self._head_forward.smoothings.opened(epsilon)
 
-    def run(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, module: nn.Module, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the model's own forward *own*, its head put off if only the loss is wanted."""
         target = None if self._target is None else self._target()
         if target is None or not self._wants_only_loss(target, args, kwargs):
@@ -241,64 +227,3 @@ class HeadLoss:
         position = self._labels_position
         labels = kwargs.get("labels")
         return labels is not None or (len(args) > position and args[position] is not None)
-
-
-def _is_exchanged(target: nn.Module) -> bool:
-    """Whether calls of *target* come through a ``forward`` of ours, wrapped by others or not.
-
-    What it had before is written down first. So if that is there and the model has another forward,
-    ours is below it; and if the model has that very forward, ours is not there (any more).
-    """
-    forward = target.__dict__.get("forward")
-    return _PREVIOUS in target.__dict__ and forward is not target.__dict__[_PREVIOUS]
-
-
-def _exchange_forward(target: nn.Module) -> None:
-    """Put ours in the place of ``target.forward``, if it is not there or below somebody's."""
-    if _is_exchanged(target):
-        return
-    previous = target.__dict__[_PREVIOUS] = target.__dict__.get("forward")
-    forward = _make_forward(inspect.signature(target.forward), previous)
-    target.__dict__["forward"] = types.MethodType(forward, target)
-
-
-def _give_forward_back(target: nn.Module) -> None:
-    """Undo :func:`_exchange_forward`; below somebody's forward ours stays, and passes all on."""
-    function = getattr(target.__dict__.get("forward"), "__func__", None)
-    if getattr(function, _IS_OURS, False):
-        previous = target.__dict__.get(_PREVIOUS)
-        if previous is None:
-            del target.__dict__["forward"]
-        else:
-            target.__dict__["forward"] = previous
-    if not _is_exchanged(target):
-        target.__dict__.pop(_PREVIOUS, None)
-
-
-def _make_forward(own: inspect.Signature, previous: Forward | None) -> Callable[..., Any]:
-    """Return the function that becomes the model's ``forward``.
-
-    It knows the model by its argument only, so that a deep copy of the model, to which Python binds
-    it anew, runs the weights of the copy.
-    """
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        wrapped = self.__dict__.get(_PREVIOUS)
-        # In these few lines compilers follow; a compiled model computes its own loss.
-        handle = None if torch.compiler.is_compiling() else self.__dict__.get(_HANDLE)
-        if handle is not None:
-            own_forward = wrapped or types.MethodType(type(self).forward, self)
-            return handle.run(own_forward, args, kwargs)
-        if wrapped is not None:
-            return wrapped(*args, **kwargs)
-        return type(self).forward(self, *args, **kwargs)
-
-    annotated: Any = forward
-    setattr(annotated, _IS_OURS, True)
-    # Trainer and generate() read the signature.
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    annotated.__signature__ = own.replace(parameters=[first, *own.parameters.values()])
-    if previous is not None:
-        # accelerate takes its autocast wrapper off by following this.
-        annotated.__wrapped__ = previous
-    return forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 from unittest import mock
 
 from torch import Tensor, nn
@@ -15,7 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.integrations.shrunk_model import remove_equal_layers
-from hf_pyao.integrations.wiring import make_engine, make_lifecycle, put_on_head_loss, wrapper_of
+from hf_pyao.integrations.wiring import (
+    make_engine,
+    make_lifecycle,
+    put_on_head_loss,
+    put_on_mlp_tiles,
+    wrapper_of,
+)
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.losses.chunking import ChunkPlan
 from hf_pyao.planning.plan import RECOMPUTE, Plan, PlanPolicy
@@ -29,10 +35,11 @@ from hf_pyao.planning.step_recorder import (
 )
 from hf_pyao.report.plan_report import OFFLOAD
 from hf_pyao.stores import HostPool
+from hf_pyao.tiling import TilePlan
 from hf_pyao.transfer.link import LinkContext
 
 NUM_SHOWN_CHUNKS = 3
-"""Chunks of the head loss that are run; more are equal to the second."""
+"""Chunks of the head loss, and tiles of an MLP, that are run; more are equal to the second."""
 
 UNLIMITED_BYTES = 2**60
 
@@ -105,16 +112,19 @@ def record_fake_step(
         engine = make_engine(model, config, wrapper_of(config, found)(policy), link)
         lifecycle = make_lifecycle(engine, found)
         loss = put_on_head_loss(model, config)
+        tiles = put_on_mlp_tiles(model, found, config)
         try:
             lifecycle.install()
             recorder.begin([name for name, _ in found.layers], pool.owns)
             engine.observe(recorder.observer)
             resident_bytes = recorder.note_resident([*model.parameters(), *model.buffers()])
-            with RecordingMode(recorder), _few_chunks(recorder):
+            with RecordingMode(recorder), _few_parts(recorder):
                 step.run(model, recorder.label)
         finally:
             if loss is not None:
                 loss.uninstall()
+            if tiles is not None:
+                tiles.uninstall()
             lifecycle.remove()
         num_chunks = 0 if loss is None else int(loss.metrics()["head_loss_num_chunks"])
         program = recorder.program(resident_bytes + state_bytes)
@@ -131,14 +141,20 @@ def _all_leaves(plan: Plan) -> Plan:
 
 
 @contextmanager
-def _few_chunks(recorder: StepRecorder) -> Iterator[None]:
-    """Let the head loss show three of its chunks: the second stands for all but first and last.
+def _few_parts(recorder: StepRecorder) -> Iterator[None]:
+    """Let head loss and MLPs show three of their chunks and tiles: the second stands for the rest.
 
-    Another thread's loss, on real tensors, takes all of its own.
+    It stands for all but first and last. Another thread's, on real tensors, are all there.
     """
-    all_slices = ChunkPlan.slices
+    with _few(ChunkPlan, recorder), _few(TilePlan, recorder):
+        yield
 
-    def few_slices(plan: ChunkPlan) -> Iterator[tuple[int, int]]:
+
+@contextmanager
+def _few(kind: type[ChunkPlan | TilePlan], recorder: StepRecorder) -> Iterator[None]:
+    all_slices = kind.slices
+
+    def few_slices(plan: Any) -> Iterator[tuple[int, int]]:
         slices = list(all_slices(plan))
         if len(slices) <= NUM_SHOWN_CHUNKS or active_fake_mode() is None:
             yield from slices
@@ -149,5 +165,5 @@ def _few_chunks(recorder: StepRecorder) -> Iterator[None]:
         recorder.num_runs = 1
         yield slices[-1]
 
-    with mock.patch.object(ChunkPlan, "slices", few_slices):
+    with mock.patch.object(kind, "slices", few_slices):
         yield

@@ -21,6 +21,7 @@ from hf_pyao.transfer.link import LinkContext
 
 if TYPE_CHECKING:
     from hf_pyao.integrations.head_loss import HeadLoss
+    from hf_pyao.integrations.mlp_tiles import MLPTiles
 
 
 def make_engine(
@@ -64,6 +65,15 @@ def put_on_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
     from hf_pyao.integrations.head_loss import install_head_loss  # imports transformers
 
     return install_head_loss(model, config.head_loss)
+
+
+def put_on_mlp_tiles(model: nn.Module, found: FoundLayers, config: PyAOConfig) -> MLPTiles | None:
+    """Let the MLPs of *found* run in tiles as *config* asks; None if it asks for none."""
+    if config.mlp_tiles == "off":
+        return None
+    from hf_pyao.integrations.mlp_tiles import install_mlp_tiles
+
+    return install_mlp_tiles(model, found, config.mlp_tiles)
 
 
 def recomputed_paths(config: PyAOConfig, found: FoundLayers) -> tuple[str, ...]:

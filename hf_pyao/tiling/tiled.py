@@ -41,7 +41,7 @@ class TiledCall:
     plan: TilePlan
     is_compiled: bool = False
     """Whether the function runs compiled code, which has its own linear layers."""
-    state: Callable[[], object] = type(None)
+    state: Callable[[], object] = lambda: None
     """Returns what else the function goes by, such as whether it trains; must be the same in
     backward as in forward."""
 
@@ -96,7 +96,7 @@ class _SaveInputs(torch.autograd.Function):
         return first.new_empty(0, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         """Do nothing: the other node has returned the gradients."""
         return (None,) * (2 + ctx.num_tensors)
 
@@ -117,7 +117,7 @@ class _RunTiles(torch.autograd.Function):
         """Run the tiles; nothing that they compute is kept but their output."""
         inputs = tensors[:num_inputs]
         ctx.set_materialize_grads(False)
-        ctx.saved, ctx.call, ctx.versions, ctx.num_inputs = saved, call, versions, num_inputs
+        ctx.saved, ctx.call, ctx.versions = saved, call, versions
         ctx.autocast = AutocastState(inputs[0].device.type)
         ctx.states = RandomStates(inputs[0])
         ctx.state = call.state()
@@ -132,7 +132,7 @@ class _RunTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run each tile again and take its gradients."""
-        num_other, num_inputs = 5, ctx.num_inputs
+        num_other = 5
         needs = ctx.needs_input_grad[num_other:]
         if grad_output is None:
             return (None,) * (num_other + len(needs))
@@ -169,18 +169,18 @@ def _run_forward(call: TiledCall, states: RandomStates, inputs: Sequence[Tensor]
     """Return the function's output, of all tokens."""
     lead = inputs[0].shape[:-1]
     rows = [rows_of(tensor) for tensor in inputs]
-    whole: Tensor | None = None
+    whole: Tensor | None = None  # no view: what comes next may write to it
     for start, stop in call.plan.slices():
         states.note()
         tile = rows_of(call.function(*(tile_of(each, start, stop, len(lead)) for each in rows)))
         if whole is None:
-            whole = tile.new_empty(call.plan.num_tokens, tile.shape[-1])
-        whole[start:stop] = tile
+            whole = tile.new_empty(*lead, tile.shape[-1])
+        rows_of(whole)[start:stop] = tile
         del tile
     states.note()
     states.forget_if_unchanged()
     assert whole is not None
-    return whole.view(*lead, whole.shape[-1])
+    return whole
 
 
 class _Backward:
@@ -272,7 +272,7 @@ def _without_hooks(function: Callable[..., None]) -> Callable[..., None]:
     """Return *function*, run so that hooks on saved tensors get none of what it saves."""
 
     def run(*args: Any) -> None:
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # type: ignore[attr-defined]
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             function(*args)
             return
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
@@ -288,7 +288,7 @@ def _same(tensor: Any) -> Any:
 class _no_tensor_hooks:
     """While entered, hooks on the gradients of *tensors* do not run.
 
-    They are to see each gradient once and whole, when autograd gets it from us, and not each tile's.
+    They are to see each gradient once and whole, as autograd gets it from us.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

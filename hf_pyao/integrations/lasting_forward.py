@@ -1,0 +1,111 @@
+"""Exchanging a method of a module for as long as something is attached to it.
+
+[Note: Lasting forwards] What stands for the method knows its module by its argument alone, and
+finds its handle in the module's ``__dict__``: a deep copy of the module, in which the handle is
+None, runs the weights of the copy, and so does an unpickled one, where hf_pyao need not be
+installed. What the module had before is written down first, so that an interrupt between two steps
+leaves something that can be told and taken back. Whoever puts a method of theirs around ours keeps
+it: ours passes all on, then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+Method = Callable[..., Any]
+
+_PREVIOUS = "_pyao_previous_"
+_IS_OURS = "_is_pyao_forward"
+
+
+class Handle(Protocol):
+    """What answers for a module's method."""
+
+    def run(
+        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what a call of the method returns; *own* is the method that was there before."""
+        ...
+
+
+class LeftBehind:
+    """Mixed into a handle: copies and pickles of it are None."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model is a plain model: its methods find no handle."""
+        return None
+
+    def __reduce__(self) -> Any:
+        # None, by a function that returns its second argument: a pickled model must load where
+        # hf_pyao is not installed.
+        return typing.cast, (None, None)
+
+
+def exchange(module: nn.Module, key: str, handle: Handle, name: str = "forward") -> None:
+    """Let calls of *module*'s method *name* go to *handle*, which is kept under *key*."""
+    module.__dict__[key] = handle
+    if is_exchanged(module, name):
+        return
+    previous = module.__dict__[_PREVIOUS + name] = module.__dict__.get(name)
+    method = _make(key, name, inspect.signature(getattr(module, name)), previous)
+    module.__dict__[name] = types.MethodType(method, module)
+
+
+def give_back(module: nn.Module, key: str, handle: Handle, name: str = "forward") -> None:
+    """Undo :func:`exchange`, wholly or in part done. Below somebody's method ours stays."""
+    if module.__dict__.get(key, handle) is not handle:
+        return
+    module.__dict__.pop(key, None)
+    function = getattr(module.__dict__.get(name), "__func__", None)
+    if getattr(function, _IS_OURS, False):
+        previous = module.__dict__.get(_PREVIOUS + name)
+        if previous is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = previous
+    if not is_exchanged(module, name):
+        module.__dict__.pop(_PREVIOUS + name, None)
+
+
+def is_exchanged(module: nn.Module, name: str = "forward") -> bool:
+    """Whether calls of the method come through one of ours, wrapped by others or not.
+
+    What it had before is written down first. So if that is there and the module has another method,
+    ours is below it; and if the module has that very one, ours is not there (any more).
+    """
+    method = module.__dict__.get(name)
+    return _PREVIOUS + name in module.__dict__ and method is not module.__dict__[_PREVIOUS + name]
+
+
+def _make(key: str, name: str, own: inspect.Signature, previous: Method | None) -> Method:
+    """Return the function that becomes the method; see [Note: Lasting forwards]."""
+    before = _PREVIOUS + name
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        wrapped = self.__dict__.get(before)
+        # In these few lines compilers follow; compiled code runs what was there before.
+        handle = None if torch.compiler.is_compiling() else self.__dict__.get(key)
+        if handle is not None:
+            own_method = wrapped or types.MethodType(getattr(type(self), name), self)
+            return handle.run(self, own_method, args, kwargs)
+        if wrapped is not None:
+            return wrapped(*args, **kwargs)
+        return getattr(type(self), name)(self, *args, **kwargs)
+
+    annotated: Any = method
+    setattr(annotated, _IS_OURS, True)
+    annotated.__name__ = name  # by which a bound method is pickled
+    # Trainer and generate() read the signature.
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    annotated.__signature__ = own.replace(parameters=[first, *own.parameters.values()])
+    if previous is not None:
+        # accelerate takes its autocast wrapper off by following this.
+        annotated.__wrapped__ = previous
+    return annotated  # type: ignore[no-any-return]

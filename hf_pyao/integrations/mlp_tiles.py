@@ -1,0 +1,160 @@
+"""MLPs of a model that run in tiles of tokens: which, how, and what is said of it.
+
+:func:`install_mlp_tiles` exchanges the methods of modules that are MLPs (see [Note: Lasting
+forwards] in ``lasting_forward``) for ones that run them through ``hf_pyao.tiling``. What is not
+proven to treat each token by itself is left alone, and the reason said.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+
+from hf_pyao.integrations.found_layers import FoundLayers
+from hf_pyao.integrations.lasting_forward import exchange, give_back
+from hf_pyao.integrations.mlp_proof import KnownMLP, Proofs
+from hf_pyao.integrations.mlp_search import FoundMLP, NotFound, find_mlps
+from hf_pyao.integrations.spread_mlp import ActPart, DownPart, UpPart
+from hf_pyao.integrations.tiled_mlp import KEY, Notes, Part, TiledMLP, reason_now
+from hf_pyao.integrations.wrappers import class_name, wrapped_module
+from hf_pyao.tiling.tile_plan import TilePlan
+
+logger = logging.getLogger(__name__)
+
+_MOST_REASONS = 3
+
+
+def install_mlp_tiles(model: nn.Module, found: FoundLayers, tiles: int | str) -> MLPTiles:
+    """Let the MLPs of *model*'s layers run in tiles, forward and backward, in training.
+
+    Args:
+        model: the model, wrapped or not.
+        found: its layers.
+        tiles: a number of tiles, or ``"auto"`` (see ``tiling.plan_tiles``).
+
+    Returns:
+        The handle; its ``uninstall`` gives the modules their methods back.
+    """
+    handle = MLPTiles(class_name(model), tiles)
+    try:
+        handle.install(model, found)
+    except BaseException:
+        handle.uninstall()
+        raise
+    handle.tell()
+    return handle
+
+
+class MLPTiles:
+    """The tiled MLPs of a model; made by :func:`install_mlp_tiles`. Holds the model weakly.
+
+    Args:
+        name: of the model, for messages.
+        tiles: as in :func:`install_mlp_tiles`.
+    """
+
+    def __init__(self, name: str, tiles: int | str) -> None:
+        self.tiles = tiles
+        self.num_tiled = 0
+        """MLPs that run in tiles."""
+        self._name = name
+        self._notes = Notes(name)
+        self._left: dict[str, list[str]] = {}
+        self._exchanged: list[tuple[weakref.ref[nn.Module], str, Part]] = []
+
+    def install(self, model: nn.Module, found: FoundLayers) -> None:
+        """Exchange the methods of what may run in tiles. Called once."""
+        proofs = Proofs()
+        is_whole = _is_compiled_whole(model)
+        for mlp in find_mlps(found):
+            if isinstance(mlp, NotFound):
+                self._leave(mlp.path, mlp.reason)
+                continue
+            reason = "the model is compiled as a whole; compile its MLPs" if is_whole else None
+            reason = reason or reason_now(
+                mlp.parts, also_itself=mlp.parts != mlp.places or mlp.is_spread
+            )
+            known = proofs.of(mlp) if reason is None else reason
+            if isinstance(known, str):
+                self._leave(mlp.path, known)
+            else:
+                self._put_on(mlp, known)
+                self.num_tiled += 1
+
+    def uninstall(self) -> None:
+        """Give the modules their methods back. Harmless if done already, wholly or in part."""
+        for ref, method, part in self._exchanged:
+            if (module := ref()) is not None:
+                give_back(module, KEY, part, method)
+
+    def tell(self) -> None:
+        """Log what is left alone; loudly if nothing runs in tiles and a number of them was given."""
+        level = logging.INFO
+        if not self.num_tiled and self.tiles != "auto":
+            level = logging.WARNING
+        if self._left:
+            logger.log(level, "MLP tiles of %s: %s.", self._name, self._described_left())
+
+    def describe(self) -> str:
+        """Return one line about what runs in tiles and what is left alone, and why."""
+        total = self.num_tiled + sum(map(len, self._left.values()))
+        how = "as many tiles as keep them small" if self.tiles == "auto" else f"{self.tiles} tiles"
+        parts = [f"mlp_tiles={self.tiles}: {self.num_tiled} of {total} MLPs run in {how}"]
+        plan = self._notes.last_plan
+        if plan is not None:
+            parts.append(f"the last one {plan.num_tokens} tokens in {plan.num_tiles}")
+        if self._left:
+            parts.append(self._described_left())
+        parts.extend(self._notes.said)
+        return "; ".join(parts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many MLPs run in tiles, and how the last one was cut."""
+        plan: TilePlan | None = self._notes.last_plan
+        return {
+            "mlp_tiles_num_tiled": float(self.num_tiled),
+            "mlp_tiles_num_tiles": float(plan.num_tiles if plan else 0),
+            "mlp_tiles_tile_tokens": float(plan.tile_tokens if plan else 0),
+        }
+
+    def _put_on(self, mlp: FoundMLP, known: KnownMLP) -> None:
+        tiled = TiledMLP(
+            known,
+            self.tiles,
+            mlp.path,
+            self._notes,
+            is_compiled=mlp.is_compiled,
+            part_names=mlp.part_names,
+        )
+        parts: Sequence[Part] = [tiled]
+        if mlp.is_spread:
+            acts = [ActPart() for _ in mlp.places[1:-1]]
+            parts = [UpPart(tiled), *acts, DownPart()]
+        for place, part in zip(mlp.places, parts, strict=True):
+            if KEY not in place.__dict__ or not isinstance(part, ActPart):
+                self._exchanged.append((weakref.ref(place), mlp.method, part))
+                exchange(place, KEY, part, mlp.method)
+
+    def _leave(self, path: str, reason: str) -> None:
+        self._left.setdefault(reason, []).append(path)
+
+    def _described_left(self) -> str:
+        said = []
+        for reason, paths in list(self._left.items())[:_MOST_REASONS]:
+            named = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+            said.append(f"{named} left alone: {reason}")
+        rest = len(self._left) - _MOST_REASONS
+        return "; ".join(said) + (f"; and {rest} more reasons" if rest > 0 else "")
+
+
+def _is_compiled_whole(model: nn.Module) -> bool:
+    wrapper: nn.Module | None = model
+    while wrapper is not None:
+        is_compiled = wrapper.__dict__.get("_compiled_call_impl") is not None
+        if hasattr(wrapper, "_orig_mod") or is_compiled:
+            return True
+        wrapper = wrapped_module(wrapper)
+    return False

@@ -1,0 +1,211 @@
+"""One MLP that runs in tiles: what answers for its method, call by call."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hf_pyao.integrations.lasting_forward import LeftBehind, Method
+from hf_pyao.integrations.mlp_proof import KnownMLP
+from hf_pyao.integrations.sharding import KnownSharding, is_sharded_by_zero
+from hf_pyao.runtime.model_hooks import ModelHook
+from hf_pyao.tiling import TiledCall, TilePlan, plan_tiles, run_in_tiles
+
+logger = logging.getLogger(__name__)
+
+KEY = "_pyao_mlp_tiles"
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Notes:
+    """What is said about calls, once each, and how the last one was cut."""
+
+    def __init__(self, name: str) -> None:
+        self.said: dict[str, None] = {}
+        self.last_plan: TilePlan | None = None
+        self._name = name
+
+    def say(self, path: str, reason: str) -> None:
+        """Warn, once, that a call of *path* is not cut, and why."""
+        message = f"{path} does not run in tiles: {reason}"
+        if message not in self.said:
+            self.said[message] = None
+            logger.warning("MLP tiles of %s: %s.", self._name, message)
+
+
+class Part(LeftBehind):
+    """Answers for a method of one module; holds no module."""
+
+    def run(
+        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what a call of the method returns."""
+        raise NotImplementedError
+
+
+class TiledMLP(Part):
+    """Runs an MLP in tiles.
+
+    Args:
+        known: what was found out about it.
+        tiles: a number of tiles, or ``"auto"``.
+        path: its name, for messages.
+        notes: where things are said.
+        is_compiled: whether its module is compiled code.
+        part_names: where the MLP is a method of a larger module, the modules that it calls there.
+    """
+
+    def __init__(
+        self,
+        known: KnownMLP,
+        tiles: int | str,
+        path: str,
+        notes: Notes,
+        *,
+        is_compiled: bool = False,
+        part_names: Sequence[str] = (),
+    ) -> None:
+        self._known = known
+        self._tiles = tiles
+        self._path = path
+        self._notes = notes
+        self._is_compiled = is_compiled
+        self._part_names = part_names
+
+    def run(
+        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the MLP, in tiles if that is worth it and may be."""
+        if kwargs:
+            args, kwargs = _positional(own, args, kwargs)
+        parts = [getattr(module, name) for name in self._part_names] or [module]
+        also_itself = bool(self._part_names)
+        plan = None if kwargs else self.plan(module, parts, args, also_itself=also_itself)
+        if plan is None:
+            return own(*args, **kwargs)
+        return self.tiled(own, parts, plan, args)
+
+    def plan(
+        self,
+        module: nn.Module,
+        parts: Sequence[nn.Module],
+        inputs: Sequence[Any],
+        *,
+        also_itself: bool,
+    ) -> TilePlan | None:
+        """Return how a call with *inputs* is cut; None if it is not."""
+        if not module.training or len(inputs) != self._known.num_inputs:
+            return None
+        if any(type(tensor) not in _PLAIN for tensor in inputs):
+            return None
+        first: Tensor = inputs[0]
+        lead = first.shape[:-1]
+        if any(tensor.shape[:-1] != lead for tensor in inputs):
+            return None
+        plan = plan_tiles(
+            lead.numel(), self._tiles, self._token_bytes(first), self._known.weight_bytes
+        )
+        if plan.num_tiles < 2:
+            return None
+        reason = reason_now(parts, also_itself=also_itself)
+        if reason is None and min(len(lead), 2) not in self._known.leads:
+            reason = f"it is not known to treat tokens in {len(lead)} dimensions one by one"
+        if reason is not None:
+            self._notes.say(self._path, reason)
+            return None
+        self._notes.last_plan = plan
+        return plan
+
+    def tiled(
+        self, function: Method, parts: Sequence[nn.Module], plan: TilePlan, inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Run *function*, whose modules are *parts*, as *plan* says."""
+        call = TiledCall(
+            function=function,
+            weights=partial(weights_of, parts),
+            plan=plan,
+            state=partial(modes_of, parts),
+            is_compiled=self._is_compiled,
+        )
+        return run_in_tiles(call, *inputs)
+
+    def say(self, reason: str) -> None:
+        """Say, once, why a call is not cut."""
+        self._notes.say(self._path, reason)
+
+    def _token_bytes(self, tensor: Tensor) -> int:
+        """Return the bytes of a token under the autocast that is on."""
+        known, device_type = self._known, tensor.device.type
+        if not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
+            return known.token_bytes
+        itemsize = torch.get_autocast_dtype(device_type).itemsize
+        return -(-known.token_bytes * itemsize // known.itemsize)
+
+
+def _positional(
+    own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the same arguments, those by position that can be."""
+    bound = inspect.signature(own).bind(*args, **kwargs)
+    return bound.args, bound.kwargs
+
+
+def reason_now(parts: Sequence[nn.Module], *, also_itself: bool) -> str | None:
+    """Return why *parts*, as they are now, may not run on a part of the tokens; None if they may.
+
+    Args:
+        parts: what the MLP calls, with what is inside.
+        also_itself: look at hooks of *parts* themselves too, and not only of what is inside.
+    """
+    for part in parts:
+        for module in part.modules():
+            if (module is not part or also_itself) and (reason := _reason_of_hooks(module)):
+                return reason
+            for weight in module._parameters.values():
+                if weight is None:
+                    continue
+                if is_sharded_by_zero(weight):
+                    return "ZeRO-3 gathers its weights for each call of each module inside"
+                if hasattr(weight, "full_tensor"):
+                    return "its weights are sharded one by one (DTensor); shard whole layers"
+    return None
+
+
+def _reason_of_hooks(module: nn.Module) -> str | None:
+    name = type(module).__name__
+    if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+        return f"{name} inside it is sharded by itself; shard whole layers"
+    if hasattr(module, "_hf_hook"):
+        return f"accelerate moves the weights of {name} for each call"
+    for table in _HOOKS:
+        for hook in getattr(module, table).values():
+            is_inert = getattr(hook, "__module__", "") == ModelHook.__module__
+            if not isinstance(hook, ModelHook) and not is_inert:
+                return f"{name} inside it has module hooks, which would see one tile at a time"
+    return None
+
+
+def weights_of(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the weights of *parts*, each once; the views that FSDP1 has in their place."""
+    return list({id(weight): weight for weight in _weights(parts)}.values())
+
+
+def _weights(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
+    sharding = KnownSharding()
+    for part in parts:
+        for module in part.modules():
+            yield from sharding.weights_of(module)
+
+
+def modes_of(parts: Sequence[nn.Module]) -> tuple[bool, ...]:
+    """Return which modules train."""
+    return tuple(module.training for part in parts for module in part.modules())
