@@ -91,7 +91,7 @@ class MLPTiles:
                 give_back(module, KEY, part, method)
 
     def tell(self) -> None:
-        """Log what is left alone; loudly if nothing runs in tiles and a number of them was given."""
+        """Log what is left alone: loudly if it is all, and a number of tiles was given."""
         level = logging.INFO
         if not self.num_tiled and self.tiles != "auto":
             level = logging.WARNING

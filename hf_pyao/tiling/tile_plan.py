@@ -60,8 +60,8 @@ def plan_tiles(num_tokens: int, tiles: int | str, token_bytes: int, weight_bytes
 
 
 def _even(num_tokens: int, num_tiles: int) -> int:
-    """Return the tokens of a tile: as many in each, rounded up where that is a few per cent."""
+    """Return the tokens of a tile: as many in each, rounded up where that is 5 % at most."""
     tokens = max(1, -(-num_tokens // num_tiles))
-    if tokens >= 2 * MIN_TILE_TOKENS and num_tiles > 1:
+    if tokens >= 20 * TOKEN_MULTIPLE and num_tiles > 1:
         return -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
     return tokens
