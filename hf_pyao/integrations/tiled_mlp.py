@@ -159,12 +159,15 @@ def _positional(
     return bound.args, bound.kwargs
 
 
-def reason_now(parts: Sequence[nn.Module], *, also_itself: bool) -> str | None:
+def reason_now(
+    parts: Sequence[nn.Module], *, also_itself: bool, is_running: bool = True
+) -> str | None:
     """Return why *parts*, as they are now, may not run on a part of the tokens; None if they may.
 
     Args:
         parts: what the MLP calls, with what is inside.
         also_itself: look at hooks of *parts* themselves too, and not only of what is inside.
+        is_running: they are about to be called: what is gathered for their layer is whole.
     """
     for part in parts:
         for module in part.modules():
@@ -175,7 +178,7 @@ def reason_now(parts: Sequence[nn.Module], *, also_itself: bool) -> str | None:
                     continue
                 if is_sharded_by_zero(weight):
                     return "ZeRO-3 gathers its weights for each call of each module inside"
-                if hasattr(weight, "full_tensor"):
+                if is_running and hasattr(weight, "full_tensor"):
                     return "its weights are sharded one by one (DTensor); shard whole layers"
     return None
 

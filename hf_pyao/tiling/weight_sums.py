@@ -75,7 +75,8 @@ class _Sum:
         elif self._total is None:
             self._total = torch.mm(left.t(), right)
         else:
-            self._total.addmm_(left.t(), right)
+            # Not addmm_, which counters of operations do not know.
+            torch.addmm(self._total, left.t(), right, out=self._total)
 
     def add_rows(self, rows: Tensor) -> None:
         """Add the sum of (n, elements) over n."""

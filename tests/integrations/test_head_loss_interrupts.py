@@ -29,7 +29,7 @@ FILES = {str(path) for path in (ROOT / "losses").glob("*.py")} | {
     str(ROOT / "integrations" / f"{name}.py")
     for name in (
         "head_loss", "head_forward", "output_head", "put_off_call", "exchanged_forwards",
-        "lazy_outputs", "smoothing", "callers", "counts",
+        "lazy_outputs", "smoothing", "callers", "counts", "lasting_forward",
     )
 }  # fmt: skip
 

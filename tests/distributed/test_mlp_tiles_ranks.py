@@ -1,0 +1,77 @@
+"""MLPs in tiles on two ranks: the same gradients, exchanged once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import REPOSITORY
+
+pytestmark = pytest.mark.distributed
+
+
+def run(kind: str, name: str, folder: Path) -> list[dict[str, Any]]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.tiles_worker", kind, name, str(rank), folder],
+            cwd=REPOSITORY,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            _, errors = worker.communicate(timeout=240)
+            assert worker.returncode == 0, errors
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+CASES = [
+    pytest.param("ddp", "opt"),
+    pytest.param("ddp", "llama", marks=pytest.mark.thorough),
+    pytest.param("fsdp2", "llama"),
+    pytest.param("fsdp2", "opt", marks=pytest.mark.thorough),
+    pytest.param("fsdp2", "gpt2", marks=pytest.mark.thorough),
+    pytest.param("fsdp2_bf16", "llama", marks=pytest.mark.thorough),
+    pytest.param("fsdp1", "opt", marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.sampled(every=1)
+def test_gradients_and_hooks(kind: str, name: str, tmp_path: Path) -> None:
+    for rank in run(kind, name, tmp_path):
+        for when, facts in rank.items():
+            bound = 2e-2 if kind.endswith("bf16") else 2e-6
+            assert facts["same_names"]
+            assert facts["worst"] <= bound, (when, facts)
+            assert facts["tiled"]["losses"] == pytest.approx(facts["plain"]["losses"], rel=1e-5)
+            assert facts["tiled"]["counts"] == facts["plain"]["counts"]
+            if kind != "fsdp1":
+                assert facts["tiled"]["metrics"]["mlp_tiles_num_tiles"] == 3, facts["tiled"]
+
+
+@pytest.mark.thorough
+def test_linears_that_are_sharded_by_themselves_are_left_alone(tmp_path: Path) -> None:
+    for rank in run("fsdp2_linears", "llama", tmp_path):
+        for facts in rank.values():
+            assert facts["worst"] == 0.0
+            assert facts["tiled"]["metrics"]["mlp_tiles_num_tiles"] == 0
+            assert "sharded by itself" in facts["tiled"]["described"]

@@ -1,0 +1,130 @@
+"""One of two ranks that train with MLPs in tiles: ``python -m tests.distributed.tiles_worker``.
+
+Arguments: how the model is sharded, its architecture, the rank, and the folder for what was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_pyao import PyAOConfig, attach
+from tests.distributed.models import batch_of, build_model, layers_of
+
+NUM_STEPS = 2
+
+
+def wrap(kind: str, model: nn.Module, name: str) -> nn.Module:
+    """Spread *model* over the ranks."""
+    layers = layers_of(model, name)
+    if kind == "ddp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # renamed in torch 2.13
+            return DistributedDataParallel(model)
+    if kind == "fsdp1":
+        policy = ModuleWrapPolicy({type(layer) for layer in layers})
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+    options: dict[str, Any] = {}
+    if kind == "fsdp2_bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    if kind == "fsdp2_linears":
+        for layer in layers:
+            for module in layer.modules():
+                if isinstance(module, nn.Linear):
+                    fully_shard(module)
+    for layer in layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def count_hooks(model: nn.Module) -> list[int]:
+    """Count, for each parameter, how often autograd hands its gradient over."""
+    counts: list[int] = []
+    for index, parameter in enumerate(model.parameters()):
+        counts.append(0)
+
+        def count(_: Tensor, index: int = index) -> None:
+            counts[index] += 1
+
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(count)
+    return counts
+
+
+def train(kind: str, name: str, config: PyAOConfig | None, *, before: bool) -> dict[str, Any]:
+    """Train a few steps; return losses, gradients, and what ran in tiles."""
+    model = build_model(name, "lora" if kind == "ddp" and name == "llama" else "full", "")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # masks are drawn tile by tile
+    counts = count_hooks(model) if kind == "ddp" else []
+    offloader = attach(model, config) if config is not None and before else None
+    wrapped = wrap(kind, model, name)
+    if config is not None and not before:
+        offloader = attach(wrapped, config)
+    found: dict[str, Any] = {"losses": [], "gradients": []}
+    for step in range(NUM_STEPS):
+        torch.manual_seed(step)
+        wrapped.zero_grad()
+        loss = wrapped(**batch_of(dist.get_rank(), step)).loss
+        loss.backward()
+        found["losses"].append(loss.item())
+        local = {
+            n: getattr(p.grad, "_local_tensor", p.grad)
+            for n, p in wrapped.named_parameters()
+            if p.grad is not None
+        }
+        found["gradients"].append({n: g.double() for n, g in local.items()})
+    found["counts"] = counts
+    if offloader is not None and offloader.mlp_tiles is not None:
+        found["metrics"] = offloader.mlp_tiles.metrics()
+        found["described"] = offloader.mlp_tiles.describe()
+        offloader.detach()
+    return found
+
+
+def compare(plain: dict[str, Any], tiled: dict[str, Any]) -> dict[str, Any]:
+    """Say how far the gradients are apart, by norm, at most."""
+    worst = 0.0
+    same_names = True
+    for own, ours in zip(plain.pop("gradients"), tiled.pop("gradients"), strict=True):
+        same_names = same_names and own.keys() == ours.keys() and len(own) > 0
+        for key in own:
+            scale = max(float(own[key].norm()), 1e-30)
+            worst = max(worst, float((own[key] - ours[key]).norm()) / scale)
+    return {"worst": worst, "same_names": same_names, "plain": plain, "tiled": tiled}
+
+
+def main(kind: str, name: str, rank: int, folder: Path) -> None:
+    """Train with and without, before and after wrapping, and write what came of it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    config = PyAOConfig(
+        policy="all", min_bytes=0, keep_last_layers=0, host_memory_gib=0.1, mlp_tiles=3
+    )
+    plain = train(kind, name, None, before=False)
+    found = {}
+    for before in (False, True):
+        tiled = train(kind, name, config, before=before)
+        found["before" if before else "after"] = compare(dict(plain), tiled)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
