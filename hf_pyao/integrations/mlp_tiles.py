@@ -75,9 +75,7 @@ class MLPTiles:
                 continue
             reason = "the model is compiled as a whole; compile its MLPs" if is_whole else None
             also_itself = mlp.is_spread or mlp.parts != mlp.places
-            reason = reason or reason_now(
-                mlp.parts, also_itself=also_itself, is_running=False
-            )
+            reason = reason or reason_now(mlp.parts, also_itself=also_itself, is_running=False)
             known = proofs.of(mlp) if reason is None else reason
             if isinstance(known, str):
                 self._leave(mlp.path, known)

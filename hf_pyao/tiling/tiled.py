@@ -98,7 +98,8 @@ class _SaveInputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         """Do nothing: the other node has returned the gradients."""
-        return (None,) * (2 + ctx.num_tensors)
+        num_inputs: int = 2 + ctx.num_tensors
+        return (None,) * num_inputs
 
 
 class _RunTiles(torch.autograd.Function):
