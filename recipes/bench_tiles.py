@@ -151,10 +151,11 @@ def _peak_bytes(step: Callable[[], object], mlp: nn.Module) -> int:
 
 def _print_row(row: dict[str, Any]) -> None:
     peaks = row["peak_bytes"]
+    whole, forward, tiled = (row[f"{way}_cpu"].median_ms for way in ("whole", "forward", "tiled"))
     print(
         f"{row['mlp']:5} {row['num_tokens']:6} tokens in {row['num_tiles']} tiles: "
-        f"whole {row['whole_cpu'].median_ms:8.1f} ms, one forward {row['forward_cpu'].median_ms:8.1f}"
-        f" ms, tiled {row['tiled_cpu'].median_ms:8.1f} ms (x {row['cpu_time_ratio']:.3f}, "
+        f"whole {whole:8.1f} ms, one forward {forward:8.1f} ms, "
+        f"tiled {tiled:8.1f} ms (x {row['cpu_time_ratio']:.3f}, "
         f"x {row['cpu_time_ratio_with_one_forward_more']:.3f} with one forward more); peak "
         f"{peaks['whole'] / 2**20:6.1f} MiB, {peaks['tiled'] / 2**20:6.1f} MiB",
         flush=True,

@@ -415,3 +415,24 @@ def test_recordings_of_steps_run_the_tiles() -> None:
 
 def _peak_bytes(program: StepProgram) -> int:
     return predict(program, [False] * len(program.slots), window_bytes=None).peak_bytes
+
+
+# ---- ways to shard and to compile that are left alone -----------------------------------------------
+
+
+def test_parameters_that_zero_3_partitions_are_left_alone() -> None:
+    model = tiny_model("llama")
+    for weight in model.parameters():
+        weight.ds_id = 0
+    with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
+        assert offloader.mlp_tiles is not None and offloader.mlp_tiles.num_tiled == 0
+        assert "ZeRO-3" in offloader.describe()
+
+
+def test_a_layer_that_is_compiled_as_a_whole_is_left_alone() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
+        assert offloader.mlp_tiles is not None and offloader.mlp_tiles.num_tiled == 0
+        assert "compile its MLP alone" in offloader.describe()
