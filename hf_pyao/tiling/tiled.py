@@ -23,7 +23,12 @@ import torch
 from torch import Tensor
 
 from hf_pyao.errors import ConflictError
-from hf_pyao.tiling.surroundings import AutocastState, RandomStates
+from hf_pyao.tiling.surroundings import (
+    AutocastState,
+    NoTensorHooks,
+    RandomStates,
+    without_hooks,
+)
 from hf_pyao.tiling.tile_plan import TilePlan
 from hf_pyao.tiling.weight_sums import SummedProducts, WeightSums
 
@@ -158,10 +163,8 @@ class _RunTiles(torch.autograd.Function):
         inputs = ctx.saved.node.saved_tensors
         trained = [weight for weight in weights if weight.requires_grad]
         backward = _Backward(call, inputs, trained, needs, ctx.states)
-        run = ctx.autocast.around(
-            ctx.states.kept(torch.enable_grad()(_without_hooks(backward.run)))
-        )
-        with _no_tensor_hooks(trained):
+        run = ctx.autocast.around(ctx.states.kept(torch.enable_grad()(without_hooks(backward.run))))
+        with NoTensorHooks(trained):
             run(grad_output)
         return (*(None,) * num_other, *backward.results())
 
@@ -267,39 +270,3 @@ def tile_of(rows: Tensor, start: int, stop: int, num_lead: int) -> Tensor:
     """Return rows *start* to *stop* with *num_lead* dimensions before the last one."""
     tile = rows[start:stop]
     return tile.view(*(1,) * (num_lead - 1), stop - start, rows.shape[-1])
-
-
-def _without_hooks(function: Callable[..., None]) -> Callable[..., None]:
-    """Return *function*, run so that hooks on saved tensors get none of what it saves."""
-
-    def run(*args: Any) -> None:
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            function(*args)
-            return
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            function(*args)
-
-    return run
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
-
-
-class _no_tensor_hooks:
-    """While entered, hooks on the gradients of *tensors* do not run.
-
-    They are to see each gradient once and whole, as autograd gets it from us.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tables = [table for t in tensors if (table := t._backward_hooks)]
-        self._kept = [dict(table) for table in self._tables]
-
-    def __enter__(self) -> None:
-        for table in self._tables:
-            table.clear()
-
-    def __exit__(self, *_: object) -> None:
-        for table, kept in zip(self._tables, self._kept, strict=True):
-            table.update(kept)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.conftest import REPOSITORY
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 
 def run(kind: str, name: str, folder: Path) -> list[dict[str, Any]]:
@@ -44,18 +44,17 @@ def run(kind: str, name: str, folder: Path) -> list[dict[str, Any]]:
 
 
 CASES = [
-    pytest.param("ddp", "opt"),
-    pytest.param("ddp", "llama", marks=pytest.mark.thorough),
-    pytest.param("fsdp2", "llama"),
-    pytest.param("fsdp2", "opt", marks=pytest.mark.thorough),
-    pytest.param("fsdp2", "gpt2", marks=pytest.mark.thorough),
-    pytest.param("fsdp2_bf16", "llama", marks=pytest.mark.thorough),
-    pytest.param("fsdp1", "opt", marks=pytest.mark.thorough),
+    ("ddp", "opt"),
+    ("ddp", "llama"),
+    ("fsdp2", "llama"),
+    ("fsdp2", "opt"),
+    ("fsdp2", "gpt2"),
+    ("fsdp2_bf16", "llama"),
+    ("fsdp1", "opt"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-@pytest.mark.sampled(every=1)
 def test_gradients_and_hooks(kind: str, name: str, tmp_path: Path) -> None:
     for rank in run(kind, name, tmp_path):
         for when, facts in rank.items():
@@ -68,7 +67,6 @@ def test_gradients_and_hooks(kind: str, name: str, tmp_path: Path) -> None:
                 assert facts["tiled"]["metrics"]["mlp_tiles_num_tiles"] == 3, facts["tiled"]
 
 
-@pytest.mark.thorough
 def test_linears_that_are_sharded_by_themselves_are_left_alone(tmp_path: Path) -> None:
     for rank in run("fsdp2_linears", "llama", tmp_path):
         for facts in rank.values():

@@ -396,6 +396,7 @@ def test_the_transient_is_that_of_one_tile(tiles: int) -> None:
     assert parts <= (1 / tiles + 0.05) * whole
 
 
+@pytest.mark.thorough
 def test_recordings_of_steps_run_the_tiles() -> None:
     from hf_pyao.integrations.model_copy import CopiedStep, seen_forward
 

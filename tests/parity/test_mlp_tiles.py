@@ -109,7 +109,7 @@ def compare(
 
 
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 def test_one_step(model_type: str) -> None:
     model = tiny_model(model_type)
     bound = 1e-5 if model_type in SUMS_ITS_INPUT_IN_ANOTHER_ORDER else 1e-6
@@ -120,7 +120,7 @@ def test_one_step(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", [*MASKED, *MORE])
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=1000)
 def test_one_step_of_others(model_type: str) -> None:
     model = _more(model_type)
     bound = 1e-5 if model_type in MASKED else 1e-6
@@ -182,6 +182,7 @@ LORA = {
 
 
 @pytest.mark.parametrize("model_type", sorted(LORA))
+@pytest.mark.sampled(every=1000)
 def test_adapters_in_the_mlp(model_type: str) -> None:
     assert compare(_lora(model_type, LORA[model_type]))["mlp_tiles_num_tiled"] == NUM_LAYERS
 
@@ -252,7 +253,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-@pytest.mark.sampled(every=1)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("model_type", ["llama", "opt"])
 def test_with_other_settings(name: str, model_type: str) -> None:
     settings = {"min_bytes": 0, "keep_last_layers": 0, "host_memory_gib": 0.1, **CONFIGS[name]}
@@ -277,6 +278,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert max(relative(found[name], expected[name]) for name in found) < 1e-2
 
 
+@pytest.mark.thorough
 def test_half_precision_is_no_farther_from_the_truth() -> None:
     ratios: dict[str, list[float]] = {}
     for seed in range(3):
