@@ -103,7 +103,7 @@ def record_fake_step(
         found = find_layers(model, layers)
         policy = make_policy(config) if plan is None else PlanPolicy(_all_leaves(plan))
         engine = make_engine(model, config, wrapper_of(config, found)(policy), link)
-        lifecycle = make_lifecycle(engine, found)
+        lifecycle = make_lifecycle(engine, found, config)
         loss = put_on_head_loss(model, config)
         try:
             lifecycle.install()

@@ -51,8 +51,8 @@ class Driver(Protocol):
         *,
         is_checkpointed: bool = False,
         is_compiling: bool = False,
-    ) -> None:
-        """Note that a layer starts."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Note that a layer starts; return its arguments if it is to get others."""
         ...
 
     def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
@@ -139,14 +139,13 @@ class EnterHook(ModelHook):
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Enter the layer; *kwargs* are missing if an interrupt came as this was put on or off."""
         if kwargs is None:
-            return
+            return None
         if torch.compiler.is_compiling():
-            self._enter_uncompiled(module, args, kwargs, is_compiling=True)
-        else:
-            self.lifecycle.enter(module, args, kwargs)
+            return self._enter_uncompiled(module, args, kwargs, is_compiling=True)
+        return self.lifecycle.enter(module, args, kwargs)
 
 
 class LeaveHook(ModelHook):
