@@ -161,7 +161,10 @@ class RecordedCall:
             return stand_in
 
         args, kwargs = _refilled(self._args, value), _refilled(self._kwargs, value)
-        with self._conditions.put_back(), self._state.put_back(self.name), while_it_runs:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._conditions.put_back())
+            stack.enter_context(self._state.put_back(self.name))
+            stack.enter_context(while_it_runs)
             outputs = self._inner_hooks.run(self.module, args, kwargs)
         return list(tensors_in(outputs))
 
