@@ -94,7 +94,9 @@ def record_fake_step(
         state_bytes = step.state_bytes(model)
         # Of the layers that stand for others, the one behind them runs the same.
         recomputes = bool(recompute_modules) or plan is not None
-        runs_all = is_whole or bool(layers) or (recomputes and keep_last_layers > 1)
+        # So are segments of one layer; those of several end where the model says.
+        runs_all = is_whole or bool(layers) or levers.checkpoint_every > 1
+        runs_all = runs_all or (recomputes and keep_last_layers > 1)
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
         recorder = StepRecorder(fake_mode)
