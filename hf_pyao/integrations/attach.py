@@ -36,7 +36,7 @@ from hf_pyao.integrations.wiring import (
 )
 from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.planning.plan import Plan
-from hf_pyao.recompute.tracing import stop_left_behind
+from hf_pyao.recompute.dispatch_modes import stop_left_behind
 from hf_pyao.report import check_report_path
 from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.backward_order import BackwardOrder

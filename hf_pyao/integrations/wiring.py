@@ -50,7 +50,11 @@ def make_lifecycle(
     """Return what drives *engine* by hooks on *found*, once it is installed."""
     make: Callable[..., Lifecycle] = Lifecycle
     if config.checkpoint_every:
-        make = functools.partial(SegmentLifecycle, length=config.checkpoint_every)
+        make = functools.partial(
+            SegmentLifecycle,
+            length=config.checkpoint_every,
+            saves_attention=config.save_attention,
+        )
     return make(
         engine,
         found.stack,

@@ -26,8 +26,11 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _NormBase
 
 from hf_pyao.errors import SavedTensorModifiedError
+from hf_pyao.recompute.kept_attention import GivenAttention, KernelCall
+from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.segment_conditions import Conditions
 from hf_pyao.runtime.layer_inputs import tensors_in
+from hf_pyao.runtime.saved_tensor import Handle
 
 
 class SegmentInput(NamedTuple):
@@ -118,13 +121,20 @@ class RecordedCall:
         self._inner_hooks = inner_hooks
         self._state = state.now()
         self._conditions = Conditions(devices)
+        self._attention: Sequence[KernelCall | None] = ()
+        """What its kernels of attention returned, where that is kept."""
 
     def changed_argument(self) -> bool:
         """Say whether a tensor that is held was changed in place."""
         return any(held.version != version_of(held.tensor) for held in self._held())
 
+    def keeps_attention(self, calls: Sequence[KernelCall | None]) -> None:
+        """Take note of its kernels of attention, and of what is kept of them."""
+        if any(calls):
+            self._attention = calls
+
     def forward_ended(self) -> None:
-        """Let go of what only a layer needs that writes its buffers."""
+        """See whether the layer writes its buffers."""
         self._state.forward_ended()
 
     def run(
@@ -132,6 +142,8 @@ class RecordedCall:
         segment_input: Tensor | None,
         made: Sequence[Sequence[Tensor]],
         while_it_runs: contextlib.AbstractContextManager[Any],
+        give: Callable[[Handle], Tensor],
+        rules: Rules,
     ) -> list[Tensor]:
         """Run the layer again; return the tensors that it returned.
 
@@ -139,6 +151,8 @@ class RecordedCall:
             segment_input: for the segment's first layer.
             made: what the layers before it in the segment returned.
             while_it_runs: entered around the layer alone.
+            give: returns what the engine keeps.
+            rules: of operators.
 
         Raises:
             SavedTensorModifiedError: what it depends on was changed since its first run.
@@ -165,6 +179,10 @@ class RecordedCall:
             stack.enter_context(self._conditions.put_back())
             stack.enter_context(self._state.put_back(self.name))
             stack.enter_context(while_it_runs)
+            if self._attention:
+                given = GivenAttention(rules, self._attention, give)
+                stack.callback(given.stop)
+                given.start()
             outputs = self._inner_hooks.run(self.module, args, kwargs)
         return list(tensors_in(outputs))
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_pyao.errors import ConflictError
+from hf_pyao.recompute.kept_attention import SeenAttention
+from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.segment_calls import (
     Held,
     InnerHooks,
@@ -62,14 +64,19 @@ class EngineKeeper:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
+        self.rules = Rules()
 
-    def keep(self, call: LayerCall, tensor: Tensor) -> Handle:
+    def keep_input(self, call: LayerCall, tensor: Tensor) -> Handle:
         """Take *tensor* over, the input of *call*."""
         call.enter("", None)  # whichever sub-module it is that saves something first
         try:
-            return self._engine.pack_of(call)(call, tensor)
+            return self.keep(call, tensor)
         finally:
             call.leave()
+
+    def keep(self, call: LayerCall, tensor: Tensor) -> Handle:
+        """Take *tensor* over, which the sub-module that runs has made."""
+        return self._engine.pack_of(call)(call, tensor)
 
     def give(self, handle: Handle, call: LayerCall) -> Tensor:
         """Give it back to the backward of *call*, the segment's last, which has begun.
@@ -87,6 +94,8 @@ class _Here(threading.local):
     """That of the newest layer call. The graph alone keeps it."""
     entered: Segment | None = None
     """That of the layer that runs."""
+    attention: SeenAttention | None = None
+    """What sees its kernels of attention."""
     is_running_again = False
     """True while a segment runs again, whose modules are to call no hooks of ours."""
 
@@ -96,13 +105,16 @@ class SegmentLifecycle(Lifecycle):
 
     Args:
         length: how many consecutive layers make a segment.
+        saves_attention: what kernels of attention return is saved too.
     """
 
-    length = 1
-
-    def __init__(self, *args: Any, length: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, *args: Any, length: int, saves_attention: bool = False, **kwargs: Any
+    ) -> None:
         self.length = length
+        self._saves_attention = saves_attention
+        self._has_seen_attention = False
+        super().__init__(*args, **kwargs)
         self.filled = FilledSegments()
         self._keeper = EngineKeeper(self.engine)
         self._here = _Here()
@@ -199,11 +211,15 @@ class SegmentLifecycle(Lifecycle):
                 reason_not_traceable=lambda: RUNS_AGAIN,
             )
             segment = self._segment_for(call, args, kwargs)
-            segment.add(call, self._record(segment, module, layer, args, kwargs))
+            attention = self._attention_of(layer, args, kwargs) if self._saves_attention else None
+            segment.add(call, self._record(segment, module, layer, args, kwargs), attention)
             hook = pack_hook(segment.pack, call)
             self._here.entered = segment
             self.running.enter(Token(module, call, hook, False))
             push_hooks(hook, unpack)
+            if attention is not None:
+                self._here.attention = attention
+                attention.start()
         except BaseException:
             self.leave_all()
             if call is not None:
@@ -217,18 +233,62 @@ class SegmentLifecycle(Lifecycle):
         tokens = self.running.tokens
         is_meant = bool(tokens) and tokens[-1].module is module
         segment = self._here.entered if is_meant else None
+        attention = self._here.attention if is_meant else None
+        if attention is not None:
+            self._stop_attention()
         super().leave(module, outputs, is_checkpointed=is_checkpointed)
         if segment is not None:
             self._here.entered = None
             if outputs is not None:
                 segment.layer_ended(list(tensors_in(outputs)))
+                self._look_for_attention(attention)
                 self._here.segment = weakref.ref(segment) if segment.has_saved else None
 
     def leave_all(self) -> None:
         """Take down what an interrupted forward left behind on this thread."""
         here = self._here
         here.entered = here.segment = None
+        self._stop_attention()
         super().leave_all()
+
+    # ---- attention -----------------------------------------------------------------------------
+
+    def _attention_of(
+        self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> SeenAttention:
+        """Return what sees the kernels of a call of *layer*.
+
+        What they return leaves where the host has room for it beside the inputs of the segments
+        that are still to come in this forward.
+        """
+        hidden = _hidden_states(args, kwargs)
+        assert hidden is not None
+        num_segments = -(-(len(self._layers) - layer.index - 1) // self.length)
+        reserved_bytes = num_segments * hidden.nbytes
+        pool = self.engine.link.pool
+        return SeenAttention(
+            self._keeper.rules,
+            lambda nbytes: nbytes + reserved_bytes <= pool.capacity_bytes - pool.used_bytes,
+        )
+
+    def _stop_attention(self) -> None:
+        """See no more kernels. It may be called again, also where it was interrupted."""
+        attention = self._here.attention
+        if attention is not None:
+            attention.stop()
+            self._here.attention = None
+
+    def _look_for_attention(self, attention: SeenAttention | None) -> None:
+        """Say so where the layers run no kernel that is known."""
+        if attention is None or self._has_seen_attention:
+            return
+        if attention.calls:
+            self._has_seen_attention = True
+        else:
+            self._say_once(
+                "save_attention finds no attention kernel (written out as in 'eager', torch's own "
+                "formula, or another library's), so that attention is computed again too"
+            )
 
     # ---- segments ------------------------------------------------------------------------------
 

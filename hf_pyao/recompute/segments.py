@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
+from hf_pyao.recompute.kept_attention import SeenAttention
+from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.random_state import RandomState
 from hf_pyao.recompute.segment_calls import MadeBefore, RecordedCall, version_of
 from hf_pyao.runtime.saved_tensor import Handle
@@ -40,11 +42,18 @@ Meta = tuple[torch.Size, torch.dtype, torch.device]
 """What a tensor must have in common with the one that it stands in for."""
 
 
-class InputKeeper(Protocol):
-    """Keeps the input of a segment's first layer until backward asks for it."""
+class Keeper(Protocol):
+    """Keeps what a segment saves until backward asks for it."""
+
+    rules: Rules
+    """Of operators."""
+
+    def keep_input(self, call: LayerCall, tensor: Tensor) -> Handle:
+        """Take *tensor* over, the input of *call*."""
+        ...
 
     def keep(self, call: LayerCall, tensor: Tensor) -> Handle:
-        """Take *tensor* over, the input of *call*."""
+        """Take *tensor* over, which the sub-module that runs has made."""
         ...
 
     def give(self, handle: Handle, call: LayerCall) -> Tensor:
@@ -150,7 +159,7 @@ class Segment:
     Args:
         first: the engine's call of its first layer.
         hidden: what that layer gets.
-        keeper: keeps *hidden*.
+        keeper: keeps *hidden*, and what kernels of attention return.
         filled: knows the segments that hold tensors.
         devices: accelerators whose random numbers its layers may draw.
         running: entered while it runs again.
@@ -160,7 +169,7 @@ class Segment:
         self,
         first: LayerCall,
         hidden: Tensor,
-        keeper: InputKeeper,
+        keeper: Keeper,
         filled: FilledSegments,
         devices: Sequence[torch.device],
         running: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -177,6 +186,7 @@ class Segment:
         self._hidden_version = version_of(hidden)
         self._requires_grad = hidden.requires_grad
         self._input: Handle | None = None
+        self._attention: SeenAttention | None = None
         self._place_holders: list[weakref.ref[PlaceHolder]] = []
         self._metas: list[Meta] = []
         self._made: list[tuple[weakref.ref[Tensor], int, MadeBefore]] = []
@@ -194,9 +204,12 @@ class Segment:
         """True once autograd saved anything but parameters in it."""
         return self._input is not None
 
-    def add(self, call: LayerCall, recorded: RecordedCall) -> None:
-        """Append a layer call, which begins."""
+    def add(
+        self, call: LayerCall, recorded: RecordedCall, attention: SeenAttention | None = None
+    ) -> None:
+        """Append a layer call, which begins; *attention* sees its kernels."""
         self._last = call
+        self._attention = attention
         self.calls.append(recorded)
 
     def made_by(self, tensor: Tensor, *, last_only: bool = False) -> MadeBefore | None:
@@ -214,6 +227,8 @@ class Segment:
             return KeptParameter(tensor, call.fqn)
         if self._hidden is not None:
             self._keep_input(self._hidden)
+        if self._attention is not None:
+            self._attention.packed(tensor, functools.partial(self._keeper.keep, call))
         place_holder = PlaceHolder(self)
         self._place_holders.append(weakref.ref(place_holder))
         self._metas.append((tensor.shape, tensor.dtype, tensor.device))
@@ -222,7 +237,7 @@ class Segment:
     def _keep_input(self, hidden: Tensor) -> None:
         self._check_hidden(hidden)
         self._hidden = None
-        self._input = self._keeper.keep(self._first, hidden)
+        self._input = self._keeper.keep_input(self._first, hidden)
 
     def layer_ended(self, outputs: Sequence[Tensor]) -> None:
         """Take note of what the newest of its layers returned.
@@ -239,6 +254,9 @@ class Segment:
             if recorded.changed_argument():
                 raise _changes_its_input(recorded.name)
             recorded.forward_ended()
+            if self._attention is not None:
+                recorded.keeps_attention(self._attention.calls)
+        self._attention = None
         index = len(self.calls) - 1
         self._made += [
             (weakref.ref(tensor), version_of(tensor), MadeBefore(index, ordinal))
@@ -282,7 +300,14 @@ class Segment:
     def _run_layers(self, hidden: Tensor, collector: _Collector) -> None:
         made: list[list[Tensor]] = []
         for recorded in self.calls:
-            made.append(recorded.run(None if made else hidden, made, collector.on(recorded.name)))
+            outputs = recorded.run(
+                None if made else hidden,
+                made,
+                collector.on(recorded.name),
+                lambda handle: self._keeper.give(handle, self._last),
+                self._keeper.rules,
+            )
+            made.append(outputs)
 
     def forget(self, *, is_used_only: bool) -> None:
         """Let go of what its place holders hold, or of what backward got already."""
