@@ -12,7 +12,7 @@ again; and what no kernel computed: attention that is written out, or torch's ow
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -110,15 +110,11 @@ class _AttentionMode(RemovableMode):  # type: ignore[no-untyped-call]
             args = (torch.tensor(args[0]), *args[1:])  # see Trace
         if rule.name in KERNELS:
             return self.run_kernel(func, rule, args, kwargs)
-        self.run_other()
         return func(*args, **kwargs)
 
     def run_kernel(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a kernel of attention."""
         return func(*args, **kwargs)
-
-    def run_other(self) -> None:
-        """Take note that something else runs."""
 
 
 class SeenAttention(_AttentionMode):  # type: ignore[no-untyped-call]
@@ -134,14 +130,14 @@ class SeenAttention(_AttentionMode):  # type: ignore[no-untyped-call]
         self.calls: list[KernelCall | None] = []
         """Its kernels; None where nothing is kept of one."""
         self._has_room = has_room
-        self._is_paused = False
         self._newest: dict[int, tuple[int, _Layout]] = {}
-        """Storages that the newest kernel returned, until the next operation."""
+        """Weak references on the storages that the newest kernel returned, whose addresses no
+        others get meanwhile, until autograd has saved them or the next kernel runs."""
 
     def run_kernel(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a kernel, and see what it returns."""
         outputs = func(*args, **kwargs)
-        self._newest = {}
+        self._forget()
         dropout_at = rule.dropout_at
         draws = dropout_at is not None and bool(
             args[dropout_at] if dropout_at < len(args) else kwargs.get("dropout_p", 0.0)
@@ -153,31 +149,35 @@ class SeenAttention(_AttentionMode):  # type: ignore[no-untyped-call]
             return outputs
         self.calls.append(KernelCall(func, (*args, *kwargs.items()), outputs))
         self._newest = {
-            tensor.untyped_storage()._cdata: (index, _Layout.of(tensor))
+            cast(int, tensor.untyped_storage()._weak_ref()): (index, _Layout.of(tensor))
             for index, tensor in enumerate(outputs)
             if isinstance(tensor, Tensor) and tensor.numel()
         }
         return outputs
 
-    def run_other(self) -> None:
-        """Forget what the newest kernel returned: autograd has saved of it what it saves."""
-        if not self._is_paused:
-            self._newest = {}
-
     def packed(self, tensor: Tensor, keep: Callable[[Tensor], Handle]) -> None:
         """Keep *tensor*, which autograd saves, if the newest kernel returned it."""
-        if not self._newest or not self.is_running:
+        if not self._newest or tensor.layout is not torch.strided:
             return
-        index, layout = self._newest.pop(tensor.untyped_storage()._cdata, (-1, None))
+        key = tensor.untyped_storage()._cdata
+        index, layout = self._newest.get(key, (-1, None))
         if layout is None or layout != _Layout.of(tensor):
             return
+        del self._newest[key]
+        torch.UntypedStorage._free_weak_ref(key)  # type: ignore[no-untyped-call]
         call = self.calls[-1]
         assert call is not None
-        self._is_paused = True
-        try:
-            call.keep(index, keep(tensor))
-        finally:
-            self._is_paused = False
+        call.keep(index, keep(tensor))
+
+    def _forget(self) -> None:
+        newest, self._newest = self._newest, {}
+        for key in newest:
+            torch.UntypedStorage._free_weak_ref(key)  # type: ignore[no-untyped-call]
+
+    def __del__(self) -> None:
+        """Let go of the weak references."""
+        if "_newest" in vars(self):  # else an interrupt came as it was made
+            self._forget()
 
 
 class GivenAttention(_AttentionMode):  # type: ignore[no-untyped-call]

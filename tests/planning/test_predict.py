@@ -53,6 +53,7 @@ class Case:
     training_state: str = "host"
     recompute_modules: tuple[str, ...] = ()
     checkpoint_every: int = 0
+    save_attention: bool = False
     policy: str = "all"
     micro_batch: int = 2
     length: int = LENGTH
@@ -74,6 +75,7 @@ class Case:
             head_loss=self.head_loss,
             recompute_modules=self.recompute_modules,
             checkpoint_every=self.checkpoint_every,
+            save_attention=self.save_attention,
             min_bytes=4096,
             host_memory_gib=2.0**20,
         )
@@ -84,7 +86,11 @@ class Case:
             self.training,
             self.micro_batch,
             self.length,
-            Levers(head_loss=self.head_loss, checkpoint_every=self.checkpoint_every),
+            Levers(
+                head_loss=self.head_loss,
+                checkpoint_every=self.checkpoint_every,
+                save_attention=self.save_attention,
+            ),
             self.recompute_modules,
             self.keep_last_layers if self.recompute_modules else 0,
         )
@@ -162,6 +168,8 @@ CASES = [
     Case("opt", checkpoint_every=1, window="layer", head_loss="chunked"),
     Case("llama", checkpoint_every=2, keep_last_layers=0),
     Case("opt", "125m", checkpoint_every=3, window="layer"),
+    Case("llama", checkpoint_every=1, save_attention=True),
+    Case("opt", checkpoint_every=2, save_attention=True, window="layer"),
     Case("opt", "125m", window=2**24, micro_batch=4, length=128),
 ]
 
