@@ -16,6 +16,7 @@ a copy of what the first one found, and what it writes goes there.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -80,14 +81,21 @@ def noted(value: Any, stand_in: Callable[[Tensor], Any]) -> Any:
 
 
 def _like(value: Any, items: Any) -> Any:
-    """Return *items* as a container of the kind of *value*, where that can be made of them."""
+    """Return *items* as a container of the kind of *value*."""
     kind = type(value)
+    if kind in (dict, list, tuple):
+        return kind(items)
     if hasattr(value, "_fields"):
         return kind(*items)
-    try:
+    if isinstance(value, tuple):
         return kind(items)
-    except TypeError:
-        return items if isinstance(items, dict) else tuple(items)
+    other = copy.copy(value)  # of a kind of its own: what it knows besides stays
+    if isinstance(value, dict):
+        for key, item in items.items():
+            dict.__setitem__(other, key, item)
+    else:
+        other[:] = items
+    return other
 
 
 class RecordedCall:

@@ -10,7 +10,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from hf_pyao.errors import (
     SavedTensorModifiedError,
 )
 from hf_pyao.integrations import architectures
+from hf_pyao.recompute.segment_calls import Held, hold, noted
 from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
 from tests.helpers import (
     EVERY_LAYER,
@@ -341,6 +342,26 @@ def test_arguments_beside_the_hidden_states(length: int) -> None:
     with attach(model, dataclasses.replace(EVERY_LAYER, checkpoint_every=length)) as offloader:
         assert_same_tensors(step(model), expected, "")
         assert lifecycle_of(offloader).filled.num_runs == -(-4 // length)
+
+
+def test_arguments_of_other_kinds_come_again_as_they_were() -> None:
+    class Pair(NamedTuple):
+        first: torch.Tensor
+        second: str
+
+    class Named(dict[str, Any]):
+        note = ""
+
+    given = Named(a=Pair(INPUT, "x"), b=[(INPUT,), {1: None}], c=torch.Size([2]))
+    given.note = "kept"
+    held = noted(given, hold)
+    assert isinstance(held["a"].first, Held)
+    assert isinstance(held["b"][0][0], Held)
+    assert held is not given
+    assert held.note == "kept"
+    assert type(held["a"]) is Pair
+    assert type(held["c"]) is torch.Size
+    assert given["a"].first is INPUT
 
 
 @pytest.mark.usefixtures("_sharing_is_known")
