@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao import attach
 from hf_pyao.errors import ConfigError
-from hf_pyao.recompute.kept_attention import KERNELS
+from hf_pyao.recompute.kept_attention import KERNELS, SeenAttention
+from hf_pyao.recompute.operations import Rules
 from hf_pyao.runtime.observer import Observer
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.stores import HostPool
@@ -143,6 +145,19 @@ def test_layers_of_all_kinds(function: Any, policy: str) -> None:
     with attach(model, dataclasses.replace(SAVING, policy=policy, checkpoint_every=2)):
         assert_same_tensors(step(model), expected, "")
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize(("dropout", "is_kept"), [(0.0, True), (0.1, False)])
+def test_a_kernel_that_draws_random_numbers_runs_again(dropout: float, is_kept: bool) -> None:
+    seen = SeenAttention(Rules(), lambda nbytes: True)
+    with FakeTensorMode():  # no CPU has the kernel
+        q = torch.empty(1, 2, 8, 16, requires_grad=True)
+        seen.start()
+        try:
+            torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, dropout)
+        finally:
+            seen.stop()
+    assert [call is not None for call in seen.calls] == [is_kept]
 
 
 @pytest.mark.parametrize("fails_at", range(1, 7))

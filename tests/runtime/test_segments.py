@@ -591,7 +591,7 @@ def test_a_graph_outlives_its_offloader() -> None:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def peak_bytes(config: PyAOConfig | None, num_layers: int = 8) -> int:
+def peak_bytes(config: PyAOConfig | None, num_layers: int = 8, *, is_retained: bool = False) -> int:
     def wide(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
         for _ in range(4):
             x = torch.sin(x @ layer.weight)
@@ -602,7 +602,7 @@ def peak_bytes(config: PyAOConfig | None, num_layers: int = 8) -> int:
     offloader = None if config is None else attach(model, config)
     model(x).sum().backward()  # what is allocated once
     with AllocationLedger() as ledger:
-        model(x).sum().backward()
+        model(x).sum().backward(retain_graph=is_retained)
     if offloader is not None:
         offloader.detach()
     return ledger.peak_bytes
@@ -618,9 +618,11 @@ def test_memory_of_segments() -> None:
     none, by_one, by_two = (
         peak_bytes(config) for config in (None, kept(checkpoint_every=1), kept(checkpoint_every=2))
     )
+    retained = peak_bytes(kept(checkpoint_every=1), is_retained=True)
     slack = 4 * nbytes  # gradients, and the layer's own arithmetic
     assert by_one <= 8 * nbytes + layer + slack
     assert by_two <= 4 * nbytes + 2 * layer + slack
+    assert retained <= 8 * nbytes + 2 * layer + slack  # the one before goes as the next begins
     assert none >= 8 * layer
     assert by_one < none / 2
 
