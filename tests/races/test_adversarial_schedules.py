@@ -86,8 +86,8 @@ def test_gradients_are_bit_identical_under_all_schedules(architecture: str) -> N
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("length", [1, 2])
-@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("length", [2, 1])
+@pytest.mark.sampled(every=1000)
 def test_segments_under_adversarial_schedules(length: int, architecture: str) -> None:
     """The input of the first of several layers leaves, and what attention returns."""
     record = Record(architecture)
