@@ -411,6 +411,8 @@ def _check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> N
             f"{label('checkpoint_every')} is 0: nothing is run again then. Give "
             f"{label('checkpoint_every')}, such as 1, or drop it."
         )
+    if values["checkpoint_every"]:
+        _check_against_segments(values, label)
     for name, policies, example in (
         ("budget", ("budget",), "8 (tensors) or 2GiB"),
         ("plan", ("plan", "auto", "pyao"), "plan.json"),
@@ -426,6 +428,25 @@ def _check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> N
                 f"{label(name)} is {echo(given)}, which has no effect while {label('policy')} is "
                 f"{policy!r}: choose policy {policies[0]!r}, or drop it."
             )
+
+
+def _check_against_segments(values: Mapping[str, Any], label: Callable[[str], str]) -> None:
+    """Refuse what has no effect in layers that run again as a whole."""
+    every = f"{label('checkpoint_every')} is {values['checkpoint_every']}"
+    if values["long_context"]:
+        every += f" (as {label('long_context')} has it, unless it is given)"
+    if values["recompute_modules"]:
+        raise ConfigError(
+            f"{label('recompute_modules')} is {echo(list(values['recompute_modules']))}, which has "
+            f"no effect while {every}: layers run again as a whole then. Drop the names, or give "
+            f"{label('checkpoint_every')}=0."
+        )
+    if values["policy"] == "pyao":
+        raise ConfigError(
+            f"{label('policy')} is 'pyao', which chooses parts of a layer to recompute, and "
+            f"{every}: layers run again as a whole then. Choose another policy, such as 'all', or "
+            f"give {label('checkpoint_every')}=0."
+        )
 
 
 def _described(cls: type) -> str:

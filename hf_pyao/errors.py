@@ -32,6 +32,10 @@ class ReleasedTensorError(PyAOError, RuntimeError):
     """Backward asked for a saved tensor whose buffers have already been given back."""
 
 
+class RecomputationError(PyAOError, RuntimeError):
+    """A layer that ran again in backward did not save what it had saved in forward."""
+
+
 _LONGEST_GUESS = 100
 """Longest name for which the nearest known one is looked for: the search takes quadratic time."""
 

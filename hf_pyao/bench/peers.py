@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_pyao.bench.packages import import_failure
+from hf_pyao.runtime.checkpoint_arguments import hooks_argument
 
 if TYPE_CHECKING:
     import torch
@@ -187,13 +188,15 @@ def wrapped_layers(
 @contextmanager
 def checkpointing(model: Any, **options: Any) -> Iterator[None]:
     """Switch transformers' checkpointing on, non-reentrant, and off again at the end."""
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
     had_hook = getattr(model, "_require_grads_hook", None)
     with warnings.catch_warnings():
         # The method was renamed in transformers 5.23; the old name is in every release.
         warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}, **options
-        )
+        arguments = {"use_reentrant": False}
+        arguments |= hooks_argument(torch_checkpoint, arguments)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **options)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from torch import nn
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.auto_policy import AutoPolicy
-from hf_pyao.integrations.conflicts import check_model
+from hf_pyao.integrations.conflicts import check_model, check_other_checkpointing
 from hf_pyao.integrations.deciding import Deciding
 from hf_pyao.integrations.links import make_link, window_bytes_of
 from hf_pyao.integrations.memory_failure import explain_uncaught
@@ -37,7 +37,7 @@ from hf_pyao.integrations.wiring import (
 )
 from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.planning.plan import Plan
-from hf_pyao.recompute.tracing import stop_left_behind
+from hf_pyao.recompute.dispatch_modes import stop_left_behind
 from hf_pyao.report import check_report_path
 from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.backward_order import BackwardOrder
@@ -100,6 +100,8 @@ def attach(
     pop_left_behind()
     stop_left_behind()
     check_model(model)
+    if config.checkpoint_every:
+        check_other_checkpointing(model, config.checkpoint_every)
     check_report_path(config.report, config.label("report"))
     check_report_path(config.profile, config.label("profile"))
     attached = offloader_of(model)
@@ -196,7 +198,7 @@ class Offloader:
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
         self._finalizer: weakref.finalize[..., Offloader] | None = None
-        self._lifecycle: Lifecycle | None = make_lifecycle(self.engine, found, self)
+        self._lifecycle: Lifecycle | None = make_lifecycle(self.engine, found, config, self)
         self.micro_batches = MicroBatchRunner(
             model,
             self._lifecycle,

@@ -14,7 +14,11 @@ from hf_pyao.integrations.announce import announce
 from hf_pyao.integrations.arguments import PyAOArguments
 from hf_pyao.integrations.attach import attach
 from hf_pyao.integrations.auto_policy import PLAN_FILE
-from hf_pyao.integrations.conflicts import check_training_arguments, uses_checkpointing
+from hf_pyao.integrations.conflicts import (
+    check_checkpointing_arguments,
+    check_training_arguments,
+    uses_checkpointing,
+)
 from hf_pyao.integrations.micro_batch_checks import refuse_without_trainer
 from hf_pyao.integrations.run_record import LOG_PREFIX
 from hf_pyao.report.run_report import FINISHED, UNKNOWN
@@ -111,6 +115,7 @@ class PyAOCallback(TrainerCallback):
         config = self.config or _config_of(args)
         if not self.trainer_chooses_micro_batch:
             refuse_without_trainer(config, "a callback")
+        check_checkpointing_arguments(args, config.checkpoint_every)
         if uses_checkpointing(args) and not self._has_warned_checkpointing:
             self._has_warned_checkpointing = True
             logger.warning(

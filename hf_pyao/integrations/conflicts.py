@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_pyao.errors import ConflictError
+from hf_pyao.recompute.segment_lifecycle import OTHER_CHECKPOINTING
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -73,6 +74,33 @@ def check_other_offloaders(args: object) -> None:
 def uses_checkpointing(args: object) -> bool:
     """Say whether training arguments switch checkpointing on, under either of its names."""
     return any(getattr(args, flag, None) for flag in _CHECKPOINTING_FLAGS)
+
+
+def check_other_checkpointing(model: nn.Module, length: int) -> None:
+    """Refuse a model whose layers are checkpointed, where ``checkpoint_every`` is *length*.
+
+    Raises:
+        ConflictError: they are.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False):
+            what = "gradient checkpointing is on in the model"
+        elif type(module).__name__ == "CheckpointWrapper":
+            what = f"{name!r} is wrapped in torch's CheckpointWrapper"
+        else:
+            continue
+        raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=length))
+
+
+def check_checkpointing_arguments(args: object, length: int) -> None:
+    """Refuse training arguments that switch checkpointing on too, as the function above.
+
+    Raises:
+        ConflictError: they do.
+    """
+    if length and uses_checkpointing(args):
+        what = "the training arguments switch gradient checkpointing on"
+        raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=length))
 
 
 def check_model(model: nn.Module) -> None:

@@ -77,6 +77,20 @@ class RunRecord:
         return select_metrics(self.metrics(), which, has_device=self._has_device)
 
     @property
+    def segments(self) -> str:
+        """Say what is saved of layers that run again in backward; empty if none do."""
+        length = self.config.checkpoint_every
+        if not length:
+            return ""
+        saved = (
+            "of each layer the input is saved"
+            if length == 1
+            else f"of every {length} layers one input is saved"
+        )
+        attention = " and what attention returns" if self.config.save_attention else ""
+        return f"{saved}{attention}, the rest is computed again"
+
+    @property
     def _has_device(self) -> bool:
         return self.device.type != "cpu"
 
@@ -94,9 +108,12 @@ class RunRecord:
         config = self.config
         head = self.head_loss_description
         if self.engine.policy.name == "off":
-            return f"hf_pyao offloads nothing (policy 'off').{head}"
+            what = f"; {self.segments}" if self.segments else ""
+            return f"hf_pyao offloads nothing (policy 'off'){what}.{head}"
         if summary := self.auto_summary():
-            return f"hf_pyao, {len(self.layer_names)} layers ({self._layers()}): {summary}.{head}"
+            what = f"; {self.segments}" if self.segments else ""
+            layers = f"{len(self.layer_names)} layers ({self._layers()})"
+            return f"hf_pyao, {layers}: {summary}{what}.{head}"
         if self.keeps_all_layers:
             return (
                 f"hf_pyao offloads nothing, unless a layer runs several times in a forward: "
@@ -171,6 +188,8 @@ class RunRecord:
             what += f" (everything for {self.config.profile_steps} micro-batches, then as it plans)"
         if self.config.modules:
             what += f" ({', '.join(self.config.modules)})"
+        if self.segments:
+            what += f", {self.segments}"
         if self.config.recompute_modules:
             what += f", recomputing {', '.join(self.config.recompute_modules)}"
         return what

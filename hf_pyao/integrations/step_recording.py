@@ -101,7 +101,9 @@ def record_fake_step(
         state_bytes = step.state_bytes(model)
         # Of the layers that stand for others, the one behind them runs the same.
         recomputes = bool(recompute_modules) or plan is not None
-        runs_all = is_whole or bool(layers) or (recomputes and keep_last_layers > 1)
+        # So are segments of one layer; those of several end where the model says.
+        runs_all = is_whole or bool(layers) or levers.checkpoint_every > 1
+        runs_all = runs_all or (recomputes and keep_last_layers > 1)
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
         recorder = StepRecorder(fake_mode)
@@ -110,7 +112,7 @@ def record_fake_step(
         found = find_layers(model, layers)
         policy = make_policy(config) if plan is None else PlanPolicy(_all_leaves(plan))
         engine = make_engine(model, config, wrapper_of(config, found)(policy), link)
-        lifecycle = make_lifecycle(engine, found)
+        lifecycle = make_lifecycle(engine, found, config)
         loss = put_on_head_loss(model, config)
         tiles = put_on_mlp_tiles(model, found, config)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from hf_pyao.integrations.buffer_keys import BufferKeys
 from hf_pyao.integrations.module_map import FoundLayers, named_submodules, resolve_selections
 from hf_pyao.integrations.sharding import KnownSharding
 from hf_pyao.recompute.recomputer import LayerRecomputer
+from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
 from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.lifecycle import Lifecycle
@@ -39,12 +41,22 @@ def make_engine(
         recomputer=LayerRecomputer(),
         backward_order=backward_order,
         buffer_keys=BufferKeys(model),
+        enters_always=bool(config.checkpoint_every),
     )
 
 
-def make_lifecycle(engine: OffloadEngine, found: FoundLayers, owner: Any = None) -> Lifecycle:
+def make_lifecycle(
+    engine: OffloadEngine, found: FoundLayers, config: PyAOConfig, owner: Any = None
+) -> Lifecycle:
     """Return what drives *engine* by hooks on *found*, once it is installed."""
-    return Lifecycle(
+    make: Callable[..., Lifecycle] = Lifecycle
+    if config.checkpoint_every:
+        make = functools.partial(
+            SegmentLifecycle,
+            length=config.checkpoint_every,
+            saves_attention=config.save_attention,
+        )
+    return make(
         engine,
         found.stack,
         found.layers,
@@ -103,6 +115,8 @@ def wrapper_of(config: PyAOConfig, found: FoundLayers) -> Callable[[Policy], Pol
         names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
     )
     first_kept = len(found.layers) - config.keep_last_layers
+    if config.checkpoint_every > 1:  # the segment that holds it, whose input is its first layer's
+        first_kept -= max(first_kept, 0) % config.checkpoint_every
 
     def wrap(policy: Policy) -> Policy:
         if config.recompute_modules:

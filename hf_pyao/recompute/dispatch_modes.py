@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.runtime.torch_stacks import Stack
 
@@ -57,3 +58,45 @@ def restore_flags_of_modes(flags: dict[str, bool]) -> None:
     )
     if tell_compiler is not None and _FLAGS[-1] in flags:
         tell_compiler(flags[_FLAGS[-1]])
+
+
+class RemovableMode(TorchDispatchMode):
+    """A dispatch mode that is on while a layer runs, and may be taken off after an interrupt."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_running = False
+        self._flags_before: dict[str, bool] = {}
+
+    def start(self) -> None:
+        """See operations from here on."""
+        self._flags_before = flags_of_modes()
+        self.is_running = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """See no more. It may be called again, also where it was interrupted."""
+        if not self.is_running:
+            return
+        if current_mode() is self:
+            try:
+                self.__exit__(None, None, None)
+            except BaseException:
+                self._tear_off()
+                raise
+        else:
+            # Modes that were entered inside the layer are still on, after an interrupt; or we were
+            # never on, or are no longer.
+            self._tear_off()
+        self.is_running = False
+
+    def _tear_off(self) -> None:
+        take_out_mode(lambda mode: mode is self)
+        restore_flags_of_modes(self._flags_before)
+
+
+def stop_left_behind() -> None:
+    """Stop all modes of ours; for moments in which no layer of this thread runs."""
+    for mode in modes_on():
+        if isinstance(mode, RemovableMode):
+            mode.stop()

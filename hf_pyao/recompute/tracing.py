@@ -21,15 +21,8 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_pyao.recompute.dispatch_modes import (
-    current_mode,
-    flags_of_modes,
-    modes_on,
-    restore_flags_of_modes,
-    take_out_mode,
-)
+from hf_pyao.recompute.dispatch_modes import RemovableMode
 from hf_pyao.recompute.numeric_settings import Settings, current_settings
 from hf_pyao.recompute.operations import NOTHING, Kind, Rule, Rules, generator_for
 from hf_pyao.recompute.trace_values import (
@@ -55,7 +48,7 @@ _NUMBERS = frozenset({bool, int, float, complex})
 _PLAIN = (torch.Tensor, Parameter, FakeTensor)
 
 
-class Trace(TorchDispatchMode):
+class Trace(RemovableMode):
     """What one layer call computed, as far as it can be replayed.
 
     Args:
@@ -75,12 +68,10 @@ class Trace(TorchDispatchMode):
         rules: Rules,
         watcher: CopyWatcher | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.values: dict[int, Value] = {}
         self.operations: list[Operation] = []
         self.is_paused = False
-        self.is_running = False
-        self._flags_before: dict[str, bool] = {}
         self._settings = current_settings()
         self._paths = paths
         self._product_paths = product_paths
@@ -95,32 +86,6 @@ class Trace(TorchDispatchMode):
     def go_on(self) -> None:
         """See operations again."""
         self.is_paused = False
-
-    def start(self) -> None:
-        """See operations from here on."""
-        self._flags_before = flags_of_modes()
-        self.is_running = True
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def stop(self) -> None:
-        """See no more. It may be called again, also where it was interrupted."""
-        if not self.is_running:
-            return
-        if current_mode() is self:
-            try:
-                self.__exit__(None, None, None)
-            except BaseException:
-                self._tear_off()
-                raise
-        else:
-            # Modes that were entered inside the layer are still on, after an interrupt; or we were
-            # never on, or are no longer.
-            self._tear_off()
-        self.is_running = False
-
-    def _tear_off(self) -> None:
-        take_out_mode(lambda mode: mode is self)
-        restore_flags_of_modes(self._flags_before)
 
     def close(self) -> None:
         """Forget everything but what recipes hold."""
@@ -383,13 +348,6 @@ class Trace(TorchDispatchMode):
         if operation.rule.kind is Kind.PRODUCT and operation.path not in self._product_paths:
             return False
         return operation.is_repeatable
-
-
-def stop_left_behind() -> None:
-    """Stop all traces; for moments in which no layer of this thread runs."""
-    for mode in modes_on():
-        if isinstance(mode, Trace):
-            mode.stop()
 
 
 def _unreadable(tensor: torch.Tensor) -> Value:

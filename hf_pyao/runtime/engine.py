@@ -53,6 +53,7 @@ class OffloadEngine:
         recomputer: traces layers of which the policy may recompute something; None: none is.
         backward_order: says which forward's backward follows; by default the newest.
         buffer_keys: returns the storage keys of the model's buffers, which never move.
+        enters_always: layers are entered also while the policy keeps everything.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class OffloadEngine:
         recomputer: Recomputer | None = None,
         backward_order: BackwardOrder | None = None,
         buffer_keys: Callable[[], Container[int]] = frozenset,
+        enters_always: bool = False,
     ) -> None:
         self.codec = codec
         self.link = link
@@ -78,7 +80,8 @@ class OffloadEngine:
         self._observers: tuple[Observer, ...] = ()
         self._lasting_observers: tuple[Observer, ...] = ()
         self._policy = policy
-        self.rests = rests(policy)
+        self._enters_always = enters_always
+        self.rests = rests(policy) and not enters_always
         """True while the policy keeps everything: layers are not entered."""
         self._recomputer = recomputer
         self._find_buffer_keys = buffer_keys
@@ -123,7 +126,7 @@ class OffloadEngine:
                 "situation)`. A named one is made by hf_pyao.planning.policies.make_policy(config)."
             )
         self._policy = policy
-        self.rests = rests(policy)
+        self.rests = rests(policy) and not self._enters_always
 
     def set_window(self, window_bytes: int) -> None:
         """Let no more than *window_bytes* be in flight, from the next copy on.

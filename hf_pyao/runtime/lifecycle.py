@@ -191,21 +191,25 @@ class Lifecycle:
         *,
         is_checkpointed: bool = False,
         is_compiling: bool = False,
-    ) -> None:
-        """Switch the saved-tensor hooks of *module*'s layer on."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Switch the saved-tensor hooks of *module*'s layer on.
+
+        Returns:
+            The arguments that it is to get in place of its own; None: it gets its own.
+        """
         if not module.training or not torch.is_grad_enabled():
-            return
+            return None
         layer = self._layers.get(module)
         tokens = self.running.tokens
         if layer is None or self._is_removed or self.engine.rests:
-            return
+            return None
         reason = reason_to_pass_over()
         if reason is not None:
             self.engine.passed_over = reason
-            return
+            return None
         if tokens:
             if tokens[-1].is_checkpointed and tokens[-1].module is module:
-                return
+                return None
             self._warn_abandoned(tokens[-1].call.fqn, layer.fqn)
             self.leave_all()
         call = None
@@ -227,6 +231,7 @@ class Lifecycle:
             if call is not None:
                 self.engine.abort(call)
             raise
+        return None
 
     def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
         """Switch the saved-tensor hooks of *module*'s layer off. *outputs* is None on failure."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hf_pyao.runtime.checkpoint_arguments import hooks_argument
 from hf_pyao.runtime.compile_guard import uncompiled
 from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.runtime.running import Running
@@ -51,8 +52,8 @@ class Driver(Protocol):
         *,
         is_checkpointed: bool = False,
         is_compiling: bool = False,
-    ) -> None:
-        """Note that a layer starts."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Note that a layer starts; return its arguments if it is to get others."""
         ...
 
     def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
@@ -139,14 +140,13 @@ class EnterHook(ModelHook):
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Enter the layer; *kwargs* are missing if an interrupt came as this was put on or off."""
         if kwargs is None:
-            return
+            return None
         if torch.compiler.is_compiling():
-            self._enter_uncompiled(module, args, kwargs, is_compiling=True)
-        else:
-            self.lifecycle.enter(module, args, kwargs)
+            return self._enter_uncompiled(module, args, kwargs, is_compiling=True)
+        return self.lifecycle.enter(module, args, kwargs)
 
 
 class LeaveHook(ModelHook):
@@ -255,18 +255,19 @@ class CheckpointFunction:
     def __init__(self, lifecycle: Driver, function: Callable[..., Any]) -> None:
         self.lifecycle = lifecycle
         self.function = function
+        self._call = _with_hooks_argument(function)
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the checkpointing function with the layer entered, if *run* is a layer's call."""
         inner = run.func if isinstance(run, functools.partial) else run
         module = getattr(inner, "__self__", None)
         if not isinstance(module, nn.Module) or self.lifecycle.is_inside_layer:
-            return self.function(run, *args, **kwargs)
+            return self._call(run, *args, **kwargs)
         run_kwargs = run.keywords if isinstance(run, functools.partial) else {}
         self.lifecycle.enter(module, args, run_kwargs, is_checkpointed=True)
         outputs = None
         try:
-            outputs = self.function(run, *args, **kwargs)
+            outputs = self._call(run, *args, **kwargs)
         finally:
             self.lifecycle.leave(module, outputs, is_checkpointed=True)
         return outputs
@@ -278,3 +279,11 @@ class CheckpointFunction:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the unpickled model a plain one."""
         return typing.cast, (None, self.function)  # a function that returns its second argument
+
+
+def _with_hooks_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return *function* so that a checkpoint that asks what to do with hooks around it is told."""
+    if not isinstance(function, functools.partial):
+        return function
+    more = hooks_argument(function.func, function.keywords)
+    return functools.partial(function, **more) if more else function

@@ -37,6 +37,10 @@ class Running(threading.local):
         self._num_packs_seen = -1
         """Tensors that had been packed when its newest forward began."""
 
+    def enter(self, token: Token) -> None:
+        """Take note that it is inside of another layer."""
+        self.tokens.append(token)
+
     def begin_forward(self, num_packs: int) -> bool:
         """Note that a forward begins; say whether anything was packed since the one before."""
         self._runs_before, self._runs = self._runs, {}

@@ -319,6 +319,10 @@ class SavedTensor:
         self.call = call
         """Who saved it: not always who saved its storage first, which is ``storage.call``."""
 
+    def belong_to(self, call: LayerCall) -> None:
+        """Be asked for by the backward of *call*, whoever saved it."""
+        self.call = call
+
 
 @final
 class KeptTensor:
@@ -331,6 +335,10 @@ class KeptTensor:
         self.version = version
         self.call = call
         self.slot = slot
+
+    def belong_to(self, call: LayerCall) -> None:
+        """Be asked for by the backward of *call*, whoever saved it."""
+        self.call = call
 
     def check_unmodified(self) -> None:
         """Raise if the tensor was changed in place after it was saved."""

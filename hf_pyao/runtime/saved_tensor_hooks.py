@@ -21,6 +21,9 @@ _CHECKPOINT_HOOKS = ("_checkpoint_hook", "_recomputation_hook")
 _IS_ON = "is_on"
 """Attribute of a pack function of ours: True while it is on the stack, as far as we did that."""
 
+_IS_SECOND_RUN = "is_second_run"
+"""Attribute of a pack function of ours that gets what a layer saves which runs again."""
+
 _push: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 _top: Callable[[], Any] = functools.partial(
@@ -32,17 +35,24 @@ _STACK = Stack(top=_top, pop=_pop, lift=(_top, _pop), push_all=functools.partial
 
 
 def is_inside_checkpoint() -> bool:
-    """Say whether a checkpoint of torch's was entered last."""
+    """Say whether a checkpoint, torch's or a layer's second run of ours, was entered last."""
     top = _top()
     if top is None:
         return False
+    if _IS_SECOND_RUN in getattr(top[0], "__dict__", ()):
+        return True
     return any(name in getattr(top[0], "__qualname__", "") for name in _CHECKPOINT_HOOKS)
 
 
-def pack_hook(pack: Callable[..., Any], call: Any) -> Pack:
-    """Return *pack* bound to *call*, to be known as ours on the stack."""
+def pack_hook(pack: Callable[..., Any], call: Any, *, is_second_run: bool = False) -> Pack:
+    """Return *pack* bound to *call*, to be known as ours on the stack.
+
+    *is_second_run*: a layer runs again in backward while it is on.
+    """
     hook = functools.partial(pack, call)
     vars(hook)[_IS_ON] = False
+    if is_second_run:
+        vars(hook)[_IS_SECOND_RUN] = True
     return hook
 
 

@@ -16,6 +16,10 @@ class Sharding(Protocol):
         """Say why operations on *module*'s parameters cannot be run again; None if they can."""
         ...
 
+    def reason_to_run_alone(self, stack: nn.Module) -> str | None:
+        """Say why no two layers of *stack* can run in the backward of one; None if they can."""
+        ...
+
     def weights_of(self, module: nn.Module) -> Iterable[torch.Tensor]:
         """Return the weights of *module* itself, as they are while it runs."""
         ...
@@ -25,6 +29,10 @@ class NoSharding:
     """Parameters are where modules have them."""
 
     def reason_not_traceable(self, module: nn.Module) -> str | None:
+        """Return None."""
+        return None
+
+    def reason_to_run_alone(self, stack: nn.Module) -> str | None:
         """Return None."""
         return None
 

@@ -33,8 +33,9 @@ class Scenario:
     option: str = ""
     """``resident`` (no resharding after forward), ``accumulate`` (two micro-batches a step),
     ``two_forwards`` (both before one backward), ``recompute`` (beside offloading),
-    ``checkpointing`` (by the model), or ``checkpoint_wrapper`` (modules that Accelerate puts around
-    each layer, or into it)."""
+    ``checkpointing`` (by the model), ``checkpoint_wrapper`` (modules that Accelerate puts around
+    each layer, or into it), or ``checkpoint_every`` (segments of two layers, where parameters are
+    not gathered layer by layer)."""
     attach: str = "after"
     """``before`` or ``after`` wrapping."""
     keep_last_layers: int = 1
@@ -58,6 +59,10 @@ class Scenario:
         saves_nothing = self.tuning == "frozen_below" and not self.wrapper.startswith("fsdp1")
         first = NUM_FROZEN_LAYERS if saves_nothing else 0
         indices = range(first, NUM_LAYERS - self.keep_last_layers)
+        if self.option == "checkpoint_every":
+            is_gathered = self.wrapper.endswith(("fsdp2", "fsdp1", "fsdp1_flat"))
+            last = indices.stop - indices.stop % 2 if self.keep_last_layers else indices.stop
+            indices = range(first, last, 1 if is_gathered else 2)
         # Peft puts the model inside two of its own; names are those of the model inside.
         return [f"{LAYER_PATHS[self.model]}.{index}" for index in indices]
 
@@ -110,6 +115,9 @@ FSDP2 = [
         Scenario(wrapper="accelerate_fsdp2", model="opt"),
         Scenario(wrapper="accelerate_fsdp2", model="llama", precision="policy", tuning="lora"),
         Scenario(wrapper="fsdp2", model="llama", precision="policy", option="recompute"),
+        Scenario(wrapper="fsdp2", model="opt", option="checkpoint_every"),
+        Scenario(wrapper="fsdp2", model="llama", precision="policy", option="checkpoint_every"),
+        Scenario(wrapper="accelerate_fsdp2", model="llama", option="checkpoint_every"),
     ),
     *crossed(Scenario(wrapper="accelerate_fsdp2", model="llama", option="checkpoint_wrapper"))[:2],
 ]
@@ -122,6 +130,8 @@ FSDP1 = [
         Scenario(wrapper="fsdp1", model="llama", precision="policy", tuning="frozen_below"),
         Scenario(wrapper="fsdp1_flat", model="opt", precision="autocast"),
         Scenario(wrapper="fsdp1_flat", model="gpt2", precision="policy"),
+        Scenario(wrapper="fsdp1", model="llama", precision="policy", option="checkpoint_every"),
+        Scenario(wrapper="fsdp1_flat", model="opt", option="checkpoint_every"),
     ),
     # Frozen and cast in a unit of its own: nothing but its shape tells such a weight.
     *crossed(Scenario(wrapper="fsdp1", precision="autocast", tuning="frozen_inside"))[:2],
@@ -137,6 +147,14 @@ DDP = in_turn(
     Scenario(wrapper="accelerate_ddp", model="llama", precision="autocast"),
     Scenario(wrapper="accelerate_ddp", model="opt", precision="autocast", tuning="frozen_below"),
     Scenario(wrapper="accelerate_ddp", model="gpt2", precision="autocast", tuning="frozen_inside"),
+    Scenario(wrapper="accelerate_ddp", model="opt", option="checkpoint_every"),
+    Scenario(
+        wrapper="accelerate_ddp",
+        model="llama",
+        precision="autocast",
+        tuning="lora",
+        option="checkpoint_every",
+    ),
 )
 
 TRAINER = [

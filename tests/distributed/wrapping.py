@@ -50,6 +50,7 @@ def settings_of(scenario: Scenario) -> dict[str, Any]:
         "keep_last_layers": scenario.keep_last_layers,
         "window": scenario.window,
         "host_memory_gib": 0.0625,
+        "checkpoint_every": 2 if scenario.option == "checkpoint_every" else 0,
         "recompute_modules": ("attn_norm", "mlp_act") if scenario.option == "recompute" else (),
     }
 

@@ -15,6 +15,7 @@ from trl import SFTConfig
 from hf_pyao import attach
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.conflicts import (
+    check_checkpointing_arguments,
     check_model,
     check_other_offloaders,
     check_training_arguments,
@@ -50,6 +51,14 @@ def tiny_llama() -> LlamaForCausalLM:
 def test_plain_arguments_and_a_plain_model_pass() -> None:
     check_training_arguments(cpu_arguments())
     check_model(tiny_llama())
+
+
+def test_checkpointing_and_segments_are_not_both_asked_for() -> None:
+    args = cpu_arguments(**{CHECKPOINTING: True})
+    check_checkpointing_arguments(args, 0)
+    check_checkpointing_arguments(cpu_arguments(), 4)
+    with pytest.raises(ConflictError, match=r"training arguments.*checkpoint_every is 4.*=False"):
+        check_checkpointing_arguments(args, 4)
 
 
 def test_an_activation_that_writes_what_was_saved_is_refused() -> None:

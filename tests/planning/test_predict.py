@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -52,6 +52,8 @@ class Case:
     head_loss: str = "off"
     training_state: str = "host"
     recompute_modules: tuple[str, ...] = ()
+    checkpoint_every: int = 0
+    save_attention: bool = False
     policy: str = "all"
     micro_batch: int = 2
     length: int = LENGTH
@@ -72,6 +74,8 @@ class Case:
             keep_last_layers=self.keep_last_layers,
             head_loss=self.head_loss,
             recompute_modules=self.recompute_modules,
+            checkpoint_every=self.checkpoint_every,
+            save_attention=self.save_attention,
             min_bytes=4096,
             host_memory_gib=2.0**20,
         )
@@ -82,14 +86,23 @@ class Case:
             self.training,
             self.micro_batch,
             self.length,
-            self.head_loss,
+            Levers(
+                head_loss=self.head_loss,
+                checkpoint_every=self.checkpoint_every,
+                save_attention=self.save_attention,
+            ),
             self.recompute_modules,
             self.keep_last_layers if self.recompute_modules else 0,
         )
 
+    def first_kept(self, program: StepProgram) -> int:
+        """Return the first layer whose tensors are kept."""
+        first = program.num_layers - self.keep_last_layers
+        return first - first % (self.checkpoint_every or 1)
+
     def predicted(self, hardware: Hardware | None) -> Prediction:
         program = self.program
-        first_kept = program.num_layers - self.keep_last_layers
+        first_kept = self.first_kept(program)
         leaves = [
             self.policy == "all" and slot.nbytes >= 4096 and slot.layer < first_kept
             for slot in program.slots
@@ -112,7 +125,7 @@ def _program(
     training: FakeTraining,
     micro_batch: int,
     length: int,
-    head_loss: str,
+    levers: Levers,
     recompute_modules: tuple[str, ...],
     keep_last_layers: int,
 ) -> StepProgram:
@@ -123,7 +136,7 @@ def _program(
             training.training_state,
             micro_batch,
             length,
-            head_loss,
+            levers,
             recompute_modules,
             keep_last_layers,
         )
@@ -133,7 +146,7 @@ def _program(
             training,
             micro_batch,
             length,
-            levers=Levers(head_loss=head_loss),
+            levers=levers,
             recompute_modules=recompute_modules,
             keep_last_layers=keep_last_layers,
         )
@@ -151,8 +164,24 @@ CASES = [
     Case("opt", checkpointing=True, window="layer", head_loss="chunked"),
     Case("gpt2", recompute_modules=("mlp.c_proj",)),
     Case("llama", recompute_modules=("mlp.act_fn", "mlp"), window="layer"),
+    Case("llama", checkpoint_every=1),
+    Case("opt", checkpoint_every=1, window="layer", head_loss="chunked"),
+    Case("llama", checkpoint_every=2, keep_last_layers=0),
+    Case("opt", "125m", checkpoint_every=3, window="layer"),
+    Case("llama", checkpoint_every=1, save_attention=True),
+    Case("opt", checkpoint_every=2, save_attention=True, window="layer"),
     Case("opt", "125m", window=2**24, micro_batch=4, length=128),
 ]
+
+
+def test_what_a_step_in_segments_saves() -> None:
+    case = Case("llama", checkpoint_every=2, keep_last_layers=0)
+    num_layers = case.program.num_layers
+    assert [(slot.layer, slot.name) for slot in case.program.slots] == [
+        (layer, ":0") for layer in range(0, num_layers, 2)
+    ]
+    names = {slot.name for slot in replace(case, save_attention=True).program.slots}
+    assert {":0", "self_attn:0", "self_attn:1"} <= names
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -172,7 +201,7 @@ def test_time_and_peak_are_the_simulators(case: Case, hardware: Hardware) -> Non
 @pytest.mark.parametrize("hardware", [SLOW, FAST], ids=lambda hardware: hardware.name)
 def test_a_replay_without_tensors_says_the_same(case: Case, hardware: Hardware) -> None:
     program = case.program
-    first_kept = program.num_layers - case.keep_last_layers
+    first_kept = case.first_kept(program)
     leaves = [
         case.policy == "all" and slot.nbytes >= 4096 and slot.layer < first_kept
         for slot in program.slots

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,14 +85,26 @@ def test_gradients_are_bit_identical_under_all_schedules(architecture: str) -> N
     assert record.num_copies > record.num_schedules * 10
 
 
-def run_schedules(record: Record, num_schedules: int) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("length", [2, 1])
+@pytest.mark.sampled(every=1000)
+def test_segments_under_adversarial_schedules(length: int, architecture: str) -> None:
+    """The input of the first of several layers leaves, and what attention returns."""
+    record = Record(architecture)
+    run_schedules(record, len(VARIANTS), checkpoint_every=length, save_attention=True)
+    assert record.num_copies > record.num_schedules * 5
+
+
+def run_schedules(record: Record, num_schedules: int, **settings: Any) -> None:
     """Go on with *record* until it has so many schedules."""
     model, plain = make_pair(record.architecture)
     expected = {name: run(plain) for name, run in SCENARIOS.items()}
     for seed in range(record.num_schedules, num_schedules):
         window, copy_streams, scenario = VARIANTS[seed % len(VARIANTS)]
         transport = SimulatedTransport(seed, copy_streams=copy_streams)
-        config = PyAOConfig(policy="all", min_bytes=0, window=window, keep_last_layers=seed % 2)
+        config = PyAOConfig(
+            policy="all", min_bytes=0, window=window, keep_last_layers=seed % 2, **settings
+        )
         with attach(model, config, transport=transport) as offloader:
             result = SCENARIOS[scenario](model)
             where = f"seed {seed}, window {window}, {copy_streams} streams, {scenario}"

@@ -41,6 +41,10 @@ CASES: dict[str, tuple[PyAOConfig, dict[str, Any]]] = {
     "checkpointing": (EVERY_LAYER, {"is_checkpointed": True}),
     "recompute and checkpointing": (POINTWISE, {"is_checkpointed": True}),
     "autocast": (POINTWISE, {"autocast": torch.bfloat16}),
+    "segments": (
+        replace(EVERY_LAYER, checkpoint_every=2, save_attention=True),
+        {"autocast": torch.bfloat16},
+    ),
 }
 
 
