@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_pyao.estimate.search import largest_on_a_line
+from hf_pyao.levers import Levers
 from published_rows import MODELS, NAMES, SEQUENCE_LENGTH, TRACE, Row, Steps, predict_plan
 
 GB = 1e9
@@ -95,7 +96,10 @@ PEAKS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
 def peak_gb(steps: Steps, model: str, way: Way, micro_batch: int) -> float:
     """Return the peak of a step, in GB: the same for every link."""
     program = steps.record(
-        MODELS[model], micro_batch, checkpointing=way.checkpointing, head_loss=way.head_loss
+        MODELS[model],
+        micro_batch,
+        checkpointing=way.checkpointing,
+        levers=Levers(head_loss=way.head_loss),
     )
     return predict_plan(program, offloads=way.offloads).peak_bytes / GB
 
@@ -169,7 +173,9 @@ def _explain(steps: Steps, model: str, way: Way, line: Line) -> tuple[str, Line]
 
 def _llama_as_traced(steps: Steps, way: Way) -> Line:
     """Return Llama's line with what the trace had more at micro-batches 4 and 16."""
-    weights = steps.record(MODELS["llama"], 4, head_loss="chunked").resident_bytes / GB
+    weights = (
+        steps.record(MODELS["llama"], 4, levers=Levers(head_loss="chunked")).resident_bytes / GB
+    )
     low = weights + BUCKET_GB + 3 * _head_gb(steps, "llama")
     high = peak_gb(steps, "llama", way, 16) + 16 * _silu_gb(steps)
     return _through(4, low, 16, high)

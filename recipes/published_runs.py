@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from hf_pyao.levers import Levers
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import StepProgram
 from published_peaks import ALL, NONE, line_of, peak_gb
@@ -176,7 +177,7 @@ def alst_step(
             1,
             rung.tokens,
             checkpointing=True,
-            head_loss=rung.head_loss,
+            levers=Levers(head_loss=rung.head_loss),
             variant="liger" if with_liger else "",
         )
     return program, predict_plan(program, offloads=rung.offloads)

@@ -22,6 +22,7 @@ LAYERS = (
     ("files", "metrics", "hardware"),
     ("codecs", "stores", "losses", "settings"),
     ("config", "transfer"),
+    ("levers",),
     ("runtime",),
     ("recompute", "report"),
     ("simulation", "planning"),
@@ -33,7 +34,7 @@ LAYERS = (
 """Parts of the package from the bottom up; each may import those before it, and itself."""
 
 ONLY_TORCH = (
-    *("text", "errors", "files", "metrics", "hardware", "settings", "config"),
+    *("text", "errors", "files", "metrics", "hardware", "settings", "config", "levers"),
     *("codecs", "stores", "transfer", "runtime", "recompute", "simulation", "losses", "planning"),
 )
 """Parts that import neither transformers nor accelerate, not even inside a function."""

@@ -20,6 +20,7 @@ from hf_pyao.estimate.search import largest_fitting, largest_on_a_line
 from hf_pyao.estimate.verdict import CHUNKED
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import GIB
+from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.planning.activation_throughput import by_pack_intervals
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.iqr import find_outliers
@@ -106,7 +107,7 @@ class _Family:
     """Steps that run the same operations, whatever is offloaded of them."""
 
     checkpointing: bool
-    head_loss: str
+    levers: Levers
     follows_rule: bool = False
     """PyAO's rule recomputes something."""
 
@@ -233,7 +234,7 @@ class Estimator:
 
     def _family(self, way: Way, head_loss: str) -> _Family:
         follows_rule = way.is_pyao and bool(self.rule_plan().slots)
-        return _Family(way.checkpointing, head_loss, follows_rule)
+        return _Family(way.checkpointing, Levers(head_loss=head_loss), follows_rule)
 
     def flagged(self) -> tuple[str, ...]:
         """Return the sub-modules that PyAO's rule flags, timed as the paper times them."""
@@ -244,7 +245,7 @@ class Estimator:
     def rule_plan(self) -> Plan:
         """Return the plan that PyAO's rule comes to."""
         if self._rule_plan is None:
-            program = self._record(_Family(False, "off"), 1, self.sequence_length)
+            program = self._record(_Family(False, NO_LEVERS), 1, self.sequence_length)
             layer = min(1, program.num_layers - 1)
             rates = by_pack_intervals(program, self.hardware.device, layer)
             self._flagged = find_outliers(rates, self.hardware.link.d2h_gib_per_s).flagged
@@ -263,7 +264,8 @@ class Estimator:
         key = (family, what, fixed)
         if key not in self._lines:
             self._lines[key] = None
-            if family.head_loss == "off":  # chunks of the head are as many as there are rows for
+            # A chunked head has as many chunks as there are rows for.
+            if family.levers.head_loss == "off":
                 if what == "micro-batch":  # a single sample may run other operations
                     points = [(size, self._record(family, size, fixed)) for size in (2, 3)]
                 else:
@@ -281,7 +283,7 @@ class Estimator:
                 dataclasses.replace(self._training, checkpointing=family.checkpointing),
                 micro_batch,
                 length,
-                head_loss=family.head_loss,
+                levers=family.levers,
                 plan=self.rule_plan() if family.follows_rule else None,
                 keep_last_layers=PyAOConfig.keep_last_layers if family.follows_rule else 0,
             )

@@ -20,6 +20,7 @@ from hf_pyao.estimate.command import (
 )
 from hf_pyao.hardware.presets import HARDWARE, Hardware
 from hf_pyao.hardware.speeds import GIB
+from hf_pyao.levers import Levers
 from hf_pyao.text import describe_error, one_line, say
 
 DESCRIPTION = """\
@@ -316,9 +317,11 @@ def _recorder(args: argparse.Namespace, config: Any) -> Callable[[int, int], Any
         lora_rank=args.lora,
     )
 
+    levers = Levers(head_loss=args.head_loss)
+
     def record(micro_batch: int, length: int) -> Any:
         try:
-            return record_step(training, micro_batch, length, head_loss=args.head_loss)
+            return record_step(training, micro_batch, length, levers=levers)
         except ConfigError:
             raise
         except Exception as error:  # of the model's own code, which may look at values

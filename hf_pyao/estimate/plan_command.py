@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
+from hf_pyao.levers import Levers
 from hf_pyao.text import echo, one_line, say
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _predicted_profile(args: argparse.Namespace) -> Profile:
             args.micro_batch,
             args.sequence_length,
             title=f"{spec.name} on {hardware.name}, predicted",
-            head_loss=args.head_loss,
+            levers=Levers(head_loss=args.head_loss),
         )
 
 

@@ -10,6 +10,7 @@ from hf_pyao.estimate.recorded_step import recorded_step
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.integrations.model_identity import identity_of
 from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.planning.activation_throughput import by_pack_intervals
 from hf_pyao.planning.calibration import speeds_of
 from hf_pyao.planning.predict import operation_times_ms
@@ -25,7 +26,7 @@ def predict_profile(
     sequence_length: int,
     *,
     title: str,
-    head_loss: str = "off",
+    levers: Levers = NO_LEVERS,
 ) -> Profile:
     """Return what :class:`~hf_pyao.planning.profile.StepProfiler` would find, marked as predicted.
 
@@ -35,9 +36,9 @@ def predict_profile(
         micro_batch: samples.
         sequence_length: tokens of each, without padding.
         title: a heading.
-        head_loss: ``PyAOConfig.head_loss``.
+        levers: what changes the step itself.
     """
-    recorded = recorded_step(training, micro_batch, sequence_length, head_loss=head_loss)
+    recorded = recorded_step(training, micro_batch, sequence_length, levers=levers)
     program = recorded.whole()
     times_ms = operation_times_ms(program, hardware.device)
     with training.model() as (model, _):

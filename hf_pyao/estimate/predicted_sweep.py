@@ -15,6 +15,7 @@ from hf_pyao.estimate.positions import check_sequence_length
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import GIB
+from hf_pyao.levers import Levers
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.step_program import StepProgram
@@ -71,7 +72,7 @@ def predict_sweep(
         optimizer_bytes=OPTIMIZER_BYTES[optimizer],
         dtype=dtype,
     )
-    program = _record(training, micro_batch, sequence_length, settings.head_loss)
+    program = _record(training, micro_batch, sequence_length, Levers.of(settings))
     points = predict_points(
         program,
         budgets,
@@ -119,7 +120,7 @@ def predict_sweep(
 
 
 def _record(
-    training: FakeTraining, micro_batch: int, sequence_length: int, head_loss: str
+    training: FakeTraining, micro_batch: int, sequence_length: int, levers: Levers
 ) -> StepProgram:
     """Record the step that all budgets share.
 
@@ -127,7 +128,7 @@ def _record(
         ConfigError: the model cannot be run on fake tensors.
     """
     try:
-        return record_step(training, micro_batch, sequence_length, head_loss=head_loss)
+        return record_step(training, micro_batch, sequence_length, levers=levers)
     except PyAOError:
         raise
     except Exception as error:  # of the model's own code, which may look at values

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hf_pyao.errors import ConfigError, PyAOError
+from hf_pyao.levers import Levers
 from hf_pyao.report.documents import Document
 from hf_pyao.report.profile_report import Profile
 from hf_pyao.text import echo, one_line, say
@@ -109,7 +110,7 @@ def _predicted(args: argparse.Namespace) -> Profile:
         args.micro_batch,
         args.sequence_length,
         title=f"{spec.name} on {hardware.name}, predicted",
-        head_loss=args.head_loss,
+        levers=Levers(head_loss=args.head_loss),
     )
     write_json(args.output, profile)
     return profile

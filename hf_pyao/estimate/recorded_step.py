@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.integrations.step_recording import record_fake_step
+from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import StepProgram
@@ -43,7 +44,7 @@ def record_step(
     micro_batch: int,
     sequence_length: int,
     *,
-    head_loss: str = "off",
+    levers: Levers = NO_LEVERS,
     recompute_modules: Sequence[str] = (),
     plan: Plan | None = None,
     keep_last_layers: int = 0,
@@ -55,7 +56,7 @@ def record_step(
         training: the model, and how it is trained.
         micro_batch: samples.
         sequence_length: tokens of each, without padding.
-        head_loss: ``PyAOConfig.head_loss``.
+        levers: what changes the step itself.
         recompute_modules: ``PyAOConfig.recompute_modules``.
         plan: what is recomputed beside.
         keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
@@ -69,7 +70,7 @@ def record_step(
         training,
         micro_batch,
         sequence_length,
-        head_loss=head_loss,
+        levers=levers,
         recompute_modules=recompute_modules,
         plan=plan,
         keep_last_layers=keep_last_layers,
@@ -83,7 +84,7 @@ def recorded_step(
     micro_batch: int,
     sequence_length: int,
     *,
-    head_loss: str = "off",
+    levers: Levers = NO_LEVERS,
     recompute_modules: Sequence[str] = (),
     plan: Plan | None = None,
     keep_last_layers: int = 0,
@@ -92,12 +93,12 @@ def recorded_step(
     """Run one step and return it with as few layers as will do; see :func:`record_step`."""
     recorded, num_chunks = record_fake_step(
         _StepOf(training, micro_batch, sequence_length),
-        head_loss=head_loss,
+        levers=levers,
         recompute_modules=recompute_modules,
         plan=plan,
         keep_last_layers=keep_last_layers,
         is_whole=is_whole,
     )
-    if head_loss == "chunked" and not num_chunks:
+    if levers.head_loss == "chunked" and not num_chunks:
         raise ConfigError("the model kept its own loss where a chunked one was asked for.")
     return recorded

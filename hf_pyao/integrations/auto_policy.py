@@ -29,6 +29,7 @@ from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.rank_exchange import RankExchange
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.integrations.step_recording import record_fake_step
+from hf_pyao.levers import Levers
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.auto_plan import SOURCE, plan_of
 from hf_pyao.planning.calibration import at_other_size
@@ -362,7 +363,7 @@ class AutoPolicy:
         was = self._num_elements
         self._num_elements = num_elements
         recorded, _ = record_fake_step(
-            watch.step(is_newest=True), head_loss=self._config.head_loss, layers=self._config.layers
+            watch.step(is_newest=True), levers=Levers.of(self._config), layers=self._config.layers
         )
         larger = at_other_size(profile, planner.program, recorded)
         self._exchange = RankExchange("plan")

@@ -32,6 +32,7 @@ from hf_pyao.integrations.training_state import bytes_besides, nbytes_of
 from hf_pyao.integrations.trial_step import try_step
 from hf_pyao.integrations.wiring import recomputed_paths
 from hf_pyao.integrations.wrappers import unwrap_parallel
+from hf_pyao.levers import Levers
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.auto_plan import plan_of
 from hf_pyao.planning.budget import OffloadBudget, leaving
@@ -190,7 +191,7 @@ class MicroBatchChooser:
         recomputes = bool(config.recompute_modules) and not self._is_auto  # 'auto' plans it
         recorded, _ = record_fake_step(
             CopiedStep(self._model, seen),
-            head_loss=config.head_loss,
+            levers=Levers.of(config),
             recompute_modules=config.recompute_modules if recomputes else (),
             keep_last_layers=config.keep_last_layers if recomputes else 0,
             layers=config.layers,

@@ -26,6 +26,7 @@ from hf_pyao.integrations.model_copy import CopyError, ForwardWatch, SeenForward
 from hf_pyao.integrations.rank_exchange import RankExchange
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.integrations.step_recording import record_fake_step
+from hf_pyao.levers import Levers
 from hf_pyao.planning.profile import StepProfiler
 from hf_pyao.planning.profile_merge import merge_profiles
 from hf_pyao.report.profile_report import Profile
@@ -88,7 +89,7 @@ class ProfileWriter:
         # Wherever the script goes meanwhile; None: it is handed on, and not written.
         self._path = None if config.profile is None else Path(os.path.abspath(config.profile))
         self._on_done = on_done
-        self._head_loss = config.head_loss
+        self._levers = Levers.of(config)
         self._layers = config.layers
         plain = config.to_dict()
         self._settings = {name: plain[name] for name in SETTINGS}
@@ -244,7 +245,7 @@ class ProfileWriter:
             if self._watch is None:
                 raise CopyError(_NOT_YET)
             step = self._watch.step()
-            recorded, _ = record_fake_step(step, head_loss=self._head_loss, layers=self._layers)
+            recorded, _ = record_fake_step(step, levers=self._levers, layers=self._layers)
             return recorded.to_dict(), ""
         except CopyError as error:
             return None, str(error)

@@ -16,6 +16,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.integrations.shrunk_model import remove_equal_layers
 from hf_pyao.integrations.wiring import make_engine, make_lifecycle, put_on_head_loss, wrapper_of
+from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.losses.chunking import ChunkPlan
 from hf_pyao.planning.plan import RECOMPUTE, Plan, PlanPolicy
 from hf_pyao.planning.policies import make_policy
@@ -59,7 +60,7 @@ class FakeStep(Protocol):
 def record_fake_step(
     step: FakeStep,
     *,
-    head_loss: str = "off",
+    levers: Levers = NO_LEVERS,
     recompute_modules: Sequence[str] = (),
     plan: Plan | None = None,
     keep_last_layers: int = 0,
@@ -70,7 +71,7 @@ def record_fake_step(
 
     Args:
         step: the model, and how it is trained.
-        head_loss: ``PyAOConfig.head_loss``.
+        levers: what changes the step itself.
         recompute_modules: ``PyAOConfig.recompute_modules``.
         plan: what is recomputed beside; what it offloads or keeps is not looked at.
         keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
@@ -84,7 +85,7 @@ def record_fake_step(
     config = PyAOConfig.from_dict(
         {
             **RECORDING,
-            "head_loss": head_loss,
+            **levers.settings(),
             "recompute_modules": tuple(recompute_modules),
             "keep_last_layers": keep_last_layers,
         }

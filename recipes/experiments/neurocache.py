@@ -19,6 +19,7 @@ from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.predicted_sweep import predict_points
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.hardware.presets import Hardware, find_hardware
+from hf_pyao.levers import Levers
 from hf_pyao.planning.sweep import Budgets, parse_budgets
 from hf_pyao.report.sweep_report import SweepPoint, SweepReport
 
@@ -120,7 +121,7 @@ def _points(
         dtype="float32",
     )
     micro_batch, length = (2, 64) if options.is_smoke else (MICRO_BATCH, LENGTH)
-    program = record_step(training, micro_batch, length, head_loss=head_loss)
+    program = record_step(training, micro_batch, length, levers=Levers(head_loss=head_loss))
     return predict_points(
         program,
         Budgets(budgets, "tensors"),

@@ -19,6 +19,7 @@ from hf_pyao import attach
 from hf_pyao.integrations import profiling
 from hf_pyao.integrations.model_copy import CopyError, ForwardWatch, SeenForward
 from hf_pyao.integrations.step_recording import record_fake_step
+from hf_pyao.levers import Levers
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.report.profile_report import Profile
@@ -74,7 +75,7 @@ def test_the_model_and_the_random_numbers_are_as_before() -> None:
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     watch = watched(model)
     state = torch.get_rng_state()
-    record_fake_step(watch.step(), head_loss="chunked")
+    record_fake_step(watch.step(), levers=Levers(head_loss="chunked"))
     watch.remove()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

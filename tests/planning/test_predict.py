@@ -17,6 +17,7 @@ from hf_pyao.estimate.replayed_step import replay_step
 from hf_pyao.estimate.simulated_step import simulate_step
 from hf_pyao.hardware.presets import Hardware, find_hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.levers import Levers
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.prediction import Prediction
@@ -132,7 +133,7 @@ def _program(
             training,
             micro_batch,
             length,
-            head_loss=head_loss,
+            levers=Levers(head_loss=head_loss),
             recompute_modules=recompute_modules,
             keep_last_layers=keep_last_layers,
         )
