@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -120,6 +121,7 @@ class ForwardWatch:
         self.seen: SeenForward | None = None
         """What it was called with first; None until then."""
         self._newest: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._lock = threading.Lock()
         hook: Any = _WatchHook(self)  # type: ignore[arg-type]
         inner.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -129,22 +131,27 @@ class ForwardWatch:
             return
         if active_fake_mode() is not None:
             return  # a copy's functions lead back to the model
-        is_first = self.seen is None
-        if self.seen is None:
-            self.seen = seen_forward(args, kwargs)
-        self._newest = (args, kwargs)
+        if not self._lock.acquire(blocking=False):
+            return  # another thread's forward is being told of, which may take a while
         try:
+            is_first = self.seen is None
+            if self.seen is None:
+                self.seen = seen_forward(args, kwargs)
+            self._newest = (args, kwargs)
             self._before(self.seen, is_first=is_first)
         finally:
             self._newest = None
+            self._lock.release()
+
+    def forget(self) -> None:
+        """Take the next forward for the first one."""
+        self.seen = None
 
     def num_elements(self) -> int:
         """Return the elements of the largest tensor of the call that is about to run; 0 else."""
         if self._newest is None:
             return 0
-        args, kwargs = self._newest
-        values = (*args, *kwargs.values())
-        return max((each.numel() for each in values if isinstance(each, Tensor)), default=0)
+        return max((each.numel() for each in tensors_in(self._newest)), default=0)
 
     def remove(self) -> None:
         """Take the hook off, and let go of what was seen. Twice is fine."""
