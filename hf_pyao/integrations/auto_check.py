@@ -132,3 +132,64 @@ def loses(
         if worst is None or each.layers_ms < worst[0]:
             worst = each.layers_ms, other_ms
     return worst
+
+
+class Comparison:
+    """What offloading everything takes, and then what a plan takes, in the same run.
+
+    Args:
+        device: where the model is.
+        num_micro_batches: how many are counted of each.
+    """
+
+    def __init__(self, device: torch.device, num_micro_batches: int) -> None:
+        self._device = device
+        self._num_micro_batches = num_micro_batches
+        self._check: PlanCheck | None = None
+        self.fallback: Sequence[TimedMicroBatch] = ()
+        """With everything offloaded."""
+        self.plan: Sequence[TimedMicroBatch] = ()
+        """With the plan that was timed last; empty before."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if a check has timed enough, and was not read yet."""
+        return self._check is not None and self._check.is_done
+
+    def begin(self, engine: OffloadEngine, *, num_more: int = 0) -> None:
+        """Time the next micro-batches, *num_more* of them beyond what is usual."""
+        self.stop()
+        check = PlanCheck(engine, self._device, self._num_micro_batches + num_more)
+        self._check = check
+        check.start()
+
+    def note_size(self, num_elements: int) -> None:
+        """Take note of the batch that is about to run."""
+        if self._check is not None:
+            self._check.num_elements = num_elements
+
+    def end_of_fallback(self) -> None:
+        """Take what was timed as what offloading everything takes."""
+        self.fallback = self._read()
+
+    def end_of_plan(self) -> None:
+        """Take what was timed as what the plan takes."""
+        self.plan = self._read()
+
+    def stop(self) -> None:
+        """Time no more. Twice is fine."""
+        check, self._check = self._check, None
+        if check is not None:
+            check.stop()
+
+    def report(self) -> dict[str, float]:
+        """Return what the plan came to, as a report holds it; empty before."""
+        if not self.plan:
+            return {}
+        found = typical(self.plan)
+        return {"measured_layers_ms": found.layers_ms, "measured_stall_ms": found.stall_ms}
+
+    def _read(self) -> Sequence[TimedMicroBatch]:
+        check = self._check
+        self.stop()
+        return [] if check is None else check.result()

@@ -192,7 +192,7 @@ class CopiedStep:
             CopyError: the model has what cannot be copied so.
         """
         # Hooks of autograd on its tensors, and graphs, are the model's own.
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_mode = _without_pointers(FakeTensorMode(allow_non_fake_inputs=True))
         with ExitStack() as stack:
             stack.enter_context(_same_random_numbers())
             stack.enter_context(_no_global_hooks())
@@ -295,6 +295,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[number] if number < len(args) else kwargs.get(argument.name)
             yield from tensors_in((given,))
+
+
+def _without_pointers(fake_mode: FakeTensorMode) -> FakeTensorMode:
+    """Have tensors refuse to tell an address: theirs is 0, and a kernel would go there.
+
+    Where torch does not know that yet, nothing can be done.
+    """
+    if hasattr(fake_mode, "_allow_unsafe_data_ptr_access"):
+        fake_mode._allow_unsafe_data_ptr_access = False
+    return fake_mode
 
 
 def _check_apart(fake: nn.Module, model: nn.Module) -> None:

@@ -296,7 +296,7 @@ def test_a_plan_that_loses_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
         auto = offloader.auto
         assert auto is not None
         assert offloader.plan is not None
-        auto._all_timed = [TimedMicroBatch(10**9, 1e-9, 0.0)]
+        auto._comparison.fallback = [TimedMicroBatch(10**9, 1e-9, 0.0)]
         auto._maker._limit_bytes = 1e12
         for _ in range(NUM_MEASURED + 3):
             assert_same(step(model, None, offloader), expected)
