@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.integrations.held_interrupts import HeldInterrupts
 from hf_pyao.integrations.wrappers import unwrap_parallel
 from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.runtime.model_hooks import ModelHook, take_off
@@ -183,6 +184,7 @@ class CopiedStep:
         self._model = model
         self._seen = seen
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._interrupts = HeldInterrupts()
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
@@ -194,6 +196,7 @@ class CopiedStep:
         # Hooks of autograd on its tensors, and graphs, are the model's own.
         fake_mode = _without_pointers(FakeTensorMode(allow_non_fake_inputs=True))
         with ExitStack() as stack:
+            stack.enter_context(self._interrupts)
             stack.enter_context(_same_random_numbers())
             stack.enter_context(_no_global_hooks())
             what, memo = "the model", dict[int, Any]()
@@ -227,7 +230,7 @@ class CopiedStep:
                 has no result to go back from.
         """
         args, kwargs = tree_map(_empty, self._arguments)
-        guard = _OnlyTheCopy()
+        guard = _OnlyTheCopy(self._interrupts)
         try:
             with guard:
                 with self._autocast(model):
@@ -258,8 +261,9 @@ class _OnlyTheCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Tensors that are only read, constants of a function above all, are let through.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interrupts: HeldInterrupts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._interrupts = interrupts
         self.error: CopyError | None = None
         """The first refusal; None before."""
 
@@ -268,6 +272,8 @@ class _OnlyTheCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation, or refuse it."""
         kwargs = kwargs or {}
+        if func.namespace != "prim":  # which are asked where nothing may be raised
+            self._interrupts.let_in()
         real = [tensor for tensor in tensors_in((args, kwargs)) if not is_fake(tensor)]
         if real:
             what = None

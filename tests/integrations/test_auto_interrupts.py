@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch._guards import active_fake_mode
 
 from hf_pyao import attach
 from hf_pyao.integrations.attach import Offloader, offloader_of
+from hf_pyao.integrations.held_interrupts import SIGNALS, HeldInterrupts
 from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.transport import SimulatedTransport
 from hf_pyao.stores import HostPool
@@ -21,6 +24,7 @@ from tests.integrations.test_auto_odd_loops import (
     AUTO,
     LINK,
     SPEEDS,
+    Block,
     Net,
     assert_same,
     batch,
@@ -46,6 +50,9 @@ FILES = (
 )
 """Of ``integrations``: what an interrupt comes into."""
 
+HELD = ("__torch_dispatch__", "_is_real", "_written", "let_in")
+"""Functions that torch calls where nothing may be raised: signals are held there."""
+
 PATHS = {f"{ROOT}/integrations/{name}.py" for name in FILES}
 
 
@@ -53,7 +60,10 @@ class AutoInterrupter(Interrupter):
     """Sees those files alone: to trace all others takes minutes."""
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._on_event if frame.f_code.co_filename in PATHS else None
+        code = frame.f_code
+        if code.co_name in HELD:
+            return None
+        return self._on_event if code.co_filename in PATHS else None
 
 
 class Training:
@@ -148,12 +158,12 @@ def _random_numbers_are_ours() -> Any:
     torch.set_grad_enabled(True)
 
 
-@pytest.mark.parametrize("num_points", [2, pytest.param(60, marks=pytest.mark.thorough)])
-def test_an_interrupt_leaves_nothing(num_points: int) -> None:
+@pytest.mark.thorough
+def test_an_interrupt_leaves_nothing() -> None:
     training = Training()
     assert_same(training.whole(make(), []), training.expected)
     lines = training.lines()
-    for at in numbers_of(lines, num_points):
+    for at in numbers_of(lines, 60):
         try:
             training.interrupted(at)
         except BaseException as error:
@@ -172,3 +182,49 @@ def test_training_goes_on_after_an_interrupt() -> None:
             training.goes_on(at - start)
         except BaseException as error:
             raise AssertionError("{}:{} {}".format(*lines[at])) from error
+
+
+class Interrupted(Block):
+    """Interrupted once, while its copy runs on fake tensors."""
+
+    after: ClassVar[list[bool]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if active_fake_mode() is not None and not self.after:
+            signal.raise_signal(signal.SIGINT)
+            self.after.append(True)  # nothing is raised before the next operation
+        return super().forward(x)
+
+
+def test_a_signal_while_it_records_waits_for_the_next_operation() -> None:
+    Interrupted.after.clear()
+    model = make(lambda: Net(Interrupted))
+    expected = run(model, [batch()] * 3)
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with attach(model, replace(AUTO, profile_steps=1, device_memory_gib=1e-4)) as offloader:
+        run(model, [batch()])
+        with pytest.raises(KeyboardInterrupt):
+            run(model, [batch()])
+        assert Interrupted.after == [True]
+        assert [signal.getsignal(number) for number in SIGNALS] == handlers
+        assert_same(run(model, [batch()] * 3), expected)
+        assert "its recording was interrupted" in offloader.describe()
+
+
+def test_held_signals_of_handlers_of_ones_own() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        with HeldInterrupts() as held:
+            signal.raise_signal(signal.SIGTERM)
+            assert not came
+            held.let_in()
+            assert came == [signal.SIGTERM]
+            signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGTERM] * 2
+        with pytest.raises(KeyboardInterrupt), HeldInterrupts():
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert len(came) == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
