@@ -31,6 +31,10 @@ FREE = 1e-6
 """Share of a step below which a plan costs nothing: larger budgets cannot be faster."""
 
 
+LOSSY_GAIN = 1.02
+"""By how much faster a plan must be that loses something: what coding takes is an estimate."""
+
+
 class NoPlanFitsError(PyAOError, ValueError):
     """No plan's peak is within the limit."""
 
@@ -43,12 +47,43 @@ class NoPlanFitsError(PyAOError, ValueError):
 class Planner(Proposals):
     """Chooses among the proposals for one recorded step; see :class:`Proposals`."""
 
+    _exact: Planner | None = None
+    """Of the same step, without codecs that lose; made where it is needed."""
+
     def best(self, limit_bytes: float) -> Candidate:
         """Return the fastest plan whose peak is within *limit_bytes*.
+
+        One that loses something is taken only if it is faster by more than :data:`LOSSY_GAIN` than
+        the best that loses nothing.
 
         Raises:
             NoPlanFitsError: there is none; the lowest peak is named.
         """
+        if not self.may_lose:
+            return self._fastest(limit_bytes)
+        try:
+            exact = self._lossless().best(limit_bytes)
+        except NoPlanFitsError:
+            return self._fastest(limit_bytes)
+        if exact.name == KEEP_ALL:
+            return exact
+        lossy = self._fastest(limit_bytes)
+        return lossy if lossy.step_ms * LOSSY_GAIN < exact.step_ms else exact
+
+    def _lossless(self) -> Planner:
+        if self._exact is None:
+            self._exact = Planner(
+                self.program,
+                self._times_ms,
+                self.conditions,
+                host_limit_bytes=self.host_limit_bytes,
+                forced=self._forced,
+                coding=None if self._coding is None else self._coding.without_loss(),
+            )
+        return self._exact
+
+    def _fastest(self, limit_bytes: float) -> Candidate:
+        """Return the fastest plan within the limit, whatever it loses."""
         simple = self.simple()
         if self._fits(simple[KEEP_ALL], limit_bytes):
             return simple[KEEP_ALL]

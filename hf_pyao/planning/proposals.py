@@ -116,6 +116,11 @@ class Proposals:
         self.num_solved = 0
         self.num_predicted = 0
 
+    @property
+    def may_lose(self) -> bool:
+        """True if slots may be written in a codec that loses something, besides the given one."""
+        return self._coding is not None and self._coding.allow_lossy
+
     # ---- plans that need no solver -------------------------------------------------------------
 
     def simple(self) -> dict[str, Candidate]:
