@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _deselect_gpu(config, items)
 
 
-MOST_CASES = 4
+MOST_CASES = 2
 """How many cases of a parametrised test run by default, where it is not marked ``sampled``."""
 
 

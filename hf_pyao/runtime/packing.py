@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Callable, Container
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from hf_pyao.codecs import Codec, get_codec
 from hf_pyao.codecs.row_statistics import is_row_statistic
 from hf_pyao.runtime.equal_casts import cast_key
 from hf_pyao.runtime.observer import Observer
-from hf_pyao.runtime.parameters import is_parameter
+from hf_pyao.runtime.parameters import is_parameter, makes_new_tensors
 from hf_pyao.runtime.policy import Decision, Keep, Offload, Recompute, Situation, is_static
 from hf_pyao.runtime.recomputation import Anchor, Refused
 from hf_pyao.runtime.saved_tensor import (
@@ -30,6 +31,7 @@ from hf_pyao.runtime.saved_tensor import (
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.runtime.tape import Entries, Entry, LayerCall, SlotEntry
 from hf_pyao.transfer.layout import (
+    PLAIN_DTYPES,
     SUBCLASS,
     UNSUPPORTED,
     Layouts,
@@ -44,6 +46,8 @@ SHARED_BY_LAYERS = "shared by layers"
 ELSEWHERE = "not on the device"
 EMPTY = "empty"
 DUPLICATE = "equal to another"
+
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
 
 
 class Packer:
@@ -63,6 +67,9 @@ class Packer:
         self._mover = mover
         self._handles: Callable[[torch.device], bool] = mover.link.transport.handles
         self._layouts = Layouts()
+        self._makes_new: dict[type, bool] = {}
+        """By type of node, :func:`makes_new_tensors`; but for nodes of functions that users write,
+        each of which has a type of its own."""
         self._handled: dict[torch.device, bool] = {}
         self._movable_layouts: set[TensorLayout] = set()
         """Those of tensors that were moved: not empty, and on a device that is handled."""
@@ -82,11 +89,24 @@ class Packer:
         """Take over *tensor*, which autograd saves in *call*; return what stands for it."""
         stats = call.stats
         stats.num_packs += 1
-        reason = reason_not_movable(tensor)
-        if reason is not None:
-            return self._keep_unmovable(call, tensor, reason)
-        if is_parameter(tensor, call.frozen_shapes):
-            return self._keep_parameter(call, tensor)
+        if (  # mostly: reason_not_movable() would find none
+            type(tensor) is not _TENSOR
+            or tensor.layout is not _STRIDED
+            or tensor.is_nested
+            or tensor.is_neg()
+            or tensor.dtype not in PLAIN_DTYPES
+        ):
+            reason = reason_not_movable(tensor)
+            if reason is not None:
+                return self._keep_unmovable(call, tensor, reason)
+        # Mostly no is_parameter(): made by an operation that gives neither a view nor a cast.
+        node = tensor.grad_fn
+        makes_new = self._makes_new.get(type(node))
+        if not makes_new or tensor._base is not None:
+            if is_parameter(tensor, call.frozen_shapes):
+                return self._keep_parameter(call, tensor)
+            if makes_new is None and not isinstance(node, BackwardCFunction):
+                self._makes_new[type(node)] = makes_new_tensors(node)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.buffer_keys:

@@ -101,6 +101,11 @@ def is_parameter(tensor: torch.Tensor, frozen_shapes: FrozenShapes) -> bool:
     return _leads_to_parameter(node, tensor.numel())
 
 
+def makes_new_tensors(node: torch.autograd.graph.Node | None) -> bool:
+    """Say whether what *node* and its like make is no parameter, unless it is a view of one."""
+    return node is not None and type(node).__name__ not in VIEW_OR_CAST_NODES
+
+
 def _is_parameter_or_view(tensor: torch.Tensor) -> bool:
     base = tensor._base
     return _is_parameter_object(tensor) or (base is not None and _is_parameter_object(base))

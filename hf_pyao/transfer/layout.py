@@ -29,7 +29,7 @@ _num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _PLAIN_KINDS = frozenset({torch.Tensor, Parameter, FakeTensor})
 """Types of tensors that are no more than their bytes; of others a copy may lose something."""
 
-_PLAIN_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64})
+PLAIN_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64})
 """The commonest dtypes; tensors of them are neither quantised nor conjugate."""
 
 _BITWISE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64})
@@ -54,7 +54,7 @@ def reason_not_movable(tensor: torch.Tensor) -> str | None:
         tensor.layout is not _STRIDED
         or tensor.is_nested
         or tensor.is_neg()
-        or (tensor.dtype not in _PLAIN_DTYPES and (tensor.is_quantized or tensor.is_conj()))
+        or (tensor.dtype not in PLAIN_DTYPES and (tensor.is_quantized or tensor.is_conj()))
     ):
         return UNSUPPORTED
     return None

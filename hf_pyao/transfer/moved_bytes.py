@@ -143,7 +143,10 @@ class MovedBytes:
         return self.late_codec is not None
 
     def to(self, residency: Residency) -> None:
-        """Go over to *residency*; only the transitions of the life of a buffer are legal."""
+        """Go over to *residency*; only the transitions of the life of a buffer are legal.
+
+        What mostly happens is written out where it does: from one residency to the next.
+        """
         if residency not in _LEGAL[self.residency]:
             raise AssertionError(
                 f"{self.label}: illegal transition {self.residency.name} -> {residency.name}"
@@ -197,7 +200,11 @@ class MovedBytes:
 
     def source_has_left(self) -> None:
         """Let go of the device copy: compute is ordered behind the copy to the host."""
-        self.to(HOST)  # first: an interrupt may come, and the bytes are looked for where it says
+        # First: an interrupt may come, and the bytes are looked for where it says.
+        if self.residency is OFFLOADING:
+            self.residency = HOST
+        else:
+            self.to(HOST)
         self.payload = ()
         self.source.data = self.layout.blank  # as let_go_of_source does
 
@@ -214,7 +221,17 @@ class MovedBytes:
     def reload_queued(self, buffer: torch.Tensor) -> None:
         """Take the device buffer that the payload comes back to."""
         self.buffer = buffer
-        self.to(RELOADING)
+        if self.residency is HOST:
+            self.residency = RELOADING
+        else:
+            self.to(RELOADING)
+
+    def has_come(self) -> None:
+        """Take note that compute is ordered behind the reload."""
+        if self.residency is RELOADING:
+            self.residency = DEVICE
+        else:
+            self.to(DEVICE)
 
     def is_reloaded_by(self, ticket: Any) -> None:
         """Take note of the copy to the device."""

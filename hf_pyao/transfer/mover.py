@@ -339,7 +339,7 @@ class Mover:
         """Order the home of *moved* behind its reload, if one is under way."""
         if moved.residency is RELOADING:
             self._transport.wait(moved.reload_ticket)
-            moved.to(DEVICE)
+            moved.has_come()
 
     def drop_device_copy(self, moved: MovedBytes) -> None:
         """Let go of the reloaded copy; the host still has the bytes."""

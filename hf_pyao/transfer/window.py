@@ -206,7 +206,7 @@ class ReloadWindow:
 
     def bring_nothing_ahead(self) -> None:
         """Leave it to whoever needs bytes to bring them back, from now on."""
-        self._limit_bytes = 0
+        self.limit_bytes = 0
 
     def loaded(self, moved: MovedBytes) -> None:
         """Count *moved*, whose reload was just queued, as brought back ahead."""

@@ -127,6 +127,7 @@ def test_all_layers_but_the_last_offload(results_of: ResultsOf, scenario: Scenar
         assert is_kept == (scenario.keep_last_layers > 0)
 
 
+@pytest.mark.thorough
 @of_all
 def test_no_host_memory_stays_busy(results_of: ResultsOf, scenario: Scenario) -> None:
     for facts in seen(results_of, scenario):

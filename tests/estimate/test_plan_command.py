@@ -105,6 +105,7 @@ def test_what_it_refuses(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_a_card_and_its_link_can_be_exchanged(profile: Path, tmp_path: Path) -> None:
     least = _tight(profile, tmp_path)
     arguments = (str(profile), "--device-memory", least, "--device")

@@ -207,8 +207,8 @@ def test_without_a_limit_the_batch_stays_and_it_is_said(
 # ---- what is tried -------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.sampled(every=1000)
 def test_out_of_memory_as_it_is_tried_takes_the_next_smaller(
     tmp_path: Path, in_backward: bool
 ) -> None:
@@ -393,8 +393,8 @@ def test_policies_of_which_nothing_is_known_are_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, config)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["budget", "off"])
-@pytest.mark.sampled(every=1000)
 def test_other_policies_are_predicted_too(tmp_path: Path, policy: str) -> None:
     config = replace(CONFIG, policy=policy, budget=2 if policy == "budget" else None)
     assert choose_batch(trainer_of(tmp_path, config), config).micro_batch == 8

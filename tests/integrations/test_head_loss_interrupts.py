@@ -149,6 +149,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["tied", "lora"])
 def test_an_interrupt_at_some_lines(kind: str) -> None:
     check(kind, [(at,) for at in moments(kind)[::17]])

@@ -342,6 +342,7 @@ def test_a_recorded_step_comes_back_from_its_document() -> None:
     assert activation.reads
 
 
+@pytest.mark.thorough
 def test_it_is_of_the_model_that_is_called(tmp_path: Path) -> None:
     """Which may have no loss of its own."""
     model = tiny_model("llama")

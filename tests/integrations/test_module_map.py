@@ -336,6 +336,7 @@ class TestWrappers:
         assert unwrap_model(compiled) is base
         assert find_layers(compiled).stack is base.model
 
+    @pytest.mark.thorough
     def test_compiled_parts_keep_plain_names(self) -> None:
         model = build("llama")
         plain = find_layers(model)

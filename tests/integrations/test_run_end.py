@@ -248,6 +248,7 @@ def test_a_training_leaves_its_report(how: str, outcome: str, tmp_path: Path) ->
     assert report.totals["offloaded_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_a_training_that_the_callback_was_not_told_the_end_of(tmp_path: Path) -> None:
     """The next training finds the model attached, and how the first one ended is unknown."""
     path = tmp_path / "r.json"

@@ -164,9 +164,9 @@ def said_to_stand_back(caplog: pytest.LogCaptureFixture) -> list[logging.LogReco
     return [record for record in caplog.records if "keeps its own loss" in record.getMessage()]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_FUSED_HEAD, reason="this TRL has no fused head")
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
-@pytest.mark.sampled(every=1000)
 def test_trls_fused_head_is_left_alone_and_said_once(
     loss_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

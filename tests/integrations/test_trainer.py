@@ -297,7 +297,7 @@ def test_a_failed_training_leaves_the_model_as_it_was(error: BaseException, tmp_
     attach(model, PyAOConfig(policy="all", min_bytes=1)).detach()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("make_callbacks", [lambda: [], lambda: [FailsAt(RuntimeError("once"))]])
 def test_a_second_training_is_bitwise_the_same_too(
     make_callbacks: Callable[[], list[TrainerCallback]], tmp_path: Path
@@ -479,6 +479,7 @@ def test_a_callback_without_a_configuration_heeds_the_flags(tmp_path: Path) -> N
     assert callback.totals["offloaded_bytes"] > 0  # min_bytes=0 is from the flags
 
 
+@pytest.mark.thorough
 def test_model_init_gives_every_training_its_own_model(tmp_path: Path) -> None:
     trainer = PyAOTrainer(
         model_init=lambda: tiny_opt(),

@@ -82,8 +82,8 @@ def predicted(program: StepProgram, *, offloads: bool) -> Prediction:
     return predict(program, leaves, window_bytes=WINDOW)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", SHAPES)
-@pytest.mark.sampled(every=1000)
 def test_up_to_sixteen_times_the_recorded_length(architecture: str) -> None:
     config = AutoConfig.for_model(architecture, **SHAPES[architecture])
     training = FakeTraining(config=config, training_state="device")

@@ -97,6 +97,7 @@ def test_one_policy_tells_of_the_others(architecture: str, tmp_path: Path) -> No
     assert forecast.predict(everything).step_ms > 1.2 * forecast.predict(cases["off"][1]).step_ms
 
 
+@pytest.mark.thorough
 def test_what_was_measured_stands_beside_what_is_predicted(tmp_path: Path) -> None:
     _, profile = profiled("llama", tmp_path)
     forecast = Forecast(profile, window_bytes=0)
@@ -127,6 +128,7 @@ def test_a_profile_is_drawn_over_time_measured_and_predicted(tmp_path: Path) -> 
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.thorough
 def test_a_module_that_is_slow_is_slow_in_the_prediction(tmp_path: Path) -> None:
     _, profile = profiled("gpt2", tmp_path)
     slower = replace(

@@ -214,6 +214,7 @@ class _Accumulating(FakeTraining):
         super().run(*args, **kwargs)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_gradients_of_the_micro_batch_before_are_counted() -> None:
     """Against a ledger of every tensor while two micro-batches run."""
     from hf_pyao.config import PyAOConfig

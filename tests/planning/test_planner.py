@@ -134,8 +134,8 @@ FULLY_EVICTED = {"opt": 0.03, "gpt2": 0.08, "llama": 0.03}
 """Most that evicting everything may cost at an RTX 4070's ratio of compute to link."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", SIZES)
-@pytest.mark.sampled(every=1000)
 def test_everything_evicted_costs_little_as_the_simulation_judges_it(architecture: str) -> None:
     planner = planner_of(architecture)
     chosen = planner.proposal(0)

@@ -291,6 +291,7 @@ def test_each_policy_of_the_papers_models(
     assert predicted.peak_bytes == simulated.peak_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES[:7], ids=str)
 def test_without_the_named_tensor_the_peak_is_the_next_one(case: Case) -> None:
     program, predicted = case.program, case.predicted(None)

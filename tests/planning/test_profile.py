@@ -144,6 +144,7 @@ def test_broken_files_are_refused(
             Profile.from_dict(json.loads(path.read_text()))
 
 
+@pytest.mark.thorough
 def test_a_file_that_cannot_be_written_ends_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_file_that_cannot_be_written_ends_no_training(
     assert "the profile is lost" in caplog.text
 
 
+@pytest.mark.thorough
 def test_the_profile_is_where_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,8 +71,8 @@ def test_it_is_that_of_the_whole_model(
             )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("keep_last_layers", [0, 1, 2, 3])
-@pytest.mark.sampled(every=1000)
 def test_recomputing_in_all_but_the_last_layers(keep_last_layers: int) -> None:
     options = {"recompute_modules": ("pointwise",), "keep_last_layers": keep_last_layers}
     fake = training("llama")

@@ -23,8 +23,8 @@ FLAGGED = {
 """By the paper's timing, and by device time."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", FLAGGED)
-@pytest.mark.sampled(every=1000)
 def test_what_is_flagged_on_the_papers_card(architecture: str) -> None:
     config = build_config(architecture, find_size(architecture, PAPER_SIZES[architecture]))
     program = record_step(FakeTraining(config=config), PAPERS_MICRO_BATCHES[architecture], 512)

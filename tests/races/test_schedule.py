@@ -43,7 +43,7 @@ def test_copies_that_do_not_fit_bound_the_step(ratio: float) -> None:
     assert (_ideal_ms(ratio) - 2 * saved_ms) * 0.95 <= outcome.step_ms <= _ideal_ms(ratio) * 1.05
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 1.5])
 def test_more_freedom_is_never_slower(ratio: float) -> None:
     blocking = run_schedule(ratio, copy_streams=0).step_ms

@@ -311,6 +311,7 @@ def test_checkpointing_takes_less_memory_and_more_time_than_nothing() -> None:
     assert again.peak_bytes < plain.peak_bytes and again.step_ms > plain.step_ms
 
 
+@pytest.mark.thorough
 def test_a_slower_card_takes_longer_over_the_same_step() -> None:
     predictor = Predictor("gpt2", "micro", sequence_length=64)
     fast, slow = (each.predicted(BASELINE, 2) for each in (predictor, predictor.at(0.01)))

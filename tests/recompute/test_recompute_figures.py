@@ -57,8 +57,8 @@ def test_stored_shares_are_below_their_bounds() -> None:
     assert MOST == {"opt": 0.78, "gpt2": 0.36, "llama": 0.48}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", MOST)
-@pytest.mark.sampled(every=1000)
 def test_stored_shares_can_be_counted_again(architecture: str) -> None:
     try:
         row = count(architecture, PAPER_SIZES[architecture], ("pointwise",), micro_batch=1)

@@ -52,6 +52,7 @@ class _Page(HTMLParser):
             self.cells.append(data)
 
 
+@pytest.mark.thorough
 def test_html_is_well_formed_and_self_contained() -> None:
     text = html_page([make_bench(), make_run(), make_facts()])
     page = _Page(text)
