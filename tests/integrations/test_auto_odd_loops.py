@@ -214,7 +214,7 @@ def with_hooks() -> nn.Module:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(Cells, id="cells"),
+        pytest.param(Cells, id="cells", marks=pytest.mark.thorough),
         pytest.param(lambda: Net(Recurrent, 3), id="gru", marks=pytest.mark.thorough),
         pytest.param(lambda: Net(HookedBlock), id="saved hooks", marks=pytest.mark.thorough),
         pytest.param(with_hooks, id="hooks", marks=pytest.mark.thorough),
@@ -357,6 +357,7 @@ def test_one_measured_micro_batch_is_enough() -> None:
     assert check(Net, [batch()] * 4, profile_steps=1).plan is not None
 
 
+@pytest.mark.thorough
 def test_it_measures_again_where_nothing_was_to_be_copied() -> None:
     """As where the layers but the last are frozen at first."""
     batches = [*[batch(4)] * 3, *[batch(1)] * 6]

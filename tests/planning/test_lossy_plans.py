@@ -101,6 +101,7 @@ def test_leave_to_lose_makes_no_plan_slower(
         assert chosen.step_ms * LOSSY_GAIN < without.step_ms
 
 
+@pytest.mark.thorough
 def test_a_slow_link_makes_losing_worth_it() -> None:
     """Where all must leave, and nothing may be computed again: a third of the bytes is faster."""
     training, hardware = training_of("opt"), hardware_of(0.25, 1)
