@@ -1,14 +1,14 @@
-"""What a plan comes to when it runs, beside what was predicted."""
+"""What a plan comes to when it runs, beside what offloading everything came to."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_pyao.metrics import MicroBatchStats
-from hf_pyao.report.profile_report import Profile
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.observer import Observer
 
@@ -16,45 +16,41 @@ LOSES = 1.05
 """By how much slower than its fallback a plan may measure: less than that is noise."""
 
 NUM_UNCOUNTED = 1
-"""Micro-batches at the start that are not counted: the first follows the switch."""
+"""Micro-batches at the start that are not counted, if there are more: the first follows a switch,
+or nothing at all."""
 
 
-class CheckResult(NamedTuple):
-    """Medians over some micro-batches."""
+class TimedMicroBatch(NamedTuple):
+    """One micro-batch."""
 
+    num_elements: int
+    """Of its batch."""
     layers_ms: float
     """From the first layer's forward to the end of its backward."""
     stall_ms: float
     """Of them, waiting for copies."""
 
 
-def measured_step_ms(profile: Profile) -> float | None:
-    """Return the time in a profile from the first layer's forward to the end of its backward."""
-    forward, backward, head = profile.layer_forward, profile.layer_backward, profile.head
-    if not profile.is_measured or forward is None or backward is None or head is None:
-        return None
-    return len(profile.layer_names) * (forward.mean_ms + backward.mean_ms) + head.mean_ms
-
-
 class PlanCheck(Observer):
     """Times some micro-batches, by two marks each.
 
     Args:
-        engine: what follows the plan.
+        engine: what is timed.
         device: where the model is.
-        num_micro_batches: how many are timed.
+        num_micro_batches: how many are counted.
     """
-
-    margin = LOSES
 
     def __init__(self, engine: OffloadEngine, device: torch.device, num_micro_batches: int) -> None:
         self._engine = engine
         self._device = device
         self._transport = engine.link.transport
-        self._num_left = num_micro_batches + NUM_UNCOUNTED
+        self._num_left = num_micro_batches
+        self._forward: int | None = None
         self._start: Any = None
         self._end: Any = None
-        self._spans: list[tuple[Any, Any, float]] = []
+        self._spans: list[tuple[int, Any, Any, float]] = []
+        self.num_elements = 0
+        """Of the batch that runs; whoever knows sets it."""
         self.is_done = False
         """True when enough were timed."""
 
@@ -67,11 +63,15 @@ class PlanCheck(Observer):
         self._engine.stop_observing(self)
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
-        """Note the start of the first layer's forward, and every end of a backward."""
+        """Note the start of a forward's first layer, and every end of a backward."""
         if path or self.is_done:
             return
         if phase == "forward":
-            if is_start and self._start is None:
+            forward = self._engine.num_forwards
+            # One that failed, or was never gone back through, counts for nothing.
+            is_new = forward != self._forward and self._end is None
+            if is_start and (self._start is None or is_new):
+                self._forward = forward
                 self._start = self._transport.mark(self._device)
         elif not is_start and self._start is not None:
             self._end = self._transport.mark(self._device)
@@ -79,19 +79,117 @@ class PlanCheck(Observer):
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Count it."""
         start, end, self._start, self._end = self._start, self._end, None, None
+        if start is None or end is None:
+            return
+        stall_ms = stats.stall_forward_ms + stats.stall_backward_ms
+        self._spans.append((self.num_elements, start, end, stall_ms))
         self._num_left -= 1
-        if start is not None and end is not None:
-            self._spans.append((start, end, stats.stall_forward_ms + stats.stall_backward_ms))
         self.is_done = self._num_left <= 0
 
-    def result(self) -> CheckResult | None:
-        """Return what was timed; None if nothing was. Waits for the device."""
-        counted = self._spans[NUM_UNCOUNTED:]
-        if not counted:
-            return None
-        if self._device.type != "cpu":
+    def result(self) -> list[TimedMicroBatch]:
+        """Return what was timed. Waits for the device."""
+        counted = self._spans[NUM_UNCOUNTED:] or self._spans
+        if counted and self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        return CheckResult(
-            median(self._transport.elapsed_ms(start, end) for start, end, _ in counted),
-            median(stall_ms for *_, stall_ms in counted),
-        )
+        return [
+            TimedMicroBatch(num_elements, self._transport.elapsed_ms(start, end), stall_ms)
+            for num_elements, start, end, stall_ms in counted
+        ]
+
+
+def typical(timed: Sequence[TimedMicroBatch]) -> TimedMicroBatch:
+    """Return the medians of some micro-batches."""
+    return TimedMicroBatch(
+        max(each.num_elements for each in timed),
+        median(each.layers_ms for each in timed),
+        median(each.stall_ms for each in timed),
+    )
+
+
+def loses(
+    timed: Sequence[TimedMicroBatch], fallback: Sequence[TimedMicroBatch]
+) -> tuple[float, float] | None:
+    """Say whether a plan is slower than its fallback, beyond what noise may be.
+
+    A micro-batch is compared with those of the fallback that were not smaller; all that can be
+    compared must have been slower.
+
+    Args:
+        timed: of the plan.
+        fallback: of the fallback.
+
+    Returns:
+        The least ms of the plan, and the fallback's for it; None: it is not known to lose.
+    """
+    worst: tuple[float, float] | None = None
+    for each in timed:
+        others = [one.layers_ms for one in fallback if one.num_elements >= each.num_elements]
+        if not others:
+            continue
+        other_ms = median(others)
+        if each.layers_ms <= other_ms * LOSES:
+            return None
+        if worst is None or each.layers_ms < worst[0]:
+            worst = each.layers_ms, other_ms
+    return worst
+
+
+class Comparison:
+    """What offloading everything takes, and then what a plan takes, in the same run.
+
+    Args:
+        device: where the model is.
+        num_micro_batches: how many are counted of each.
+    """
+
+    def __init__(self, device: torch.device, num_micro_batches: int) -> None:
+        self._device = device
+        self._num_micro_batches = num_micro_batches
+        self._check: PlanCheck | None = None
+        self.fallback: Sequence[TimedMicroBatch] = ()
+        """With everything offloaded."""
+        self.plan: Sequence[TimedMicroBatch] = ()
+        """With the plan that was timed last; empty before."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if a check has timed enough, and was not read yet."""
+        return self._check is not None and self._check.is_done
+
+    def begin(self, engine: OffloadEngine, *, num_more: int = 0) -> None:
+        """Time the next micro-batches, *num_more* of them beyond what is usual."""
+        self.stop()
+        check = PlanCheck(engine, self._device, self._num_micro_batches + num_more)
+        self._check = check
+        check.start()
+
+    def note_size(self, num_elements: int) -> None:
+        """Take note of the batch that is about to run."""
+        if self._check is not None:
+            self._check.num_elements = num_elements
+
+    def end_of_fallback(self) -> None:
+        """Take what was timed as what offloading everything takes."""
+        self.fallback = self._read()
+
+    def end_of_plan(self) -> None:
+        """Take what was timed as what the plan takes."""
+        self.plan = self._read()
+
+    def stop(self) -> None:
+        """Time no more. Twice is fine."""
+        check, self._check = self._check, None
+        if check is not None:
+            check.stop()
+
+    def report(self) -> dict[str, float]:
+        """Return what the plan came to, as a report holds it; empty before."""
+        if not self.plan:
+            return {}
+        found = typical(self.plan)
+        return {"measured_layers_ms": found.layers_ms, "measured_stall_ms": found.stall_ms}
+
+    def _read(self) -> Sequence[TimedMicroBatch]:
+        check = self._check
+        self.stop()
+        return [] if check is None else check.result()

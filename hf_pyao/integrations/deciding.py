@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class Deciding:
                 config,
                 link.pool,
                 identity=identity,
+                check_plan=_plan_check(identity, found),
                 recomputed_paths=recomputed_paths(config, found),
                 is_link_shared=is_link_shared,
             )
@@ -179,7 +180,18 @@ class Deciding:
         )
         if auto is not None:
             auto.cancel_profile = writer.cancel
+            writer.on_again = auto.measures_again
         return writer
+
+
+def _plan_check(identity: Mapping[str, Any], found: FoundLayers) -> Callable[[Plan], None]:
+    """Return what refuses a plan that was made for another model, by a ``PlanError``."""
+    layers = [(fqn, [name for name, _ in named_submodules(m)]) for fqn, m in found.layers]
+
+    def check(plan: Plan) -> None:
+        plan.check_model(identity, layers)
+
+    return check
 
 
 def _check_plan(policy: Policy, identity: Mapping[str, Any], found: FoundLayers) -> None:
@@ -189,5 +201,4 @@ def _check_plan(policy: Policy, identity: Mapping[str, Any], found: FoundLayers)
         PlanError: it was.
     """
     if isinstance(policy, PlanPolicy):
-        layers = [(fqn, [name for name, _ in named_submodules(m)]) for fqn, m in found.layers]
-        policy.plan.check_model(identity, layers)
+        _plan_check(identity, found)(policy.plan)

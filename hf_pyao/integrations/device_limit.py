@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_pyao.config import GIB
+from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.metrics import format_bytes
 
 MARGIN = 0.04
@@ -46,6 +46,17 @@ def device_limit(
     reserved = torch.cuda.memory_reserved(device)
     nbytes = int((free + reserved) * (1 - MARGIN))
     return DeviceLimit(nbytes, allocated, f"{format_bytes(nbytes)} free on {device}")
+
+
+def why_unlimited(device: torch.device, config: PyAOConfig) -> str:
+    """Say what is done where :func:`device_limit` knows of no limit, and what to give."""
+    label = config.label("device_memory_gib")
+    if device.type == "cpu":
+        return (
+            "offloads nothing: on a CPU there is no device memory to free. Give "
+            f"{label} to plan for a device of that size, or choose policy 'all'"
+        )
+    return f"offloads everything: how much memory {device} has is not known. Give {label}"
 
 
 def _allocated_bytes(device: torch.device) -> int:

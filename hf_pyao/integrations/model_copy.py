@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.integrations.held_interrupts import HeldInterrupts
 from hf_pyao.integrations.wrappers import unwrap_parallel
 from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.runtime.model_hooks import ModelHook, take_off
@@ -120,6 +122,7 @@ class ForwardWatch:
         self.seen: SeenForward | None = None
         """What it was called with first; None until then."""
         self._newest: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._lock = threading.Lock()
         hook: Any = _WatchHook(self)  # type: ignore[arg-type]
         inner.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -129,22 +132,27 @@ class ForwardWatch:
             return
         if active_fake_mode() is not None:
             return  # a copy's functions lead back to the model
-        is_first = self.seen is None
-        if self.seen is None:
-            self.seen = seen_forward(args, kwargs)
-        self._newest = (args, kwargs)
+        if not self._lock.acquire(blocking=False):
+            return  # another thread's forward is being told of, which may take a while
         try:
+            is_first = self.seen is None
+            if self.seen is None:
+                self.seen = seen_forward(args, kwargs)
+            self._newest = (args, kwargs)
             self._before(self.seen, is_first=is_first)
         finally:
             self._newest = None
+            self._lock.release()
+
+    def forget(self) -> None:
+        """Take the next forward for the first one."""
+        self.seen = None
 
     def num_elements(self) -> int:
         """Return the elements of the largest tensor of the call that is about to run; 0 else."""
         if self._newest is None:
             return 0
-        args, kwargs = self._newest
-        values = (*args, *kwargs.values())
-        return max((each.numel() for each in values if isinstance(each, Tensor)), default=0)
+        return max((each.numel() for each in tensors_in(self._newest)), default=0)
 
     def remove(self) -> None:
         """Take the hook off, and let go of what was seen. Twice is fine."""
@@ -176,6 +184,7 @@ class CopiedStep:
         self._model = model
         self._seen = seen
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._interrupts = HeldInterrupts()
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
@@ -185,8 +194,9 @@ class CopiedStep:
             CopyError: the model has what cannot be copied so.
         """
         # Hooks of autograd on its tensors, and graphs, are the model's own.
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_mode = _without_pointers(FakeTensorMode(allow_non_fake_inputs=True))
         with ExitStack() as stack:
+            stack.enter_context(self._interrupts)
             stack.enter_context(_same_random_numbers())
             stack.enter_context(_no_global_hooks())
             what, memo = "the model", dict[int, Any]()
@@ -220,7 +230,7 @@ class CopiedStep:
                 has no result to go back from.
         """
         args, kwargs = tree_map(_empty, self._arguments)
-        guard = _OnlyTheCopy()
+        guard = _OnlyTheCopy(self._interrupts)
         try:
             with guard:
                 with self._autocast(model):
@@ -251,8 +261,9 @@ class _OnlyTheCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Tensors that are only read, constants of a function above all, are let through.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interrupts: HeldInterrupts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._interrupts = interrupts
         self.error: CopyError | None = None
         """The first refusal; None before."""
 
@@ -261,6 +272,8 @@ class _OnlyTheCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation, or refuse it."""
         kwargs = kwargs or {}
+        if func.namespace != "prim":  # which are asked where nothing may be raised
+            self._interrupts.let_in()
         real = [tensor for tensor in tensors_in((args, kwargs)) if not is_fake(tensor)]
         if real:
             what = None
@@ -288,6 +301,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[number] if number < len(args) else kwargs.get(argument.name)
             yield from tensors_in((given,))
+
+
+def _without_pointers(fake_mode: FakeTensorMode) -> FakeTensorMode:
+    """Have tensors refuse to tell an address: theirs is 0, and a kernel would go there.
+
+    Where torch does not know that yet, nothing can be done.
+    """
+    if hasattr(fake_mode, "_allow_unsafe_data_ptr_access"):
+        fake_mode._allow_unsafe_data_ptr_access = False
+    return fake_mode
 
 
 def _check_apart(fake: nn.Module, model: nn.Module) -> None:

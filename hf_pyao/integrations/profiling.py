@@ -44,6 +44,9 @@ SETTINGS = (
 )
 """Fields of the configuration that a profile holds."""
 
+NUM_ROUNDS = 8
+"""How often a plan's measuring begins anew where batches were empty, or layers frozen."""
+
 LAST_WAIT_S = 10.0
 """How long the first rank waits for the others' figures when its training ends."""
 
@@ -105,8 +108,16 @@ class ProfileWriter:
         """True when nothing more is measured, recorded or written."""
         self._exchange: RankExchange | None = None
         self._num_micro_batches = config.profile_steps
-        self._profiler = StepProfiler(link.transport, device, config.profile_steps, self._measured)
+        self._num_rounds_left = NUM_ROUNDS - 1
+        self.on_again: Callable[[], None] = lambda: None
+        """Called when what was measured is of no use for ``on_done``, and it begins anew."""
+        self._profiler = self._new_profiler()
         self._watch: ForwardWatch | None = None
+
+    def _new_profiler(self) -> StepProfiler:
+        return StepProfiler(
+            self._link.transport, self._device, self._num_micro_batches, self._measured
+        )
 
     def start(self, model: nn.Module, owner: object) -> None:
         """Begin; *owner* is who has the writer, and *model* what is trained."""
@@ -163,9 +174,25 @@ class ProfileWriter:
             return
         engine.stop_observing(profiler)
         try:
+            if self._is_of_no_use(profiler):
+                self._measure_again(engine)
+                return
             self._note_measured(profiler)
         except Exception as error:  # no reason to end a training
             self._give_up(error)
+
+    def _is_of_no_use(self, profiler: StepProfiler) -> bool:
+        """Say whether nothing was copied, so that nothing can be planned."""
+        is_wanted = self._on_done is not None and self._path is None
+        return is_wanted and not profiler.has_copied and self._num_rounds_left > 0
+
+    def _measure_again(self, engine: OffloadEngine) -> None:
+        self._num_rounds_left -= 1
+        self._profiler = self._new_profiler()
+        engine.observe_too(self._profiler)
+        if self._watch is not None:
+            self._watch.forget()
+        self.on_again()
 
     def _note_measured(self, profiler: StepProfiler) -> None:
         pool = self._link.pool
@@ -298,7 +325,8 @@ class ProfileWriter:
                     self._num_micro_batches,
                 )
                 self.is_complete = True
-            self.finish(is_last=True)
+            if self._path is not None:  # else no one waits for it any more
+                self.finish(is_last=True)
         finally:
             self._leave()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.planner import KEEP_ALL, PLANNED, Candidate, Planner
 from hf_pyao.planning.step_problem import chosen_slots
 from hf_pyao.report.plan_report import (
@@ -54,7 +56,8 @@ def plan_of(
                 chosen.codecs[number],
                 chosen.otherwise[number],
             )
-            table[key].append(slot.layer)
+            if slot.layer not in table[key]:  # as one that runs several times
+                table[key].append(slot.layer)
     order = {slot.name: n for n, slot in enumerate(reversed(program.slots))}
     rows = sorted(table.items(), key=lambda row: (-order[row[0][0]], row[1]))
     reasons = _Reasons(planner, chosen, limit_bytes)
@@ -164,3 +167,35 @@ class _Reasons:
         if min(layers) >= first_kept:
             return "backward begins with it"
         return f"there is room for {size} of {len(layers)} layers"
+
+
+def describe(plan: Plan) -> str:
+    """Say in a few words what a plan does, and what it is predicted to come to."""
+    counts: dict[str, int] = {}
+    for slot in plan.slots:
+        number = 1 if slot.layers is None else len(slot.layers)
+        counts[slot.action] = counts.get(slot.action, 0) + number
+    figures = plan.figures
+    if not set(counts) - {KEEP} and plan.otherwise == KEEP:
+        needed = figures.get("peak_bytes", 0.0) + figures.get("beside_bytes", 0.0)
+        if needed > figures.get("limit_bytes", math.inf):
+            return "it offloads nothing, since no plan has a lower peak"
+        return "it offloads nothing, since everything fits"
+    name = plan.source.removeprefix(SOURCE).removeprefix(": ")
+    what = name or ", ".join(
+        f"{counts[action]} {word}"
+        for action, word in (
+            (KEEP, "tensors kept"),
+            (OFFLOAD, "offloaded"),
+            (RECOMPUTE, "recomputed"),
+        )
+        if action in counts
+    )
+    kept_ms = figures.get(f"step_ms/{KEEP_ALL}")
+    if kept_ms and "peak_bytes" in figures:
+        what += (
+            f"; predicted peak {format_bytes(int(figures['peak_bytes']))} instead of "
+            f"{format_bytes(int(figures[f'peak_bytes/{KEEP_ALL}']))}, time "
+            f"{figures['step_ms'] / kept_ms - 1:+.1%}"
+        )
+    return what

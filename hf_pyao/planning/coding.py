@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_pyao.hardware.speeds import GIB, LinkModel
 from hf_pyao.planning.plan_problem import Way, way_of
@@ -54,6 +54,10 @@ class CodedWays:
             if elapsed_ms > 0.01 and not operation.flops
         ]
         return cls(dtypes, codec, allow_lossy, max(rates, default=400.0))
+
+    def without_loss(self) -> CodedWays:
+        """Return the same with the configuration's codec alone."""
+        return replace(self, allow_lossy=False)
 
     def ways(self, slot: SlotUse, link: LinkModel) -> tuple[Way, ...]:
         """Return how *slot* may leave over *link*."""

@@ -1,41 +1,24 @@
-"""Finds the fastest plan that fits, among those that the integer program proposes, and says why.
+"""Finds the fastest plan that fits, among those that are proposed.
 
-The integer program knows sums: bytes, time on the link, compute to hide it under. What order and
-bursts make of them, the prediction of the whole step says (``predict``): each proposal is judged by
-it, and where compute waits for copies after all, the program is solved again with as much less time
-to hide them under. Beside the proposals stand the plans that need no solver: keeping everything,
-checkpointing, offloading the layers' inputs, offloading everything. What is chosen is never slower
-than the best of those that fit.
+What is chosen is never slower than the best of those that need no solver and fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from hf_pyao.errors import PyAOError
-from hf_pyao.planning.coding import CodedWays
-from hf_pyao.planning.optimal import InfeasibleError, solve
-from hf_pyao.planning.placement import place
-from hf_pyao.planning.plan_problem import PlanChoice, PlanProblem
-from hf_pyao.planning.planned_step import PlannedStep, StepPlanner
-from hf_pyao.planning.predict import predict
-from hf_pyao.planning.prediction import Prediction
-from hf_pyao.planning.pyao_plan import paths_of
-from hf_pyao.planning.step_problem import Conditions, IsForced, chosen_slots, problem_of
-from hf_pyao.planning.step_program import StepProgram
-from hf_pyao.report.plan_report import KEEP, OFFLOAD, RECOMPUTE
-
-KEEP_ALL = "keep everything"
-CHECKPOINT = "checkpointing"
-LAYER_INPUTS = "offload the layers' inputs, recompute the rest"
-OFFLOAD_ALL = "offload everything"
-PLANNED = "planned"
-
-NUM_BUDGETS = 32
-"""Between keeping nothing and keeping everything: how finely the front is looked for."""
+from hf_pyao.planning.proposals import CHECKPOINT as CHECKPOINT
+from hf_pyao.planning.proposals import KEEP_ALL as KEEP_ALL
+from hf_pyao.planning.proposals import LAYER_INPUTS as LAYER_INPUTS
+from hf_pyao.planning.proposals import NUM_BUDGETS as NUM_BUDGETS
+from hf_pyao.planning.proposals import OFFLOAD_ALL as OFFLOAD_ALL
+from hf_pyao.planning.proposals import PLANNED as PLANNED
+from hf_pyao.planning.proposals import Candidate as Candidate
+from hf_pyao.planning.proposals import Proposals
+from hf_pyao.planning.step_problem import Conditions
 
 NUM_BELOW = 2
 """Budgets below the largest that fits which are looked at too: a smaller one may be faster, since
@@ -47,11 +30,9 @@ CHEAP = 1.002
 FREE = 1e-6
 """Share of a step below which a plan costs nothing: larger budgets cannot be faster."""
 
-NUM_REPAIRS = 3
-"""How often the program is solved again with less time to hide copies under."""
 
-LEAST_STALL = 5e-4
-"""Share of a step below which waiting for copies is not worth another solution."""
+LOSSY_GAIN = 1.02
+"""By how much faster a plan must be that loses something: what coding takes is an estimate."""
 
 
 class NoPlanFitsError(PyAOError, ValueError):
@@ -63,251 +44,46 @@ class NoPlanFitsError(PyAOError, ValueError):
         """The lowest peak of any plan."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
-    """A plan for a step, and what it comes to."""
+class Planner(Proposals):
+    """Chooses among the proposals for one recorded step; see :class:`Proposals`."""
 
-    name: str
-    actions: tuple[str, ...]
-    """By slot of the step."""
-    otherwise: tuple[str, ...]
-    """By slot: what becomes of what is stored to rebuild it."""
-    codecs: tuple[str | None, ...]
-    """By slot; None: as the configuration says."""
-    products: frozenset[str]
-    """Sub-modules whose matrix products may run again."""
-    keep_last_layers: int
-    window_bytes: int | None
-    step: PlannedStep
-    timed: Prediction
-    """With the link's speed."""
-    late: Prediction
-    """With copies that are never early: its peak holds on every link."""
-    problem: PlanProblem | None = None
-    """What was solved, if anything was."""
-    choice: PlanChoice | None = None
-
-    @property
-    def step_ms(self) -> float:
-        """Predicted time."""
-        return self.timed.step_ms
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak on the device."""
-        return self.late.peak_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Predicted peak on the host."""
-        return self.late.host_peak_bytes
-
-
-class Planner:
-    """Finds plans for one recorded step.
-
-    Args:
-        program: the step, whole, recorded without recomputation.
-        times_ms: what each operation takes.
-        conditions: link, window, and what else is given.
-        host_limit_bytes: most bytes on the host.
-        forced: says of a slot, by name, that it is recomputed if it can be; None: of none.
-        coding: how slots may be written; None: as they are.
-    """
-
-    def __init__(
-        self,
-        program: StepProgram,
-        times_ms: Sequence[float],
-        conditions: Conditions,
-        *,
-        host_limit_bytes: float = math.inf,
-        forced: IsForced | None = None,
-        coding: CodedWays | None = None,
-    ) -> None:
-        self.program = program
-        self.conditions = conditions
-        self.host_limit_bytes = host_limit_bytes
-        self.stepper = StepPlanner(program, times_ms)
-        self._times_ms = times_ms
-        self._forced = forced
-        self._coding = coding
-        self._proposals: dict[tuple[int, Conditions], Candidate | None] = {}
-        self._simple: dict[str, Candidate] | None = None
-        self.num_solved = 0
-        self.num_predicted = 0
-
-    # ---- plans that need no solver -------------------------------------------------------------
-
-    def simple(self) -> dict[str, Candidate]:
-        """Return the plans that need no solver, by name."""
-        if self._simple is None:
-            num_slots = len(self.program.slots)
-            self._simple = {KEEP_ALL: self._candidate(KEEP_ALL, [KEEP] * num_slots)}
-            if self.conditions.may_recompute and self.stepper.search is not None:
-                products = frozenset({*paths_of(self.program), ""})
-                for name, inputs in ((CHECKPOINT, KEEP), (LAYER_INPUTS, OFFLOAD)):
-                    if inputs == OFFLOAD and not self.conditions.may_offload:
-                        continue
-                    actions = self._actions(RECOMPUTE)
-                    self._simple[name] = self._candidate(
-                        name, actions, products, otherwise=[inputs] * num_slots
-                    )
-            if self.conditions.may_offload:
-                self._simple[OFFLOAD_ALL] = self._candidate(OFFLOAD_ALL, self._actions(OFFLOAD))
-        return self._simple
-
-    def _actions(self, action: str) -> list[str]:
-        actions = [KEEP] * len(self.program.slots)
-        for layer in range(self.program.num_layers - self.conditions.keep_last_layers):
-            for number in chosen_slots(self.stepper, layer, self.conditions):
-                actions[number] = action
-        return actions
-
-    # ---- proposals -----------------------------------------------------------------------------
-
-    def total_bytes(self, conditions: Conditions) -> int:
-        """Return the bytes of which something is decided."""
-        return sum(
-            self.program.slots[number].nbytes
-            for layer in range(self.program.num_layers - conditions.keep_last_layers)
-            for number in chosen_slots(self.stepper, layer, conditions)
-        )
-
-    def proposal(self, budget: int, conditions: Conditions | None = None) -> Candidate | None:
-        """Return the best plan that keeps at most ``budget / NUM_BUDGETS`` of the bytes.
-
-        None if there is none.
-        """
-        conditions = conditions or self.conditions
-        key = (budget, conditions)
-        if key not in self._proposals:
-            self._proposals[key] = self._propose(budget, conditions)
-        return self._proposals[key]
-
-    def _propose(self, budget: int, conditions: Conditions) -> Candidate | None:
-        coding = self._coding
-        problem = problem_of(
-            self.stepper,
-            conditions,
-            kept_bytes=self.total_bytes(conditions) * budget / NUM_BUDGETS,
-            host_bytes=self.host_limit_bytes,
-            ways_of=None if coding is None else lambda slot: coding.ways(slot, conditions.link),
-            is_forced=self._forced,
-        )
-        best: Candidate | None = None
-        for _ in range(1 + NUM_REPAIRS):
-            try:
-                choice = solve(problem)
-            except InfeasibleError:
-                break
-            self.num_solved += 1
-            found = self._carried_out(problem, choice, conditions)
-            if best is None or found.step_ms < best.step_ms:
-                best = found
-            timed = found.timed
-            stall_ms = timed.stall_forward_ms + timed.stall_backward_ms
-            if stall_ms <= LEAST_STALL * timed.step_ms or stall_ms <= _expected_stall_ms(found):
-                break
-            problem = dataclasses.replace(
-                problem,
-                forward_ms=problem.forward_ms - timed.stall_forward_ms,
-                backward_ms=problem.backward_ms - timed.stall_backward_ms,
-            )
-        return best
-
-    def _carried_out(
-        self, problem: PlanProblem, choice: PlanChoice, conditions: Conditions
-    ) -> Candidate:
-        placed = place(problem, choice)
-        actions, codecs = [], []
-        for slot in self.program.slots:
-            there = placed.get((slot.layer, slot.name))
-            actions.append(KEEP if there is None else there.action)
-            codecs.append(None if there is None else there.codec)
-        return self._candidate(
-            PLANNED,
-            actions,
-            choice.products(problem),
-            codecs=codecs,
-            conditions=conditions,
-            problem=problem,
-            choice=choice,
-        )
-
-    def _candidate(
-        self,
-        name: str,
-        actions: Sequence[str],
-        products: Collection[str] = (),
-        *,
-        otherwise: Sequence[str] | None = None,
-        codecs: Sequence[str | None] | None = None,
-        conditions: Conditions | None = None,
-        problem: PlanProblem | None = None,
-        choice: PlanChoice | None = None,
-    ) -> Candidate:
-        conditions = conditions or self.conditions
-        num_slots = len(self.program.slots)
-        if otherwise is None:
-            otherwise = [OFFLOAD if conditions.may_offload else KEEP] * num_slots
-        step = self.stepper.plan(actions, products, otherwise, self._coded(actions, codecs))
-        self.num_predicted += 1
-        gradient_bytes = conditions.gradient_bytes
-        timed = predict(
-            step.program,
-            step.leaves,
-            window_bytes=conditions.window_bytes,
-            times_ms=step.times_ms,
-            link=conditions.link,
-            rebuilds=step.rebuilds,
-            gradient_bytes=gradient_bytes,
-            copied_bytes=step.copied_bytes,
-        )
-        late = predict(
-            step.program,
-            step.leaves,
-            window_bytes=conditions.window_bytes,
-            rebuilds=step.rebuilds,
-            copied_bytes=step.copied_bytes,
-        )
-        return Candidate(
-            name=name,
-            actions=tuple(actions),
-            otherwise=tuple(otherwise),
-            codecs=tuple(codecs or [None] * num_slots),
-            products=frozenset(products),
-            keep_last_layers=conditions.keep_last_layers,
-            window_bytes=conditions.window_bytes,
-            step=step,
-            timed=timed,
-            late=late,
-            problem=problem,
-            choice=choice,
-        )
-
-    def _coded(
-        self, actions: Sequence[str], codecs: Sequence[str | None] | None
-    ) -> dict[int, tuple[int, float]]:
-        """Return bytes on the link and ms of coding of slots that are written smaller."""
-        coding = self._coding
-        if coding is None:
-            return {}
-        found = {}
-        for number, slot in enumerate(self.program.slots):
-            nbytes = coding.link_bytes(slot, None if codecs is None else codecs[number])
-            if actions[number] == OFFLOAD and nbytes:
-                found[number] = nbytes, coding.coding_ms(slot)
-        return found
-
-    # ---- the choice ----------------------------------------------------------------------------
+    _exact: Planner | None = None
+    """Of the same step, without codecs that lose; made where it is needed."""
 
     def best(self, limit_bytes: float) -> Candidate:
         """Return the fastest plan whose peak is within *limit_bytes*.
 
+        One that loses something is taken only if it is faster by more than :data:`LOSSY_GAIN` than
+        the best that loses nothing.
+
         Raises:
             NoPlanFitsError: there is none; the lowest peak is named.
         """
+        if not self.may_lose:
+            return self._fastest(limit_bytes)
+        try:
+            exact = self._lossless().best(limit_bytes)
+        except NoPlanFitsError:
+            return self._fastest(limit_bytes)
+        if exact.name == KEEP_ALL:
+            return exact
+        lossy = self._fastest(limit_bytes)
+        return lossy if lossy.step_ms * LOSSY_GAIN < exact.step_ms else exact
+
+    def _lossless(self) -> Planner:
+        if self._exact is None:
+            self._exact = Planner(
+                self.program,
+                self._times_ms,
+                self.conditions,
+                host_limit_bytes=self.host_limit_bytes,
+                forced=self._forced,
+                coding=None if self._coding is None else self._coding.without_loss(),
+            )
+        return self._exact
+
+    def _fastest(self, limit_bytes: float) -> Candidate:
+        """Return the fastest plan within the limit, whatever it loses."""
         simple = self.simple()
         if self._fits(simple[KEEP_ALL], limit_bytes):
             return simple[KEEP_ALL]
@@ -370,11 +146,6 @@ class Planner:
     def _fits(self, candidate: Candidate, limit_bytes: float) -> bool:
         return candidate.peak_bytes <= limit_bytes and candidate.host_bytes <= self.host_limit_bytes
 
-    def all_known(self) -> list[Candidate]:
-        """Return all plans that were looked at."""
-        proposals = [each for each in self._proposals.values() if each is not None]
-        return [*self.simple().values(), *proposals]
-
     def front(self, num_points: int = 9) -> list[Candidate]:
         """Return plans from the lowest peak to keeping everything, none beaten in both."""
         for point in range(num_points):
@@ -395,13 +166,6 @@ class Planner:
 def _rank(candidate: Candidate) -> tuple[float, int]:
     # Times that differ by less than a millionth are equal: the lower peak counts then.
     return (float(f"{candidate.step_ms:.6g}"), candidate.peak_bytes)
-
-
-def _expected_stall_ms(candidate: Candidate) -> float:
-    """Return what the integer program expected compute to wait: a repair cannot help there."""
-    if candidate.choice is None:
-        return 0.0
-    return max(0.0, candidate.choice.overhead_ms - candidate.step.rebuild_ms) * 1.02
 
 
 def _size(nbytes: float) -> str:

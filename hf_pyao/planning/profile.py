@@ -107,6 +107,11 @@ class StepProfiler(PackIntervals):
             self._timeline = StepTimeline(self._transport, self._device)
         super().on_micro_batch(stats)
 
+    @property
+    def has_copied(self) -> bool:
+        """True if anything left the device."""
+        return any(stats.offloaded_bytes for stats in self._stats)
+
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Note the slot."""
         super().on_slot(slot, stays, decision)

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.published import NUM_NODES
 from experiments.rows import MINIATURE, OK, REAL, Row
 from experiments.runner import Options, need_accelerator, progress
-from experiments.systems import ACCUMULATION, MODELS, SYSTEMS, System
+from experiments.systems import ACCUMULATION, GIVEN, MODELS, SYSTEMS, System
 
 MINIATURE_SIZE, MINIATURE_VOCABULARY, MINIATURE_LENGTH = "tiny", 512, 64
 NOTHING = {"policy": "budget", "budget": 0}
@@ -92,7 +92,7 @@ def optimizer_bytes(architecture: str, size: str, num_nodes: int) -> tuple[int, 
 def held_rows(options: Options, figure: str, sizes: Sequence[int] = (1, 2, 4, 8)) -> Iterator[Row]:
     """Yield what autograd holds after forward, for each model, system and micro-batch."""
     for model in options.models:
-        for system in progress(SYSTEMS, model):
+        for system in progress(GIVEN, model):
             if system is ACCUMULATION:  # gradients differ, and what autograd holds does not
                 continue
             for micro_batch in sizes[:2] if options.is_smoke else sizes:
@@ -120,7 +120,7 @@ def host_rows(options: Options, figure: str, sizes: Sequence[int] = (1, 2, 4, 8)
     size = "micro" if options.is_smoke else MINIATURE_SIZE
     for model in options.models:
         weights, states = optimizer_bytes(model, size, NUM_NODES)
-        for system in progress(SYSTEMS, model):
+        for system in progress(GIVEN, model):
             if system is ACCUMULATION:  # its gradients are the device's, and the host has the same
                 continue
             for micro_batch in sizes[:2] if options.is_smoke else sizes:
@@ -211,9 +211,9 @@ def bench_rows(
 
 def method_of(system: System) -> str:
     """Return the method of ``pyao bench`` for *system* on one device."""
-    if system.is_pyao or system.head_loss != "off":
+    if system.settings or system.head_loss != "off":
         settings = system.settings or {"policy": "off", "head_loss": system.head_loss}
-        if system.is_pyao:
+        if system.settings:
             settings["profile_steps"] = 1
         given = "pyao:" + ",".join(f"{key}={value}" for key, value in settings.items())
         return f"checkpoint+{given}" if system.checkpointing else given

@@ -11,6 +11,7 @@ from experiments.predictor import (
     ASSUMPTIONS,
     Predicted,
     Predictor,
+    card_limit_bytes,
     on_compute_stream_ms,
     use_one_thread,
 )
@@ -18,6 +19,8 @@ from experiments.rows import NOT_PREDICTED, PREDICT, Result, Row, one, select
 from experiments.runner import Options, progress
 from experiments.systems import (
     ACCUMULATION,
+    AUTO,
+    AUTO_CHUNKED,
     BASELINE,
     CHECKPOINTING,
     MODELS,
@@ -39,6 +42,8 @@ COMPARED = (
     PYAO_INT8,
     CHECKPOINTING,
     PYAO_CHUNKED,
+    AUTO,
+    AUTO_CHUNKED,
     ACCUMULATION,
 )
 COMPONENTS = (
@@ -49,6 +54,7 @@ COMPONENTS = (
     "backward: decompression",
     "backward: recomputation",
 )
+UNLIMITED_BYTES = 2**60
 CODEC = (
     "compression and decompression: one pass at the card's memory bandwidth that reads and writes "
     "each byte once. What the kernel takes beyond that is not predicted"
@@ -81,7 +87,7 @@ def _components(
     values: dict[str, float | None] = {
         COMPONENTS[0]: predicted.stall_forward_ms,
         COMPONENTS[1]: codec_ms,
-        COMPONENTS[2]: None if predicted.recomputed and system.is_pyao else 0.0,
+        COMPONENTS[2]: None if _traces(predictor, system, predicted, micro_batch) else 0.0,
         COMPONENTS[3]: predicted.stall_backward_ms,
         COMPONENTS[4]: codec_ms,
         COMPONENTS[5]: predicted.compute_ms - plain.compute_ms,
@@ -101,8 +107,21 @@ def _components(
         **common,
         quantity="step",
         value=plain.step_ms + sum(value for value in values.values() if value is not None),
-        detail={"recomputed": list(predicted.recomputed), "keep_all_ms": plain.step_ms},
+        detail={
+            "recomputed": list(predicted.recomputed),
+            "keep_all_ms": plain.step_ms,
+            "peak_gb": predicted.device_gb,
+            "fits": predicted.device_gb * 1e9 <= card_limit_bytes(predictor.hardware),
+        },
     )
+
+
+def _traces(predictor: Predictor, system: System, predicted: Predicted, micro_batch: int) -> bool:
+    """Say whether the engine records layers, to compute something again."""
+    if not system.is_auto:
+        return bool(predicted.recomputed) and system.is_pyao
+    kept = predictor.predicted(system, micro_batch, cap_bytes=UNLIMITED_BYTES)
+    return predicted.compute_ms > kept.compute_ms
 
 
 def _exact(system: System) -> System:
@@ -122,7 +141,8 @@ def table_2_section(read: Read) -> str:
             for part in (*COMPONENTS, "step"):
                 row = one(found["rows"], model=name, system=system.name, quantity=part)
                 cells.append("–" if row["value"] is None else f"{row['value']:.1f}")
-            rows.append(cells)
+            peak = f"{row['detail']['peak_gb']:.2f}" + " OOM" * (not row["detail"]["fits"])
+            rows.append([*cells, peak])
     slower = {
         codec: ", ".join(
             f"{_ratio(found, name, every, selective):+.1%}" for name in MODELS.values()
@@ -149,9 +169,10 @@ def table_2_section(read: Read) -> str:
             "*Mode: predict.* Milliseconds of one micro-batch (10, 10 and 5), without "
             "communication and optimizer. The table's cells are not in the paper's text; a dash: "
             "not predicted. Recomputation is what compute takes beyond keeping everything, with "
-            "the chunked loss also what that costs."
+            "the chunked loss also what that costs. The peak is the device's, GB; `auto` plans for "
+            "the card's memory, others take the same on any card."
         ),
-        table(["model", "system", *COMPONENTS, "step"], rows),
+        table(["model", "system", *COMPONENTS, "step", "peak"], rows),
         paragraph(
             f"The paper: offloading everything is {published.OFFLOAD_ALL_SLOWER:.0%} slower than "
             f"selective recomputation. Ours, OPT, GPT-2, Llama: {slower['identity']} (identity), "
@@ -169,6 +190,8 @@ def table_2_section(read: Read) -> str:
                 "copy engine and share host memory (its section 8.2); the predictor has no copies "
                 "of gradients. Tracing inputs is the host's time and is not predicted.",
                 "Checkpointing recomputes all and waits for nothing.",
+                "`auto` keeps what the card has room for, and offloads or recomputes the rest, "
+                "whichever costs less.",
             ]
         ),
         source(found),

@@ -11,14 +11,17 @@ from hf_pyao.report.plots.look import (
     FORWARD,
     LIGHT,
     NOTHING,
+    OFFLOAD,
     OURS,
     QUIET,
     RECOMPUTE,
     RELOAD,
+    WAITING,
 )
 
-_COLOURS = (NOTHING, OURS, FORWARD, RECOMPUTE, BACKWARD, RELOAD, QUIET)
-_MARKERS = "*osv^DP"
+_COLOURS = (NOTHING, OURS, FORWARD, RECOMPUTE, BACKWARD, RELOAD, QUIET, WAITING, OFFLOAD)
+_MARKERS = "*osv^DPX<"
+_HATCHES = ("", "//", "", "..", "", "xx", "", "\\\\", "")
 
 Line = tuple[str, str, float, float]
 """Panel, name, x, y."""
@@ -69,7 +72,7 @@ def grouped_bars(bars: Sequence[tuple[str, str, float]], y_label: str) -> Any:
             list(heights.values()),
             width * 0.92,
             color=LIGHT.colour(_COLOURS[number % len(_COLOURS)]),
-            hatch=["", "//", "", "..", "", "xx", ""][number % 7],
+            hatch=_HATCHES[number % len(_HATCHES)],
             edgecolor="white",
             label=LIGHT.plain(name),
         )

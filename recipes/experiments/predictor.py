@@ -15,7 +15,7 @@ import torch
 
 from experiments.systems import System
 from hf_pyao.config import PyAOConfig
-from hf_pyao.estimate.estimate import WAYS, Estimator, PredictedWay, Way
+from hf_pyao.estimate.estimate import AUTO, WAYS, Estimator, PredictedWay, Way
 from hf_pyao.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
 from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.estimate.search import largest_on_a_line
@@ -55,6 +55,8 @@ ASSUMPTIONS = (
     "backward; no fragmentation, no workspaces",
     f"{NOT_TENSORS_BYTES / 1e9:.1f} GB on the device are no tensors (fitted to the paper's two "
     "baseline peaks)",
+    "auto: planned for these times and this link in the card's memory less 4 %, what is no tensor "
+    "included, with the default window (256 MiB) and one last layer kept; lossless",
     "int8: what it leaves of the bytes is counted on fake tensors by the real engine; times have "
     "its copies, and not its kernels",
 )
@@ -137,12 +139,20 @@ class Predictor:
         other.estimator.hardware = other.hardware
         return other
 
-    def predicted(self, system: System, micro_batch: int) -> Predicted:
+    def predicted(
+        self, system: System, micro_batch: int, cap_bytes: float | None = None
+    ) -> Predicted:
         """Predict *system* at *micro_batch*.
 
         With a codec the peak on the device is that without one: see :meth:`counted`.
+
+        Args:
+            system: which.
+            micro_batch: samples.
+            cap_bytes: of tensors on the device, for ``auto``, which takes the least that it can
+                where they do not fit; None: what the card can hold. Others do the same anyway.
         """
-        way = self._way(system, micro_batch)
+        way = self._way(system, micro_batch, cap_bytes)
         peak_bytes, host_bytes = way.late.peak_bytes, way.timed.host_peak_bytes
         timed = way.timed
         if system.codec != "identity":
@@ -178,7 +188,7 @@ class Predictor:
         exact = dataclasses.replace(system, codec="identity")
 
         def peak_at(size: int) -> int:
-            return self.predicted(exact, size).peak_bytes
+            return self.predicted(exact, size, cap_bytes=0).peak_bytes
 
         return largest_on_a_line(peak_at, int(cap_bytes))
 
@@ -216,11 +226,27 @@ class Predictor:
                 host_bytes = int(offloader.metrics()["host_peak_bytes"])
         return max(ledger.phase_peak_bytes.values()), host_bytes
 
-    def _way(self, system: System, micro_batch: int) -> PredictedWay:
-        return self.estimator.predicted(_way_of(system), system.head_loss, micro_batch)
+    def _way(
+        self, system: System, micro_batch: int, cap_bytes: float | None = None
+    ) -> PredictedWay:
+        estimator = self.estimator
+        if system.is_auto:  # the same recordings, another window and another limit
+            if cap_bytes is None:
+                cap_bytes = card_limit_bytes(self.hardware) - NOT_TENSORS_BYTES
+            estimator = copy.copy(estimator)
+            estimator.window_bytes = _default_window_bytes()
+            estimator.limit_bytes = int(cap_bytes)
+        return estimator.predicted(_way_of(system), system.head_loss, micro_batch)
+
+
+def _default_window_bytes() -> int | None:
+    window = PyAOConfig().window
+    return None if isinstance(window, str) else window
 
 
 def _way_of(system: System) -> Way:
+    if system.is_auto:
+        return AUTO
     ours = "policy pyao" if system.is_selective else "policy all"
     name = ours if system.is_pyao else "none"
     name = "checkpointing" if system.checkpointing else name

@@ -86,7 +86,7 @@ def _command(model: str, system: System, micro_batch: int) -> list[str]:
     ]
     if system.checkpointing:
         options += ["--gradient_checkpointing"]
-    if not system.is_pyao:
+    if not system.settings:
         options += ["--no_activation_offload"]
     for name, value in system.settings.items():
         options += [f"--activation_offload_{name}", str(value)]

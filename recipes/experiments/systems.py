@@ -20,12 +20,16 @@ class System:
     """PyAO's rule says what is recomputed; else all layers are offloaded."""
     codec: str = "identity"
     head_loss: str = "off"
+    is_auto: bool = False
+    """``policy="auto"``: the fastest plan in the memory that there is; a window of its own."""
     accumulates: bool = False
     """Gradients stay on the device, summed over micro-batches, until they are reduced once."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """Fields of ``PyAOConfig``, where hf_pyao is at work."""
+        if self.is_auto:
+            return {"policy": "auto", "head_loss": self.head_loss}
         if not self.is_pyao:
             return {}
         return {
@@ -45,6 +49,8 @@ PYAO_CHUNKED = System(name="PyAO, identity, chunked loss", is_pyao=True, head_lo
 CHECKPOINTING_CHUNKED = System(
     name="ZeRO-2, checkpointing, chunked loss", checkpointing=True, head_loss="chunked"
 )
+AUTO = System(name="auto", is_auto=True)
+AUTO_CHUNKED = System(name="auto, chunked loss", is_auto=True, head_loss="chunked")
 ACCUMULATION = System(name="ZeRO-1, accumulation", engine="zero1", accumulates=True)
 
 OFFLOAD_ALL = System(name="offload all, identity", is_pyao=True, is_selective=False)
@@ -58,8 +64,13 @@ SYSTEMS = (
     PYAO_CHUNKED,
     CHECKPOINTING_CHUNKED,
     ACCUMULATION,
+    AUTO,
+    AUTO_CHUNKED,
 )
 """In the order of all tables."""
+
+GIVEN = tuple(system for system in SYSTEMS if not system.is_auto)
+"""Systems that do the same in whatever memory there is."""
 
 MODELS = {"opt": "OPT-1.3B", "gpt2": "GPT-2 0.8B", "llama": "Llama 1.2B"}
 """Architecture -> the paper's name of its model."""

@@ -8,11 +8,19 @@ from typing import Any
 from experiments import published
 from experiments.communication import COUNTINGS, Cluster, Work, find_engine, num_rounds, time_to
 from experiments.miniature_cluster import read_sweeps, speedups_of
-from experiments.predictor import ASSUMPTIONS, SHADER_TFLOP_PER_S, Predictor, use_one_thread
+from experiments.predictor import (
+    ASSUMPTIONS,
+    PAPER_CAP_BYTES,
+    SHADER_TFLOP_PER_S,
+    Predictor,
+    use_one_thread,
+)
 from experiments.rows import PREDICT, Result, Row
 from experiments.runner import Options, need_accelerator, progress
 from experiments.systems import (
     ACCUMULATION,
+    AUTO,
+    AUTO_CHUNKED,
     BASELINE,
     CHECKPOINTING,
     CHECKPOINTING_CHUNKED,
@@ -38,8 +46,9 @@ ASSUMED = (
     *ASSUMPTIONS,
     f"five nodes over 1 Gbit/s of which payload gets 94.1 %, no overlap with backward; gradients "
     f"in half precision; AdamW {OPTIMIZER_NS:g} ns a parameter of a rank's share",
-    "micro-batches are the paper's (section 6.2) for ZeRO-2, PyAO and checkpointing, and the "
-    "largest of which 8.68 GB of tensors fit for the others, 256 over five nodes at most",
+    "micro-batches are the paper's (section 6.2) for ZeRO-2, PyAO, checkpointing and auto, and the "
+    "largest of which 8.68 GB of tensors fit for the others, 256 over five nodes at most; auto "
+    "plans for 8.68 GB of tensors",
 )
 
 
@@ -67,13 +76,14 @@ def systems_with_sizes(
     yield PYAO, large
     yield PYAO_INT8, large
     yield CHECKPOINTING, large
-    for system in (PYAO_CHUNKED, CHECKPOINTING_CHUNKED, ACCUMULATION):
+    yield AUTO, large
+    for system in (PYAO_CHUNKED, CHECKPOINTING_CHUNKED, AUTO_CHUNKED, ACCUMULATION):
         yield system, 2 if is_smoke else min(most, max(1, predictor.largest(system)))
 
 
 def work_of(predictor: Predictor, system: System, micro_batch: int) -> Work:
     """Return what one node does with a micro-batch."""
-    predicted = predictor.predicted(system, micro_batch)
+    predicted = predictor.predicted(system, micro_batch, PAPER_CAP_BYTES)
     share = predictor.num_parameters / published.NUM_NODES
     return Work(
         gradient_bytes=predictor.gradient_bytes,

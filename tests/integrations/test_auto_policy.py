@@ -19,6 +19,7 @@ from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainingArguments, 
 from hf_pyao.config import GIB
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.integrations.attach import Offloader
+from hf_pyao.integrations.auto_check import TimedMicroBatch
 from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.planning.plan import Plan, PlanError
 from hf_pyao.simulation.device import SimulatedDevice
@@ -295,8 +296,8 @@ def test_a_plan_that_loses_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
         auto = offloader.auto
         assert auto is not None
         assert offloader.plan is not None
-        auto._measured_all_ms = 1e-9
-        auto._limit_bytes = 1e12
+        auto._comparison.fallback = [TimedMicroBatch(10**9, 1e-9, 0.0)]
+        auto._maker._limit_bytes = 1e12
         for _ in range(NUM_MEASURED + 3):
             assert_same(step(model, None, offloader), expected)
     assert any("drops its plan" in record.getMessage() for record in caplog.records)

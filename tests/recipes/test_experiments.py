@@ -26,13 +26,25 @@ from experiments.communication import (
     time_of_accumulated,
     time_to,
 )
+from experiments.memory_page import fitting_others
 from experiments.miniature_cluster import Sweep, points_of, read_sweeps, speedups_of
 from experiments.predictor import Predictor, scale_copies
 from experiments.real_cluster import step_ms_of
-from experiments.rows import MODES, RESULTS, one, read_document
+from experiments.rows import MODES, RESULTS, one, read_document, select
 from experiments.runner import run_experiment
 from experiments.scaling import split
-from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO, PYAO_INT8, SYSTEMS
+from experiments.systems import (
+    AUTO,
+    AUTO_CHUNKED,
+    BASELINE,
+    CHECKPOINTING,
+    GIVEN,
+    MODELS,
+    OFFLOAD_ALL,
+    PYAO,
+    PYAO_INT8,
+    SYSTEMS,
+)
 from hf_pyao.errors import ConfigError
 from tests.recipes.conftest import RECIPES
 
@@ -450,10 +462,60 @@ def test_every_row_names_its_mode_and_every_file_its_origin() -> None:
 def test_the_papers_figures_have_rows_for_all_systems() -> None:
     for name in ("figure1_predict", "figure4_predict", "figure5_predict", "figure6_predict"):
         rows = read_document(RESULTS / f"{name}.json")["rows"]
-        wanted = {system.name for system in SYSTEMS}
+        of = GIVEN if name == "figure1_predict" else SYSTEMS
+        wanted = {system.name for system in of}
         assert {row["system"] for row in rows} >= wanted - (
             {PYAO_INT8.name} if name == "figure1_predict" else set()
         )
+
+
+def test_auto_is_never_slower_than_others_that_fit() -> None:
+    """Against every other lossless system with the same loss that fits the same memory."""
+    document = read_document(RESULTS / "figure4_predict.json")
+    num_compared = 0
+    for auto in (AUTO, AUTO_CHUNKED):
+        for row in select(document["rows"], system=auto.name, unit="GB"):
+            others = fitting_others(document, row, auto.head_loss)
+            assert row["status"] == "ok" or not others
+            for other in others:
+                num_compared += 1
+                assert row["detail"]["step_ms"] <= other["detail"]["step_ms"] * (1 + 1e-6)
+    assert num_compared > 60
+    rows = select(read_document(RESULTS / "table2_predict.json")["rows"], quantity="step")
+    for model in MODELS.values():
+        chosen = one(rows, model=model, system=AUTO.name)
+        assert chosen["detail"]["fits"]
+        for other in (PYAO, CHECKPOINTING, OFFLOAD_ALL):
+            assert chosen["value"] <= one(rows, model=model, system=other.name)["value"]
+    figure_6 = read_document(RESULTS / "figure6_predict.json")["rows"]
+    for row in select(figure_6, quantity="speedup over ZeRO-2"):
+        if row["system"] in (PYAO.name, CHECKPOINTING.name):
+            same = [
+                each
+                for each in select(
+                    figure_6,
+                    quantity=row["quantity"],
+                    model=row["model"],
+                    system=AUTO.name,
+                )
+                if each["detail"]["counting"] == row["detail"]["counting"]
+                and each["detail"]["speed"] == row["detail"]["speed"]
+            ]
+            assert len(same) == 1
+            assert same[0]["micro_batch"] == row["micro_batch"]
+            assert same[0]["value"] >= row["value"] * (1 - 1e-6)
+
+
+def test_auto_plans_for_the_memory_that_is_named() -> None:
+    predictor = Predictor("gpt2", "micro", sequence_length=64)
+    kept = predictor.predicted(AUTO, 8)
+    assert kept.step_ms == predictor.predicted(BASELINE, 8).step_ms
+    least = predictor.predicted(AUTO, 8, cap_bytes=0)
+    assert least.peak_bytes < kept.peak_bytes
+    middle = (least.peak_bytes + kept.peak_bytes) // 2
+    between = predictor.predicted(AUTO, 8, cap_bytes=middle)
+    assert between.peak_bytes <= middle
+    assert kept.step_ms <= between.step_ms <= least.step_ms
 
 
 def test_sentences_without_numbers_hold_too() -> None:

@@ -1,0 +1,114 @@
+"""What policy ``auto`` has an engine do: a plan, everything offloaded, or nothing."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.integrations.device_limit import device_limit, why_unlimited
+from hf_pyao.integrations.plan_files import PlanFiles
+from hf_pyao.planning.auto_plan import describe
+from hf_pyao.planning.plan import KEEP, Plan, PlanPolicy
+from hf_pyao.planning.plan_request import PlanRequest
+from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.policy import KeepEverything, OffloadAll
+
+logger = logging.getLogger(__name__)
+
+NAME = "auto"
+
+LARGER = 1.02
+"""By how much more elements a batch must have than the one planned for to be planned for anew."""
+
+
+class PlanFollower:
+    """Gives an engine its policy, and knows what is followed and why.
+
+    Args:
+        engine: whose policy it is; held weakly.
+        device: where the model is.
+        config: what the user chose.
+        request: what it binds.
+        files: where plans are kept.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        device: torch.device,
+        config: PyAOConfig,
+        request: PlanRequest,
+        files: PlanFiles,
+    ) -> None:
+        self._engine = weakref.ref(engine)
+        self._device = device
+        self._config = config
+        self._request = request
+        self._files = files
+        self.plan: Plan | None = None
+        """What was decided; None until then, and where nothing is to be followed any more."""
+        self.summary = ""
+        """What was decided, in one line; empty until then."""
+
+    def decide_at_once(self) -> None:
+        """Follow the plan that was kept, or do nothing on a CPU without a limit.
+
+        Raises:
+            ReportError: the file is no plan.
+            PlanError: the plan contradicts itself, is for another model, or loses what may not be
+                lost.
+        """
+        kept = self._files.kept()
+        if kept is not None:
+            self.follow(kept, f"the plan of {self._files.path}")
+        elif device_limit(self._device, self._config.device_memory_gib) is None:
+            self.summary = f"policy {NAME!r} {why_unlimited(self._device, self._config)}"
+            engine = self._engine()
+            # A profile that is asked for is made first: of everything offloaded.
+            if self._device.type == "cpu" and self._config.profile is None and engine is not None:
+                engine.use(KeepEverything(NAME))
+
+    def follow(self, plan: Plan, how: str) -> None:
+        """Follow *plan* from the next forward on."""
+        engine = self._engine()
+        if engine is None:
+            return
+        self.plan = plan
+        self.summary = f"policy {NAME!r} ({how}): {describe(plan)}"
+        if plan.otherwise == KEEP and all(slot.action == KEEP for slot in plan.slots):
+            engine.use(KeepEverything(NAME))
+            return
+        window_bytes = int(plan.figures.get("window_bytes", 0))
+        if window_bytes and self._request.may_shrink_window:
+            engine.set_window(window_bytes)
+        engine.use(PlanPolicy(plan, self._request.min_bytes, NAME))
+
+    def check_size(self, num_elements: int) -> None:
+        """Offload everything where the plan, which cannot be made anew, is for smaller batches."""
+        planned = None if self.plan is None else self.plan.figures.get("num_elements")
+        engine = self._engine()
+        if engine is None or planned is None or num_elements <= LARGER * planned:
+            return
+        self.plan = None
+        engine.use(self.everything_offloaded())
+        self.summary = (
+            f"policy {NAME!r} offloads everything: its plan is for batches of {planned:.0f} "
+            f"elements, and one of {num_elements} came. Delete the plan to have it made anew"
+        )
+        logger.warning("%s.", self.summary)
+
+    def go_on_without(self, why: str) -> None:
+        """Take note that there is no plan: everything is offloaded, as before."""
+        self.summary = f"policy {NAME!r} goes on offloading everything: {why}"
+
+    def give_way(self) -> None:
+        """Take note that something else decides from now on."""
+        self.plan = None
+        self.summary = f"policy {NAME!r} has given way: the device ran out of memory"
+
+    def everything_offloaded(self) -> OffloadAll:
+        """Return what is done while micro-batches are measured."""
+        return OffloadAll(self._request.min_bytes, name=NAME)

@@ -1,0 +1,112 @@
+"""Plans of policy ``auto`` in files: beside the user's run, and in checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hf_pyao.codecs import get_codec
+from hf_pyao.config import PyAOConfig
+from hf_pyao.errors import PyAOError
+from hf_pyao.integrations.device_limit import device_limit
+from hf_pyao.integrations.run_record import is_main_process
+from hf_pyao.metrics import format_bytes
+from hf_pyao.planning.plan import Plan, PlanError
+from hf_pyao.text import echo
+
+logger = logging.getLogger(__name__)
+
+
+class PlanFiles:
+    """Reads and writes the plans of one attached model.
+
+    Args:
+        config: names the file of the plan that is kept, and what a plan may do.
+        device: where the model is.
+        check_model: refuses a plan that is for another model, by a ``PlanError``.
+    """
+
+    def __init__(
+        self, config: PyAOConfig, device: torch.device, check_model: Callable[[Plan], None]
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._check_model = check_model
+        # Wherever the script goes meanwhile.
+        self.path = None if config.plan is None else Path(os.path.abspath(config.plan))
+        """Of the plan that is kept; None if none is."""
+
+    def kept(self) -> Plan | None:
+        """Return the plan of an earlier run; None if there is none, or none for this device.
+
+        Raises:
+            ReportError: the file is no plan.
+            PlanError: the plan contradicts itself, is for another model, or loses what may not be
+                lost.
+        """
+        if self.path is None or not self.path.exists():
+            return None
+        plan = Plan.from_json_file(self.path)
+        self._check(plan)
+        return self._if_it_fits(plan, f"the plan of {echo(str(self.path))}")
+
+    def in_checkpoint(self, path: Path) -> Plan | None:
+        """Return the plan that was saved with a checkpoint; None if it is none for this run."""
+        if not path.is_file():
+            return None
+        try:
+            plan = Plan.from_json_file(path)
+            self._check(plan)
+        except PyAOError as error:
+            logger.warning("the plan in the checkpoint is not followed: %s", error)
+            return None
+        return self._if_it_fits(plan, "the plan in the checkpoint")
+
+    def keep(self, plan: Plan) -> None:
+        """Write the plan where it is to be kept, if it is."""
+        if self.path is not None and is_main_process():
+            _write(plan, self.path, "the plan is not kept")
+
+    def save(self, plan: Plan, path: Path) -> None:
+        """Write the plan to a checkpoint. Failing is told, and no more."""
+        _write(plan, path, "the plan is not saved with the checkpoint")
+
+    def _check(self, plan: Plan) -> None:
+        self._check_model(plan)
+        label = self._config.label("allow_lossy")
+        for slot in plan.slots:
+            if slot.codec is None or self._config.allow_lossy:
+                continue
+            if not get_codec(slot.codec).is_lossless and slot.codec != self._config.codec:
+                raise PlanError(
+                    f"the plan writes slot {echo(slot.name)} in {echo(slot.codec)}, which is "
+                    f"lossy, and {label} is not set. Set it, or delete the plan to have it made "
+                    "anew."
+                )
+
+    def _if_it_fits(self, plan: Plan, what: str) -> Plan | None:
+        """Return *plan* unless there is less memory than it was made for, and than it needs."""
+        given = self._config.device_memory_gib
+        limit = device_limit(self._device, given, self._config.label("device_memory_gib"))
+        figures = plan.figures
+        needed = figures.get("peak_bytes", 0.0) + figures.get("beside_bytes", 0.0)
+        if limit is None or needed <= limit.nbytes or figures.get("limit_bytes", 0) <= limit.nbytes:
+            return plan
+        logger.warning(
+            "%s is made anew: it needs %s on the device, and there is less now (%s).",
+            what,
+            format_bytes(int(needed)),
+            limit.how,
+        )
+        return None
+
+
+def _write(plan: Plan, path: Path, failure: str) -> None:
+    try:
+        plan.to_json_file(path)
+    except PyAOError as error:  # no reason to end a training
+        logger.warning("%s: %s", failure, error)
