@@ -222,10 +222,11 @@ class PyAOConfig:
         None,
         Implied(Tiles()),
         "Run the MLP of each layer over tiles of tokens, forward and backward, so that its "
-        "intermediate tensors exist for one tile at a time. A number of tiles, or 'auto': as many "
-        "as keep a tile's tensors small beside the layer's weights, and its products efficient. "
-        "Costs the time of the MLP's forward once more. Gradients of its weights are summed in "
-        "another order. (default: off; with {long_context}: auto)",
+        "intermediate tensors exist for one tile at a time; norms that are written out in steps, "
+        "as Llama's are, too. A number of tiles, or 'auto': as many as keep a tile's tensors small "
+        "beside the layer's weights, and its products efficient. Costs the time of the MLP's "
+        "forward once more. Gradients of its weights are summed in another order. (default: off; "
+        "with {long_context}: auto)",
     )
     checkpoint_every: int = setting(
         None,

@@ -17,6 +17,10 @@ from hf_pyao.tiling.token_wise import faked, reason_not_token_wise, whole_shape
 
 _MEASURED_TOKENS = 4096
 
+_MOST_OF_FUSED = 6
+"""Tensors of the input's size that forward and backward of one fused kernel take at most: input,
+output, their gradients, and a copy or two."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KnownMLP:
@@ -32,6 +36,13 @@ class KnownMLP:
     """Bytes that a token takes inside, forward and backward, at the peak."""
     weight_bytes: int
     """Bytes of its weights; where they are sharded, when whole."""
+    width: int
+    """Features of a token of its input."""
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a token takes far more inside than what goes in and comes out of it."""
+        return self.token_bytes > _MOST_OF_FUSED * self.width * self.itemsize
 
 
 class Proofs:
@@ -67,7 +78,7 @@ def function_of(mlp: FoundMLP) -> Callable[..., Tensor]:
 
 
 def _prove(mlp: FoundMLP) -> KnownMLP | str:
-    width = _width_of(mlp.up)
+    width = _width_of(mlp.up, is_norm=mlp.is_norm)
     weights = [weight for part in mlp.parts for weight in part.parameters()]
     if width is None or not weights:
         return "the width of its input is not known"
@@ -98,6 +109,7 @@ def _prove(mlp: FoundMLP) -> KnownMLP | str:
         num_inputs=num_inputs,
         leads=leads,
         itemsize=dtype.itemsize,
+        width=width,
         token_bytes=token_bytes,
         weight_bytes=sum(
             torch.Size(whole_shape(weight) or weight.shape).numel() * weight.element_size()
@@ -143,7 +155,10 @@ def _structure(module: nn.Module) -> Any:
     return (type(module), repr(module), tuple(shapes))
 
 
-def _width_of(up: nn.Module) -> int | None:
+def _width_of(up: nn.Module, *, is_norm: bool) -> int | None:
+    if is_norm:
+        weight = next(up.parameters(), None)
+        return None if weight is None else (whole_shape(weight) or weight.shape)[-1]
     for name in ("in_features", "nx", "input_dim"):
         width = getattr(up, name, None)
         if isinstance(width, int):

@@ -32,13 +32,15 @@ class FoundMLP:
     parts: tuple[nn.Module, ...]
     """All modules that the MLP calls, and with them those inside."""
     up: nn.Module
-    """A linear layer that goes up."""
+    """A linear layer that goes up; a norm itself."""
     method: str = "forward"
     """The method that is the MLP."""
     part_names: tuple[str, ...] = ()
     """Names, in the module, of the parts of a method that is not ``forward``."""
     is_compiled: bool = False
     """Whether the module is compiled code."""
+    is_norm: bool = False
+    """Whether it is no MLP but a norm, which treats each token by itself too."""
 
     @property
     def is_spread(self) -> bool:
@@ -78,6 +80,33 @@ def find_mlps(found: FoundLayers) -> list[FoundMLP | NotFound]:
                 seen.add(key)
             results.append(each)
     return results
+
+
+def find_norms(found: FoundLayers) -> list[FoundMLP]:
+    """Return the norms of the residual in all layers, and those of their kinds outside of layers.
+
+    Norms that are written out in steps make several wide copies of all tokens, which outgrow the
+    rest once MLPs run in tiles.
+    """
+    norms: dict[nn.Module, str] = {}
+    kinds: set[type] = set()
+    for fqn, layer in found.layers:
+        if is_compiled(layer):
+            continue
+        roles = found.roles_of(fqn)
+        paths = {path for role in ("attn_norm", "mlp_norm") for path in roles.get(role, ())}
+        for path, module in named_submodules(layer):
+            if path in paths and kind_of(module) == "norm":
+                norms.setdefault(module, f"{fqn}.{path}")
+                kinds.add(type(module))
+    inside_layers = {module for _, layer in found.layers for module in layer.modules()}
+    for path, module in found.stack.named_modules():
+        if type(module) in kinds and module not in inside_layers:
+            norms.setdefault(module, path)
+    return [
+        FoundMLP(path=path, places=(norm,), parts=(norm,), up=norm, is_norm=True)
+        for norm, path in norms.items()
+    ]
 
 
 def _of_layer(fqn: str, layer: nn.Module, roles: Roles) -> Iterator[FoundMLP | NotFound]:

@@ -7,6 +7,7 @@ proven to treat each token by itself is left alone, and the reason said.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch import nn
 from hf_pyao.integrations.found_layers import FoundLayers
 from hf_pyao.integrations.lasting_forward import exchange, give_back
 from hf_pyao.integrations.mlp_proof import KnownMLP, Proofs
-from hf_pyao.integrations.mlp_search import FoundMLP, NotFound, find_mlps
+from hf_pyao.integrations.mlp_search import FoundMLP, NotFound, find_mlps, find_norms
 from hf_pyao.integrations.spread_mlp import ActPart, DownPart, UpPart
 from hf_pyao.integrations.tiled_mlp import KEY, Notes, Part, TiledMLP, reason_now
 from hf_pyao.integrations.wrappers import class_name, wrapped_module
@@ -60,8 +61,11 @@ class MLPTiles:
         self.tiles = tiles
         self.num_tiled = 0
         """MLPs that run in tiles."""
+        self.num_norms_tiled = 0
+        """Norms that do."""
         self._name = name
         self._notes = Notes(name)
+        self._notes_of_norms = Notes(name)
         self._left: dict[str, list[str]] = {}
         self._exchanged: list[tuple[weakref.ref[nn.Module], str, Part]] = []
 
@@ -69,6 +73,7 @@ class MLPTiles:
         """Exchange the methods of what may run in tiles. Called once."""
         proofs = Proofs()
         is_whole = _is_compiled_whole(model)
+        weight_bytes = 0
         for mlp in find_mlps(found):
             if isinstance(mlp, NotFound):
                 self._leave(mlp.path, mlp.reason)
@@ -82,6 +87,25 @@ class MLPTiles:
             else:
                 self._put_on(mlp, known)
                 self.num_tiled += 1
+                weight_bytes = max(weight_bytes, known.weight_bytes)
+        if self.num_tiled and not is_whole:
+            self._install_norms(found, proofs, weight_bytes)
+
+    def _install_norms(self, found: FoundLayers, proofs: Proofs, weight_bytes: int) -> None:
+        """Let norms run in tiles where they are written out in steps; others need it not.
+
+        Args:
+            found: the layers.
+            proofs: what is known already.
+            weight_bytes: bytes of an MLP's weights, which say how large tiles are.
+        """
+        for norm in find_norms(found):
+            if reason_now(norm.parts, also_itself=False, is_running=False) is not None:
+                continue
+            known = proofs.of(norm)
+            if isinstance(known, KnownMLP) and known.is_wide:
+                self._put_on(norm, dataclasses.replace(known, weight_bytes=weight_bytes))
+                self.num_norms_tiled += 1
 
     def uninstall(self) -> None:
         """Give the modules their methods back. Harmless if done already, wholly or in part."""
@@ -102,12 +126,14 @@ class MLPTiles:
         total = self.num_tiled + sum(map(len, self._left.values()))
         how = "as many tiles as keep them small" if self.tiles == "auto" else f"{self.tiles} tiles"
         parts = [f"mlp_tiles={self.tiles}: {self.num_tiled} of {total} MLPs run in {how}"]
+        if self.num_norms_tiled:
+            parts.append(f"so do {self.num_norms_tiled} norms")
         plan = self._notes.last_plan
         if plan is not None:
             parts.append(f"the last one {plan.num_tokens} tokens in {plan.num_tiles}")
         if self._left:
             parts.append(self._described_left())
-        parts.extend(self._notes.said)
+        parts.extend([*self._notes.said, *self._notes_of_norms.said])
         return "; ".join(parts)
 
     def metrics(self) -> dict[str, float]:
@@ -115,6 +141,7 @@ class MLPTiles:
         plan: TilePlan | None = self._notes.last_plan
         return {
             "mlp_tiles_num_tiled": float(self.num_tiled),
+            "mlp_tiles_num_norms_tiled": float(self.num_norms_tiled),
             "mlp_tiles_num_tiles": float(plan.num_tiles if plan else 0),
             "mlp_tiles_tile_tokens": float(plan.tile_tokens if plan else 0),
         }
@@ -124,7 +151,7 @@ class MLPTiles:
             known,
             self.tiles,
             mlp.path,
-            self._notes,
+            self._notes_of_norms if mlp.is_norm else self._notes,
             is_compiled=mlp.is_compiled,
             part_names=mlp.part_names,
         )
