@@ -53,7 +53,6 @@ NOT_COMPARED = (
     "int8 (overheads): the predictor does not know what encoding and decoding take yet; peaks with "
     "int8 are those without",
     "plan (overheads): plans that are computed are not built yet",
-    "ALST's last rung, 1.2M tokens: tiled MLP is not built yet",
 )
 
 

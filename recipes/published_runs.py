@@ -133,15 +133,19 @@ class Rung:
     name: str
     tokens: int
     peak_gb: float
-    head_loss: str
+    levers: Levers
     offloads: bool
     has_liger: bool
 
 
+_CHUNKED = Levers(head_loss="chunked")
+_TILED = Levers(head_loss="chunked", mlp_tiles="auto")
+
 RUNGS = (
-    Rung("HF, checkpointing", 65_000, 137.4, "off", False, False),
-    Rung("and a fused loss", 300_000, 135.0, "chunked", False, True),
-    Rung("and layer inputs offloaded", 650_000, 126.8, "chunked", True, True),
+    Rung("HF, checkpointing", 65_000, 137.4, Levers(), False, False),
+    Rung("and a fused loss", 300_000, 135.0, _CHUNKED, False, True),
+    Rung("and layer inputs offloaded", 650_000, 126.8, _CHUNKED, True, True),
+    Rung("and a tiled MLP", 1_200_000, 136.2, _TILED, True, True),
 )
 
 
@@ -171,13 +175,14 @@ def alst_step(
     steps: Steps, rung: Rung, *, with_liger: bool = False
 ) -> tuple[StepProgram, Prediction]:
     """Return the step of a rung, and what is predicted of it."""
-    with like_liger() if with_liger else nullcontext():
+    has_own_mlp = rung.levers.mlp_tiles != "off"  # its tiles are not Liger's, but the model's
+    with like_liger(has_own_mlp=has_own_mlp) if with_liger else nullcontext():
         program = steps.record(
             ALST_MODEL,
             1,
             rung.tokens,
             checkpointing=True,
-            levers=Levers(head_loss=rung.head_loss),
+            levers=rung.levers,
             variant="liger" if with_liger else "",
         )
     return program, predict_plan(program, offloads=rung.offloads)
@@ -258,8 +263,11 @@ class _RmsNorm(torch.autograd.Function):
         return grads[0], torch.empty_like(weight)
 
 
-def like_liger() -> AbstractContextManager[Any]:
-    """Let Llama's MLP and norms save what they save with Liger's kernels; numbers mean nothing."""
+def like_liger(*, has_own_mlp: bool = False) -> AbstractContextManager[Any]:
+    """Let Llama's norms, and its MLP unless it is to have its own, save what Liger's kernels do.
+
+    Numbers mean nothing.
+    """
     from transformers.models.llama import modeling_llama
 
     def mlp(self: Any, hidden: Tensor) -> Tensor:
@@ -274,6 +282,7 @@ def like_liger() -> AbstractContextManager[Any]:
         return result
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(modeling_llama.LlamaMLP, "forward", mlp))
+    if not has_own_mlp:
+        stack.enter_context(mock.patch.object(modeling_llama.LlamaMLP, "forward", mlp))
     stack.enter_context(mock.patch.object(modeling_llama.LlamaRMSNorm, "forward", norm))
     return stack

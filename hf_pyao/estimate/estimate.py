@@ -71,6 +71,17 @@ class Way:
     """Offloads as much as forward compute hides."""
     is_auto: bool = False
     """Plans, see ``planning/planner.py``."""
+    levers: Levers | None = None
+    """What changes the step itself; None: only the loss that is asked for does."""
+
+    def levers_with(self, head_loss: str) -> Levers:
+        """Return what changes the step, with *head_loss* where nothing is said of it."""
+        return Levers(head_loss=head_loss) if self.levers is None else self.levers
+
+    def name_with(self, head_loss: str) -> str:
+        """Return what rows call it."""
+        is_plain = head_loss == "off" or self.levers is not None
+        return self.name if is_plain else self.name + CHUNKED
 
 
 WAYS = (
@@ -86,7 +97,12 @@ AUTO = Way("policy auto", offloads=True, is_auto=True)
 """The fastest plan that fits."""
 
 ALL_WAYS = (*WAYS, AUTO)
-"""What is compared."""
+"""What is compared, without and with the chunked loss."""
+
+LONG_CONTEXT = Way(
+    "long context", offloads=True, levers=Levers.of(PyAOConfig(policy="all", long_context=True))
+)
+"""``PyAOConfig.long_context``: chunked loss, tiled MLPs, layer inputs and attention offloaded."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +192,7 @@ class Estimator:
         def peak_at(size: int) -> int:
             return self._predict(way, self.program(family, size, length)).peak_bytes
 
-        search = largest_fitting if head_loss == "off" else largest_on_a_line
+        search = largest_fitting if family.levers.head_loss == "off" else largest_on_a_line
         largest = search(peak_at, self.limit_bytes)
         shown = micro_batch or max(largest, 1)
         predicted = self.predicted(way, head_loss, shown)
@@ -185,10 +201,9 @@ class Estimator:
         transfer_ms = 2 * self.hardware.link.copy_ms("offload", prediction.offloaded_bytes)
         stall_ms = prediction.stall_forward_ms + prediction.stall_backward_ms
         hidden = max(0.0, 1 - stall_ms / transfer_ms) if prediction.offloaded_bytes else None
-        name = way.name if head_loss == "off" else way.name + CHUNKED
         cause = peak_cause(predicted.program, late)
         return EstimateRow(
-            method=name,
+            method=way.name_with(head_loss),
             largest_micro_batch=largest,
             longest_sequence=longest,
             is_length_limited_by_positions=longest is not None and longest == self.most_length,
@@ -234,7 +249,7 @@ class Estimator:
 
     def _family(self, way: Way, head_loss: str) -> _Family:
         follows_rule = way.is_pyao and bool(self.rule_plan().slots)
-        return _Family(way.checkpointing, Levers(head_loss=head_loss), follows_rule)
+        return _Family(way.checkpointing, way.levers_with(head_loss), follows_rule)
 
     def flagged(self) -> tuple[str, ...]:
         """Return the sub-modules that PyAO's rule flags, timed as the paper times them."""

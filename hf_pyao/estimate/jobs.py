@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.estimate import ALL_WAYS, Estimator, Way
-from hf_pyao.estimate.verdict import CHUNKED
+from hf_pyao.estimate.estimate import ALL_WAYS, LONG_CONTEXT, Estimator, Way
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.report.estimate_report import EstimateRow
 from hf_pyao.text import describe_error
 
 HEAD_LOSSES = ("off", "chunked")
+
+METHODS = (
+    *(way.name_with(head_loss) for head_loss in HEAD_LOSSES for way in ALL_WAYS),
+    LONG_CONTEXT.name,
+)
+"""What rows of estimates are called, in their order."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ def all_jobs(**shared: Any) -> list[Job]:
     checkpointing = [way for way in ALL_WAYS if way.checkpointing]
     return [
         Job(tuple((way, "chunked") for way in recorded_alike), **shared),
+        Job(((LONG_CONTEXT, "chunked"),), **shared),
         Job(tuple((way, loss) for loss in HEAD_LOSSES for way in checkpointing), **shared),
         Job(tuple((way, "off") for way in recorded_alike), **shared),
     ]
@@ -106,11 +112,7 @@ def run_jobs(
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     rows = [row for rows, _ in done for row in rows]
-    order = {
-        name: number
-        for number, name in enumerate(way.name + loss for loss in ("", CHUNKED) for way in ALL_WAYS)
-    }
-    rows.sort(key=lambda row: order[row.method])
+    rows.sort(key=lambda row: METHODS.index(row.method))
     return rows, sum(count for _, count in done)
 
 

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_pyao.errors import ConfigError, unknown_name
-from hf_pyao.estimate.estimate import ALL_WAYS, Estimator
+from hf_pyao.estimate.estimate import ALL_WAYS, LONG_CONTEXT, Estimator
+from hf_pyao.estimate.jobs import METHODS
 from hf_pyao.estimate.verdict import CHUNKED, named_row
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.planning.step_view import predicted_step
 from hf_pyao.report.estimate_report import EstimateReport, EstimateRow
 from hf_pyao.report.step_report import StepReport
-
-METHODS = tuple(way.name + kind for kind in ("", CHUNKED) for way in ALL_WAYS)
-"""What rows of estimates are called."""
 
 
 def check_method(method: str | None) -> None:
@@ -49,7 +47,7 @@ def step_of(
     """
     row = _row(report, method)
     name = row.method.removesuffix(CHUNKED)
-    way = next(way for way in ALL_WAYS if way.name == name)
+    way = next(way for way in (*ALL_WAYS, LONG_CONTEXT) if way.name == name)
     estimator = Estimator(config, hardware, **options)
     head_loss = "off" if row.method == name else "chunked"
     predicted = estimator.predicted(way, head_loss, row.micro_batch)
