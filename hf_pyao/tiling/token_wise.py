@@ -8,7 +8,7 @@ features. What it cannot follow it refuses, and says at which operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -219,7 +219,8 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
     """Let *modules* run, as in training, on fake tensors, and put back what they change.
 
     Yields the mode, which is to be entered. Operations are those of a mode of their own: no other
-    one, such as a recording, sees them. Weights that are sharded are whole meanwhile.
+    one, such as a recording, sees them. Weights that are sharded are whole meanwhile. Autocast is
+    off: its cache would take fake casts of real weights, and give them to the next forward.
     """
     everything = list(dict.fromkeys(m for module in modules for m in module.modules()))
     weights = [p for module in everything for p in module._parameters.values() if p is not None]
@@ -229,8 +230,12 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
     tables = [
         (vars(m)[n], dict(vars(m)[n])) for m in everything for n in ("_parameters", "_buffers")
     ]
+    device_types = {"cpu", *(weight.device.type for weight in weights)}
     try:
-        with _disable_current_modes():
+        with ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            for device_type in device_types - {"meta"}:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
             for module in everything:
                 vars(module)["training"] = True
                 for name, weight in module._parameters.items():

@@ -437,3 +437,16 @@ def test_a_layer_that_is_compiled_as_a_whole_is_left_alone() -> None:
     with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
         assert offloader.mlp_tiles is not None and offloader.mlp_tiles.num_tiled == 0
         assert "compile its MLP alone" in offloader.describe()
+
+
+def test_attached_inside_of_autocast() -> None:
+    """Autocast keeps casts of weights: those of the proof's tensors are none of them."""
+    model = tiny_model("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(model)
+        with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
+            found = gradients(model)
+            assert num_tiles_of(offloader) == 2
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 2e-2 * gradient.norm(), name
