@@ -216,11 +216,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ladder_device", default="h200")
     parser.add_argument("--ladder_lengths", nargs=2, type=int, default=[65_536, 262_144])
     parser.add_argument("--result", type=Path, help="write the figures to this JSON file")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="a tiny ladder alone: does it run?")
     args = parser.parse_args(argv)
     if args.smoke:
-        args.model, args.device = ["llama:micro"], ["rtx4070"]
-        args.ladder_model, args.ladder_lengths = "llama:micro", [64, 128]
+        args.model, args.ladder_model, args.ladder_lengths = [], "llama:micro", [64, 128]
     return args
 
 
