@@ -243,7 +243,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--intermediate_size", type=int, default=4096)
     parser.add_argument("--num_layers", type=int, default=3)
     parser.add_argument("--num_heads", type=int, default=4)
-    parser.add_argument("--vocab_size", type=int, default=2048)
+    parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--output", type=Path, default=Path("outputs/long_context"))
     parser.add_argument("--result", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
