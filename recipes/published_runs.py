@@ -127,7 +127,7 @@ LIGER = (
 
 LESS = (
     "less than published: tiles here follow from bytes, not from the ratio of length to width, the "
-    "norms run in tiles too, and the MLP's input is saved once, so that at the peak eleven tensors "
+    "norms run in tiles too, and the MLP's input is saved once, so that at the peak ten tensors "
     "of tokens x 4096 are alive and nothing wider. With Liger's norms in their place it is the "
     "same. What else ALST's figure holds is not in its configurations"
 )
