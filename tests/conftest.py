@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -17,6 +18,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort out what runs here, and when."""
     _mark_sampled(items)
     _deselect_gpu(config, items)
+    _deselect_other_shares(config, items)
+
+
+def _deselect_other_shares(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run one share of the thorough tests: ``PYAO_TEST_SHARE=2/4`` is the second quarter.
+
+    Which share a test belongs to follows from its name, so that all shares together are all tests.
+    """
+    share = os.environ.get("PYAO_TEST_SHARE", "")
+    if not share:
+        return
+    number, _, count = share.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"PYAO_TEST_SHARE is {share!r}; expected a share such as 2/4.")
+    others = [
+        item
+        for item in items
+        if item.get_closest_marker("thorough") is not None
+        and zlib.crc32(item.nodeid.encode()) % int(count) != int(number) - 1
+    ]
+    config.hook.pytest_deselected(items=others)
+    left_out = set(map(id, others))
+    items[:] = [item for item in items if id(item) not in left_out]
 
 
 MOST_CASES = 2
