@@ -192,9 +192,9 @@ def table_2_section(read: Read) -> str:
                 "copy engine and share host memory (its section 8.2); the predictor has no copies "
                 "of gradients. Tracing inputs is the host's time and is not predicted.",
                 "Checkpointing recomputes all and waits for nothing.",
-                "Long context runs layers again too, MLPs in tiles, attention not, and offloads the "
-                "layers' inputs and what attention returns: the lowest peaks of the table. At so "
-                "few tokens the chunked loss is most of that.",
+                "Long context runs layers again too, MLPs in tiles, attention not, and offloads "
+                "the layers' inputs and what attention returns: the lowest peaks of the table. At "
+                "so few tokens the chunked loss is most of that.",
                 "`auto` keeps what the card has room for, and offloads or recomputes the rest, "
                 "whichever costs less.",
             ]
