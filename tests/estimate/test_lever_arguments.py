@@ -14,6 +14,7 @@ from hf_pyao.cli import main
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.lever_arguments import add_lever_arguments, levers_of
 from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.planning.forecast import Forecast
 from hf_pyao.planning.plan import Plan
 from hf_pyao.report import read_document
 from hf_pyao.report.microbatch_report import MicroBatchReport
@@ -117,7 +118,10 @@ def test_a_profile_has_the_step_with_it(tmp_path: Path) -> None:
     num_layers = {slot.name: slot.num_layers for slot in profile.slots}
     assert num_layers[INPUT] == 3 and num_layers[ATTENTION] == 5  # of five layers
     assert not any(name.startswith("mlp") for name in num_layers)
-    # A plan for it is for the same step.
+    forecast = Forecast(profile, window_bytes=0)
+    leaves = forecast.leaves(min_bytes=0, keep_last_layers=2)  # of layers 3 and 4: from 2 on
+    slots = zip(forecast.program.slots, leaves, strict=True)
+    assert {slot.layer for slot, slot_leaves in slots if slot_leaves} == {0, 1}
     plan = tmp_path / "plan.json"
     assert main(["plan", str(path), "--device-memory", "2GiB", "--save", str(plan)]) == 0
     assert {slot.name for slot in Plan.from_json_file(plan).slots} <= set(num_layers)

@@ -32,11 +32,11 @@ HARDWARE = Hardware(
 )
 INPUTS = Levers(checkpoint_every=1)
 CASES = [
-    Levers(head_loss="chunked", mlp_tiles=4, checkpoint_every=1, save_attention=True),
-    INPUTS,
     Levers(checkpoint_every=1, save_attention=True),
-    Levers(checkpoint_every=4),  # two segments, of four and of two layers
+    INPUTS,
+    Levers(checkpoint_every=2),
     Levers(mlp_tiles=4, checkpoint_every=2),
+    Levers(head_loss="chunked", mlp_tiles=4, checkpoint_every=1, save_attention=True),
 ]
 
 
@@ -103,7 +103,7 @@ def test_a_step_without_segments_has_more_to_decide_on() -> None:
 
 def test_the_last_segment_is_kept_as_a_whole() -> None:
     """As the engine does it, where the configuration keeps one layer."""
-    levers = Levers(checkpoint_every=4)
+    levers = Levers(checkpoint_every=4)  # two segments, of four and of two layers
     planner = planner_of(levers)
     assert planner.conditions.keep_last_layers == 2
     actions = dict(
