@@ -198,8 +198,9 @@ def table_2_section(read: Read) -> str:
                 "Long context runs layers again too, MLPs in tiles, attention not, and offloads "
                 "the layers' inputs and what attention returns: the lowest peaks of the table. At "
                 "so few tokens the chunked loss is most of that. Against checkpointing the step "
-                f"differs by {longer} (OPT, GPT-2, Llama): MLPs run once more, and the loss is "
-                "chunked.",
+                f"differs by {longer} (OPT, GPT-2, Llama): a tile's backward begins with all of "
+                "its forward, where dropout follows an MLP the layer runs that too, weights' "
+                "gradients are summed tile by tile, and the loss is chunked.",
                 "`auto` keeps what the card has room for, and offloads or recomputes the rest, "
                 "whichever costs less.",
             ]
