@@ -234,14 +234,14 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, auto, ... (default: cpu)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--sequence_length", type=int, default=8192, help="tokens (default: 8192)")
+    parser.add_argument("--sequence_length", type=int, default=4096, help="tokens (default: 4096)")
     parser.add_argument(
-        "--memory_gib", type=float, default=0.5, help="what the device has (default: 0.5)"
+        "--memory_gib", type=float, default=0.35, help="what the device has (default: 0.35)"
     )
     parser.add_argument("--num_steps", type=int, default=2, help="the last is shown (default: 2)")
     parser.add_argument("--hidden_size", type=int, default=256)
-    parser.add_argument("--intermediate_size", type=int, default=1024)
-    parser.add_argument("--num_layers", type=int, default=6)
+    parser.add_argument("--intermediate_size", type=int, default=4096)
+    parser.add_argument("--num_layers", type=int, default=3)
     parser.add_argument("--num_heads", type=int, default=4)
     parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--output", type=Path, default=Path("outputs/long_context"))

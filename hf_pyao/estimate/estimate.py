@@ -197,7 +197,7 @@ class Estimator:
         shown = micro_batch or max(largest, 1)
         predicted = self.predicted(way, head_loss, shown)
         prediction, late = predicted.timed, predicted.late
-        longest = self._longest(way, family) if with_longest else None
+        longest = self.longest_sequence(way, head_loss) if with_longest else None
         transfer_ms = 2 * self.hardware.link.copy_ms("offload", prediction.offloaded_bytes)
         stall_ms = prediction.stall_forward_ms + prediction.stall_backward_ms
         hidden = max(0.0, 1 - stall_ms / transfer_ms) if prediction.offloaded_bytes else None
@@ -303,7 +303,17 @@ class Estimator:
             )
         return self._recorded[key]
 
-    def _longest(self, way: Way, family: _Family) -> int:
+    def longest_sequence(self, way: Way, head_loss: str) -> int:
+        """Return the longest sequence that fits at micro-batch 1, in steps of :data:`LENGTH_STEP`.
+
+        Args:
+            way: how it is trained.
+            head_loss: ``PyAOConfig.head_loss``.
+
+        Raises:
+            ConfigError: the model has no head that the chunked loss understands.
+        """
+        family = self._family(way, head_loss)
         most = (self.most_length or LONGEST) // LENGTH_STEP
         line = self._line(family, "length", 1) if most >= 3 else None
 
