@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
@@ -21,6 +21,11 @@ class Levers:
     save_attention: bool = False
 
     @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the fields, in order."""
+        return tuple(each.name for each in fields(cls))
+
+    @classmethod
     def of(cls, config: PyAOConfig) -> Levers:
         """Return those of *config*."""
         return cls(
@@ -33,6 +38,39 @@ class Levers:
     def settings(self) -> dict[str, Any]:
         """Return them as :meth:`PyAOConfig.from_dict` takes them."""
         return dict(vars(self))
+
+    def given(self) -> dict[str, Any]:
+        """Return those that change something."""
+        return {name: value for name, value in vars(self).items() if value != getattr(Levers, name)}
+
+    def kept_layers(self, num_layers: int, keep_last_layers: int) -> int:
+        """Return how many last layers are kept: those of whole segments.
+
+        Args:
+            num_layers: of the model.
+            keep_last_layers: ``PyAOConfig.keep_last_layers``.
+        """
+        first_kept = max(0, num_layers - keep_last_layers)
+        if keep_last_layers and self.checkpoint_every:  # a segment's input is its first layer's
+            first_kept -= first_kept % self.checkpoint_every
+        return num_layers - first_kept
+
+    @property
+    def scales(self) -> bool:
+        """True if steps at other sizes follow from a few: chunks and tiles are whole numbers."""
+        return self.head_loss == "off" and self.mlp_tiles == "off"
+
+    def describe(self) -> str:
+        """Return what they change, in words, such as ``chunked loss, MLPs in 8 tiles``."""
+        count = "" if self.mlp_tiles == "auto" else f"{self.mlp_tiles} "
+        every = "each layer" if self.checkpoint_every == 1 else f"{self.checkpoint_every} layers"
+        parts = {
+            f"{self.head_loss} loss": self.head_loss != "off",
+            f"MLPs in {count}tiles": self.mlp_tiles != "off",
+            f"{every} run again": self.checkpoint_every > 0,
+            "attention saved": self.save_attention,
+        }
+        return ", ".join(part for part, is_on in parts.items() if is_on)
 
 
 NO_LEVERS = Levers()

@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_pyao.bench.setup import DTYPES, BenchSetup
 from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.lever_arguments import add_lever_arguments, levers_of
 from hf_pyao.estimate.model_specs import parse_model
 from hf_pyao.text import echo, one_line, say
 
@@ -38,6 +39,7 @@ examples
   pyao sweep --model opt:1.3b --budgets 0:48:4 --micro-batch 8
   pyao sweep --model llama:1.2b --budgets 0,256MiB,1GiB --checkpointing --output sweep.json
   pyao sweep --model opt:1.3b --predict --device rtx4070 --budgets 0:120:8
+  pyao sweep --model llama:1.2b --predict --sequence-length 4096 --long-context --budgets 0:16:2
   pyao report sweep.json -o sweep.html
 
 An interrupt (Ctrl-C) leaves the points that are done in the file.
@@ -81,16 +83,11 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--checkpointing", action="store_true", help="checkpoint the layers, and offload the rest"
     )
-    what.add_argument(
-        "--head-loss",
-        choices=("off", "chunked"),
-        default="off",
-        help="chunked: never make all logits at once (default: off)",
-    )
     what.add_argument("--min-bytes", metavar="SIZE", help="least size of what leaves")
     what.add_argument(
         "--keep-last-layers", type=int, metavar="N", help="last layers that are kept (default: 1)"
     )
+    add_lever_arguments(parser.add_argument_group("what changes the step itself"))
     how = parser.add_argument_group("how")
     how.add_argument(
         "--device",
@@ -199,7 +196,7 @@ def _measured(args: argparse.Namespace, budgets: Any, output: Path) -> Any:
         budgets=budgets,
         micro_batch=_or(args.micro_batch, DEFAULT_MICRO_BATCH),
         num_seeds=_or(args.seeds, DEFAULT_SEEDS),
-        settings=tuple((key, str(value)) for key, value in _settings(args).items()),
+        settings=tuple((key, _as_text(value)) for key, value in _settings(args).items()),
         with_checkpointing=args.checkpointing,
         order_seed=_or(args.order_seed, 0),
     )
@@ -253,9 +250,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """
     from hf_pyao.config import SETTINGS
 
-    found: dict[str, Any] = {}
-    if args.head_loss != "off":
-        found["head_loss"] = args.head_loss
+    found = levers_of(args).given()
     if args.min_bytes is not None:
         found["min_bytes"] = SETTINGS["min_bytes"].kind.check("--min-bytes", args.min_bytes)
     if args.keep_last_layers is not None:
@@ -290,10 +285,20 @@ def _check(args: argparse.Namespace) -> None:
             f"{', '.join(given)} describe a card that is predicted, and this sweep is measured. "
             "Add --predict, or drop them."
         )
+    _check_checkpointing(args)
     if args.predict:
         _check_arithmetic(args)
     else:
         _check_is_no_card(args.device)
+
+
+def _check_checkpointing(args: argparse.Namespace) -> None:
+    if args.checkpointing and levers_of(args).checkpoint_every:
+        given = "--long-context" if args.checkpoint_every is None else "--checkpoint-every"
+        raise ConfigError(
+            f"--checkpointing and {given} both have layers run again in backward. Drop the first: "
+            "the second saves the layers' inputs as it does."
+        )
 
 
 def _check_arithmetic(args: argparse.Namespace) -> None:
@@ -327,6 +332,11 @@ def _flag(name: str) -> str:
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
+
+
+def _as_text(value: Any) -> str:
+    """Return *value* as ``pyao:key=value`` methods read it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _default_output(model: str) -> Path:

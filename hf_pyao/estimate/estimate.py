@@ -192,7 +192,7 @@ class Estimator:
         def peak_at(size: int) -> int:
             return self._predict(way, self.program(family, size, length)).peak_bytes
 
-        search = largest_fitting if family.levers.head_loss == "off" else largest_on_a_line
+        search = largest_fitting if family.levers.scales else largest_on_a_line
         largest = search(peak_at, self.limit_bytes)
         shown = micro_batch or max(largest, 1)
         predicted = self.predicted(way, head_loss, shown)
@@ -279,8 +279,7 @@ class Estimator:
         key = (family, what, fixed)
         if key not in self._lines:
             self._lines[key] = None
-            # A chunked head has as many chunks as there are rows for.
-            if family.levers.head_loss == "off":
+            if family.levers.scales:
                 if what == "micro-batch":  # a single sample may run other operations
                     points = [(size, self._record(family, size, fixed)) for size in (2, 3)]
                 else:

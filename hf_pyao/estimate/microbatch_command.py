@@ -18,9 +18,9 @@ from hf_pyao.estimate.command import (
     add_training_arguments,
     hardware_of,
 )
+from hf_pyao.estimate.lever_arguments import add_lever_arguments, levers_of
 from hf_pyao.hardware.presets import HARDWARE, Hardware
 from hf_pyao.hardware.speeds import GIB
-from hf_pyao.levers import Levers
 from hf_pyao.text import describe_error, one_line, say
 
 DESCRIPTION = """\
@@ -41,7 +41,8 @@ examples
   pyao microbatch --model llama:8b --device h200 --sequence-length 4096 --find largest
   pyao microbatch --model gpt2:0.8b --engine zero2 --head-loss chunked --output choice.json
   pyao report choice.json -o choice.html
-  pyao microbatch --model llama:1.2b --device rtx4090 --find sequence --micro-batch 1
+  pyao microbatch --model llama:1.2b --device rtx4090 --find sequence --long-context
+  pyao microbatch --model opt:1.3b --find largest --long-context --checkpoint-every 4
 """
 
 DEFAULT_GLOBAL_BATCH = 64
@@ -87,14 +88,13 @@ def add_microbatch_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a sample (default: 512; not with --find sequence)",
     )
-    what.add_argument(
-        "--head-loss",
-        choices=("off", "chunked"),
-        default="off",
-        help="chunked: the loss without all logits at once; each size is then recorded "
-        "(default: off)",
-    )
     add_training_arguments(what)
+    add_lever_arguments(
+        parser.add_argument_group(
+            "what changes the step itself",
+            "With a chunked loss or tiles each size is recorded, which takes longer.",
+        )
+    )
     _add_card_and_output(parser)
 
 
@@ -144,6 +144,7 @@ def _check_options(args: argparse.Namespace) -> None:
         if value is not None and value < least:
             flag = "--" + option.replace("_", "-")
             raise ConfigError(f"{flag} is {value}; expected {least} or more.")
+    levers_of(args)
     is_sequence = args.find == "sequence"
     for flag, value, is_for_sequences in (
         ("--micro-batch", args.micro_batch, True),
@@ -199,10 +200,11 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
     find = _longest if is_sequence else _micro_batch
     choice, num_recordings = find(args, config, hardware, limit_bytes, shows_progress)
     trained = "" if args.lora is None else f", LoRA of rank {args.lora}"
-    loss = "" if args.head_loss == "off" else ", chunked loss"
+    levers = levers_of(args)
+    changed = f", {levers.describe()}" if levers.describe() else ""
     what = "Longest sequence" if is_sequence else f"{args.find.capitalize()} micro-batch"
     return MicroBatchReport(
-        title=f"{what}: {spec.name}{trained}{loss} on {hardware.name}, {args.engine}",
+        title=f"{what}: {spec.name}{trained}{changed} on {hardware.name}, {args.engine}",
         find=args.find,
         global_batch=None if is_sequence else args.global_batch or DEFAULT_GLOBAL_BATCH,
         limit_bytes=limit_bytes,
@@ -213,7 +215,7 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
             "lora_rank": args.lora,
             "engine": args.engine,
             "optimizer": args.optimizer,
-            "head_loss": args.head_loss,
+            **levers.settings(),
             "host_memory": args.host_memory,
             "num_recorded_steps": num_recordings,
         },
@@ -241,7 +243,7 @@ def _micro_batch(
     global_batch = args.global_batch or DEFAULT_GLOBAL_BATCH
     sizes = _sizes_of(args.micro_batches)
     record = _recorder(args, config)
-    steps = SizedSteps(lambda size: record(size, length), scales=args.head_loss == "off")
+    steps = SizedSteps(lambda size: record(size, length), scales=levers_of(args).scales)
     best = _best(args, hardware, limit_bytes)
     with _bar(shows_progress, len(sizes or divisors_of(global_batch)), "size") as bar:
 
@@ -280,7 +282,7 @@ def _longest(
     steps = SizedSteps(
         lambda multiple: record(micro_batch, multiple * LENGTH_STEP),
         points=points,
-        scales=args.head_loss == "off" and (most is None or most >= max(points) * LENGTH_STEP),
+        scales=levers_of(args).scales and (most is None or most >= max(points) * LENGTH_STEP),
     )
     best = _best(args, hardware, limit_bytes)
     is_accumulating = args.global_batch is None or args.global_batch > micro_batch
@@ -317,7 +319,7 @@ def _recorder(args: argparse.Namespace, config: Any) -> Callable[[int, int], Any
         lora_rank=args.lora,
     )
 
-    levers = Levers(head_loss=args.head_loss)
+    levers = levers_of(args)
 
     def record(micro_batch: int, length: int) -> Any:
         try:

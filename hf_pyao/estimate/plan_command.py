@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
-from hf_pyao.levers import Levers
+from hf_pyao.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
 from hf_pyao.text import echo, one_line, say
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ examples
   pyao plan profile.json --device-memory 11GiB --save plan.json
   pyao plan opt:1.3b --device rtx4070 --micro-batch 8
   pyao plan llama:1.2b --device h200 --micro-batch 16 --device-memory 20GiB --save plan.json
+  pyao plan llama:1.2b --sequence-length 16384 --long-context --save plan.json
   pyao plan --compare plan.json other.json
   pyao report plan.json -o plan.html             the front of memory against time, drawn
 """
@@ -68,10 +69,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-lossy", action="store_true", help="int8 may be chosen where it is faster")
     add("--micro-batch", type=int, default=1, metavar="N", help="of a model (default: 1)")
     add("--sequence-length", type=int, default=512, metavar="N", help="of a model (default: 512)")
-    add("--head-loss", choices=("off", "chunked"), default="off", help="of a model")
     add("--save", type=Path, metavar="FILE.json", help="write the plan")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--compare", nargs="+", type=Path, metavar="PLAN.json", help="show plans side by side")
+    add_lever_arguments(
+        parser.add_argument_group(
+            "what changes a model's step itself",
+            "Give training the same settings: the plan is for what they leave to decide on.",
+        )
+    )
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -93,6 +99,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     say(json.dumps(plan.to_dict(), indent=2) if args.json else markdown_of(plan))
     if args.save is not None and not args.json:
         say(f"written: {one_line(str(args.save))}")
+        given = levers_of(args).given()
+        if given:
+            say(f"follow it with: {', '.join(f'{name}={given[name]!r}' for name in given)}")
     return 0
 
 
@@ -118,6 +127,11 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.settings import Size
 
     is_profile = args.source.endswith(".json")
+    if is_profile and given_levers(args):
+        raise ConfigError(
+            f"{', '.join(given_levers(args))}: of a model's step, and the step of a profile is as "
+            "it was recorded. Profile it with these settings, or drop them."
+        )
     named = args.device or (None if is_profile else "rtx4070")
     hardware = None if named is None else find_hardware(named)
     if hardware is not None and args.link is not None:
@@ -127,6 +141,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         "window": None if args.window is None else _number_or_text(args.window),
         "keep_last_layers": args.keep_last_layers,
         "allow_lossy": args.allow_lossy,
+        "checkpoint_every": profile.settings.get("checkpoint_every"),
     }
     config = PyAOConfig.from_dict({name: v for name, v in given.items() if v is not None})
     host = float("inf")
@@ -204,7 +219,7 @@ def _predicted_profile(args: argparse.Namespace) -> Profile:
             args.micro_batch,
             args.sequence_length,
             title=f"{spec.name} on {hardware.name}, predicted",
-            levers=Levers(head_loss=args.head_loss),
+            levers=levers_of(args),
         )
 
 

@@ -59,6 +59,7 @@ def predict_profile(
         modules=_modules(program, times_ms, hardware),
         slots=_slots(program),
         link={"d2h_gib_per_s": link.d2h_gib_per_s, "h2d_gib_per_s": link.h2d_gib_per_s},
+        settings=levers.settings(),
         speeds=speeds_of(hardware.device),
         program=recorded.to_dict(),
         provenance=collect_provenance(),

@@ -53,7 +53,8 @@ def predict_sweep(
         sequence_length: tokens of each.
         dtype: of weights and arithmetic; the card's speeds are taken to be for it.
         checkpointing: each layer is recomputed from its input, and the budget goes over inputs.
-        settings: ``head_loss``, ``min_bytes``, ``keep_last_layers`` and ``window`` are followed.
+        settings: ``min_bytes``, ``keep_last_layers``, ``window`` and what changes the step itself
+            (:class:`~hf_pyao.levers.Levers`) are followed.
         engine: a key of :data:`~hf_pyao.estimate.command.ENGINES`.
         optimizer: a key of :data:`~hf_pyao.estimate.command.OPTIMIZER_BYTES`.
         on_point: told of each budget.
@@ -97,7 +98,7 @@ def predict_sweep(
             "checkpointing": checkpointing,
             "engine": engine,
             "optimizer": optimizer,
-            "head_loss": settings.head_loss,
+            **Levers.of(settings).settings(),
             "min_bytes": settings.min_bytes,
             "keep_last_layers": settings.keep_last_layers,
             "window": settings.window,
@@ -180,7 +181,8 @@ def _predict(
         max_tensors=budget if is_count else None,
         max_bytes=None if is_count else budget,
     )
-    leaves = leaving(program, policy, settings.keep_last_layers)
+    kept = Levers.of(settings).kept_layers(program.num_layers, settings.keep_last_layers)
+    leaves = leaving(program, policy, kept)
     window_bytes = None if isinstance(settings.window, str) else settings.window
     timed = predict(
         program, leaves, window_bytes=window_bytes, device=hardware.device, link=hardware.link

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from hf_pyao.errors import ConfigError, PyAOError
-from hf_pyao.levers import Levers
+from hf_pyao.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
 from hf_pyao.report.documents import Document
 from hf_pyao.report.profile_report import Profile
 from hf_pyao.text import echo, one_line, say
@@ -29,6 +29,7 @@ examples
   pyao profile --steps 100 -o opt.json train.py         as many as the PyAO paper
   accelerate launch --module hf_pyao.cli profile train.py   on all ranks: means and extremes
   pyao profile --model opt:1.3b --device rtx4070 -o opt.json   predicted
+  pyao profile --model llama:1.2b --sequence-length 8192 --long-context -o long.json
   pyao report profile.json -o profile.html              tables and Figure 2 of the paper
   pyao predict profile.json                             plans for these steps, and their times
 """
@@ -68,7 +69,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     )
     predicted.add_argument("--micro-batch", type=int, default=1, metavar="N")
     predicted.add_argument("--sequence-length", type=int, default=512, metavar="N")
-    predicted.add_argument("--head-loss", choices=("off", "chunked"), default="off")
+    add_lever_arguments(predicted)
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -81,6 +82,11 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     if (args.script is None) == (args.model is None):
         raise ConfigError(
             "expected either a script to measure (pyao profile train.py ...) or --model to predict."
+        )
+    if args.script is not None and given_levers(args):
+        raise ConfigError(
+            f"{', '.join(given_levers(args))}: of a step that is predicted, and this one is "
+            "measured, with the settings that the script has. Set them there, or drop them."
         )
     for option, least in (("steps", 1), ("micro_batch", 1), ("sequence_length", 2)):
         if getattr(args, option) < least:
@@ -110,7 +116,7 @@ def _predicted(args: argparse.Namespace) -> Profile:
         args.micro_batch,
         args.sequence_length,
         title=f"{spec.name} on {hardware.name}, predicted",
-        levers=Levers(head_loss=args.head_loss),
+        levers=levers_of(args),
     )
     write_json(args.output, profile)
     return profile

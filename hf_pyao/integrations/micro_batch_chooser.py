@@ -139,7 +139,7 @@ class MicroBatchChooser:
         hardware = hardware_of(self._device)
         request = self._request()
         steps = SizedSteps(
-            lambda size: self._recorded(batches, size), scales=self._config.head_loss == "off"
+            lambda size: self._recorded(batches, size), scales=Levers.of(self._config).scales
         )
 
         def best_at(size: int) -> SizedPlan:
@@ -305,7 +305,8 @@ def _measured(peak_bytes: int | None) -> str:
 
 def _leaves(config: PyAOConfig, program: StepProgram) -> list[bool]:
     """Return which slots leave under a policy that looks at no times."""
-    least, kept = int(config.min_bytes), config.keep_last_layers
+    least = int(config.min_bytes)
+    kept = Levers.of(config).kept_layers(program.num_layers, config.keep_last_layers)
     if config.policy == "off":
         return [False] * len(program.slots)
     if config.policy == "budget":

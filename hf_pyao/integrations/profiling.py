@@ -39,8 +39,8 @@ from hf_pyao.transfer.link import LinkContext
 logger = logging.getLogger(__name__)
 
 SETTINGS = (
-    *("policy", "window", "min_bytes", "keep_last_layers", "codec", "head_loss"),
-    "recompute_modules",
+    *("policy", "window", "min_bytes", "keep_last_layers", "codec", "recompute_modules"),
+    *Levers.names(),
 )
 """Fields of the configuration that a profile holds."""
 

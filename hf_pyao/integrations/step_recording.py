@@ -117,7 +117,9 @@ def record_fake_step(
         tiles = put_on_mlp_tiles(model, found, config)
         try:
             lifecycle.install()
-            recorder.begin([name for name, _ in found.layers], pool.owns)
+            names = [name for name, _ in found.layers]
+            # Nothing of a layer that runs again as a whole is rebuilt by itself.
+            recorder.begin(names, pool.owns, with_graph=not levers.checkpoint_every)
             engine.observe(recorder.observer)
             resident_bytes = recorder.note_resident([*model.parameters(), *model.buffers()])
             with RecordingMode(recorder), _few_parts(recorder):

@@ -48,7 +48,9 @@ class OffloadLadder:
         self._engine = engine
         self._everything = OffloadAll(int(config.min_bytes))
         self._paths = paths_of(found)
-        rungs: list[Callable[[], str]] = [self._recompute, self._wait_for_copies]
+        rungs: list[Callable[[], str]] = [self._wait_for_copies]
+        if not config.checkpoint_every:  # else layers run again as a whole already
+            rungs.insert(0, self._recompute)
         # What recomputes already would only come to hold more.
         if not _may_recompute(config) and (config.keep_last_layers or config.policy != "all"):
             rungs.insert(0, self._offload)
@@ -112,6 +114,8 @@ class PlansFirst:
 
 
 def _may_recompute(config: PyAOConfig) -> bool:
+    if config.checkpoint_every:
+        return False
     if config.recompute_modules or config.policy in ("auto", "plan", "pyao"):
         return True
     return hasattr(config.policy, "products_to_replay")

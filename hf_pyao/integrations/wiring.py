@@ -13,6 +13,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.buffer_keys import BufferKeys
 from hf_pyao.integrations.module_map import FoundLayers, named_submodules, resolve_selections
 from hf_pyao.integrations.sharding import KnownSharding
+from hf_pyao.levers import Levers
 from hf_pyao.recompute.recomputer import LayerRecomputer
 from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
 from hf_pyao.runtime.backward_order import BackwardOrder
@@ -114,9 +115,8 @@ def wrapper_of(config: PyAOConfig, found: FoundLayers) -> Callable[[Policy], Pol
     selected = resolve_selections(
         names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
     )
-    first_kept = len(found.layers) - config.keep_last_layers
-    if config.checkpoint_every > 1:  # the segment that holds it, whose input is its first layer's
-        first_kept -= max(first_kept, 0) % config.checkpoint_every
+    num_layers = len(found.layers)
+    first_kept = num_layers - Levers.of(config).kept_layers(num_layers, config.keep_last_layers)
 
     def wrap(policy: Policy) -> Policy:
         if config.recompute_modules:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
+from hf_pyao.levers import Levers
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.calibration import times_of
 from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
@@ -72,7 +73,7 @@ class Forecast:
 
     def leaves(self, *, min_bytes: int, keep_last_layers: int) -> list[bool]:
         """Return which slots leave with policy ``all``."""
-        first_kept = self.program.num_layers - keep_last_layers
+        first_kept = self.program.num_layers - self._num_kept(keep_last_layers)
         return [slot.nbytes >= min_bytes and slot.layer < first_kept for slot in self.program.slots]
 
     def within_budget(
@@ -80,7 +81,13 @@ class Forecast:
     ) -> list[bool]:
         """Return which slots leave with policy ``budget``."""
         budget = OffloadBudget(min_bytes, max_bytes=budget_bytes)
-        return leaving(self.program, budget, keep_last_layers)
+        return leaving(self.program, budget, self._num_kept(keep_last_layers))
+
+    def _num_kept(self, keep_last_layers: int) -> int:
+        """Return how many last layers are kept of the step that was profiled."""
+        every = self.profile.settings.get("checkpoint_every", 0)
+        levers = Levers(checkpoint_every=max(0, every) if isinstance(every, int) else 0)
+        return levers.kept_layers(self.program.num_layers, keep_last_layers)
 
     def hidden_bytes(self) -> int:
         """Return what the link carries while forward computes; 0 if that stands still meanwhile."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.planning.coding import CodedWays
 from hf_pyao.planning.forecast import Forecast
 from hf_pyao.planning.planner import Planner
@@ -29,6 +31,8 @@ class PlanRequest:
     keep_last_layers: int
     may_shrink_window: bool
     may_keep_fewer: bool
+    levers: Levers = NO_LEVERS
+    """What changes the step itself."""
     recompute_modules: tuple[str, ...] = ()
     """Sub-modules of a layer whose slots are recomputed, by path, and ``pointwise``."""
     codec: str = "identity"
@@ -58,6 +62,7 @@ class PlanRequest:
             min_bytes=int(config.min_bytes),
             window_bytes=None if isinstance(window, str) else window,
             keep_last_layers=config.keep_last_layers,
+            levers=Levers.of(config),
             may_shrink_window=window == DEFAULTS.window and not is_link_shared,
             may_keep_fewer=config.keep_last_layers == DEFAULTS.keep_last_layers,
             recompute_modules=recomputed_paths,
@@ -113,10 +118,12 @@ class PlanRequest:
             dtypes: by slot, as far as known; codecs take slots of known ones alone.
             gradient_bytes: as in :meth:`planner`.
         """
+        kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
+        conditions = self.conditions(link, gradient_bytes)
         return Planner(
             program,
             times_ms,
-            self.conditions(link, gradient_bytes),
+            dataclasses.replace(conditions, keep_last_layers=kept),
             host_limit_bytes=self.host_limit_bytes,
             forced=self._forced(program),
             coding=CodedWays.of(

@@ -98,7 +98,7 @@ def _notes(profile: Profile) -> list[str]:
     }
     speed = profile.link_gib_per_s
     notes = []
-    if rates and speed:
+    if rates and speed and not profile.settings.get("checkpoint_every"):
         flagged = ", ".join(find_outliers(rates, speed).flagged) or "nothing"
         notes.append(
             f"PyAO's rule would recompute {flagged} (policy 'pyao'): `pyao estimate` predicts it, "

@@ -22,7 +22,8 @@ class SizedSteps:
         points: sizes at which it is recorded; what is below them is recorded where it is wanted,
             since a single sample may run other operations.
         scales: True if what the step does at other sizes follows from *points*. A loss in chunks
-            has as many of them as there are tokens for, and is recorded at each size.
+            has as many of them as there are tokens for, and is recorded at each size; so are MLPs
+            in tiles.
     """
 
     def __init__(

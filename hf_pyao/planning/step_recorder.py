@@ -103,16 +103,22 @@ class StepRecorder:
         return len(self._operations)
 
     def begin(
-        self, layer_names: Sequence[str], is_host: Callable[[torch.UntypedStorage], bool]
+        self,
+        layer_names: Sequence[str],
+        is_host: Callable[[torch.UntypedStorage], bool],
+        *,
+        with_graph: bool = True,
     ) -> None:
         """Take note of what the attached model is.
 
         Args:
             layer_names: qualified names of the layers, in forward order.
             is_host: says which storages are the host's.
+            with_graph: record what of a layer could be rebuilt from what.
         """
         self._layer_names = tuple(layer_names)
-        self._graph = GraphRecorder(min(1, len(self._layer_names) - 1))
+        if with_graph:
+            self._graph = GraphRecorder(min(1, len(self._layer_names) - 1))
         self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
         self._is_host = is_host
 

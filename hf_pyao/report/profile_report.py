@@ -114,7 +114,9 @@ class Profile:
     """Most on the device over them, as torch counts it; None where it does not."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What it ran with: ``policy``, ``window``, ``min_bytes``, ``keep_last_layers``, ``codec``,
-    ``head_loss``, ``recompute_modules``, and ``transport``, the name of what copied."""
+    ``recompute_modules``, ``transport``, the name of what copied, and what changes the step itself:
+    ``head_loss``, ``mlp_tiles``, ``checkpoint_every``, ``save_attention``. Of a predicted one the
+    last four."""
     speeds: dict[str, float] | None = None
     """What a predicted profile assumes of the device: ``tflop_per_s``, ``memory_gib_per_s``,
     ``launch_us``."""

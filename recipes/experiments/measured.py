@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -215,7 +216,10 @@ def method_of(system: System) -> str:
         settings = system.settings or {"policy": "off", "head_loss": system.head_loss}
         if system.settings:
             settings["profile_steps"] = 1
-        given = "pyao:" + ",".join(f"{key}={value}" for key, value in settings.items())
+        given = "pyao:" + ",".join(
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in settings.items()
+        )
         return f"checkpoint+{given}" if system.checkpointing else given
     return "checkpoint" if system.checkpointing else "none"
 

@@ -15,7 +15,14 @@ import torch
 
 from experiments.systems import System
 from hf_pyao.config import PyAOConfig
-from hf_pyao.estimate.estimate import AUTO, WAYS, Estimator, PredictedWay, Way
+from hf_pyao.estimate.estimate import (
+    AUTO,
+    LONG_CONTEXT,
+    WAYS,
+    Estimator,
+    PredictedWay,
+    Way,
+)
 from hf_pyao.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
 from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.estimate.search import largest_on_a_line
@@ -247,6 +254,8 @@ def _default_window_bytes() -> int | None:
 def _way_of(system: System) -> Way:
     if system.is_auto:
         return AUTO
+    if system.is_long_context:
+        return LONG_CONTEXT
     ours = "policy pyao" if system.is_selective else "policy all"
     name = ours if system.is_pyao else "none"
     name = "checkpointing" if system.checkpointing else name

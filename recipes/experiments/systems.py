@@ -22,6 +22,8 @@ class System:
     head_loss: str = "off"
     is_auto: bool = False
     """``policy="auto"``: the fastest plan in the memory that there is; a window of its own."""
+    is_long_context: bool = False
+    """``policy="all", long_context=True``: chunked loss, MLPs in tiles, layers' inputs leave."""
     accumulates: bool = False
     """Gradients stay on the device, summed over micro-batches, until they are reduced once."""
 
@@ -30,6 +32,8 @@ class System:
         """Fields of ``PyAOConfig``, where hf_pyao is at work."""
         if self.is_auto:
             return {"policy": "auto", "head_loss": self.head_loss}
+        if self.is_long_context:
+            return {"policy": "all", "window": "layer", "long_context": True}
         if not self.is_pyao:
             return {}
         return {
@@ -51,6 +55,7 @@ CHECKPOINTING_CHUNKED = System(
 )
 AUTO = System(name="auto", is_auto=True)
 AUTO_CHUNKED = System(name="auto, chunked loss", is_auto=True, head_loss="chunked")
+LONG_CONTEXT = System(name="long context", is_long_context=True, head_loss="chunked")
 ACCUMULATION = System(name="ZeRO-1, accumulation", engine="zero1", accumulates=True)
 
 OFFLOAD_ALL = System(name="offload all, identity", is_pyao=True, is_selective=False)

@@ -15,6 +15,7 @@ from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.predicted_sweep import predict_points, predict_sweep
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.hardware.presets import HARDWARE
+from hf_pyao.levers import Levers
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.sweep import parse_budgets
@@ -67,6 +68,35 @@ def test_the_same_bytes_leave(architecture: str, checkpointing: bool, dtype: str
                 found.append(counted)
     assert found[:2] == [0, 0]
     assert max(found) > 0
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_same_inputs_of_segments_leave(every: int) -> None:
+    """The segment that holds the last layer is kept, by the engine and as predicted."""
+    given = {**ARCHITECTURES["llama"], "num_hidden_layers": 4}
+    config = config_of(parse_model("llama:" + ",".join(f"{k}={v}" for k, v in given.items())))
+    config.use_cache = False
+    levers = Levers(checkpoint_every=every)
+    training = FakeTraining(config=config, operations_of="cpu")
+    program = record_step(training, BATCH, LENGTH, levers=levers)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    ids = torch.randint(1, config.vocab_size, (BATCH, LENGTH))
+    found = []
+    for budget in (0, 1, 9):
+        settings = PyAOConfig(policy="budget", budget=budget, min_bytes=64, checkpoint_every=every)
+        with attach(model, settings) as offloader:
+            model(input_ids=ids, labels=ids).loss.backward()
+            found.append(offloader.metrics()["offloaded_bytes"])
+        points = predict_points(
+            program,
+            parse_budgets(str(budget)),
+            HARDWARE["rtx4070"],
+            tokens=BATCH * LENGTH,
+            settings=settings,
+        )
+        assert [point.offloaded_bytes for point in points if point.budget == budget] == found[-1:]
+    nbytes = program.slots[0].nbytes
+    assert found == [0, nbytes, {1: 3, 2: 1}[every] * nbytes]
 
 
 @pytest.mark.thorough

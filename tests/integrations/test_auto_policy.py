@@ -73,12 +73,14 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def figures_of(architecture: str) -> dict[str, float]:
+def figures_of(
+    architecture: str, config: PyAOConfig = AUTO, batch: dict[str, torch.Tensor] | None = None
+) -> dict[str, float]:
     """Return what a plan without a limit says of all plans that need no solver."""
     model = tiny_model(architecture).train()
-    with attach(model, replace(AUTO, device_memory_gib=1.0), transport=transport()) as offloader:
+    with attach(model, replace(config, device_memory_gib=1.0), transport=transport()) as offloader:
         for _ in range(NUM_MEASURED + 1):
-            step(model, None, offloader)
+            step(model, batch, offloader)
         assert offloader.plan is not None
         return offloader.plan.figures
 
@@ -87,12 +89,17 @@ def transport() -> SimulatedTransport:
     return SimulatedTransport(0, link=LINK)
 
 
-def capped(architecture: str, share: float) -> PyAOConfig:
+def capped(
+    architecture: str,
+    share: float,
+    config: PyAOConfig = AUTO,
+    batch: dict[str, torch.Tensor] | None = None,
+) -> PyAOConfig:
     """Return a configuration whose cap lies between the lowest peak and that of keeping all."""
-    figures = figures_of(architecture)
+    figures = figures_of(architecture, config, batch)
     peaks = [value for name, value in figures.items() if name.startswith("peak_bytes/")]
     least, most = min(peaks), figures["peak_bytes/keep everything"]
-    return replace(AUTO, device_memory_gib=(least + share * (most - least)) / GIB)
+    return replace(config, device_memory_gib=(least + share * (most - least)) / GIB)
 
 
 @contextmanager
@@ -120,6 +127,27 @@ def test_gradients_stay_right_before_at_and_after_the_switch(architecture: str) 
         moved = offloader.metrics()
         assert moved["offloaded_bytes"] + moved["recomputed_bytes"] > 0
     assert_same(step(model), expected)
+
+
+def test_of_layers_that_run_again_their_inputs_alone_are_planned() -> None:
+    """With tiles and a chunked loss too; the gradients are those without any offloading."""
+    levers = {"checkpoint_every": 1, "mlp_tiles": 2, "head_loss": "chunked"}
+    batch = batch_of(64)
+    model = tiny_model("llama").train()
+    with attach(model, PyAOConfig(policy="off", mlp_tiles=2, head_loss="chunked")):
+        expected = step(model, batch)
+    config = capped("llama", 0.5, replace(AUTO, **levers), batch)
+    with attached(model, config) as offloader:
+        for _ in range(NUM_MEASURED + 2):
+            assert_same(step(model, batch, offloader), expected)
+        plan = offloader.plan
+        assert plan is not None
+        assert plan.figures["peak_bytes"] <= config.device_memory_gib * GIB
+        assert {slot.name for slot in plan.slots} == {":0"}
+        assert {slot.action for slot in plan.slots} == {"keep", "offload"}
+        assert not {name for name in plan.figures if "checkpointing" in name}
+        moved = offloader.metrics()
+        assert moved["offloaded_bytes"] > 0 and moved["recomputed_bytes"] == 0
 
 
 def test_where_everything_fits_no_hook_runs(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao import Offloader, PyAOConfig, attach
+from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.integrations.tightening import OffloadLadder
 from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage
 from tests.helpers import (
     EVERY_LAYER,
@@ -113,3 +115,23 @@ def test_a_run_completes_with_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_completes_with_the_same_bits_at_any_allocation(name: str) -> None:
     check_points(name, 10**6 if name == "gpt2 all" else 100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_rungs", "num_recomputing"),
+    [
+        ({"policy": "all", "keep_last_layers": 0}, 2, 1),
+        ({"policy": "all", "keep_last_layers": 0, "checkpoint_every": 1}, 1, 0),
+        ({"policy": "auto", "checkpoint_every": 1}, 2, 0),
+    ],
+)
+def test_nothing_is_recomputed_by_itself_in_layers_that_run_again(
+    settings: dict[str, Any], num_rungs: int, num_recomputing: int
+) -> None:
+    model = tiny_model("gpt2").train()
+    config = PyAOConfig(**settings)
+    with attach(model, config) as offloader:
+        ladder = OffloadLadder(offloader.engine, config, find_layers(model))
+        told = list(iter(lambda: ladder.tighter(torch.OutOfMemoryError()), None))
+    assert len(told) == num_rungs
+    assert sum("is recomputed" in sentence for sentence in told) == num_recomputing

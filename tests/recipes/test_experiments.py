@@ -39,9 +39,11 @@ from experiments.systems import (
     BASELINE,
     CHECKPOINTING,
     GIVEN,
+    LONG_CONTEXT,
     MODELS,
     OFFLOAD_ALL,
     PYAO,
+    PYAO_CHUNKED,
     PYAO_INT8,
     SYSTEMS,
 )
@@ -538,6 +540,14 @@ def test_sentences_without_numbers_hold_too() -> None:
         assert value(model, "checkpointing", less) > value(model, both, less)
     gpt2 = MODELS["gpt2"]
     assert value(gpt2, "checkpointing", slower) < value(gpt2, both, slower)
+
+    rows = select(read_document(RESULTS / "table2_predict.json")["rows"], quantity="step")
+    for model in MODELS.values():
+        peaks = {r["system"]: r["detail"]["peak_gb"] for r in select(rows, model=model)}
+        assert min(peaks, key=lambda name: peaks[name]) == LONG_CONTEXT.name
+        chunked = (PYAO_CHUNKED.name, LONG_CONTEXT.name)
+        least = max(peaks[PYAO.name] - peaks[name] for name in chunked)
+        assert peaks[PYAO.name] - peaks[PYAO_CHUNKED.name] > least / 2
 
     rows = read_document(RESULTS / "figure4_predict.json")["rows"]
     largest = "largest micro-batch in 8.68 GB of tensors"

@@ -1,0 +1,80 @@
+"""Options of commands that change the step itself: long context, and each part of it alone."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hf_pyao.config import SETTINGS, PyAOConfig
+from hf_pyao.levers import Levers
+
+HEAD_LOSSES = ("off", "chunked")
+"""Of the names that ``head_loss`` takes, those that a step on fake tensors can run."""
+
+LEVER_NAMES = ("long_context", *Levers.names())
+"""Fields of the configuration that these options stand for."""
+
+
+def add_lever_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add what changes the step itself to *group*; None stands for what was not given."""
+    group.add_argument(
+        "--long-context",
+        action="store_true",
+        default=None,
+        help="as training with long_context: chunked loss, MLPs in tiles, each layer's input "
+        "offloaded and the layer run again in backward, attention not. Each can be given otherwise "
+        "beside it",
+    )
+    group.add_argument(
+        "--head-loss",
+        choices=HEAD_LOSSES,
+        help="chunked: the loss without all logits at once (default: off; with --long-context: "
+        "chunked)",
+    )
+    group.add_argument(
+        "--mlp-tiles",
+        metavar=SETTINGS["mlp_tiles"].kind.metavar,
+        help="run MLPs over tiles of tokens, so that their intermediate tensors exist for one at a "
+        "time; auto: as many as keep matrix products efficient (default: off; with --long-context: "
+        "auto)",
+    )
+    group.add_argument(
+        "--checkpoint-every",
+        metavar="K",
+        help="of every K layers only the first one's input is saved, and they run again in "
+        "backward. 2 takes half of the host memory that 1 does (default: 0, which is off; with "
+        "--long-context: 1)",
+    )
+    group.add_argument(
+        "--save-attention",
+        action=argparse.BooleanOptionalAction,
+        help="with --checkpoint-every: save what attention returns too, so that its kernel does "
+        "not run again (default: no; with --long-context: yes)",
+    )
+
+
+def flag_of_lever(name: str) -> str:
+    """Return the option for a field of the configuration."""
+    return "--" + name.replace("_", "-")
+
+
+def given_levers(args: argparse.Namespace) -> list[str]:
+    """Return which of these options were given, as they are written."""
+    return [flag_of_lever(name) for name in LEVER_NAMES if getattr(args, name) is not None]
+
+
+def levers_of(args: argparse.Namespace) -> Levers:
+    """Return what the options say.
+
+    Raises:
+        ConfigError: a value is bad, or one has no effect without another.
+    """
+    given: dict[str, Any] = {}
+    for name in LEVER_NAMES:
+        value = getattr(args, name)
+        if value is not None:
+            is_text = isinstance(value, str)
+            label = flag_of_lever(name)
+            given[name] = SETTINGS[name].kind.parse(label, value) if is_text else value
+    labels = {name: flag_of_lever(name) for name in LEVER_NAMES}
+    return Levers.of(PyAOConfig.from_dict(given, labels))
