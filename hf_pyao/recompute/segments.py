@@ -29,10 +29,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
+from hf_pyao.module_state import version_of
 from hf_pyao.recompute.kept_attention import SeenAttention
 from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.random_state import RandomState
-from hf_pyao.recompute.segment_calls import MadeBefore, RecordedCall, version_of
+from hf_pyao.recompute.segment_calls import MadeBefore, RecordedCall
 from hf_pyao.runtime.saved_tensor import Handle
 from hf_pyao.runtime.saved_tensor_hooks import Pack, pack_hook, pop_hooks, push_hooks
 from hf_pyao.runtime.tape import LayerCall
