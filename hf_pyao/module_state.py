@@ -5,9 +5,10 @@ Between a forward and its backward, a script may freeze weights, call ``eval()``
 in (``torch.func.functional_call``) or take a method off; a forward itself may count its calls, or
 draw from a generator of its own. None of this reaches what autograd has saved, so none may reach a
 second run. Noted are parameters and whether they are trained, attributes that are plain values,
-methods or small tensors without a graph, and the state of generators. Attributes that are lists,
-large tensors or other objects are not: noting them would hold what they hold; nor is what is
-written into a tensor. A second run leaves all attributes as they were before. Sharded parameters are left alone: those who shard them have put the right ones there.
+methods or small tensors, and the state of generators. Attributes that are lists, large tensors or
+other objects are not: noting them would hold what they hold; nor is what is written into a tensor.
+A second run leaves all attributes as they were before. Sharded parameters are left alone: those
+who shard them have put the right ones there.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class _GeneratorKind(NamedTuple):
 
 def _generator_kinds() -> dict[type, _GeneratorKind]:
     """Return how the state of each kind of generator is read and written."""
-    kinds = {
+    kinds: dict[type, _GeneratorKind] = {
         torch.Generator: _GeneratorKind(torch.Generator.get_state, _set_torch),
         random.Random: _GeneratorKind(random.Random.getstate, random.Random.setstate),
     }
