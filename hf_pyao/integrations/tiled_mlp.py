@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_pyao.integrations.lasting_forward import LeftBehind, Method
 from hf_pyao.integrations.mlp_proof import KnownMLP
 from hf_pyao.integrations.sharding import KnownSharding, is_sharded_by_zero
+from hf_pyao.module_state import ModuleState
 from hf_pyao.runtime.model_hooks import ModelHook
 from hf_pyao.tiling import TiledCall, TilePlan, plan_tiles, run_in_tiles
 
@@ -105,6 +106,8 @@ class TiledMLP(Part):
         """Return how a call with *inputs* is cut; None if it is not."""
         if not module.training or len(inputs) != self._known.num_inputs:
             return None
+        if torch._C._are_functorch_transforms_active():
+            return None  # they follow operations of torch's alone
         if any(type(tensor) not in _PLAIN for tensor in inputs):
             return None
         first: Tensor = inputs[0]
@@ -133,7 +136,7 @@ class TiledMLP(Part):
             function=function,
             weights=partial(weights_of, parts),
             plan=plan,
-            state=partial(modes_of, parts),
+            state=partial(state_of, parts),
             is_compiled=self._is_compiled,
         )
         return run_in_tiles(call, *inputs)
@@ -209,6 +212,6 @@ def _weights(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
             yield from sharding.weights_of(module)
 
 
-def modes_of(parts: Sequence[nn.Module]) -> tuple[bool, ...]:
-    """Return which modules train."""
-    return tuple(module.training for part in parts for module in part.modules())
+def state_of(parts: Sequence[nn.Module]) -> ModuleState:
+    """Return what *parts* go by at the moment."""
+    return ModuleState(module for part in parts for module in part.modules())

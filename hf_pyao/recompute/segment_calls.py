@@ -10,7 +10,8 @@ run, and asks the second for values alone, so that its gradients arrive all the 
 [Note: State of layers]
 Parameters must not change between the two runs; if one did, that raises. Buffers may: where one
 was written in forward or since (statistics of batches, what ranks broadcast), the second run gets
-a copy of what the first one found, and what it writes goes there.
+a copy of what the first one found, and what it writes goes there. For all else see [Note: State of
+modules] in ``module_state``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _NormBase
 
 from hf_pyao.errors import SavedTensorModifiedError
+from hf_pyao.module_state import ModuleState, NotedParameter, version_of
 from hf_pyao.recompute.kept_attention import GivenAttention, KernelCall
 from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.segment_conditions import Conditions
@@ -54,11 +56,6 @@ class Held(NamedTuple):
     version: int
     requires_grad: bool
     """Whether it is to require a gradient again, though nothing made it."""
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often *tensor* was changed in place; 0 for one that does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def hold(tensor: Tensor) -> Held:
@@ -260,22 +257,22 @@ class InnerHooks:
 
 
 class _Named(NamedTuple):
-    """A parameter or a buffer where a module has it."""
+    """A buffer where a module has it."""
 
     home: dict[str, Any]
     name: str
     tensor: Tensor
     version: int
     copy: Tensor | None
-    """What a buffer held, where that may be another thing by the time of backward."""
+    """What it held, where that may be another thing by the time of backward."""
 
 
 class LayerState:
-    """Knows where a layer has its parameters and buffers, and whether its buffers change."""
+    """Knows the modules of a layer, where it has its buffers, and whether these change."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._parameters = [m._parameters for m in modules if m._parameters]
+        self._modules = [weakref.ref(m) for m in modules]
         self._buffers = [m._buffers for m in modules if m._buffers]
         self.is_written = any(isinstance(m, _NormBase) and m.track_running_stats for m in modules)
         """True once a buffer was seen to change: by the layer, or between its calls."""
@@ -283,13 +280,8 @@ class LayerState:
 
     def now(self) -> StateOfCall:
         """Note the state with which a call begins."""
-        parameters = [
-            _Named(home, name, tensor, version_of(tensor), None)
-            for home in self._parameters
-            for name, tensor in home.items()
-            if tensor is not None
-        ]
-        return StateOfCall(self, parameters, self._buffers_now() if self._buffers else [])
+        modules = ModuleState(m for ref in self._modules if (m := ref()) is not None)
+        return StateOfCall(self, modules, self._buffers_now() if self._buffers else [])
 
     def _buffers_now(self) -> list[_Named]:
         is_first = not self._seen
@@ -310,11 +302,11 @@ class LayerState:
 
 
 class StateOfCall:
-    """A layer's parameters and buffers as one of its calls found them."""
+    """A layer's modules and buffers as one of its calls found them."""
 
-    def __init__(self, layer: LayerState, parameters: list[_Named], buffers: list[_Named]) -> None:
+    def __init__(self, layer: LayerState, modules: ModuleState, buffers: list[_Named]) -> None:
         self._layer = layer
-        self._parameters = parameters
+        self._modules = modules
         self._buffers = buffers
 
     def forward_ended(self) -> None:
@@ -340,9 +332,15 @@ class StateOfCall:
         Raises:
             SavedTensorModifiedError: a parameter was changed since.
         """
-        for each in self._parameters:
-            if each.home.get(each.name) is each.tensor and _is_changed(each):
-                raise _changed_since(layer, "parameter", each.name)
+        with self._modules.put_back():
+            for each in self._modules.parameters:
+                if each.home.get(each.name) is each.tensor and _is_changed(each):
+                    raise _changed_since(layer, "parameter", each.name)
+            with self._put_back_buffers(layer):
+                yield
+
+    @contextlib.contextmanager
+    def _put_back_buffers(self, layer: str) -> Iterator[None]:
         changed = [each for each in self._buffers if self._layer.is_written or _is_changed(each)]
         for each in changed:
             if each.copy is None and _is_changed(each):
@@ -358,7 +356,7 @@ class StateOfCall:
                 each.home[each.name] = tensor
 
 
-def _is_changed(each: _Named) -> bool:
+def _is_changed(each: _Named | NotedParameter) -> bool:
     return each.home.get(each.name) is not each.tensor or version_of(each.tensor) != each.version
 
 

@@ -29,10 +29,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
+from hf_pyao.module_state import version_of
 from hf_pyao.recompute.kept_attention import SeenAttention
 from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.random_state import RandomState
-from hf_pyao.recompute.segment_calls import MadeBefore, RecordedCall, version_of
+from hf_pyao.recompute.segment_calls import MadeBefore, RecordedCall
 from hf_pyao.runtime.saved_tensor import Handle
 from hf_pyao.runtime.saved_tensor_hooks import Pack, pack_hook, pop_hooks, push_hooks
 from hf_pyao.runtime.tape import LayerCall
@@ -185,6 +186,7 @@ class Segment:
         self._hidden: Tensor | None = hidden
         self._hidden_version = version_of(hidden)
         self._requires_grad = hidden.requires_grad
+        self._kept_hidden: Callable[[], Tensor | None] = lambda: None
         self._input: Handle | None = None
         self._attention: SeenAttention | None = None
         self._place_holders: list[weakref.ref[PlaceHolder]] = []
@@ -237,6 +239,7 @@ class Segment:
     def _keep_input(self, hidden: Tensor) -> None:
         self._check_hidden(hidden)
         self._hidden = None
+        self._kept_hidden = weakref.ref(hidden)
         self._input = self._keeper.keep_input(self._first, hidden)
 
     def layer_ended(self, outputs: Sequence[Tensor]) -> None:
@@ -246,11 +249,12 @@ class Segment:
             SavedTensorModifiedError: the layer changed what it was given, or a buffer for the first
                 time.
         """
-        if self._hidden is not None:
-            self._check_hidden(self._hidden)
-            self._hidden = None  # nothing was saved: there is nothing to run again for
+        self._hidden = None  # if nothing was saved, there is nothing to run again for
         recorded = self.calls[-1]
         if self.has_saved:
+            kept = self._kept_hidden() if len(self.calls) == 1 else None
+            if kept is not None:
+                self._check_hidden(kept)
             if recorded.changed_argument():
                 raise _changes_its_input(recorded.name)
             recorded.forward_ended()
@@ -281,7 +285,14 @@ class Segment:
         if task != NO_TASK:
             forget = functools.partial(_forget, weakref.ref(self))
             torch.autograd.Variable._execution_engine.queue_callback(forget)
-        hidden = self._keeper.give(self._input, self._last)
+        try:
+            hidden = self._keeper.give(self._input, self._last)
+        except SavedTensorModifiedError as error:
+            raise SavedTensorModifiedError(
+                f"the input of {self.name} was changed in place after it was given, and has to be "
+                "given again in backward (checkpoint_every). Clone the tensor before changing it, "
+                "or give checkpoint_every=0."
+            ) from error
         if self._requires_grad and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()
         collector = _Collector(self, task, self._place_holders, self._metas)

@@ -28,6 +28,11 @@ HOOKS_DISABLED = (
     "(torch.autograd.graph.disable_saved_tensors_hooks; transforms such as torch.func.grad do that)"
 )
 
+TRANSFORMED = (
+    "the layers ran inside of a transform of torch.func (vmap, jvp), whose tensors have no memory "
+    "of their own"
+)
+
 
 def is_recomputing() -> bool:
     """Say whether the forward that runs is a recomputation inside a backward pass."""
@@ -44,6 +49,8 @@ def reason_to_pass_over() -> str | None:
         return RECOMPUTED
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return HOOKS_DISABLED
+    if torch._C._are_functorch_transforms_active():
+        return TRANSFORMED
     return None
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_pyao.errors import ConflictError
+from hf_pyao.errors import ConflictError, SavedTensorModifiedError
+from hf_pyao.module_state import ModuleState
 from hf_pyao.tiling.surroundings import (
     AutocastState,
     NoTensorHooks,
@@ -46,9 +47,8 @@ class TiledCall:
     plan: TilePlan
     is_compiled: bool = False
     """Whether the function runs compiled code, which has its own linear layers."""
-    state: Callable[[], object] = lambda: None
-    """Returns what else the function goes by, such as whether it trains; must be the same in
-    backward as in forward."""
+    state: Callable[[], ModuleState] = lambda: ModuleState(())
+    """Returns what else the function goes by, such as whether it trains: put back in backward."""
 
 
 def run_in_tiles(call: TiledCall, *inputs: Tensor) -> Tensor:
@@ -148,24 +148,20 @@ class _RunTiles(torch.autograd.Function):
                 "create_graph=True differentiates the gradients again, but an MLP in tiles keeps "
                 "no graph of them. Set mlp_tiles='off' for training that needs second derivatives."
             )
-        if ctx.state != call.state():
-            raise ConflictError(
-                "an MLP in tiles ran in one mode in forward and would run again in another: "
-                "train() or eval() was called on it between forward and backward. Call it after "
-                "backward."
-            )
-        weights = list(call.weights())
-        if versions_of(weights) != ctx.versions:
-            raise RuntimeError(
-                "a weight of an MLP in tiles was modified by an inplace operation between forward "
-                "and backward, which runs the MLP again with it. Step the optimizer after backward."
-            )
         inputs = ctx.saved.node.saved_tensors
-        trained = [weight for weight in weights if weight.requires_grad]
-        backward = _Backward(call, inputs, trained, needs, ctx.states)
-        run = ctx.autocast.around(ctx.states.kept(torch.enable_grad()(without_hooks(backward.run))))
-        with NoTensorHooks(trained):
-            run(grad_output)
+        with ctx.state.put_back():
+            weights = list(call.weights())
+            if versions_of(weights) != ctx.versions:
+                raise SavedTensorModifiedError(
+                    "a weight of an MLP in tiles was modified by an inplace operation between "
+                    "forward and backward, which runs the MLP again with it. Step the optimizer "
+                    "after backward."
+                )
+            trained = [weight for weight in weights if weight.requires_grad]
+            backward = _Backward(call, inputs, trained, needs, ctx.states)
+            run = torch.enable_grad()(without_hooks(backward.run))
+            with NoTensorHooks(trained):
+                ctx.autocast.around(ctx.states.kept(run))(grad_output)
         return (*(None,) * num_other, *backward.results())
 
 

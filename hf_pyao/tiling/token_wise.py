@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from hf_pyao.module_state import ModuleState
 from hf_pyao.text import describe_error
 from hf_pyao.tiling.row_rules import (
     NUMBERS_OF_SIZES,
@@ -101,6 +102,8 @@ class TokenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check_arguments(self, func: Any, name: str, arguments: dict[str, Any]) -> None:
         for leaf in tree_leaves(list(arguments.values())):
+            if isinstance(leaf, torch.Generator):
+                raise NotTokenWise(f"{name} draws from a generator of its own")
             if isinstance(leaf, Tensor) and id(leaf) not in self._known:
                 if has_lead(leaf.shape, self._leads):
                     raise NotTokenWise(f"{name} has tokens from an unknown place")
@@ -231,9 +234,11 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
         (vars(m)[n], dict(vars(m)[n])) for m in everything for n in ("_parameters", "_buffers")
     ]
     device_types = {"cpu", *(weight.device.type for weight in weights)}
+    state = ModuleState(everything, also_global=True)
     try:
         with ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
+            stack.enter_context(state.put_back())
             for device_type in device_types - {"meta"}:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             for module in everything:
@@ -245,7 +250,7 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
                         whole.requires_grad_(weight.requires_grad)
                         module._parameters[name] = whole  # type: ignore[assignment]
             yield fake_mode
-        changed = _first_change(before)
+            changed, has_drawn = _first_change(before), state.drew()
     finally:
         for table, kept in (*tables, *((vars(module), kept) for module, kept in before)):
             table.update(kept)
@@ -253,6 +258,8 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
                 del table[name]
     if changed is not None:
         raise NotTokenWise(f"it changes its attribute {changed!r}, which is a state")
+    if has_drawn:
+        raise NotTokenWise("it draws random numbers that are not torch's")
 
 
 def whole_shape(weight: Tensor) -> torch.Size | None:

@@ -70,6 +70,7 @@ def test_gradients_and_hooks(kind: str, name: str, tmp_path: Path) -> None:
 def test_linears_that_are_sharded_by_themselves_are_left_alone(tmp_path: Path) -> None:
     for rank in run("fsdp2_linears", "llama", tmp_path):
         for facts in rank.values():
-            assert facts["worst"] == 0.0
+            has_norms = facts["tiled"]["metrics"]["mlp_tiles_num_norms_tiled"] > 0
+            assert facts["worst"] <= (2e-6 if has_norms else 0.0)
             assert facts["tiled"]["metrics"]["mlp_tiles_num_tiles"] == 0
             assert "sharded by itself" in facts["tiled"]["described"]

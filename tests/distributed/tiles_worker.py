@@ -5,6 +5,7 @@ Arguments: how the model is sharded, its architecture, the rank, and the folder 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -110,7 +111,7 @@ def compare(plain: dict[str, Any], tiled: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(kind: str, name: str, rank: int, folder: Path) -> None:
-    """Train with and without, before and after wrapping, and write what came of it."""
+    """Train with and without, before and after wrapping, with segments too, and write what came of it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     config = PyAOConfig(
@@ -121,6 +122,9 @@ def main(kind: str, name: str, rank: int, folder: Path) -> None:
     for before in (False, True):
         tiled = train(kind, name, config, before=before)
         found["before" if before else "after"] = compare(dict(plain), tiled)
+    in_segments = dataclasses.replace(config, checkpoint_every=2, save_attention=True)
+    tiled = train(kind, name, in_segments, before=False)
+    found["in segments"] = compare(dict(plain), tiled)
     (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_pyao.errors import ConflictError
+from hf_pyao.module_state import ModuleState
 from hf_pyao.tiling import TiledCall, TilePlan, run_in_tiles
 from tests.tiling.mlps import HIDDEN, GatedMLP, gradients, median, plan_of, relative, tiled
 
@@ -214,12 +215,21 @@ def test_a_weight_that_is_written_between_forward_and_backward_is_noticed() -> N
         output.backward(grad)
 
 
-def test_another_mode_in_backward_is_noticed() -> None:
+def test_another_mode_in_backward_is_put_back() -> None:
     module, (hidden, grad) = seeded(dropout=0.5), inputs_of((2, 48))
-    output = tiled(module, 4, state=lambda: module.training)(hidden)
-    module.eval()
-    with pytest.raises(ConflictError, match="eval"):
-        output.backward(grad)
+    run = tiled(module, 4, state=lambda: ModuleState(module.modules()))
+    found = []
+    for mode in (True, False):
+        module.train()
+        torch.manual_seed(0)
+        output = run(hidden)
+        module.train(mode)
+        module.up.weight.requires_grad_(mode)
+        found.append(torch.autograd.grad(output, [hidden, module.down.weight], grad))
+        assert module.training is module.up.weight.requires_grad is mode
+        module.up.weight.requires_grad_(True)
+    for expected, other in zip(*found, strict=True):
+        assert torch.equal(expected, other)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
