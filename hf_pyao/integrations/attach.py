@@ -213,10 +213,10 @@ class Offloader:
         try:
             self.head_loss = put_on_head_loss(model, config)
             if self.head_loss is not None:
-                record.head_loss_description = f" {self.head_loss.describe()}."
+                record.levers_description = f" {self.head_loss.describe()}."
             self.mlp_tiles = put_on_mlp_tiles(model, found, config)
             if self.mlp_tiles is not None:
-                record.head_loss_description += f" {self.mlp_tiles.describe()}."
+                record.levers_description += f" {self.mlp_tiles.describe()}."
             self._lifecycle.install()
             self._deciding.start(model, self)
             if config.report is not None:

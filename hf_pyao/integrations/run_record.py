@@ -46,7 +46,7 @@ class RunRecord:
         self.host_pool = host_pool
         self.layer_names: tuple[str, ...] = ()
         self.how_found = ""
-        self.head_loss_description = ""
+        self.levers_description = ""
         self.auto_summary: Callable[[], str] = str
         """Says what policy ``auto`` does; empty with others, and before it has decided."""
         # Where it was asked for, also if the script goes to another folder.
@@ -106,7 +106,7 @@ class RunRecord:
     def describe(self) -> str:
         """Say in one line what is offloaded, how, and within which limits."""
         config = self.config
-        head = self.head_loss_description
+        head = self.levers_description
         if self.engine.policy.name == "off":
             what = f"; {self.segments}" if self.segments else ""
             return f"hf_pyao offloads nothing (policy 'off'){what}.{head}"
