@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -120,6 +121,30 @@ class PlanMaker:
         assert profile is not None
         assert planner is not None
         return self.plan(at_other_size(profile, planner.program, recorded), num_elements)
+
+    def plan_for_slower_copies(self, extra_stall_ms: float) -> Plan:
+        """Take the fastest plan for copies as slow as the plan that is followed has shown.
+
+        Args:
+            extra_stall_ms: by how much longer than predicted a micro-batch waited for copies. The
+                link is taken to need so much longer for what the plan moves.
+        """
+        profile, planner, chosen = self._profile, self._planner, self.chosen
+        assert profile is not None
+        assert planner is not None
+        assert chosen is not None
+        link, nbytes = planner.conditions.link, chosen.timed.offloaded_bytes
+        copies_ms = link.copy_ms("offload", nbytes) + link.copy_ms("reload", nbytes)
+        share = copies_ms / (copies_ms + extra_stall_ms)
+        self._planner = self._request.planner(
+            profile,
+            link=dataclasses.replace(
+                link,
+                d2h_gib_per_s=share * link.d2h_gib_per_s,
+                h2d_gib_per_s=share * link.h2d_gib_per_s,
+            ),
+        )
+        return self._choose(self._planner)
 
     def plan_tighter(self) -> Plan | None:
         """Take a plan with a lower peak than the one that is followed; None if there is none."""

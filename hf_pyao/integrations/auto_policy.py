@@ -21,7 +21,13 @@ import torch
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
-from hf_pyao.integrations.auto_check import NUM_UNCOUNTED, Comparison, loses, typical
+from hf_pyao.integrations.auto_check import (
+    NUM_UNCOUNTED,
+    Comparison,
+    TimedMicroBatch,
+    loses,
+    typical,
+)
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
 from hf_pyao.integrations.auto_planning import PlanMaker
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
@@ -32,12 +38,17 @@ from hf_pyao.levers import Levers
 from hf_pyao.planning.auto_plan import describe
 from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.plan_request import PlanRequest
+from hf_pyao.planning.planner import Candidate
 from hf_pyao.report.profile_report import Profile
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.stores import HostPool
 from hf_pyao.text import describe_error
 
 logger = logging.getLogger(__name__)
+
+OFF = 0.1
+"""Share of a step by which waiting for copies may exceed its prediction: beyond it, another plan is
+made, for a slower link."""
 
 PLAN_FILE = "pyao_plan.json"
 """Name of the plan in a checkpoint's folder."""
@@ -85,6 +96,7 @@ class AutoPolicy:
         self._follower = PlanFollower(engine, device, config, request, self._files)
         self._maker = PlanMaker(device, config, request, identity, self._parameters)
         self._num_elements = 0
+        self._has_corrected = False
         self._comparison = Comparison(device, config.profile_steps)
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
         """Shows a line to the user."""
@@ -276,6 +288,22 @@ class AutoPolicy:
             plan = self._maker.fall_back(fallback)
             self.follow(plan, "its fallback")
             self._files.keep(plan)
+        else:
+            self._correct(found, chosen)
+
+    def _correct(self, found: TimedMicroBatch, chosen: Candidate) -> None:
+        """Plan anew, once, where copies turn out slower than they were measured alone."""
+        predicted_ms = chosen.timed.stall_forward_ms + chosen.timed.stall_backward_ms
+        extra_ms = found.stall_ms - predicted_ms
+        is_off = extra_ms > OFF * chosen.step_ms and chosen.timed.offloaded_bytes > 0
+        if not is_off or self._has_corrected:
+            return
+        self._has_corrected = True
+        self._exchange = RankExchange("plan")
+        plan = self._maker.plan_for_slower_copies(extra_ms)
+        self._adopt(
+            plan, f"copies keep a micro-batch waiting {extra_ms:.1f} ms more than predicted"
+        )
 
     # ---- out of memory -------------------------------------------------------------------------
 

@@ -331,6 +331,38 @@ def test_a_plan_that_loses_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     assert any("drops its plan" in record.getMessage() for record in caplog.records)
 
 
+def test_copies_that_are_slower_than_measured_are_planned_for_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="hf_pyao")
+    model = tiny_model("opt").train()
+    expected = step(model)
+    config = capped("opt", 0.3)
+    fast = replace(LINK, d2h_gib_per_s=20.0, h2d_gib_per_s=20.0)
+    with attach(model, config, transport=SimulatedTransport(0, link=fast)) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+        auto = offloader.auto
+        assert auto is not None
+        before = auto._maker.chosen
+        assert before is not None and before.timed.offloaded_bytes
+        planner = auto._maker._planner
+        assert planner is not None
+        monkeypatch.setattr(
+            "hf_pyao.integrations.auto_policy.typical",
+            lambda timed: TimedMicroBatch(1, 2 * before.step_ms, before.step_ms),
+        )
+        for _ in range(3 * NUM_MEASURED + 6):
+            assert_same(step(model, None, offloader), expected)
+        slower = auto._maker._planner
+        assert slower is not None
+        assert slower.conditions.link.d2h_gib_per_s < planner.conditions.link.d2h_gib_per_s
+        assert auto._maker.chosen is not None
+        assert auto._maker.chosen.peak_bytes <= config.device_memory_gib * GIB
+    said = [r.getMessage() for r in caplog.records if "than predicted)" in r.getMessage()]
+    assert len(said) == 1
+
+
 @pytest.mark.thorough
 def test_running_out_of_memory_makes_the_plan_tighter() -> None:
     model = tiny_model("gpt2").train()
