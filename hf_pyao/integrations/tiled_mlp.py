@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
@@ -43,14 +44,14 @@ class Notes:
             logger.warning("MLP tiles of %s: %s.", self._name, message)
 
 
-class Part(LeftBehind):
+class Part(LeftBehind, abc.ABC):
     """Answers for a method of one module; holds no module."""
 
+    @abc.abstractmethod
     def run(
         self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return what a call of the method returns."""
-        raise NotImplementedError
 
 
 class TiledMLP(Part):

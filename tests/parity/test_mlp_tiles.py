@@ -230,7 +230,7 @@ def test_frozen_mlps_and_tied_weights() -> None:
     layers[0].mlp.requires_grad_(False)
     layers[2].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
     layers[1].mlp.gate_proj.weight = layers[1].mlp.up_proj.weight
-    compare(model)
+    assert compare(model)["mlp_tiles_num_tiled"] == NUM_LAYERS
 
 
 def test_one_mlp_in_several_layers() -> None:
@@ -262,7 +262,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", ["llama", "opt"])
 def test_with_other_settings(name: str, model_type: str) -> None:
     settings = {"min_bytes": 0, "keep_last_layers": 0, "host_memory_gib": 0.1, **CONFIGS[name]}
-    compare(tiny_model(model_type), PyAOConfig(mlp_tiles=2, **settings))
+    metrics = compare(tiny_model(model_type), PyAOConfig(mlp_tiles=2, **settings))
+    assert metrics["mlp_tiles_num_tiled"] == NUM_LAYERS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
