@@ -89,8 +89,11 @@ class Packer:
         """Take over *tensor*, which autograd saves in *call*; return what stands for it."""
         stats = call.stats
         stats.num_packs += 1
+        kind = type(tensor)
+        if kind is Parameter:
+            return self._keep_parameter(call, tensor)
         if (  # mostly: reason_not_movable() would find none
-            type(tensor) is not _TENSOR
+            kind is not _TENSOR
             or tensor.layout is not _STRIDED
             or tensor.is_nested
             or tensor.is_neg()
@@ -99,10 +102,13 @@ class Packer:
             reason = reason_not_movable(tensor)
             if reason is not None:
                 return self._keep_unmovable(call, tensor, reason)
-        # Mostly no is_parameter(): made by an operation that gives neither a view nor a cast.
-        node = tensor.grad_fn
+        # Mostly no is_parameter(): of an operation that gives neither a view nor a cast, or a view
+        # of what such a one has made.
+        node, base = tensor.grad_fn, tensor._base
+        if base is not None:
+            node = base.grad_fn if type(base) is _TENSOR else None
         makes_new = self._makes_new.get(type(node))
-        if not makes_new or tensor._base is not None:
+        if not makes_new:
             if is_parameter(tensor, call.frozen_shapes):
                 return self._keep_parameter(call, tensor)
             if makes_new is None and not isinstance(node, BackwardCFunction):

@@ -257,8 +257,10 @@ class SavedStorage(WatchedStorage):
         if not moved.is_put_off:
             is_saved = any(layout.is_of(tensor) for layout in self._regions)
             return is_saved and (shares_counter or not self.version)
+        if moved.is_whole:
+            return True
         start, end = byte_span(tensor)
-        return moved.is_whole or (moved.start <= start and end <= moved.start + moved.nbytes)
+        return moved.start <= start and end <= moved.start + moved.nbytes
 
     def stand_for(self, layout: TensorLayout) -> None:
         """Take note that this stands for another view of the storage from now on."""
