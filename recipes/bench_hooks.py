@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -393,6 +394,8 @@ def main() -> None:
     if args.rounds < 2 * NUM_BLOCKS:
         parser.error(f"--rounds is {args.rounds}; expected {2 * NUM_BLOCKS} or more")
     torch.set_num_threads(1)
+    # With other hooks in its place, the engine warns that nothing was saved.
+    logging.getLogger("hf_pyao").setLevel(logging.ERROR)
     register_module_map("HookBenchStack", ModuleMap(layers=("layers",)))
     if args.worker:
         work()

@@ -55,6 +55,7 @@ def _traces(model: nn.Module) -> list[object]:
     ] + [len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()]
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=1000)
 @pytest.mark.parametrize("method", ON_A_CPU)
 def test_gradients_are_those_of_none_and_no_trace_is_left(bench: Bench, method: str) -> None:
@@ -71,6 +72,7 @@ def test_gradients_are_those_of_none_and_no_trace_is_left(bench: Bench, method: 
     assert all(parameter.grad is None for parameter in bench.model.parameters())
 
 
+@pytest.mark.thorough
 def test_our_rows_carry_our_counters(bench: Bench) -> None:
     row = run_trial(bench, Trial(method="pyao:min_bytes=0,window=layer", micro_batch=2))
     assert row.metrics["offloaded_bytes"] > 0
@@ -100,6 +102,7 @@ def test_every_policy_has_a_row() -> None:
     assert policies == set(POLICY_NAMES) - {"plan"}  # which is one model's
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "reason"), NOT_ON_A_CPU.items())
 @pytest.mark.sampled(every=1000)
 def test_what_cannot_run_here_says_why(bench: Bench, method: str, reason: str) -> None:
@@ -131,6 +134,7 @@ def test_an_old_transformers_is_named() -> None:
         pass
 
 
+@pytest.mark.thorough
 def test_a_policy_that_lacks_a_setting_says_so(bench: Bench) -> None:
     row = run_trial(bench, Trial(method="pyao:policy=modules", micro_batch=2))
     assert row.status == UNAVAILABLE

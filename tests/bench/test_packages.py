@@ -75,6 +75,7 @@ def test_what_works_or_is_absent_is_not_broken(packages: Path) -> None:
     assert not is_installed("pyao_is_not_there")
 
 
+@pytest.mark.thorough
 def test_one_that_takes_the_process_down_costs_no_more(
     packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

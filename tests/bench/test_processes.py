@@ -44,17 +44,20 @@ def test_crashes_and_hangs_are_rows_and_the_rest_go_on(setup: BenchSetup) -> Non
     assert str(os.getpid()) not in workers
 
 
+@pytest.mark.thorough
 def test_one_process_measures_all_that_go_well(setup: BenchSetup) -> None:
     trials = _trials("none", "pyao-window", "pyao-modules")
     rows = list(run_trials(setup, trials, timeout_s=60, server=f"{SERVERS}:misbehave"))
     assert len({row.label for row in rows}) == 1
 
 
+@pytest.mark.thorough
 def test_no_model_is_an_error_that_says_so(setup: BenchSetup) -> None:
     with pytest.raises(ConfigError, match="no such model"):
         list(run_trials(setup, _trials("none"), timeout_s=60, server=f"{SERVERS}:break_down"))
 
 
+@pytest.mark.thorough
 def test_a_process_that_dies_while_building_costs_all_rows(setup: BenchSetup) -> None:
     trials = _trials("none", "checkpoint")
     rows = list(run_trials(setup, trials, timeout_s=60, server=f"{SERVERS}:die_early"))
@@ -75,6 +78,7 @@ def test_after_the_deadline_nothing_starts(setup: BenchSetup) -> None:
     assert [row.status for row in rows] == [NOT_REACHED, NOT_REACHED]
 
 
+@pytest.mark.thorough
 def test_what_the_deadline_cuts_short_was_not_reached(setup: BenchSetup) -> None:
     rows: list[BenchRow] = []
     moved_forward = Deadline()
@@ -96,6 +100,7 @@ def test_what_the_deadline_cuts_short_was_not_reached(setup: BenchSetup) -> None
     assert [row.status for row in rows] == [OK, NOT_REACHED, NOT_REACHED]
 
 
+@pytest.mark.thorough
 def test_processes_can_be_started_without_a_fork(
     setup: BenchSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +132,7 @@ print(asked, torch.cuda.is_initialized())
     assert done.stdout.strip() == "[] False", done.stderr
 
 
+@pytest.mark.thorough
 def test_no_log_is_left(setup: BenchSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     list(run_trials(setup, _trials("none"), timeout_s=60, server=f"{SERVERS}:misbehave"))

@@ -93,6 +93,7 @@ def test_settings_that_a_config_turns_into_others_are_known(setting: str) -> Non
     assert build_model(setup, torch.device("cpu")).training
 
 
+@pytest.mark.thorough
 def test_weights_beyond_the_free_memory_are_refused_unbuilt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

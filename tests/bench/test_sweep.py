@@ -179,6 +179,7 @@ def test_an_interrupted_command_says_so(
     assert "interrupted after 3 of 10 points" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_knee_is_marked_in_table_and_plot(plan: SweepPlan) -> None:
     report = run_sweep(dataclasses.replace(plan, num_seeds=1))
     points = [
@@ -302,6 +303,7 @@ def test_a_sweep_is_predicted(tmp_path: Path, capsys: Any) -> None:
     assert "on h100" in text
 
 
+@pytest.mark.thorough
 def test_a_card_that_is_too_small_is_said(capsys: Any) -> None:
     argv = [*PREDICT, "--budgets", "0,1", "--device-memory", "1KiB"]
     assert cli.main(argv) == 1

@@ -111,6 +111,7 @@ def _raising(error: Exception) -> Any:
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
@@ -151,6 +152,7 @@ def test_an_error_in_a_step_leaves_the_model_usable(
     assert row.gradient_digest == expected.gradient_digest
 
 
+@pytest.mark.thorough
 def test_the_compared_loss_is_the_model_s_own(bench: Bench, setup: BenchSetup) -> None:
     from hf_pyao.bench.models import build_model, make_batch
 

@@ -31,6 +31,7 @@ def _encodable(codec: Codec, tensor: torch.Tensor) -> bool:
     return codec.accepts(tensor) or (not codec.is_lossless and tensor.dtype in FLOATS)
 
 
+@pytest.mark.thorough
 @every_codec
 @examples
 @given(tensor=tensors())
@@ -54,6 +55,7 @@ def test_round_trip_keeps_shape_dtype_and_the_stated_bound(name: str, tensor: to
     assert (error <= bound)[is_finite].all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [n for n in STUDY_CODECS if not study_codec(n).is_lossless])
 @examples
 @given(tensor=tensors(FLOATS))

@@ -155,6 +155,7 @@ def test_what_is_brought_back_ahead_takes_its_encoded_size(codec: str) -> None:
     assert in_two_layers // 2 <= outcome.reload_peak_bytes <= in_two_layers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", COMPRESSING)
 def test_device_and_host_peaks_shrink(codec: str) -> None:
     plain, compressed = step("identity"), step(codec)
@@ -166,6 +167,7 @@ def test_device_and_host_peaks_shrink(codec: str) -> None:
     assert compressed.metrics["host_peak_bytes"] == num_buffers * padded_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", COMPRESSING)
 @pytest.mark.sampled(every=1000)
 def test_prefetch_by_bytes_reaches_further_in_the_same_memory(codec: str) -> None:
@@ -179,6 +181,7 @@ def test_prefetch_by_bytes_reaches_further_in_the_same_memory(codec: str) -> Non
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", COMPRESSING)
 def test_copies_take_as_much_less_time(codec: str) -> None:
     plain_ms, compressed_ms = (step(name).metrics["transfer_ms"] for name in ("identity", codec))

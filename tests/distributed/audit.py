@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from hf_pyao.runtime.packing import Packer
 from hf_pyao.runtime.parameters import is_parameter
 from hf_pyao.transfer import layout
 from hf_pyao.transfer.transport import BlockingTransport
@@ -59,8 +60,16 @@ class RecogniserAudit:
             self.offloaded_layers.add(str(kwargs["label"]).split()[0])
             return copy(transport, src, *args, **kwargs)
 
+        keep = Packer._keep_parameter
+
+        def keep_parameter(packer: Packer, call: Any, tensor: torch.Tensor) -> Any:
+            if type(tensor) is torch.nn.Parameter:  # the recogniser is not asked
+                self._note(tensor, True)
+            return keep(packer, call, tensor)
+
         with (
             mock.patch("hf_pyao.runtime.packing.is_parameter", self._judge),
+            mock.patch.object(Packer, "_keep_parameter", keep_parameter),
             mock.patch.object(BlockingTransport, "offload", offload),
         ):
             yield self
@@ -89,6 +98,10 @@ class RecogniserAudit:
 
     def _judge(self, tensor: torch.Tensor, *args: Any) -> bool:
         verdict = self.judge(tensor, *args)
+        self._note(tensor, verdict)
+        return verdict
+
+    def _note(self, tensor: torch.Tensor, verdict: bool) -> None:
         truth = [
             name
             for name, form in self._by_shape.get(tensor.shape, ())
@@ -100,7 +113,6 @@ class RecogniserAudit:
             self.misses.append(f"{truth[0]} as {seen}")
         if verdict and not truth:
             self.false_positives.append(seen)
-        return verdict
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

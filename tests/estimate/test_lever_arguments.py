@@ -94,6 +94,7 @@ def test_words_for_titles() -> None:
     assert LONG_CONTEXT.given() == LONG_CONTEXT.settings() and NO_LEVERS.given() == {}
 
 
+@pytest.mark.thorough
 def test_a_micro_batch_is_chosen_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     length = ("--sequence-length", "64", "--micro-batches", "4", "--global-batch", "8", "--json")
     reports = []
@@ -108,6 +109,7 @@ def test_a_micro_batch_is_chosen_with_it(capsys: pytest.CaptureFixture[str]) -> 
     assert long.rows[0].step_ms > plain.rows[0].step_ms
 
 
+@pytest.mark.thorough
 def test_a_profile_has_the_step_with_it(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     options = ("--checkpoint-every", "2", "--save-attention", "-o", str(path))
@@ -127,6 +129,7 @@ def test_a_profile_has_the_step_with_it(tmp_path: Path) -> None:
     assert {slot.name for slot in Plan.from_json_file(plan).slots} <= set(num_layers)
 
 
+@pytest.mark.thorough
 def test_a_plan_is_for_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     options = ("--micro-batch", "16", "--sequence-length", "128", "--long-context")

@@ -35,6 +35,7 @@ def test_the_command_prints_a_table_and_writes_json(
     assert report.rows[0].peak_bytes > 0
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--device-memory", "1MiB", "--micro-batches", "2,4", "--find", "largest", "--json")
     assert main([*MODEL, *options]) == 1

@@ -30,6 +30,7 @@ def planned(*arguments: str, path: Path) -> Plan:
     return Plan.from_json_file(path)
 
 
+@pytest.mark.thorough
 def test_a_profile_is_planned_for_within_its_memory(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +54,7 @@ def test_a_profile_is_planned_for_within_its_memory(
     assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.html")]) == 0
 
 
+@pytest.mark.thorough
 def test_a_saved_plan_is_followed_and_comes_to_what_it_says(profile: Path, tmp_path: Path) -> None:
     chosen = planned(
         str(profile), "--device-memory", _tight(profile, tmp_path), path=tmp_path / "p"

@@ -70,6 +70,7 @@ def test_the_same_bytes_leave(architecture: str, checkpointing: bool, dtype: str
     assert max(found) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_same_inputs_of_segments_leave(every: int) -> None:
     """The segment that holds the last layer is kept, by the engine and as predicted."""

@@ -142,6 +142,7 @@ def test_the_global_batch_stays_and_the_choice_is_told(
     assert f"hf_pyao keeps micro-batch {micro_batch} " in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_small_cap_takes_a_smaller_micro_batch(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, CONFIG)
     _, rows = predicted_rows(trainer, CONFIG)
@@ -189,12 +190,14 @@ def test_a_plan_that_must_not_be_measured_for_is_followed_from_the_start(tmp_pat
     assert logged(trainer, "pyao/recomputed_bytes")[-1] > 0
 
 
+@pytest.mark.thorough
 def test_nothing_that_fits_is_an_error_on_a_cpu(tmp_path: Path) -> None:
     config = replace(CONFIG, device_memory_gib=0.0001)
     with pytest.raises(ConfigError, match="Nothing fits 104.9 KiB: micro-batch 1 of 12 tokens"):
         trainer_of(tmp_path, config).train()
 
 
+@pytest.mark.thorough
 def test_without_a_limit_the_batch_stays_and_it_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +238,7 @@ def test_out_of_memory_is_told_and_at_a_single_sample_it_is_an_error(tmp_path: P
         choose_batch(trainer, CONFIG)
 
 
+@pytest.mark.thorough
 def test_a_model_that_cannot_be_recorded_keeps_its_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,6 +297,7 @@ class Counting(nn.Module):
         return self.norm(hidden.reshape(-1, shape[-1])).reshape(shape)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("most_samples", [0, 1, 2])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_step_that_is_tried_leaves_nothing_behind(most_samples: int, in_backward: bool) -> None:
@@ -400,6 +405,7 @@ def test_other_policies_are_predicted_too(tmp_path: Path, policy: str) -> None:
     assert choose_batch(trainer_of(tmp_path, config), config).micro_batch == 8
 
 
+@pytest.mark.thorough
 def test_only_a_trainer_of_ours_can_choose(tmp_path: Path) -> None:
     trainer = trainer_for(
         Trainer, tiny_opt(), arguments(tmp_path), callbacks=[PyAOCallback(CONFIG)]

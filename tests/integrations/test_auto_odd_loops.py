@@ -227,6 +227,7 @@ def test_models_of_ones_own_are_planned_for(kind: Callable[[], nn.Module]) -> No
     assert not offloader.describe().count("no plan was found")
 
 
+@pytest.mark.thorough
 def test_a_kernel_is_not_called_with_the_addresses_of_fake_tensors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -247,6 +248,7 @@ def test_a_kernel_is_not_called_with_the_addresses_of_fake_tensors(
 # ---- odd batches ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_an_empty_first_batch_is_planned_for_anew() -> None:
     offloader = check(Net, [batch(0), *[batch()] * 4])
     assert offloader.plan is not None
@@ -494,6 +496,7 @@ def damaged(document: dict[str, Any]) -> dict[str, str]:
     return {**texts, "empty": "", "cut off": json.dumps(document)[:200], "a list": "[]"}
 
 
+@pytest.mark.thorough
 def test_damaged_plans_in_checkpoints_are_not_followed(
     kept: tuple[PyAOConfig, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -527,6 +530,7 @@ def test_a_kept_plan_loses_nothing_without_leave(
         assert offloader.plan is not None
 
 
+@pytest.mark.thorough
 def test_a_kept_plan_that_needs_more_than_there_is_is_made_anew(
     kept: tuple[PyAOConfig, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -108,6 +108,7 @@ def attached(model: nn.Module, config: PyAOConfig) -> Iterator[Offloader]:
         yield offloader
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
 @pytest.mark.sampled(every=1000)
 def test_gradients_stay_right_before_at_and_after_the_switch(architecture: str) -> None:
@@ -129,6 +130,7 @@ def test_gradients_stay_right_before_at_and_after_the_switch(architecture: str) 
     assert_same(step(model), expected)
 
 
+@pytest.mark.thorough
 def test_of_layers_that_run_again_their_inputs_alone_are_planned() -> None:
     """With tiles and a chunked loss too; the gradients are those without any offloading."""
     levers = {"checkpoint_every": 1, "mlp_tiles": 2, "head_loss": "chunked"}
@@ -331,6 +333,7 @@ def test_a_plan_that_loses_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     assert any("drops its plan" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.thorough
 def test_copies_that_are_slower_than_measured_are_planned_for_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -535,6 +535,7 @@ def test_a_head_that_is_replaced_after_installing() -> None:
 # ---- memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_step_peak_has_no_term_of_tokens_times_vocabulary() -> None:
     # Mixed second difference over tokens and vocabulary, in bytes per logit.
     def peak(num_samples: int, num_vocab: int, installed: bool) -> int:
@@ -555,6 +556,7 @@ def test_step_peak_has_no_term_of_tokens_times_vocabulary() -> None:
     assert mixed(installed=False) > 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_fake_tensors_take_the_same_way(name: str, dtype: torch.dtype) -> None:

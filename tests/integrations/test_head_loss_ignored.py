@@ -123,6 +123,7 @@ def test_factors_that_are_not_finite_reach_the_same_gradients(factor: float, lor
     assert not own["inputs_embeds"].all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["off", "chunked"])
 @pytest.mark.sampled(every=1000)
 def test_training_goes_on_after_a_batch_without_labels(mode: str, tmp_path: Path) -> None:

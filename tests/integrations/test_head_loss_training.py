@@ -201,6 +201,7 @@ def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.sampled(every=1000)
 def test_trainer_with_accumulation_and_evaluation(name: str, tmp_path: Path) -> None:
@@ -227,6 +228,7 @@ def test_trainer_with_label_smoothing_keeps_its_own_way(tmp_path: Path) -> None:
     assert handle.metrics()["head_loss_num_chunked"] == 0
 
 
+@pytest.mark.thorough
 def test_label_smoothing_in_chunks(tmp_path: Path) -> None:
     mine, own = pair("gpt2", torch.float64)
     handle = install(mine)

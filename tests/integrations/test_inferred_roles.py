@@ -461,6 +461,7 @@ ALIKE = ("gemma3_text", "granitemoe", "gptj", "mpt", "qwen3_moe", "stablelm")
 """Architectures whose likes are in the default run."""
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*fast path is not available")
 @pytest.mark.parametrize("model_type", cases(thorough=ALIKE))
 def test_offloads_what_the_modules_of_a_role_save(model_type: str) -> None:

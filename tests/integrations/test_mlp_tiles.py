@@ -71,6 +71,7 @@ def test_the_model_is_as_before(model_type: str) -> None:
         assert all(new[key] is old[key] or new[key] == old[key] for key in old)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["llama", "opt"])
 def test_a_copied_and_an_unpickled_model_are_plain(model_type: str) -> None:
     model = tiny_model(model_type)
@@ -90,6 +91,7 @@ def test_a_copied_and_an_unpickled_model_are_plain(model_type: str) -> None:
         assert num_tiles_of(offloader) == 0
 
 
+@pytest.mark.thorough
 def test_a_graph_that_was_built_before_detaching_runs_backward() -> None:
     model = tiny_model("opt")
     expected = gradients(model)
@@ -101,6 +103,7 @@ def test_a_graph_that_was_built_before_detaching_runs_backward() -> None:
     assert_close(found, expected)
 
 
+@pytest.mark.thorough
 def test_the_model_goes_when_it_is_let_go() -> None:
     model = tiny_model("llama")
     offloader = attach(model, PyAOConfig(policy="all", min_bytes=0, mlp_tiles=2))
@@ -131,6 +134,7 @@ def test_evaluation_takes_the_plain_path() -> None:
         assert num_tiles_of(offloader) == 0
 
 
+@pytest.mark.thorough
 def test_what_auto_chooses_follows_from_shapes() -> None:
     model = tiny_model("llama")
     known = [Proofs().of(mlp) for mlp in find_mlps(find_layers(model)) if isinstance(mlp, FoundMLP)]
@@ -228,6 +232,7 @@ class Mixture(nn.Module):
         return result.view(hidden.shape)
 
 
+@pytest.mark.thorough
 def test_experts_that_are_modules_run_in_tiles_of_their_tokens() -> None:
     model = with_mlp(Mixture).double()  # products of a few rows have other bits than of more
     expected = gradients(model, 32)
@@ -239,6 +244,7 @@ def test_experts_that_are_modules_run_in_tiles_of_their_tokens() -> None:
     assert_close(found, expected)
 
 
+@pytest.mark.thorough
 def test_hooks_of_users_inside_the_mlp(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama")
     shapes: list[torch.Size] = []
@@ -259,6 +265,7 @@ def test_hooks_of_users_inside_the_mlp(caplog: pytest.LogCaptureFixture) -> None
     assert shapes[1:] == [(2, 8, HIDDEN)] * NUM_LAYERS
 
 
+@pytest.mark.thorough
 def test_hooks_of_users_on_the_mlp_itself_see_the_whole() -> None:
     model = tiny_model("llama")
     shapes: list[torch.Size] = []
@@ -323,6 +330,7 @@ class LigerSwiGLUMLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
+@pytest.mark.thorough
 def test_fused_kernels_that_are_known() -> None:
     model = with_mlp(LigerSwiGLUMLP)
     expected = gradients(model)
@@ -345,6 +353,7 @@ class CodedLinear(nn.Linear):
         return F.linear(hidden, self.weight.to(hidden.dtype) * self.scale)
 
 
+@pytest.mark.thorough
 def test_quantised_bases() -> None:
     model = tiny_model("llama")
     for layer in model.model.layers:
@@ -430,6 +439,7 @@ def test_parameters_that_zero_3_partitions_are_left_alone() -> None:
         assert "ZeRO-3" in offloader.describe()
 
 
+@pytest.mark.thorough
 def test_a_layer_that_is_compiled_as_a_whole_is_left_alone() -> None:
     model = tiny_model("llama")
     for layer in model.model.layers:
@@ -439,6 +449,7 @@ def test_a_layer_that_is_compiled_as_a_whole_is_left_alone() -> None:
         assert "compile its MLP alone" in offloader.describe()
 
 
+@pytest.mark.thorough
 def test_attached_inside_of_autocast() -> None:
     """Autocast keeps casts of weights: those of the proof's tensors are none of them."""
     model = tiny_model("llama")

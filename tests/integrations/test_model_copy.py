@@ -48,6 +48,7 @@ def program_of(model: nn.Module, batch: Batch | None = None, **options: Any) -> 
     return recorded.whole()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "bart"])
 @pytest.mark.sampled(every=1000)
 def test_it_saves_what_the_model_saves(architecture: str) -> None:
@@ -69,6 +70,7 @@ def test_it_saves_what_the_model_saves(architecture: str) -> None:
     assert moved == figures["offloaded_bytes"]
 
 
+@pytest.mark.thorough
 def test_the_model_and_the_random_numbers_are_as_before() -> None:
     model = tiny_model("gpt2")
     before = copy.deepcopy(model.state_dict())
@@ -326,6 +328,7 @@ def test_an_interrupted_recording_is_not_begun_again(
     assert begun == [True]
 
 
+@pytest.mark.thorough
 def test_a_recorded_step_comes_back_from_its_document() -> None:
     model = tiny_model("gpt2")
     watch = watched(model)

@@ -358,6 +358,7 @@ class TestWrappers:
             "mlp.act_fn",
         }
 
+    @pytest.mark.thorough
     def test_compile_regions(self) -> None:
         from accelerate.utils.other import compile_regions
 

@@ -35,6 +35,7 @@ def test_norms_of_layers_and_their_like_outside_are_found() -> None:
     assert not [name for name in qwen if "q_norm" in name], "of a head's features, not a token's"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model_type", "is_wide"), [("llama", True), ("gpt2", False)])
 def test_fused_norms_need_no_tiles(model_type: str, is_wide: bool) -> None:
     model = tiny_model(model_type)
@@ -48,6 +49,7 @@ def test_fused_norms_need_no_tiles(model_type: str, is_wide: bool) -> None:
         assert ("so do" in offloader.describe()) is is_wide
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["64", "32"]
 )
@@ -81,6 +83,7 @@ def test_less_of_a_norm_is_alive_at_once() -> None:
     assert tiled < 4 + whole / 8, "input's gradient, output, its gradient, and one tile's copies"
 
 
+@pytest.mark.thorough
 def test_a_norm_with_a_hook_of_a_user_is_left_alone() -> None:
     model = tiny_model("llama")
     seen: list[int] = []

@@ -105,6 +105,7 @@ def check_points(name: str, num_points: int) -> None:
         assert offloader.totals()["num_micro_batches"] == 2 * NUM_MICRO_BATCHES
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(every=1000)
 def test_a_run_completes_with_the_same_bits(name: str) -> None:

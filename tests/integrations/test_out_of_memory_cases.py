@@ -108,6 +108,7 @@ def gradients(num_micro_batches: int = 1, model_type: str = "llama") -> dict[str
 # ---- what it runs under then ---------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_plan_becomes_tighter_step_by_step_and_stays(caplog: pytest.LogCaptureFixture) -> None:
     model = plant(tiny_model("llama", dropout=0.1), Bomb(1, 2, 3, 5))
     expected = gradients(2)
@@ -181,6 +182,7 @@ def test_one_that_never_ends_is_ended() -> None:
         assert_clean(offloader)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [2048, "layer", 2**20])
 @pytest.mark.parametrize("seed", range(6))
 def test_every_wait_is_there_under_each_rung(seed: int, window: int | str) -> None:
@@ -473,6 +475,7 @@ def test_a_second_backward_in_the_micro_batch(at: int) -> None:
             offloader.run_micro_batch(lambda: both(model), writes_only_this_model=True)
 
 
+@pytest.mark.thorough
 def test_two_forwards_and_their_sum() -> None:
     def both(model: nn.Module) -> None:
         first = model(**tiny_batch(0), use_cache=False).loss
@@ -724,6 +727,7 @@ def test_nested_micro_batches_and_a_detached_model() -> None:
     assert not isinstance(caught.value, OutOfDeviceMemoryError)
 
 
+@pytest.mark.thorough
 def test_policy_pyao_does_not_loosen_the_plan_again() -> None:
     model = plant(tiny_model("llama", dropout=0.1), Bomb(1))
     config = replace(EVERYTHING, policy="pyao", profile_steps=2)

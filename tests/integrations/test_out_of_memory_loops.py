@@ -128,6 +128,7 @@ def test_a_trainer_without_room_ends_with_the_error(tmp_path: Path) -> None:
         run_trainer(tmp_path, MemoryFaults(EVER))
 
 
+@pytest.mark.thorough
 def test_auto_find_batch_size_gets_the_error_itself(tmp_path: Path) -> None:
     faults = MemoryFaults(EVER)
     trainers: list[int] = []

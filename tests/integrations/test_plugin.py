@@ -313,6 +313,7 @@ def test_a_second_accelerator_needs_its_own_plugin() -> None:
         plugin.bind(Accelerator(cpu=True))
 
 
+@pytest.mark.thorough
 def test_freeing_memory_lets_the_models_go() -> None:
     accelerator = PyAOAccelerator(cpu=True, pyao_plugin=PyAOPlugin(**SMALL))
     (model,) = train(accelerator, tiny_llama(), num_steps=1)

@@ -132,6 +132,7 @@ def test_a_report_that_cannot_be_made_hides_no_error_and_raises_none(
     assert "the run report is lost" in caplog.text
 
 
+@pytest.mark.thorough
 def test_the_report_of_an_offloader_that_was_never_detached(tmp_path: Path) -> None:
     """Its model goes: what it did is written all the same."""
     path = tmp_path / "r.json"
@@ -217,6 +218,7 @@ def test_a_report_of_before_there_were_outcomes_is_read(tmp_path: Path) -> None:
 # ---- Trainer, callback, plugin -------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["trainer", "callback"])
 @pytest.mark.parametrize("outcome", ["finished", "failed: ValueError", "interrupted"])
 @pytest.mark.sampled(every=1000)
@@ -278,6 +280,7 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("hf_pyao")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("disable_tqdm", [True, False])
 def test_a_trainer_says_at_start_and_at_end_what_it_does(
     disable_tqdm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -292,6 +295,7 @@ def test_a_trainer_says_at_start_and_at_end_what_it_does(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["log_level", "logger"])
 def test_a_trainer_that_is_to_be_quiet_is(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -309,6 +313,7 @@ def test_a_trainer_that_is_to_be_quiet_is(
     assert lines_of(capsys.readouterr().out) == []
 
 
+@pytest.mark.thorough
 def test_lines_that_a_logger_shows_are_not_printed_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -335,6 +340,7 @@ def test_attach_prints_nothing_and_logs_both_lines(
 # ---- the offloader in words ----------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_offloader_in_words() -> None:
     model = tiny_model("llama")
     offloader = attach(model, EVERYTHING)
@@ -353,6 +359,7 @@ def test_the_offloader_in_words() -> None:
     assert repr(Offloader.__new__(Offloader)) == "<Offloader, being made>"
 
 
+@pytest.mark.thorough
 def test_a_trainers_offloader_has_a_name_of_its_own(tmp_path: Path) -> None:
     seen = []
 

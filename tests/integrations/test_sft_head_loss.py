@@ -123,6 +123,7 @@ def assert_same_training(got: Any, expected: Any, tolerance: float) -> None:
 # ---- the model's own loss, on TRL's batches ------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("parts", [OwnLoss, OwnLossShifted], ids=["labels", "shift_labels"])
 @pytest.mark.parametrize("kind", ["prompt and completion", "text"])

@@ -210,6 +210,7 @@ def test_flags_decide_with_offloading_arguments(tmp_path: Path) -> None:
     assert trainer.offload_metrics["offloaded_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_plain_arguments_turn_offloading_on_with_defaults(tmp_path: Path) -> None:
     seen: list[PyAOConfig] = []
 
@@ -222,6 +223,7 @@ def test_plain_arguments_turn_offloading_on_with_defaults(tmp_path: Path) -> Non
     assert seen == [PyAOConfig()] * 3
 
 
+@pytest.mark.thorough
 def test_metrics_are_of_every_logged_step_and_survive_the_training(tmp_path: Path) -> None:
     args = arguments(tmp_path, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1)
     trainer = trainer_for(PyAOTrainer, tiny_llama(), args, pyao_config=EVERYTHING)
@@ -236,6 +238,7 @@ def test_metrics_are_of_every_logged_step_and_survive_the_training(tmp_path: Pat
         assert has_metrics == ("loss" in entry), "eval and summary logs are left alone"
 
 
+@pytest.mark.thorough
 def test_a_training_that_saves_nothing_in_the_layers_is_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,6 +253,7 @@ def test_a_training_that_saves_nothing_in_the_layers_is_warned_about(
     assert len(warnings) == 1, "after one step, though no further forward follows it"
 
 
+@pytest.mark.thorough
 def test_reporters_get_the_metrics(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
@@ -264,6 +268,7 @@ def test_reporters_get_the_metrics(tmp_path: Path) -> None:
     assert [log["pyao/offloaded_bytes"] > 0 for log in seen if "loss" in log] == [True] * 3
 
 
+@pytest.mark.thorough
 def test_checkpointing_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,6 +282,7 @@ def test_checkpointing_is_warned_about_once(
     assert "only each layer's input" in record.getMessage()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [RuntimeError("mid-train"), KeyboardInterrupt()])
 def test_a_failed_training_leaves_the_model_as_it_was(error: BaseException, tmp_path: Path) -> None:
     model = tiny_opt()
@@ -357,6 +363,7 @@ def test_auto_find_batch_size_attaches_anew_each_try(tmp_path: Path) -> None:
     assert_same_parameters(trainer.model, reference.model)
 
 
+@pytest.mark.thorough
 def test_the_report_is_written_when_training_ends(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "report.json"
     config = replace(EVERYTHING, report=str(path))
@@ -370,6 +377,7 @@ def test_the_report_is_written_when_training_ends(tmp_path: Path) -> None:
     assert report.extra == {"num_steps": 3}
 
 
+@pytest.mark.thorough
 def test_a_report_that_cannot_be_written_costs_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,6 +395,7 @@ def test_a_report_that_cannot_be_written_costs_no_training(
     assert "the run report is lost" in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("log_metrics", "keys"),
     [
@@ -473,6 +482,7 @@ def test_flags_under_a_plain_trainer_are_warned_about(
     assert warned(Trainer, off) == 0
 
 
+@pytest.mark.thorough
 def test_a_callback_without_a_configuration_heeds_the_flags(tmp_path: Path) -> None:
     callback = PyAOCallback()
     trainer_for(Trainer, tiny_opt(), flags(tmp_path), callbacks=[callback]).train()
@@ -510,6 +520,7 @@ def test_resumed_training_is_bitwise_the_same(tmp_path: Path) -> None:
     assert "pyao/offloaded_bytes" in saved
 
 
+@pytest.mark.thorough
 def test_the_callback_does_it_for_a_plain_trainer(tmp_path: Path) -> None:
     reference = trainer_for(Trainer, tiny_opt(0.1), arguments(tmp_path))
     reference.train()
@@ -523,6 +534,7 @@ def test_the_callback_does_it_for_a_plain_trainer(tmp_path: Path) -> None:
     assert callback.totals["offloaded_bytes"] == sum(offloaded) > 0
 
 
+@pytest.mark.thorough
 def test_after_a_failure_the_callback_detaches_on_request(tmp_path: Path) -> None:
     callback = PyAOCallback(EVERYTHING)
     failing = FailsAt(RuntimeError("mid-train"))
@@ -535,6 +547,7 @@ def test_after_a_failure_the_callback_detaches_on_request(tmp_path: Path) -> Non
     assert callback.totals["offloaded_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_configuration_and_flags_that_agree(tmp_path: Path) -> None:
     args = arguments(
         tmp_path, PyAOTrainingArguments, activation_offload=True, activation_offload_min_bytes=0
@@ -566,6 +579,7 @@ def test_conflicts_are_found_when_the_trainer_is_made(tmp_path: Path) -> None:
         PyAOCallback().on_train_begin(args, trainer.state, trainer.control, model=trainer.model)
 
 
+@pytest.mark.thorough
 def test_sft_trainer_with_the_mixin_is_bitwise_the_same(tmp_path: Path) -> None:
     import datasets
     import trl

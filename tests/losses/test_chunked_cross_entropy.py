@@ -61,6 +61,7 @@ def test_float64_model_that_casts_its_logits_to_float32(head: str) -> None:
     assert_close(run_chunked(case, torch.float64), run_own(case, torch.float64), 1e-12)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     num_tokens=st.integers(1, 40),

@@ -193,6 +193,7 @@ SHAPE_KEEPING = [
 ]
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     names=st.lists(st.sampled_from(SHAPE_KEEPING), max_size=4),

@@ -219,6 +219,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @settings(max_examples=80, deadline=None)
 @given(
     program=st.lists(

@@ -57,6 +57,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_buffer, "_BLOCK_ELEMENTS", 512)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [UPCAST, (*softcap(5.0), *UPCAST)], ids=["plain", "cap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_peak_stays_below_the_stated_bound(

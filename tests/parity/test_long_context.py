@@ -70,6 +70,7 @@ def test_one_step(model_type: str, every: int) -> None:
     assert metrics["offloaded_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_float32_and_what_leaves() -> None:
     """Of each layer the input leaves, and what attention returned; nothing else does."""
     model = tiny_model("llama")

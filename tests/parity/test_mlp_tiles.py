@@ -119,6 +119,7 @@ def test_one_step(model_type: str) -> None:
     assert metrics["mlp_tiles_num_tiled"] == (0 if is_fused else num_layers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", [*MASKED, *MORE])
 @pytest.mark.sampled(every=1000)
 def test_one_step_of_others(model_type: str) -> None:
@@ -127,6 +128,7 @@ def test_one_step_of_others(model_type: str) -> None:
     assert compare(model, TILES, bound)["mlp_tiles_num_tiled"] >= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama", "bloom", "qwen2"])
 def test_inputs_have_the_bits_of_the_plain_path(model_type: str) -> None:
     """All gradients but those of the weights in tiles: they follow from their inputs'.
@@ -186,16 +188,19 @@ LORA = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", sorted(LORA))
 @pytest.mark.sampled(every=1000)
 def test_adapters_in_the_mlp(model_type: str) -> None:
     assert compare(_lora(model_type, LORA[model_type]))["mlp_tiles_num_tiled"] == NUM_LAYERS
 
 
+@pytest.mark.thorough
 def test_adapters_outside_of_a_frozen_mlp() -> None:
     assert compare(_lora("llama", ["q_proj"]))["mlp_tiles_num_tiled"] == NUM_LAYERS
 
 
+@pytest.mark.thorough
 def test_dropout_in_adapters_is_drawn_again_as_it_was() -> None:
     """The masks are others than without tiles: by numerical derivative, then."""
     model = _lora("opt", LORA["opt"], dropout=0.5).double()  # whose norms are in double, too
@@ -224,6 +229,7 @@ def test_dropout_in_adapters_is_drawn_again_as_it_was() -> None:
     assert slope == pytest.approx(numerical, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_frozen_mlps_and_tied_weights() -> None:
     model = tiny_model("llama")
     layers: Any = model.model.layers
@@ -233,6 +239,7 @@ def test_frozen_mlps_and_tied_weights() -> None:
     assert compare(model)["mlp_tiles_num_tiled"] == NUM_LAYERS
 
 
+@pytest.mark.thorough
 def test_one_mlp_in_several_layers() -> None:
     model = tiny_model("llama")
     layers: Any = model.model.layers

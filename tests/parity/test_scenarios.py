@@ -345,6 +345,7 @@ def test_frozen_parameters(model_type: str, frozen: str, autocast: torch.dtype |
     check(lambda model: trained(model, autocast), model, configs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", MAIN)
 def test_tied_weights(model_type: str) -> None:
     model = tiny_model(model_type, tie_word_embeddings=True)
@@ -353,6 +354,7 @@ def test_tied_weights(model_type: str) -> None:
 
 
 # peft asks for checkpointing under the name it had before transformers 5.23.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @each_autocast
 @pytest.mark.parametrize("model_type", MAIN)

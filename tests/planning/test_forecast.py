@@ -71,6 +71,7 @@ def profiled(architecture: str, folder: Path, **settings: Any) -> tuple[torch.nn
     return model, profile
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
 @pytest.mark.sampled(every=1000)
 def test_one_policy_tells_of_the_others(architecture: str, tmp_path: Path) -> None:
@@ -195,6 +196,7 @@ def test_a_predicted_profile_says_so_and_predicts_the_same(
     assert total_ms <= profile.layer_forward.mean_ms * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_a_plan_is_predicted(predicted: Path, tmp_path: Path) -> None:
     profile = Profile.from_dict(json.loads(predicted.read_text()))
     forecast = Forecast(profile, window_bytes=0)
@@ -325,6 +327,7 @@ def test_a_profile_of_another_model_or_of_other_shapes(
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.thorough
 def test_ranks_are_one_profile(tmp_path: Path) -> None:
     _, profile = profiled("opt", tmp_path)
     assert profile.layer_forward is not None
@@ -348,6 +351,7 @@ def test_ranks_are_one_profile(tmp_path: Path) -> None:
     assert Profile.from_dict(json.loads(json.dumps(merged.to_dict()))) == merged
 
 
+@pytest.mark.thorough
 def test_without_a_step_nothing_is_predicted(tmp_path: Path) -> None:
     _, profile = profiled("opt", tmp_path)
     with pytest.raises(ForecastError, match=r"no reason.*profile the plain model"):

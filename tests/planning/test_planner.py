@@ -82,6 +82,7 @@ def judged(planner: Planner, plan: Plan, architecture: str) -> tuple[float, int]
     return step.step_ms, step.peak_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", SIZES)
 @pytest.mark.sampled(every=1000)
 def test_what_is_recomputed_is_predicted_as_it_is_recorded(architecture: str) -> None:

@@ -374,6 +374,7 @@ def test_what_is_flagged_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert after["offloaded_bytes"] < before["offloaded_bytes"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("architecture", "flagged", "slots"),
     [

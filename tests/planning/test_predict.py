@@ -174,6 +174,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 def test_what_a_step_in_segments_saves() -> None:
     case = Case("llama", checkpoint_every=2, keep_last_layers=0)
     num_layers = case.program.num_layers
@@ -220,6 +221,7 @@ def test_a_replay_without_tensors_says_the_same(case: Case, hardware: Hardware) 
     assert predicted.step_ms == pytest.approx(replayed.step_ms, rel=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.sampled(every=1000)
 def test_the_peak_on_any_link_is_that_of_copies_that_are_late(case: Case) -> None:

@@ -47,6 +47,7 @@ def profile_of(architecture: str, path: Path, num_steps: int = 2) -> Profile:
     return read
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
 def test_what_is_measured(architecture: str, tmp_path: Path) -> None:
     profile = profile_of(architecture, tmp_path / "profile.json")
@@ -121,6 +122,7 @@ def test_it_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tmp_path / "page-1.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", ["cut off", "another version", "another key", "a text"])
 @pytest.mark.sampled(every=1000)
 def test_broken_files_are_refused(
@@ -216,6 +218,7 @@ def test_one_profile_after_another(tmp_path: Path) -> None:
             assert Profile.from_dict(json.loads((tmp_path / name).read_text())).program is not None
 
 
+@pytest.mark.thorough
 def test_with_the_papers_rule_and_a_timeline_beside_it(tmp_path: Path) -> None:
     model = tiny_model("llama")
     expected = step(model)

@@ -62,6 +62,7 @@ def planner_of(levers: Levers) -> Planner:
     return request.planner_of(program, times_ms, HARDWARE.link, {})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("levers", CASES, ids=Levers.describe)
 @pytest.mark.sampled(every=1000)
 def test_what_is_left_is_kept_or_offloaded_as_predicted(levers: Levers, tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_what_is_left_is_kept_or_offloaded_as_predicted(levers: Levers, tmp_path
         assert found.peak_bytes == chosen.peak_bytes
 
 
+@pytest.mark.thorough
 def test_a_step_without_segments_has_more_to_decide_on() -> None:
     plain, segments = planner_of(Levers()), planner_of(INPUTS)
     assert plain.program.graph is not None and segments.program.graph is None
@@ -101,6 +103,7 @@ def test_a_step_without_segments_has_more_to_decide_on() -> None:
     assert segments.simple()[OFFLOAD_ALL].peak_bytes < plain.simple()[KEEP_ALL].peak_bytes
 
 
+@pytest.mark.thorough
 def test_the_last_segment_is_kept_as_a_whole() -> None:
     """As the engine does it, where the configuration keeps one layer."""
     levers = Levers(checkpoint_every=4)  # two segments, of four and of two layers

@@ -85,6 +85,7 @@ def test_gradients_are_bit_identical_under_all_schedules(architecture: str) -> N
     assert record.num_copies > record.num_schedules * 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("length", [2, 1])
 @pytest.mark.sampled(every=1000)

@@ -251,12 +251,14 @@ def races(
     return world.races
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", sorted(PLAIN_IS_ORDERED))
 @pytest.mark.sampled(every=1000)
 def test_without_offloading_all_is_in_order(scenario: str) -> None:
     assert races(scenario, "layer", 0, is_attached=False) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("window", ["layer", 2_000])
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -389,6 +391,7 @@ SHOWN_BY: dict[Callable[[], Any], str] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mutant", SHOWN_BY, ids=lambda mutant: mutant.__name__.replace("_", " "))
 @pytest.mark.sampled(every=1000)
 def test_mutant_is_caught(mutant: Callable[[], Any]) -> None:

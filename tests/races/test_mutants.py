@@ -234,6 +234,7 @@ def test_mutant_is_caught(name: str) -> None:
     assert _schedules_that_fail(MUTANTS[name], num_seeds=12), f"no schedule catches: {name}"
 
 
+@pytest.mark.thorough
 def test_the_engine_itself_passes_the_same_schedules() -> None:
     assert _schedules_that_fail(None, num_seeds=3) == []
 

@@ -87,6 +87,7 @@ def test_gradient_traffic_delays_reloads_on_one_engine_only() -> None:
     assert separate.end_ms < busy.end_ms / 1.1
 
 
+@pytest.mark.thorough
 def test_host_memory_bandwidth_is_shared() -> None:
     """Reloads and gradients contend for host memory even where the link has two engines."""
     wide = run_schedule(1.9, gradient_bytes=LAYER_BYTES).end_ms
@@ -100,6 +101,7 @@ def test_reloads_go_before_gradients_on_a_shared_engine() -> None:
     assert outcome.step_ms <= (FORWARD_MS + BACKWARD_MS) * 1.5
 
 
+@pytest.mark.thorough
 def test_times_repeat_exactly() -> None:
     first, second = (run_schedule(1.3, window=LAYER_BYTES) for _ in range(2))
     assert first == second

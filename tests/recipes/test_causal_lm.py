@@ -24,6 +24,7 @@ def assert_same_training(run: FinishedRun, reference: FinishedRun) -> None:
         assert torch.equal(run.weights[name], weight), name
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("architecture", model_sizes.MODEL_SIZES)
 def test_run_learns_offloads_and_says_so(architecture: str, run_recipe: Run) -> None:

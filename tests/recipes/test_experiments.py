@@ -299,6 +299,7 @@ def test_int8_moves_what_the_real_engine_moves() -> None:
     assert coded.step_ms <= exact.step_ms
 
 
+@pytest.mark.thorough
 def test_copies_are_scaled_and_what_stays_stays() -> None:
     program = Predictor("opt", "micro", sequence_length=64).program(PYAO, 2)
     half = scale_copies(program, 0.5)
@@ -307,6 +308,7 @@ def test_copies_are_scaled_and_what_stays_stays() -> None:
         assert scaled.nbytes == slot.nbytes
 
 
+@pytest.mark.thorough
 def test_checkpointing_takes_less_memory_and_more_time_than_nothing() -> None:
     predictor = Predictor("gpt2", "micro", sequence_length=64)
     plain, again = (predictor.predicted(system, 8) for system in (BASELINE, CHECKPOINTING))
@@ -393,6 +395,7 @@ def test_smoke_of_a_miniature_counts_what_the_host_holds(tmp_path: Path) -> None
     assert 0 < parts(PYAO_INT8.name, 2)["activations"] < two
 
 
+@pytest.mark.thorough
 def test_smoke_of_a_miniature_counts_what_each_module_lets_go(tmp_path: Path) -> None:
     rows = smoke("megatron_modules", tmp_path, "--miniature")["rows"]
     less = {row["system"]: row["value"] for row in rows}
@@ -508,6 +511,7 @@ def test_auto_is_never_slower_than_others_that_fit() -> None:
             assert same[0]["value"] >= row["value"] * (1 - 1e-6)
 
 
+@pytest.mark.thorough
 def test_auto_plans_for_the_memory_that_is_named() -> None:
     predictor = Predictor("gpt2", "micro", sequence_length=64)
     kept = predictor.predicted(AUTO, 8)

@@ -494,6 +494,7 @@ def test_a_node_that_fails_is_named_with_what_it_said(run_stub: RunStub) -> None
     assert "node 1" not in "".join(str(info.value).splitlines()[1:])
 
 
+@pytest.mark.thorough
 def test_the_last_lines_of_a_failed_node_can_be_kept(isolation: str, tmp_path: Path) -> None:
     python = write_stub(tmp_path / "stub", "begin(); emit('failed', error='no such text')")
     events: list[dict[str, Any]] = []
@@ -519,6 +520,7 @@ def test_a_killed_node_ends_the_others_in_time_and_is_the_cause(run_stub: RunStu
     ]
 
 
+@pytest.mark.thorough
 def test_a_node_that_ends_without_a_word_is_the_cause(run_stub: RunStub) -> None:
     behaviour = "begin()\nif node == 2: time.sleep(0.5); os.kill(os.getpid(), 9)\n"
     with pytest.raises(ClusterError, match=r"node 2: its processes were ended by SIGKILL"):
@@ -570,6 +572,7 @@ run_sweep(settings, sys.argv[2], lambda event: print(event["event"], flush=True)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
 def test_nothing_is_left_when_the_launcher_is_ended(

@@ -59,8 +59,7 @@ def reference(model_type: str, attention: str, dropout: float, precision: str) -
     return train(model, STEPS, autocast=autocast)
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=11)
 @of_cases
 def test_training_is_bitwise_the_same(model_type: str, names: tuple[str, ...]) -> None:
     recomputed = 0.0
@@ -112,6 +111,7 @@ def test_two_forwards_and_a_retained_graph(
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama"])

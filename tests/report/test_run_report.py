@@ -214,6 +214,7 @@ def test_a_path_that_cannot_be_written_is_refused_when_attached(
     attach(model, config).detach()
 
 
+@pytest.mark.thorough
 def test_training_ends_well_without_its_report(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

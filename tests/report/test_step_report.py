@@ -100,6 +100,7 @@ def test_a_limit_that_is_far_away_does_not_flatten_the_curve() -> None:
     assert figure.axes[0].get_ylim()[1] < 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("look", [LIGHT, DARK, dataclasses.replace(DARK, is_narrow=True)])
 def test_hostile_labels_are_drawn_as_text(look: Any) -> None:
     text = "$\\frac$ <b> \n x"

@@ -186,6 +186,7 @@ def test_markdown_shows_text_of_others_as_it_is(document: Any) -> None:
     assert "](" not in outside.replace("\\](", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("document", _hostile(), ids=lambda document: document.kind)
 @pytest.mark.sampled(every=1000)
 def test_html_shows_text_of_others_as_it_is(document: Any) -> None:

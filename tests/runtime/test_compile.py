@@ -85,6 +85,7 @@ def step(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace("_orig_mod.", ""): g for name, g in gradients_of(model).items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("compiles_first", [True, False], ids=["compiled first", "attached first"])
 @pytest.mark.parametrize("compile_", WAYS, ids=lambda way: way.__name__)
@@ -118,6 +119,7 @@ def test_compiled_code_packs(compile_: Callable[[Any], Any], compiles_first: boo
     assert offloader.engine.num_layer_calls == 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compile_", [compile_layers, compile_model], ids=lambda way: way.__name__)
 @pytest.mark.sampled(every=1000)
 def test_after_another_instance_of_the_class_ran_compiled(

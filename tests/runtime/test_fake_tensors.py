@@ -52,6 +52,7 @@ def figures(
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("model_type", MAIN)
 @pytest.mark.parametrize("config", [EVERYTHING, replace(EVERY_LAYER, window=4096)], ids=["", "4k"])
