@@ -49,9 +49,13 @@ IMPLIED = {
     "head_loss": ("off", "chunked"),
     "mlp_tiles": ("off", "auto"),
     "checkpoint_every": (0, 1),
+    "checkpoint_nested": (False, True),
     "save_attention": (False, True),
 }
 """By setting that was not given: what it is without ``long_context``, and with it."""
+
+LEAST_LAYERS = {"checkpoint_nested": 2, "save_attention": 1}
+"""By setting that says how layers run again: what ``checkpoint_every`` must be for it."""
 
 MIB = 2**20
 GIB = 2**30
@@ -214,7 +218,8 @@ class PyAOConfig:
         False,
         Switch(),
         "Train on the longest sequences that fit: those of {head_loss}, {mlp_tiles}, "
-        "{checkpoint_every} and {save_attention} that are not given are set for it. What grows "
+        "{checkpoint_every}, {checkpoint_nested} and {save_attention} that are not given are set "
+        "for it. What grows "
         "with the number of tokens is then on the device for one layer, or one tile, at a time. "
         "{policy} stays. Costs about the time of one more forward.",
     )
@@ -235,6 +240,14 @@ class PyAOConfig:
         "again in backward, which gives the same bits. 1: each layer's input leaves. More: that "
         "part of the host memory, while the tensors of so many layers are on the device at once. "
         "0: off. In place of gradient checkpointing. (default: 0; with {long_context}: 1)",
+    )
+    checkpoint_nested: bool = setting(
+        None,
+        Implied(Switch()),
+        "With {checkpoint_every} of 2 or more: the layers between two saved inputs run again "
+        "twice, the first time for their inputs alone, so that one layer's tensors are on the "
+        "device at once. Costs the time of up to one more forward. (default: false; with "
+        "{long_context}: true)",
     )
     save_attention: bool = setting(
         None,
@@ -336,7 +349,7 @@ def implied_by(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, (without, with_long_context) in IMPLIED.items():
         if whole[name] is None:
             whole[name] = with_long_context if whole["long_context"] else without
-            if name == "save_attention" and not whole["checkpoint_every"]:
+            if name in LEAST_LAYERS and whole["checkpoint_every"] < LEAST_LAYERS[name]:
                 whole[name] = False
     return {name: whole[name] for name in IMPLIED}
 
@@ -406,12 +419,15 @@ def _check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> N
             f"{label('modules')} is {echo(list(modules))}, which has no effect while "
             f"{label('policy')} is {policy!r}: choose policy 'modules', or drop the names."
         )
-    if values["save_attention"] and not values["checkpoint_every"]:
-        raise ConfigError(
-            f"{label('save_attention')} is on, which has no effect while "
-            f"{label('checkpoint_every')} is 0: nothing is run again then. Give "
-            f"{label('checkpoint_every')}, such as 1, or drop it."
-        )
+    every = values["checkpoint_every"]
+    for name, least in LEAST_LAYERS.items():
+        if values[name] and every < least:
+            why = "each layer runs again by itself" if every else "nothing is run again"
+            raise ConfigError(
+                f"{label(name)} is on, which has no effect while {label('checkpoint_every')} is "
+                f"{every}: {why} then. Give {label('checkpoint_every')}, such as {least}, or drop "
+                "it."
+            )
     if values["checkpoint_every"]:
         _check_against_segments(values, label)
     for name, policies, example in (

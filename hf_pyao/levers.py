@@ -18,6 +18,7 @@ class Levers:
     head_loss: str = "off"
     mlp_tiles: int | str = "off"
     checkpoint_every: int = 0
+    checkpoint_nested: bool = False
     save_attention: bool = False
 
     @classmethod
@@ -32,6 +33,7 @@ class Levers:
             head_loss=config.head_loss,
             mlp_tiles=config.mlp_tiles,
             checkpoint_every=config.checkpoint_every,
+            checkpoint_nested=config.checkpoint_nested,
             save_attention=config.save_attention,
         )
 
@@ -64,10 +66,11 @@ class Levers:
         """Return what they change, in words, such as ``chunked loss, MLPs in 8 tiles``."""
         count = "" if self.mlp_tiles == "auto" else f"{self.mlp_tiles} "
         every = "each layer" if self.checkpoint_every == 1 else f"{self.checkpoint_every} layers"
+        one_by_one = " one by one" if self.checkpoint_nested else ""
         parts = {
             f"{self.head_loss} loss": self.head_loss != "off",
             f"MLPs in {count}tiles": self.mlp_tiles != "off",
-            f"{every} run again": self.checkpoint_every > 0,
+            f"{every} run again{one_by_one}": self.checkpoint_every > 0,
             "attention saved": self.save_attention,
         }
         return ", ".join(part for part, is_on in parts.items() if is_on)

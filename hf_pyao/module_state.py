@@ -33,6 +33,8 @@ _MOST_TENSOR_BYTES = 2**20
 """Attributes with larger tensors are not noted."""
 _OURS = "_pyao_"
 """How the names of what this package puts on a module begin."""
+_EVERY_MODULES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that torch gives every module: tables, which are not noted, but for parameters."""
 _GONE = object()
 
 
@@ -70,6 +72,8 @@ class ModuleState:
             attributes = vars(module)
             noted = {}
             for name, value in attributes.items():
+                if name in _EVERY_MODULES:
+                    continue
                 kind = type(value)
                 if kind in _PLAIN or name.startswith(_OURS) or _is_small_tensor(value):
                     noted[name] = value
@@ -86,9 +90,11 @@ class ModuleState:
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Have it hold inside of this context; what changes inside does not outlast it."""
+        before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         with contextlib.ExitStack() as stack:
+            stack.callback(_restore_all, before)
             for attributes, noted in self._attributes:
-                stack.callback(_restore, attributes, dict(attributes))
+                before.append((attributes, dict(attributes)))
                 _put_attributes(attributes, noted)
             for each in self.parameters:
                 _put_parameter(each, stack)
@@ -173,22 +179,30 @@ def _put_attributes(attributes: dict[str, Any], noted: dict[str, Any]) -> None:
     for name, value in noted.items():
         if attributes.get(name, _GONE) is not value:
             attributes[name] = value
-    for name, value in list(attributes.items()):
-        is_method = type(value) is types.MethodType or name.startswith(_OURS)
-        if is_method and name not in noted:
+    for name in attributes.keys() - noted.keys() - _EVERY_MODULES:
+        if _is_method(name, attributes[name]):
             del attributes[name]  # put on since
+
+
+def _restore_all(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for attributes, values in reversed(before):
+        _restore(attributes, values)
 
 
 def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     for name, value in before.items():
-        is_method = type(value) is types.MethodType or name.startswith(_OURS)
         # What somebody took away inside, who moves parameters about, is to stay away.
-        if attributes.get(name, _GONE) is not value and (name in attributes or is_method):
+        if attributes.get(name, _GONE) is not value and (
+            name in attributes or _is_method(name, value)
+        ):
             attributes[name] = value
-    for name, value in list(attributes.items()):
-        is_method = type(value) is types.MethodType or name.startswith(_OURS)
-        if is_method and name not in before:
+    for name in attributes.keys() - before.keys():
+        if _is_method(name, attributes[name]):
             del attributes[name]
+
+
+def _is_method(name: str, value: Any) -> bool:
+    return type(value) is types.MethodType or name.startswith(_OURS)
 
 
 def _put_parameter(each: NotedParameter, stack: contextlib.ExitStack) -> None:

@@ -6,8 +6,9 @@
 
 Three tables, each of a step on fake tensors as `pyao estimate` records it, optimizer on the host:
 
-1. A ladder for one model: the peak at two lengths, what one token more takes, and the longest
-   sequence on the line through the two, with one lever of `long_context` more on each rung.
+1. A ladder for one model: the peak at several lengths, what one token more takes, and the longest
+   sequence on the line through the first and the last, with one lever of `long_context` more on
+   each rung; and what the host holds.
 2. The longest sequence at micro-batch 1, for each model and card, all weights trained or LoRA.
 3. The largest micro-batch of 512 tokens on a card of 12 GiB.
 
@@ -68,6 +69,22 @@ LADDER: tuple[tuple[Way, str], ...] = (
         ),
         "chunked",
     ),
+    *(
+        (
+            Way(
+                f"the same, segments of {every}, nested",
+                offloads=True,
+                levers=Levers(
+                    head_loss="chunked",
+                    checkpoint_every=every,
+                    checkpoint_nested=True,
+                    mlp_tiles="auto",
+                ),
+            ),
+            "chunked",
+        )
+        for every in (2, 4)
+    ),
     (LONG_CONTEXT, "chunked"),
 )
 """Ways, each with the loss; the last one saves attention too."""
@@ -95,7 +112,7 @@ class Row:
     is_limited_by_positions: bool = False
     largest_micro_batch: int | None = None
     bytes_per_token: float | None = None
-    """On the device, between two lengths."""
+    """On the device, between the first and the last length."""
     peak_bytes: dict[str, int] | None = None
     """By tokens."""
     host_bytes: dict[str, int] | None = None
@@ -141,8 +158,8 @@ def _ladder(model: str, device: str, lengths: Sequence[int]) -> Iterator[Row]:
             predicted = estimator.predicted(way, head_loss, 1)
             peaks[str(length)] = predicted.late.peak_bytes
             hosts[str(length)] = predicted.late.host_peak_bytes
-        low, high = (peaks[str(length)] for length in lengths)
-        slope = (high - low) / (lengths[1] - lengths[0])
+        low, high = peaks[str(lengths[0])], peaks[str(lengths[-1])]
+        slope = (high - low) / (lengths[-1] - lengths[0])
         yield Row(
             table="ladder",
             model=model,
@@ -214,7 +231,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lora", type=int, default=16, help="rank of LoRA (default: 16)")
     parser.add_argument("--ladder_model", default="llama:8b")
     parser.add_argument("--ladder_device", default="h200")
-    parser.add_argument("--ladder_lengths", nargs=2, type=int, default=[65_536, 262_144])
+    parser.add_argument(
+        "--ladder_lengths", nargs="+", type=int, default=[65_536, 262_144, 1_200_000]
+    )
     parser.add_argument("--result", type=Path, help="write the figures to this JSON file")
     parser.add_argument("--smoke", action="store_true", help="a tiny ladder alone: does it run?")
     args = parser.parse_args(argv)

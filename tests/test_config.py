@@ -103,6 +103,15 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_every": 1.0}, r"checkpoint_every is 1\.0; expected a whole number of layers"),
     ({"long_context": "yes"}, r"long_context is 'yes'; expected true or false"),
     ({"save_attention": True}, r"save_attention is on, which has no effect while checkpoint_ev"),
+    ({"checkpoint_nested": True}, r"checkpoint_nested is on, .* checkpoint_every is 0: nothing is"),
+    (
+        {"checkpoint_nested": True, "checkpoint_every": 1},
+        r"checkpoint_every is 1: each layer runs again by itself then\. Give .* such as 2, or drop",
+    ),
+    (
+        {"long_context": True, "checkpoint_nested": True},
+        r"checkpoint_nested is on, which has no effect while checkpoint_every is 1",
+    ),
     ({"log_metrics": "al"}, r"log_metrics is 'al'; did you mean 'all'\?"),
     ({"modules": "mlp_act"}, r"modules is 'mlp_act'; expected a list or tuple.*\('mlp_act',\)"),
     ({"modules": {"mlp_act": 1}}, r"modules is \{'mlp_act': 1\}; expected a list or tuple of name"),
@@ -145,6 +154,12 @@ def test_long_context_sets_what_is_not_given() -> None:
     assert (config.head_loss, config.mlp_tiles) == ("chunked", "auto")
     assert (config.checkpoint_every, config.save_attention) == (1, True)
     assert PyAOConfig(long_context=True, checkpoint_every=0).save_attention is False
+    assert [
+        PyAOConfig(long_context=True, checkpoint_every=every).checkpoint_nested
+        for every in (0, 1, 2, 4)
+    ] == [False, False, True, True]
+    whole = PyAOConfig(long_context=True, checkpoint_every=2, checkpoint_nested=False)
+    assert whole.checkpoint_nested is False and whole.save_attention is True
     given = PyAOConfig.from_dict(
         {"long_context": True, "head_loss": "off", "mlp_tiles": "1", "checkpoint_every": 4}
     )

@@ -46,6 +46,12 @@ def add_lever_arguments(group: argparse._ArgumentGroup) -> None:
         "--long-context: 1)",
     )
     group.add_argument(
+        "--checkpoint-nested",
+        action=argparse.BooleanOptionalAction,
+        help="with --checkpoint-every of 2 or more: have the K layers' tensors on the device one "
+        "layer at a time, for up to one more forward (default: no; with --long-context: yes)",
+    )
+    group.add_argument(
         "--save-attention",
         action=argparse.BooleanOptionalAction,
         help="with --checkpoint-every: save what attention returns too, so that its kernel does "

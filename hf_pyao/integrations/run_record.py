@@ -88,7 +88,8 @@ class RunRecord:
             else f"of every {length} layers one input is saved"
         )
         attention = " and what attention returns" if self.config.save_attention else ""
-        return f"{saved}{attention}, the rest is computed again"
+        again = "again, one layer at a time" if self.config.checkpoint_nested else "again"
+        return f"{saved}{attention}, the rest is computed {again}"
 
     @property
     def _has_device(self) -> bool:

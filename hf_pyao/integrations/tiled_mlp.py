@@ -19,6 +19,7 @@ from hf_pyao.integrations.sharding import KnownSharding, is_sharded_by_zero
 from hf_pyao.module_state import ModuleState
 from hf_pyao.runtime.model_hooks import ModelHook
 from hf_pyao.tiling import TiledCall, TilePlan, plan_tiles, run_in_tiles
+from hf_pyao.tiling.endings import Ending
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class TiledMLP(Part):
         self._notes = notes
         self._is_compiled = is_compiled
         self._part_names = part_names
+        self._ending = Ending()
 
     def run(
         self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,6 +141,7 @@ class TiledMLP(Part):
             plan=plan,
             state=partial(state_of, parts),
             is_compiled=self._is_compiled,
+            ending=self._ending,
         )
         return run_in_tiles(call, *inputs)
 

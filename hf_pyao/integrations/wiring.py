@@ -55,6 +55,7 @@ def make_lifecycle(
         make = functools.partial(
             SegmentLifecycle,
             length=config.checkpoint_every,
+            is_nested=config.checkpoint_nested,
             saves_attention=config.save_attention,
         )
     return make(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,12 +131,17 @@ class RecordedCall:
 
     def changed_argument(self) -> bool:
         """Say whether a tensor that is held was changed in place."""
-        return any(held.version != version_of(held.tensor) for held in self._held())
+        held = (each for each in self._stand_ins() if isinstance(each, Held))
+        return any(each.version != version_of(each.tensor) for each in held)
 
     def keeps_attention(self, calls: Sequence[KernelCall | None]) -> None:
         """Take note of its kernels of attention, and of what is kept of them."""
         if any(calls):
             self._attention = calls
+
+    def needs(self) -> set[MadeBefore]:
+        """Return what it gets from layers before it in the segment."""
+        return {each for each in self._stand_ins() if isinstance(each, MadeBefore)}
 
     def forward_ended(self) -> None:
         """See whether the layer writes its buffers."""
@@ -145,7 +150,7 @@ class RecordedCall:
     def run(
         self,
         segment_input: Tensor | None,
-        made: Sequence[Sequence[Tensor]],
+        made: Mapping[MadeBefore, Tensor],
         while_it_runs: contextlib.AbstractContextManager[Any],
         give: Callable[[Handle], Tensor],
         rules: Rules,
@@ -154,7 +159,7 @@ class RecordedCall:
 
         Args:
             segment_input: for the segment's first layer.
-            made: what the layers before it in the segment returned.
+            made: what it gets from layers before it in the segment.
             while_it_runs: entered around the layer alone.
             give: returns what the engine keeps.
             rules: of operators.
@@ -173,7 +178,7 @@ class RecordedCall:
             if isinstance(stand_in, SegmentInput):
                 return segment_input
             if isinstance(stand_in, MadeBefore):
-                return made[stand_in.call][stand_in.ordinal]
+                return made[stand_in]
             if isinstance(stand_in, Held):
                 held = stand_in.tensor
                 return held.detach().requires_grad_() if stand_in.requires_grad else held
@@ -191,11 +196,11 @@ class RecordedCall:
             outputs = self._inner_hooks.run(self.module, args, kwargs)
         return list(tensors_in(outputs))
 
-    def _held(self) -> Iterator[Held]:
+    def _stand_ins(self) -> Iterator[MadeBefore | Held]:
         pending: list[Any] = [self._args, self._kwargs]
         while pending:
             value = pending.pop()
-            if isinstance(value, Held):
+            if isinstance(value, Held | MadeBefore):
                 yield value
             elif isinstance(value, dict):
                 pending.extend(value.values())

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hf_pyao.errors import ConflictError
 from hf_pyao.recompute.kept_attention import SeenAttention
 from hf_pyao.recompute.operations import Rules
+from hf_pyao.recompute.second_run import unpack
 from hf_pyao.recompute.segment_calls import (
     Held,
     InnerHooks,
@@ -32,7 +33,7 @@ from hf_pyao.recompute.segment_calls import (
     hold,
     noted,
 )
-from hf_pyao.recompute.segments import FilledSegments, Segment, unpack
+from hf_pyao.recompute.segments import FilledSegments, Segment
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.runtime.lifecycle import COMPILED, Lifecycle, is_compiled
@@ -105,13 +106,20 @@ class SegmentLifecycle(Lifecycle):
 
     Args:
         length: how many consecutive layers make a segment.
+        is_nested: the tensors of one layer of a segment at a time are there in backward.
         saves_attention: what kernels of attention return is saved too.
     """
 
     def __init__(
-        self, *args: Any, length: int, saves_attention: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        length: int,
+        is_nested: bool = False,
+        saves_attention: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.length = length
+        self.is_nested = is_nested
         self._saves_attention = saves_attention
         self._has_seen_attention = False
         super().__init__(*args, **kwargs)
@@ -308,7 +316,15 @@ class SegmentLifecycle(Lifecycle):
         ):
             return segment
         devices = devices_of((args, kwargs))
-        return Segment(call, hidden, self._keeper, self.filled, devices, self._running_again)
+        return Segment(
+            call,
+            hidden,
+            self._keeper,
+            self.filled,
+            devices,
+            self._running_again,
+            is_nested=self.is_nested,
+        )
 
     def _record(
         self,

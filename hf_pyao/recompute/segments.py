@@ -13,6 +13,13 @@ when the next segment runs again, and everything at the end of the backward pass
 more, in the same pass or another, has the segment run again.
 
 Parameters are held as they are, and have no number.
+
+[Note: One by one]
+A segment that is nested fills the place holders of one layer at a time, so that the tensors of one
+layer are there at once. Backward asks for its last layer first. The layers before it run again for
+their outputs alone, which are the inputs of the layers behind them, and are held; then the last
+one runs, and fills its place holders. When backward asks for the layer before, that one runs from
+its input, which is let go of; and so on. So all layers but the last run twice.
 """
 
 from __future__ import annotations
@@ -21,26 +28,30 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
+from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.module_state import version_of
 from hf_pyao.recompute.kept_attention import SeenAttention
 from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.random_state import RandomState
+from hf_pyao.recompute.second_run import (
+    AllCollectedError,
+    Collector,
+    KeptParameter,
+    Part,
+    PlaceHolder,
+    for_no_one,
+)
 from hf_pyao.recompute.segment_calls import MadeBefore, RecordedCall
 from hf_pyao.runtime.saved_tensor import Handle
-from hf_pyao.runtime.saved_tensor_hooks import Pack, pack_hook, pop_hooks, push_hooks
 from hf_pyao.runtime.tape import LayerCall
-from hf_pyao.transfer.graph_task import NO_TASK, current_graph_task
-
-Meta = tuple[torch.Size, torch.dtype, torch.device]
-"""What a tensor must have in common with the one that it stands in for."""
+from hf_pyao.transfer.graph_task import NO_TASK
 
 
 class Keeper(Protocol):
@@ -62,84 +73,13 @@ class Keeper(Protocol):
         ...
 
 
-class KeptParameter:
-    """Stands for a parameter that autograd saves."""
-
-    __slots__ = ("layer", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, layer: str) -> None:
-        self.tensor = tensor
-        self.version = version_of(tensor)
-        self.layer = layer
-
-
-class PlaceHolder:
-    """Stands for a tensor that autograd saves in a segment."""
-
-    __slots__ = ("__weakref__", "_segment", "_task", "_tensor", "_version", "is_used")
-
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self._tensor: Tensor | None = None
-        self._version = 0
-        self._task = NO_TASK
-        self.is_used = False
-        """True once backward got the tensor that it has now."""
-
-    def fill(self, tensor: Tensor, task: int) -> None:
-        """Hold *tensor* for the backward pass that is graph task *task*."""
-        self._version = version_of(tensor)
-        self._task = task
-        self.is_used = False
-        self._tensor = tensor
-
-    def clear(self) -> None:
-        """Let go of the tensor."""
-        self._tensor = None
-
-    def read(self) -> Tensor:
-        """Return the tensor, for which the segment runs again if need be."""
-        task = current_graph_task()
-        segment = self._segment
-        with segment.lock:
-            tensor = self._tensor
-            if tensor is None or self._task != task:
-                segment.run_again(task)
-                tensor = self._tensor
-            if task == NO_TASK:
-                segment.forget(is_used_only=False)  # looked at outside of a backward pass
-            assert tensor is not None
-            self.is_used = True
-        if version_of(tensor) != self._version:
-            raise SavedTensorModifiedError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation, in {segment.name}. Use the out-of-place form of the "
-                "operation. (It fails in the same way without hf_pyao.)"
-            )
-        return tensor
-
-
-def unpack(saved: PlaceHolder | KeptParameter) -> Tensor:
-    """Return the tensor that *saved* stands for; autograd's unpack hook."""
-    if type(saved) is PlaceHolder:
-        return saved.read()
-    assert isinstance(saved, KeptParameter)
-    if version_of(saved.tensor) != saved.version:
-        raise SavedTensorModifiedError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a parameter that layer {saved.layer!r} used was changed before backward. "
-            "Run backward before the optimizer steps. (It fails in the same way without hf_pyao.)"
-        )
-    return saved.tensor
-
-
 class FilledSegments:
     """The segments that ran again and may hold tensors still."""
 
     def __init__(self) -> None:
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
         self.num_runs = 0
-        """How often a segment ran again."""
+        """How often a segment filled place holders, or a layer of one that is nested."""
 
     def add(self, segment: Segment) -> None:
         """Take note that *segment* runs again: others need not hold any longer what was used."""
@@ -164,6 +104,7 @@ class Segment:
         filled: knows the segments that hold tensors.
         devices: accelerators whose random numbers its layers may draw.
         running: entered while it runs again.
+        is_nested: the tensors of one layer at a time are there; see [Note: One by one].
     """
 
     def __init__(
@@ -174,29 +115,35 @@ class Segment:
         filled: FilledSegments,
         devices: Sequence[torch.device],
         running: Callable[[], contextlib.AbstractContextManager[Any]],
+        *,
+        is_nested: bool = False,
     ) -> None:
         self.lock = threading.RLock()  # see [Note: Threads] in runtime/unpacking.py
         self.calls: list[RecordedCall] = []
         self.tape = first.tape
-        self._first = self._last = first
+        self._first = first
+        self._layer_calls: list[LayerCall] = []
+        self._parts: list[Part] = []
         self._keeper = keeper
         self._filled = filled
         self._devices = devices
         self._running = running
+        self._is_nested = is_nested
         self._hidden: Tensor | None = hidden
         self._hidden_version = version_of(hidden)
         self._requires_grad = hidden.requires_grad
         self._kept_hidden: Callable[[], Tensor | None] = lambda: None
         self._input: Handle | None = None
         self._attention: SeenAttention | None = None
-        self._place_holders: list[weakref.ref[PlaceHolder]] = []
-        self._metas: list[Meta] = []
         self._made: list[tuple[weakref.ref[Tensor], int, MadeBefore]] = []
+        self._made_again: dict[MadeBefore, Tensor] = {}
+        """What parts get that did not fill their place holders yet, from layers before them."""
+        self._task = NO_TASK
+        """The backward pass in which it ran again last."""
 
-    @property
-    def name(self) -> str:
-        """Its layers, for messages."""
-        first, last = self.calls[0].name, self.calls[-1].name
+    def name_of(self, part: Part) -> str:
+        """Name the layers of *part*, for messages."""
+        first, last = self.calls[part.start].name, self.calls[part.stop - 1].name
         return f"layer {first!r}" if first == last else f"layers {first!r} to {last!r}"
 
     # ---- forward -------------------------------------------------------------------------------
@@ -210,9 +157,12 @@ class Segment:
         self, call: LayerCall, recorded: RecordedCall, attention: SeenAttention | None = None
     ) -> None:
         """Append a layer call, which begins; *attention* sees its kernels."""
-        self._last = call
         self._attention = attention
+        if not self._parts or self._is_nested:
+            self._parts.append(Part(len(self.calls)))
+        self._layer_calls.append(call)
         self.calls.append(recorded)
+        self._parts[-1].stop = len(self.calls)
 
     def made_by(self, tensor: Tensor, *, last_only: bool = False) -> MadeBefore | None:
         """Return which of its layers returned *tensor*, if one did and it was not changed since."""
@@ -231,10 +181,7 @@ class Segment:
             self._keep_input(self._hidden)
         if self._attention is not None:
             self._attention.packed(tensor, functools.partial(self._keeper.keep, call))
-        place_holder = PlaceHolder(self)
-        self._place_holders.append(weakref.ref(place_holder))
-        self._metas.append((tensor.shape, tensor.dtype, tensor.device))
-        return place_holder
+        return self._parts[-1].pack(self, tensor)
 
     def _keep_input(self, hidden: Tensor) -> None:
         self._check_hidden(hidden)
@@ -255,7 +202,7 @@ class Segment:
             kept = self._kept_hidden() if len(self.calls) == 1 else None
             if kept is not None:
                 self._check_hidden(kept)
-            if recorded.changed_argument():
+            if recorded.changed_argument() or (self._is_nested and self._is_changed_by(recorded)):
                 raise _changes_its_input(recorded.name)
             recorded.forward_ended()
             if self._attention is not None:
@@ -271,67 +218,131 @@ class Segment:
         if version_of(hidden) != self._hidden_version:
             raise _changes_its_input(self.calls[-1].name)
 
+    def _is_changed_by(self, recorded: RecordedCall) -> bool:
+        """Say whether a call has changed in place what a layer before it returned.
+
+        Where layers run one by one, that is held, and may be given twice.
+        """
+        needs = recorded.needs()
+        return any(
+            made in needs and (tensor := ref()) is not None and version_of(tensor) != version
+            for ref, version, made in self._made
+        )
+
     # ---- backward ------------------------------------------------------------------------------
 
-    def run_again(self, task: int) -> None:
-        """Run its layers again, and fill the place holders that live, for graph task *task*.
+    def run_again(self, part: Part, task: int) -> None:
+        """Run its layers again, and fill the place holders of *part* for graph task *task*.
 
         Raises:
             RecomputationError: they do not save what they saved in forward.
         """
-        assert self._input is not None
-        self.forget(is_used_only=False)
+        if task != self._task:
+            self.forget(is_used_only=False)
+            if task != NO_TASK:
+                forget = functools.partial(_forget, weakref.ref(self))
+                torch.autograd.Variable._execution_engine.queue_callback(forget)
+            self._task = task
+        for each in self._parts:
+            each.forget(is_used_only=each is not part)
         self._filled.add(self)
-        if task != NO_TASK:
-            forget = functools.partial(_forget, weakref.ref(self))
-            torch.autograd.Variable._execution_engine.queue_callback(forget)
-        try:
-            hidden = self._keeper.give(self._input, self._last)
-        except SavedTensorModifiedError as error:
-            raise SavedTensorModifiedError(
-                f"the input of {self.name} was changed in place after it was given, and has to be "
-                "given again in backward (checkpoint_every). Clone the tensor before changing it, "
-                "or give checkpoint_every=0."
-            ) from error
-        if self._requires_grad and not hidden.requires_grad:
-            hidden = hidden.detach().requires_grad_()
-        collector = _Collector(self, task, self._place_holders, self._metas)
+        call = self._layer_calls[part.stop - 1]
         random_state = RandomState(self._devices)
         with self._running():
             try:
                 with torch.enable_grad():
-                    self._run_layers(hidden, collector)
-            except _AllCollectedError as end:
-                if end.collector is not collector:
-                    raise
+                    self._fill(part, task, call)
             finally:
                 random_state.restore()
+
+    def _fill(self, part: Part, task: int, call: LayerCall) -> None:
+        """Run the layers of *part*, in the backward of *call*."""
+        made = self._inputs_of(part, call)
+        collector = Collector(self.name_of(part), part, task)
+        try:
+            for index in range(part.start, part.stop):
+                layer = self.calls[index].name
+                outputs = self._run_call(index, made, collector.on(layer), call)
+                made.update(outputs)
+        except AllCollectedError as end:
+            if end.collector is not collector:
+                raise
         collector.check()
 
-    def _run_layers(self, hidden: Tensor, collector: _Collector) -> None:
-        made: list[list[Tensor]] = []
-        for recorded in self.calls:
-            outputs = recorded.run(
-                None if made else hidden,
-                made,
-                collector.on(recorded.name),
-                lambda handle: self._keeper.give(handle, self._last),
-                self._keeper.rules,
-            )
-            made.append(outputs)
+    def _inputs_of(self, part: Part, call: LayerCall) -> dict[MadeBefore, Tensor]:
+        """Return what layers before *part* made that it gets; they run again if that is gone.
+
+        What the parts between need is held, and nothing else any longer.
+        """
+        needed = {m for m in self._needs(part.start, part.stop) if m.call < part.start}
+        if not needed <= self._made_again.keys():
+            self._made_again = {}
+            for index in range(part.start):
+                needed_later = self._needs(index + 1, part.stop)
+                self._made_again |= self._outputs_of(index, needed_later, call)
+        given = {key: self._made_again[key] for key in needed}
+        left = self._needs(1, part.start)
+        self._made_again = {key: each for key, each in self._made_again.items() if key in left}
+        return given
+
+    def _outputs_of(
+        self, index: int, wanted: set[MadeBefore], call: LayerCall
+    ) -> dict[MadeBefore, Tensor]:
+        """Return what one of its layers returns, for which it runs; its graph is let go of."""
+        made = self._run_call(index, self._made_again, for_no_one(self.calls[index].name), call)
+        return {
+            key: tensor.detach().requires_grad_(tensor.requires_grad)
+            for key, tensor in made.items()
+            if key in wanted
+        }
+
+    def _needs(self, start: int, stop: int) -> set[MadeBefore]:
+        """Return what its calls from *start* to before *stop* get from others of them."""
+        return {made for recorded in self.calls[start:stop] for made in recorded.needs()}
+
+    def _run_call(
+        self,
+        index: int,
+        made: dict[MadeBefore, Tensor],
+        while_it_runs: contextlib.AbstractContextManager[Any],
+        call: LayerCall,
+    ) -> dict[MadeBefore, Tensor]:
+        """Run one of its layers again; return what it returned.
+
+        Args:
+            index: which of its calls.
+            made: what the layers before it made that it gets.
+            while_it_runs: entered around the layer.
+            call: the layer call whose backward asks for it.
+        """
+        outputs = self.calls[index].run(
+            None if index else self._given_hidden(call),
+            made,
+            while_it_runs,
+            lambda handle: self._keeper.give(handle, call),
+            self._keeper.rules,
+        )
+        return {MadeBefore(index, ordinal): tensor for ordinal, tensor in enumerate(outputs)}
+
+    def _given_hidden(self, call: LayerCall) -> Tensor:
+        assert self._input is not None
+        try:
+            hidden = self._keeper.give(self._input, call)
+        except SavedTensorModifiedError as error:
+            raise SavedTensorModifiedError(
+                f"the input of layer {self.calls[0].name!r} was changed in place after it was "
+                "given, and has to be given again in backward (checkpoint_every). Clone the tensor "
+                "before changing it, or give checkpoint_every=0."
+            ) from error
+        if self._requires_grad and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()
+        return hidden
 
     def forget(self, *, is_used_only: bool) -> None:
         """Let go of what its place holders hold, or of what backward got already."""
-        holds_more = False
-        for ref in self._place_holders:
-            place_holder = ref()
-            if place_holder is None:
-                continue
-            if is_used_only and not place_holder.is_used:
-                holds_more = True
-            else:
-                place_holder.clear()
-        if not holds_more:
+        self._made_again = {}
+        holds_more = [part.forget(is_used_only=is_used_only) for part in self._parts]
+        if not any(holds_more):
             self._filled.discard(self)
 
 
@@ -340,95 +351,6 @@ def _forget(ref: weakref.ref[Segment]) -> None:
     segment = ref()
     if segment is not None:
         segment.forget(is_used_only=False)
-
-
-class _AllCollectedError(Exception):
-    """Ends a second run early: what it would still save is asked for by no one."""
-
-    def __init__(self, collector: _Collector) -> None:
-        super().__init__("a segment of layers has run far enough")
-        self.collector = collector
-
-
-class _Collector:
-    """Gets what the layers of a segment save as they run again."""
-
-    def __init__(
-        self,
-        segment: Segment,
-        task: int,
-        place_holders: Sequence[weakref.ref[PlaceHolder]],
-        metas: Sequence[Meta],
-    ) -> None:
-        self._name = segment.name
-        self._task = task
-        self._place_holders = place_holders
-        self._metas = metas
-        living = [index for index, ref in enumerate(place_holders) if ref() is not None]
-        self._last = living[-1] if living else -1
-        self._num_seen = 0
-
-    @contextlib.contextmanager
-    def on(self, layer: str) -> Iterator[None]:
-        """Have it get what is saved inside of this context."""
-        hooks: Pack = pack_hook(_collect, self, is_second_run=True)
-        try:
-            push_hooks(hooks, _as_it_is)
-            yield
-        finally:
-            pop_hooks(hooks, layer)
-
-    def collect(self, tensor: Tensor) -> Tensor:
-        """Take *tensor* over; return what the second run's own graph is to hold."""
-        if isinstance(tensor, Parameter):
-            return tensor
-        index = self._num_seen
-        self._num_seen = index + 1
-        held = tensor.detach()
-        if index > self._last:
-            return held
-        meta = (tensor.shape, tensor.dtype, tensor.device)
-        if meta != self._metas[index]:
-            raise _other_tensors(
-                self._name,
-                f"tensor {index} that it saves has {_described(meta)}; in forward it had "
-                f"{_described(self._metas[index])}",
-            )
-        place_holder = self._place_holders[index]()
-        if place_holder is not None:
-            place_holder.fill(held, self._task)
-        if index == self._last:
-            raise _AllCollectedError(self)
-        return held
-
-    def check(self) -> None:
-        """Raise if the run has ended before all was saved that was to be."""
-        if self._num_seen <= self._last:
-            raise _other_tensors(
-                self._name,
-                f"it saved {self._num_seen} tensors, and in forward at least {self._last + 1}",
-            )
-
-
-def _collect(collector: _Collector, tensor: Tensor) -> Tensor:
-    return collector.collect(tensor)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _described(meta: Meta) -> str:
-    shape, dtype, device = meta
-    return f"shape {tuple(shape)}, {dtype}, on {device}"
-
-
-def _other_tensors(name: str, what: str) -> RecomputationError:
-    return RecomputationError(
-        f"{name} ran again in backward (checkpoint_every), and did otherwise than in forward: "
-        f"{what}. A layer must do the same each time that it gets the same: what depends on time, "
-        "on a counter of its own or on a cache may not. Give checkpoint_every=0 for this model."
-    )
 
 
 def _changes_its_input(layer: str) -> SavedTensorModifiedError:

@@ -15,8 +15,7 @@ layer's last, their inputs are that tensor, and the tiles are not run once more 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.module_state import ModuleState
+from hf_pyao.tiling.endings import Ending, NeedsValuesError, SeenEnding
 from hf_pyao.tiling.surroundings import (
     AutocastState,
     NoTensorHooks,
@@ -49,6 +49,8 @@ class TiledCall:
     """Whether the function runs compiled code, which has its own linear layers."""
     state: Callable[[], ModuleState] = lambda: ModuleState(())
     """Returns what else the function goes by, such as whether it trains: put back in backward."""
+    ending: Ending = field(default_factory=Ending)
+    """What is known of the function's end; one for all calls of it."""
 
 
 def run_in_tiles(call: TiledCall, *inputs: Tensor) -> Tensor:
@@ -149,20 +151,33 @@ class _RunTiles(torch.autograd.Function):
                 "no graph of them. Set mlp_tiles='off' for training that needs second derivatives."
             )
         inputs = ctx.saved.node.saved_tensors
-        with ctx.state.put_back():
-            weights = list(call.weights())
-            if versions_of(weights) != ctx.versions:
-                raise SavedTensorModifiedError(
-                    "a weight of an MLP in tiles was modified by an inplace operation between "
-                    "forward and backward, which runs the MLP again with it. Step the optimizer "
-                    "after backward."
-                )
-            trained = [weight for weight in weights if weight.requires_grad]
-            backward = _Backward(call, inputs, trained, needs, ctx.states)
-            run = torch.enable_grad()(without_hooks(backward.run))
-            with NoTensorHooks(trained):
-                ctx.autocast.around(ctx.states.kept(run))(grad_output)
-        return (*(None,) * num_other, *backward.results())
+        try:
+            found = _run_backward(ctx, inputs, needs, grad_output)
+        except NeedsValuesError:
+            call.ending.last = 0
+            found = _run_backward(ctx, inputs, needs, grad_output)
+        return (*(None,) * num_other, *found)
+
+
+def _run_backward(
+    ctx: Any, inputs: Sequence[Tensor], needs: Sequence[bool], grad_output: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of inputs and trained weights, None where none is needed."""
+    call: TiledCall = ctx.call
+    with ctx.state.put_back():
+        weights = list(call.weights())
+        if versions_of(weights) != ctx.versions:
+            raise SavedTensorModifiedError(
+                "a weight of an MLP in tiles was modified by an inplace operation between "
+                "forward and backward, which runs the MLP again with it. Step the optimizer "
+                "after backward."
+            )
+        trained = [weight for weight in weights if weight.requires_grad]
+        backward = _Backward(call, inputs, trained, needs, ctx.states)
+        run = torch.enable_grad()(without_hooks(backward.run))
+        with NoTensorHooks(trained):
+            ctx.autocast.around(ctx.states.kept(run))(grad_output)
+    return backward.results()
 
 
 def _run_forward(call: TiledCall, states: RandomStates, inputs: Sequence[Tensor]) -> Tensor:
@@ -172,7 +187,7 @@ def _run_forward(call: TiledCall, states: RandomStates, inputs: Sequence[Tensor]
     whole: Tensor | None = None  # no view: what comes next may write to it
     for start, stop in call.plan.slices():
         states.note()
-        tile = rows_of(call.function(*(tile_of(each, start, stop, len(lead)) for each in rows)))
+        tile = rows_of(_output_of(call, [tile_of(each, start, stop, len(lead)) for each in rows]))
         if whole is None:
             whole = tile.new_empty(*lead, tile.shape[-1])
         rows_of(whole)[start:stop] = tile
@@ -181,6 +196,16 @@ def _run_forward(call: TiledCall, states: RandomStates, inputs: Sequence[Tensor]
     states.forget_if_unchanged()
     assert whole is not None
     return whole
+
+
+def _output_of(call: TiledCall, tiles: Sequence[Tensor]) -> Tensor:
+    """Return the function's output; the first time, its end is looked at."""
+    if call.ending.last is not None or call.is_compiled:
+        return call.function(*tiles)
+    with SeenEnding(call.ending) as seen:
+        output = call.function(*tiles)
+    seen.end()
+    return output
 
 
 class _Backward:
@@ -226,8 +251,13 @@ class _Backward:
         ]
         wanted = [tile for tile, need in zip(tiles, self._needs, strict=True) if need]
         grad = tile_of(grad_rows, start, stop, num_lead)
-        with nullcontext() if self._call.is_compiled else SummedProducts(self._sums):
-            output = self._call.function(*tiles)
+        call = self._call
+        if call.is_compiled:
+            output = call.function(*tiles)
+        else:
+            with SummedProducts(self._sums, call.ending) as products:
+                output = call.function(*tiles)
+            products.check(output)
         found = _gradients(output, grad, [*wanted, *self._weights])
         del output
         self._sums.add(found[len(wanted) :])

@@ -17,6 +17,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hf_pyao.gradient_buffer import GradientBuffer
+from hf_pyao.tiling.endings import (
+    Ending,
+    NeedsValuesError,
+    check_way,
+    is_linear,
+    needs_values,
+)
 
 
 class WeightSums:
@@ -113,13 +120,18 @@ def _own(gradient: Tensor, storages: set[int]) -> Tensor:
 class SummedProducts(TorchFunctionMode):
     """While active, linear layers add their weights' gradients to *sums* in their backward.
 
-    Autocast casts the operands of a linear layer first; under it they are left alone. See [Note:
-    Products into sums].
+    The last one does nothing else, if *ending* says that its product need not be there: see [Note:
+    Last products] in ``endings``. Autocast casts the operands of a linear layer first; under it
+    they are left alone. See [Note: Products into sums].
     """
 
-    def __init__(self, sums: WeightSums) -> None:
+    def __init__(self, sums: WeightSums, ending: Ending) -> None:
         super().__init__()
         self._sums = sums
+        self._ending = ending
+        self._num_linears = 0
+        self._left_out: Any = None
+        """The node of the last product, where that was left out."""
 
     def __torch_function__(
         self,
@@ -128,23 +140,40 @@ class SummedProducts(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run *func*, or what stands for it."""
-        if func is F.linear or func is torch.addmm:
+        """Run *func*, or what stands for it.
+
+        Raises:
+            NeedsValuesError: it may ask for the product that was left out.
+        """
+        if self._left_out is not None and needs_values(func, args, kwargs):
+            raise NeedsValuesError
+        if is_linear(func):
+            self._num_linears += 1
+            is_last = self._num_linears == self._ending.last and torch.is_grad_enabled()
             found = _operands(func, args, kwargs or {})
             if found is not None:
                 inputs, weight, bias = found
-                sum_of_weight = self._sums.of(weight)
-                is_ours = sum_of_weight is not None or self._sums.of(bias) is not None
-                if is_ours and _is_plain(inputs, weight, bias):
-                    return _Linear.apply(  # type: ignore[no-untyped-call]
-                        inputs,
-                        weight,
-                        bias,
-                        func is torch.addmm,
-                        sum_of_weight,
-                        self._sums.of(bias),
+                sums = (self._sums.of(weight), self._sums.of(bias))
+                if (is_last or sums != (None, None)) and _is_plain(inputs, weight, bias):
+                    lead = inputs.shape[:-1]
+                    rows = inputs if len(lead) == 1 else inputs.reshape(-1, inputs.shape[-1])
+                    is_addmm = func is torch.addmm
+                    output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+                        rows, weight, bias, is_addmm, *sums, is_last
                     )
+                    self._left_out = output.grad_fn if is_last else None
+                    # Viewed here: what a function of ours returns as a view none may write to.
+                    return output if len(lead) == 1 else output.view(*lead, output.shape[-1])
         return func(*args, **(kwargs or {}))
+
+    def check(self, output: Tensor) -> None:
+        """Look that nothing asked for a product that was left out, once *output* is there.
+
+        Raises:
+            NeedsValuesError: something may have.
+        """
+        if self._left_out is not None:
+            check_way(output, self._left_out)
 
 
 def _operands(
@@ -175,7 +204,7 @@ def _is_plain(inputs: Any, weight: Any, bias: Any) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear(inputs, weight, bias)``, or ``addmm`` with the weight transposed."""
+    """``F.linear(inputs, weight, bias)`` of rows, or ``addmm`` with the weight transposed."""
 
     @staticmethod
     def forward(
@@ -186,10 +215,14 @@ class _Linear(torch.autograd.Function):
         is_transposed: bool,
         sum_of_weight: _Sum | None,
         sum_of_bias: _Sum | None,
+        is_left_out: bool,
     ) -> Tensor:
-        """Run the layer."""
+        """Run the layer; if it *is_left_out*, return zeros in the shape of what it would return."""
         ctx.save_for_backward(inputs if sum_of_weight is not None else None, weight)
         ctx.options = (is_transposed, sum_of_weight, sum_of_bias)
+        if is_left_out:
+            size = weight.shape[1 if is_transposed else 0]
+            return inputs.new_zeros(()).expand(inputs.shape[0], size)
         if is_transposed:
             assert bias is not None
             return torch.addmm(bias, inputs, weight)
@@ -200,15 +233,11 @@ class _Linear(torch.autograd.Function):
         """Return the input's gradient; add the others to their sums."""
         inputs, weight = ctx.saved_tensors
         is_transposed, sum_of_weight, sum_of_bias = ctx.options
-        rows = grad.reshape(-1, grad.shape[-1])
         if sum_of_weight is not None:
-            operand = inputs.reshape(-1, inputs.shape[-1])
-            pair = (operand, rows) if is_transposed else (rows, operand)
-            sum_of_weight.add_product(*pair)
+            sum_of_weight.add_product(*((inputs, grad) if is_transposed else (grad, inputs)))
         if sum_of_bias is not None:
-            sum_of_bias.add_rows(rows)
+            sum_of_bias.add_rows(grad)
         of_inputs = None
         if ctx.needs_input_grad[0]:
-            factor = weight.t() if is_transposed else weight
-            of_inputs = torch.mm(rows, factor).view(*grad.shape[:-1], factor.shape[-1])
-        return of_inputs, None, None, None, None, None
+            of_inputs = torch.mm(grad, weight.t() if is_transposed else weight)
+        return of_inputs, None, None, None, None, None, None

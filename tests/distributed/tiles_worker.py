@@ -122,7 +122,9 @@ def main(kind: str, name: str, rank: int, folder: Path) -> None:
     for before in (False, True):
         tiled = train(kind, name, config, before=before)
         found["before" if before else "after"] = compare(dict(plain), tiled)
-    in_segments = dataclasses.replace(config, checkpoint_every=2, save_attention=True)
+    in_segments = dataclasses.replace(
+        config, checkpoint_every=2, checkpoint_nested=True, save_attention=True
+    )
     tiled = train(kind, name, in_segments, before=False)
     found["in segments"] = compare(dict(plain), tiled)
     (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def setting(document: Any) -> Levers:
             ("--checkpoint-every", "4", "--save-attention"),
             Levers(checkpoint_every=4, save_attention=True),
         ),
+        (
+            ("--checkpoint-every", "4", "--checkpoint-nested"),
+            Levers(checkpoint_every=4, checkpoint_nested=True),
+        ),
+        (
+            ("--long-context", "--checkpoint-every", "2", "--no-checkpoint-nested"),
+            replace(LONG_CONTEXT, checkpoint_every=2),
+        ),
         (("--long-context",), LONG_CONTEXT),
         (
             ("--long-context", "--head-loss", "off", "--mlp-tiles", "off", "--no-save-attention"),
@@ -73,6 +82,7 @@ def test_options_are_the_configurations_fields(options: tuple[str, ...], expecte
         (("--checkpoint-every", "-1"), "--checkpoint-every is -1; it cannot be negative"),
         (("--checkpoint-every", "two"), "--checkpoint-every is 'two'; expected a whole number"),
         (("--save-attention",), "--save-attention is on, which has no effect while --checkpoint-"),
+        (("--checkpoint-nested",), "--checkpoint-nested is on, which has no effect while --check"),
     ],
 )
 def test_bad_values_are_refused_by_the_name_of_the_option(
@@ -91,7 +101,10 @@ def test_words_for_titles() -> None:
     assert (
         Levers(mlp_tiles=8, checkpoint_every=3).describe() == "MLPs in 8 tiles, 3 layers run again"
     )
-    assert LONG_CONTEXT.given() == LONG_CONTEXT.settings() and NO_LEVERS.given() == {}
+    nested = Levers(checkpoint_every=2, checkpoint_nested=True)
+    assert nested.describe() == "2 layers run again one by one"
+    assert LONG_CONTEXT.given().keys() == set(Levers.names()) - {"checkpoint_nested"}
+    assert NO_LEVERS.given() == {}
 
 
 @pytest.mark.thorough

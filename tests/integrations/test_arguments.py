@@ -46,6 +46,7 @@ EXAMPLES = {
     "long_context": True,
     "mlp_tiles": 8,
     "checkpoint_every": 2,
+    "checkpoint_nested": True,
     "save_attention": True,
     "auto_micro_batch": "largest",
     "log_metrics": "all",

@@ -419,7 +419,8 @@ def test_recordings_of_steps_run_the_tiles() -> None:
         peaks[tiles] = (_peak_bytes(program), flops)
     assert peaks[16][0] < peaks[2][0] < peaks["off"][0]
     mlp_flops = NUM_LAYERS * 3 * 2 * 4 * 64 * HIDDEN * 64 * HIDDEN
-    assert peaks[2][1] - peaks["off"][1] == pytest.approx(mlp_flops, rel=0.05)  # forward once more
+    again = mlp_flops * 2 / 3  # forward once more, but for the last of three products
+    assert peaks[2][1] - peaks["off"][1] == pytest.approx(again, rel=0.05)
     assert peaks[16][1] == pytest.approx(peaks[2][1], rel=0.01)
 
 

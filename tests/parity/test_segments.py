@@ -44,10 +44,11 @@ def test_every_architecture_with_every_length(model_type: str) -> None:
     expected = train(copy.deepcopy(model), STEPS)
     num_stacks = 2 if model_type in ENCODER_DECODERS else 1
     num_layers = 4 if model_type in ENCODER_DECODERS else NUM_LAYERS
-    for length in LENGTHS:
+    for length, is_nested in (*((length, False) for length in LENGTHS), (2, True), (100, True)):
         ours = copy.deepcopy(model)
-        with attach(ours, segments(length)) as offloader:
-            assert_same_trajectory(train(ours, STEPS), expected, f"{model_type}, {length}")
+        with attach(ours, segments(length, checkpoint_nested=is_nested)) as offloader:
+            where = f"{model_type}, {length}, nested: {is_nested}"
+            assert_same_trajectory(train(ours, STEPS), expected, where)
             num_segments = num_stacks * -(-num_layers // num_stacks // length)
             totals = offloader.totals()
             assert totals["num_slots"] == num_segments
@@ -70,20 +71,23 @@ def test_encoders_vision_speech_and_diffusion(name: str) -> None:
         return {"loss": loss.detach(), "drawn after": torch.rand(2), **gradients_of(model)}
 
     expected = step(copy.deepcopy(model))
-    for length in LENGTHS:
+    for length, is_nested in (*((length, False) for length in LENGTHS), (3, True)):
         ours = copy.deepcopy(model)
-        with attach(ours, segments(length, **settings)) as offloader:
-            assert_same_tensors(step(ours), expected, f"{name}, {length}")
+        config = segments(length, checkpoint_nested=is_nested, **settings)
+        with attach(ours, config) as offloader:
+            assert_same_tensors(step(ours), expected, f"{name}, {length}, nested: {is_nested}")
             assert offloader.metrics()["offloaded_bytes"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is depre:FutureWarning")  # peft
-@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize(
+    ("length", "is_nested"), [(1, False), (2, False), (2, True)], ids=["1", "2", "2 nested"]
+)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("tuning", ["full", "lora", "frozen below"])
 def test_precision_and_tuning(
-    tuning: str, autocast: torch.dtype | None, attention: str, length: int
+    tuning: str, autocast: torch.dtype | None, attention: str, length: int, is_nested: bool
 ) -> None:
     model: Any = tiny_model("llama", attention=attention, dropout=0.1)
     if tuning == "lora":
@@ -97,7 +101,7 @@ def test_precision_and_tuning(
         for each in (model.model.embed_tokens, model.model.layers[0]):
             each.requires_grad_(False)
     expected = train(copy.deepcopy(model), autocast=autocast)
-    with attach(model, segments(length)) as offloader:
+    with attach(model, segments(length, checkpoint_nested=is_nested)) as offloader:
         assert_same_trajectory(train(model, autocast=autocast), expected)
         num_layers = NUM_LAYERS - (tuning == "frozen below")
         assert offloader.totals()["num_slots"] == -(-num_layers // length)

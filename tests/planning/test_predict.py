@@ -53,6 +53,7 @@ class Case:
     training_state: str = "host"
     recompute_modules: tuple[str, ...] = ()
     checkpoint_every: int = 0
+    checkpoint_nested: bool = False
     save_attention: bool = False
     policy: str = "all"
     micro_batch: int = 2
@@ -75,6 +76,7 @@ class Case:
             head_loss=self.head_loss,
             recompute_modules=self.recompute_modules,
             checkpoint_every=self.checkpoint_every,
+            checkpoint_nested=self.checkpoint_nested,
             save_attention=self.save_attention,
             min_bytes=4096,
             host_memory_gib=2.0**20,
@@ -89,6 +91,7 @@ class Case:
             Levers(
                 head_loss=self.head_loss,
                 checkpoint_every=self.checkpoint_every,
+                checkpoint_nested=self.checkpoint_nested,
                 save_attention=self.save_attention,
             ),
             self.recompute_modules,
@@ -170,6 +173,8 @@ CASES = [
     Case("opt", "125m", checkpoint_every=3, window="layer"),
     Case("llama", checkpoint_every=1, save_attention=True),
     Case("opt", checkpoint_every=2, save_attention=True, window="layer"),
+    Case("llama", checkpoint_every=3, checkpoint_nested=True, keep_last_layers=0),
+    Case("opt", checkpoint_every=2, checkpoint_nested=True, save_attention=True, window="layer"),
     Case("opt", "125m", window=2**24, micro_batch=4, length=128),
 ]
 

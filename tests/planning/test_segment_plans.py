@@ -36,6 +36,7 @@ CASES = [
     INPUTS,
     Levers(checkpoint_every=2),
     Levers(mlp_tiles=4, checkpoint_every=2),
+    Levers(mlp_tiles=4, checkpoint_every=2, checkpoint_nested=True, save_attention=True),
     Levers(head_loss="chunked", mlp_tiles=4, checkpoint_every=1, save_attention=True),
 ]
 

@@ -87,12 +87,17 @@ def test_gradients_are_bit_identical_under_all_schedules(architecture: str) -> N
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("length", [2, 1])
+@pytest.mark.parametrize(
+    ("length", "is_nested"), [(2, False), (1, False), (2, True)], ids=["2", "1", "2 nested"]
+)
 @pytest.mark.sampled(every=1000)
-def test_segments_under_adversarial_schedules(length: int, architecture: str) -> None:
+def test_segments_under_adversarial_schedules(
+    length: int, is_nested: bool, architecture: str
+) -> None:
     """The input of the first of several layers leaves, and what attention returns."""
     record = Record(architecture)
-    run_schedules(record, len(VARIANTS), checkpoint_every=length, save_attention=True)
+    settings = {"checkpoint_every": length, "checkpoint_nested": is_nested}
+    run_schedules(record, len(VARIANTS), save_attention=True, **settings)
     assert record.num_copies > record.num_schedules * 5
 
 

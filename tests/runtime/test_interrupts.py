@@ -45,6 +45,10 @@ CASES: dict[str, tuple[PyAOConfig, dict[str, Any]]] = {
         replace(EVERY_LAYER, checkpoint_every=2, save_attention=True),
         {"autocast": torch.bfloat16},
     ),
+    "nested segments": (
+        replace(EVERY_LAYER, checkpoint_every=2, checkpoint_nested=True, save_attention=True),
+        {},
+    ),
 }
 
 

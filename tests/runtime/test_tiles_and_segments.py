@@ -24,6 +24,7 @@ Gradients = dict[str, Tensor]
 SETTINGS: dict[str, dict[str, Any]] = {
     "tiles": {"policy": "off", "mlp_tiles": 3},
     "segments": {"policy": "all", "checkpoint_every": 2, "save_attention": True},
+    "nested": {"policy": "all", "mlp_tiles": 3, "checkpoint_every": 3, "checkpoint_nested": True},
     "both": {"policy": "all", "mlp_tiles": 3, "checkpoint_every": 1},
 }
 
