@@ -2,8 +2,8 @@
 
 Until then everything is offloaded. The plan is the fastest that the planner finds within the
 device's memory; where everything fits, hooks stay off. It is looked at again when a larger batch
-comes, and once beside what the step then measures: see ``auto_check``. With several processes the
-first one plans, and the others take its plan.
+comes, and beside what the step then measures: see ``auto_check`` and ``auto_correction``. With
+several processes the first one plans, and the others take its plan.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.auto_check import (
     NUM_UNCOUNTED,
     Comparison,
-    TimedMicroBatch,
     loses,
-    typical,
 )
+from hf_pyao.integrations.auto_correction import LEAST_TIMED, Corrector, beside
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
 from hf_pyao.integrations.auto_planning import PlanMaker
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
@@ -38,17 +37,12 @@ from hf_pyao.levers import Levers
 from hf_pyao.planning.auto_plan import describe
 from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.plan_request import PlanRequest
-from hf_pyao.planning.planner import Candidate
 from hf_pyao.report.profile_report import Profile
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.stores import HostPool
 from hf_pyao.text import describe_error
 
 logger = logging.getLogger(__name__)
-
-OFF = 0.1
-"""Share of a step by which waiting for copies may exceed its prediction: beyond it, another plan is
-made, for a slower link."""
 
 PLAN_FILE = "pyao_plan.json"
 """Name of the plan in a checkpoint's folder."""
@@ -96,7 +90,7 @@ class AutoPolicy:
         self._follower = PlanFollower(engine, device, config, request, self._files)
         self._maker = PlanMaker(device, config, request, identity, self._parameters)
         self._num_elements = 0
-        self._has_corrected = False
+        self._corrector = Corrector()
         self._comparison = Comparison(device, config.profile_steps)
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
         """Shows a line to the user."""
@@ -194,7 +188,8 @@ class AutoPolicy:
             self._exchange.tell(json.dumps(plan.to_dict()))
         engine = self._engine()
         if not self._maker.keeps_all and engine is not None:
-            self._comparison.begin(engine, num_more=NUM_UNCOUNTED)
+            least = max(0, LEAST_TIMED - self._config.profile_steps)
+            self._comparison.begin(engine, num_more=NUM_UNCOUNTED + least)
 
     def report(self) -> dict[str, Any]:
         """Return what the run's report holds: the plan, with what it measured; empty before it."""
@@ -265,45 +260,57 @@ class AutoPolicy:
         self._adopt(plan, f"for batches of {num_elements} elements instead of {was}; {how}")
 
     def _compare(self) -> None:
-        """Set what the plan came to beside what was predicted; drop it if it loses."""
-        comparison, chosen = self._comparison, self._maker.chosen
-        comparison.end_of_plan()
-        if not comparison.plan or chosen is None:
+        """Set what the plan came to beside what was predicted: plan anew, or drop it."""
+        comparison, maker = self._comparison, self._maker
+        comparison.end_of_plan(maker.expected())
+        if not comparison.plan:
             return
-        found = typical(comparison.plan)
-        logger.info(
-            "policy 'auto': a micro-batch takes %.1f ms in the layers, %.1f of them waiting for "
-            "copies; %.1f and %.1f were predicted for the step.",
-            found.layers_ms,
-            found.stall_ms,
-            chosen.step_ms,
-            chosen.timed.stall_forward_ms + chosen.timed.stall_backward_ms,
+        logger.info("policy 'auto': %s.", beside(comparison.plan, maker.expected()))
+        if not self._correct():
+            self._drop_if_it_loses()
+
+    def _correct(self) -> bool:
+        """Plan anew, once for each cause, where times are off; say whether another plan came."""
+        comparison, maker = self._comparison, self._maker
+        found = self._corrector.find(
+            comparison.plan, maker.num_elements, maker.expected, maker.copies_ms
         )
-        fallback, lost = self._maker.fallback, loses(comparison.plan, comparison.fallback)
-        if fallback is not None and lost is not None:
+        if found is None:
+            return False
+        if found.correction.compute != 1.0:
+            comparison.speed_has_changed()
+        plan, is_another = maker.plan_corrected(found.correction)
+        self._exchange = RankExchange("plan")
+        if is_another:
+            comparison.exchanged()
+            self._adopt(plan, found.words)
+            return True
+        self.follow(plan, f"{found.words}; no other plan would be faster")
+        self.say(self.summary)
+        self._files.keep(plan)
+        self._exchange.tell("")
+        return False
+
+    def _drop_if_it_loses(self) -> None:
+        """Go back to what was done before, or to offloading everything, if that was faster."""
+        comparison, maker = self._comparison, self._maker
+        for fallback, measured, name in (
+            (maker.before, comparison.before, "the plan before"),
+            (maker.fallback, comparison.fallback, "offloading everything"),
+        ):
+            lost = None if fallback is None else loses(comparison.plan, measured)
+            if fallback is None or lost is None:
+                continue
             self.say(
                 f"policy 'auto' drops its plan, which takes {lost[0]:.1f} ms or more where "
-                f"offloading everything took {lost[1]:.1f}."
+                f"{name} took {lost[1]:.1f}."
             )
-            plan = self._maker.fall_back(fallback)
-            self.follow(plan, "its fallback")
+            self._exchange = RankExchange("plan")
+            plan = maker.fall_back(fallback)
+            self.follow(plan, f"its fallback, {name}")
             self._files.keep(plan)
-        else:
-            self._correct(found, chosen)
-
-    def _correct(self, found: TimedMicroBatch, chosen: Candidate) -> None:
-        """Plan anew, once, where copies turn out slower than they were measured alone."""
-        predicted_ms = chosen.timed.stall_forward_ms + chosen.timed.stall_backward_ms
-        extra_ms = found.stall_ms - predicted_ms
-        is_off = extra_ms > OFF * chosen.step_ms and chosen.timed.offloaded_bytes > 0
-        if not is_off or self._has_corrected:
+            self._exchange.tell(json.dumps(plan.to_dict()))
             return
-        self._has_corrected = True
-        self._exchange = RankExchange("plan")
-        plan = self._maker.plan_for_slower_copies(extra_ms)
-        self._adopt(
-            plan, f"copies keep a micro-batch waiting {extra_ms:.1f} ms more than predicted"
-        )
 
     # ---- out of memory -------------------------------------------------------------------------
 
