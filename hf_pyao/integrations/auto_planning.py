@@ -67,6 +67,8 @@ class PlanMaker:
         """The plan that it was taken in place of, since times were off; None: there is none."""
         self.num_elements = 0
         """Of the batch of the step that is planned for."""
+        self.marks: dict[str, float] = {}
+        """More figures for plans to hold."""
 
     @property
     def can_plan(self) -> bool:
@@ -215,6 +217,7 @@ class PlanMaker:
             figures={
                 "beside_bytes": float(self._beside_bytes),
                 "num_elements": float(self.num_elements),
+                **self.marks,
                 **self._correction.figures(),
             },
         )

@@ -26,8 +26,9 @@ from hf_pyao.integrations.auto_check import (
     Comparison,
     loses,
 )
-from hf_pyao.integrations.auto_correction import LEAST_TIMED, Corrector, beside
+from hf_pyao.integrations.auto_correction import LEAST_TIMED, beside
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
+from hf_pyao.integrations.auto_phases import Phase, Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.plan_files import PlanFiles
@@ -88,14 +89,28 @@ class AutoPolicy:
         self._model: weakref.ref[nn.Module] | None = None
         self._exchange: RankExchange | None = None
         self._follower = PlanFollower(engine, device, config, request, self._files)
-        self._maker = PlanMaker(device, config, request, identity, self._parameters)
+        parameters = self._parameters_of_model()
+        self._phases = Phases(
+            lambda: Phase(
+                PlanMaker(device, config, request, identity, parameters),
+                Comparison(device, config.profile_steps),
+            )
+        )
         self._num_elements = 0
-        self._corrector = Corrector()
-        self._comparison = Comparison(device, config.profile_steps)
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
         """Shows a line to the user."""
         self.cancel_profile: Callable[[], None] = lambda: None
         """Ends the measuring."""
+        self.measure_anew: Callable[[], None] = lambda: None
+        """Has the next micro-batches measured, for :meth:`profiled`."""
+
+    @property
+    def _maker(self) -> PlanMaker:
+        return self._phases.now.maker
+
+    @property
+    def _comparison(self) -> Comparison:
+        return self._phases.now.comparison
 
     @property
     def plan(self) -> Plan | None:
@@ -127,6 +142,7 @@ class AutoPolicy:
     def follow(self, plan: Plan, how: str) -> None:
         """Follow *plan* from the next forward on, and time nothing."""
         self._comparison.stop()
+        self._phases.now.plan = plan
         self._follower.follow(plan, how)
 
     def start(self, model: nn.Module, owner: object) -> None:
@@ -146,15 +162,23 @@ class AutoPolicy:
             watch.remove()
         self._comparison.stop()
 
-    def _parameters(self) -> Iterable[nn.Parameter]:
-        model = None if self._model is None else self._model()
-        return () if model is None else model.parameters()
+    def _parameters_of_model(self) -> Callable[[], Iterable[nn.Parameter]]:
+        """Return what returns the model's parameters; it holds neither the model nor this."""
+        ref = weakref.ref(self)
+
+        def parameters() -> Iterable[nn.Parameter]:
+            auto = ref()
+            model = None if auto is None or auto._model is None else auto._model()
+            return () if model is None else model.parameters()
+
+        return parameters
 
     # ---- planning ------------------------------------------------------------------------------
 
     def profiled(self, profile: Profile | None) -> None:
         """Plan for what was measured; before a forward."""
-        self._exchange = RankExchange("plan")
+        if self._exchange is None or self._exchange.rank == 0:
+            self._exchange = RankExchange("plan")  # others wait for the next one already
         self._comparison.end_of_fallback()
         if self._exchange.rank != 0:
             return  # the first process plans
@@ -183,7 +207,7 @@ class AutoPolicy:
         """Follow *plan*, tell of it, and time it."""
         self.follow(plan, why)
         self.say(self.summary)
-        self._files.keep(plan)
+        self._keep(plan)
         if self._exchange is not None:
             self._exchange.tell(json.dumps(plan.to_dict()))
         engine = self._engine()
@@ -198,6 +222,11 @@ class AutoPolicy:
         figures = {**self.plan.figures, **self._comparison.report()}
         plan = dataclasses.replace(self.plan, figures=figures)
         return {"plan": plan.to_dict()}
+
+    def _keep(self, plan: Plan) -> None:
+        """Keep the plan for the next run, which begins as this one did."""
+        if self._phases.is_first:
+            self._files.keep(plan)
 
     # ---- afterwards ----------------------------------------------------------------------------
 
@@ -219,8 +248,9 @@ class AutoPolicy:
         num_elements = 0 if self._watch is None else self._watch.num_elements()
         if is_first:
             self._num_elements = num_elements  # of the step that is recorded
-        self._comparison.note_size(num_elements)
         try:
+            self._look_at_parameters()
+            self._comparison.note_size(num_elements)
             if self._exchange is not None and self._exchange.rank != 0:
                 self._hear_of_plan()
             elif self._maker.can_plan:
@@ -238,8 +268,46 @@ class AutoPolicy:
         if text is None:
             return
         self._exchange = RankExchange("plan")  # for the next one
-        if text:
-            self.follow(Plan.from_dict(json.loads(text)), "the first process's plan")
+        plan = Plan.from_dict(json.loads(text)) if text else None
+        if plan is not None and self._phases.are_of(plan):
+            self.follow(plan, "the first process's plan")
+
+    def _look_at_parameters(self) -> None:
+        """Go over to another plan, or to measuring, where others are trained than before."""
+        model = None if self._model is None else self._model()
+        if model is None or self._watch is None:
+            return
+        if not self._phases.has_begun:
+            self._phases.begin(model, self._watch)
+            if self.plan is not None and not self._phases.are_of(self.plan):
+                self._measure_anew()
+        elif self._phases.are_others_trained():
+            self._comparison.stop()
+            self._phases.go_over()
+            self.cancel_profile()
+            plan = self._phases.now.plan
+            if plan is None:
+                self._measure_anew()
+            else:
+                self.follow(plan, "the plan for the parameters that are trained again")
+                self.say(self.summary)
+
+    def _measure_anew(self) -> None:
+        """Offload everything, and make a plan of what the next micro-batches take."""
+        engine = self._engine()
+        if engine is None or self._watch is None:
+            return
+        self._follower.begin_anew()
+        if not self._phases.may_measure():
+            self._follower.go_on_without(
+                "parameters were frozen and thawed too often for a plan each time"
+            )
+            logger.warning("%s.", self.summary)
+            return
+        self.say("policy 'auto' measures anew: other parameters are trained than it planned for.")
+        self._watch.forget()
+        self._comparison.begin(engine)
+        self.measure_anew()
 
     def _look_again(self, num_elements: int) -> None:
         if num_elements > LARGER * self._maker.num_elements:
@@ -272,7 +340,7 @@ class AutoPolicy:
     def _correct(self) -> bool:
         """Plan anew, once for each cause, where times are off; say whether another plan came."""
         comparison, maker = self._comparison, self._maker
-        found = self._corrector.find(
+        found = self._phases.now.corrector.find(
             comparison.plan, maker.num_elements, maker.expected, maker.copies_ms
         )
         if found is None:
@@ -287,7 +355,7 @@ class AutoPolicy:
             return True
         self.follow(plan, f"{found.words}; no other plan would be faster")
         self.say(self.summary)
-        self._files.keep(plan)
+        self._keep(plan)
         self._exchange.tell("")
         return False
 
@@ -308,7 +376,7 @@ class AutoPolicy:
             self._exchange = RankExchange("plan")
             plan = maker.fall_back(fallback)
             self.follow(plan, f"its fallback, {name}")
-            self._files.keep(plan)
+            self._keep(plan)
             self._exchange.tell(json.dumps(plan.to_dict()))
             return
 
