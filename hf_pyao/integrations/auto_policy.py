@@ -356,7 +356,7 @@ class AutoPolicy:
         self.follow(plan, f"{found.words}; no other plan would be faster")
         self.say(self.summary)
         self._keep(plan)
-        self._exchange.tell("")
+        self._exchange.tell(json.dumps(plan.to_dict()))
         return False
 
     def _drop_if_it_loses(self) -> None:
