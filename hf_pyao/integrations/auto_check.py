@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.planning.correction import ExpectedTimes
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.observer import Observer
 
@@ -29,10 +30,30 @@ class TimedMicroBatch(NamedTuple):
     """From the first layer's forward to the end of its backward."""
     stall_ms: float
     """Of them, waiting for copies."""
+    forward_ms: float = 0.0
+    """Of ``layers_ms``, until the first backward of a layer: the head lies before it; 0 if that is
+    not known."""
+    stall_forward_ms: float = 0.0
+    """Of ``forward_ms``, waiting for copies."""
+
+    @property
+    def compute_ms(self) -> float:
+        """Without waiting for copies."""
+        return self.layers_ms - self.stall_ms
+
+    @property
+    def compute_forward_ms(self) -> float:
+        """Of :attr:`compute_ms`, until the first backward of a layer."""
+        return self.forward_ms - self.stall_forward_ms
+
+    @property
+    def compute_backward_ms(self) -> float:
+        """Of :attr:`compute_ms`, after it."""
+        return self.compute_ms - self.compute_forward_ms
 
 
 class PlanCheck(Observer):
-    """Times some micro-batches, by two marks each.
+    """Times some micro-batches, by a few marks each.
 
     Args:
         engine: what is timed.
@@ -47,8 +68,9 @@ class PlanCheck(Observer):
         self._num_left = num_micro_batches
         self._forward: int | None = None
         self._start: Any = None
+        self._turn: Any = None
         self._end: Any = None
-        self._spans: list[tuple[int, Any, Any, float]] = []
+        self._spans: list[_Span] = []
         self.num_elements = 0
         """Of the batch that runs; whoever knows sets it."""
         self.is_done = False
@@ -63,7 +85,7 @@ class PlanCheck(Observer):
         self._engine.stop_observing(self)
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
-        """Note the start of a forward's first layer, and every end of a backward."""
+        """Note the start of a forward's first layer, of the first backward, and its every end."""
         if path or self.is_done:
             return
         if phase == "forward":
@@ -72,17 +94,23 @@ class PlanCheck(Observer):
             is_new = forward != self._forward and self._end is None
             if is_start and (self._start is None or is_new):
                 self._forward = forward
+                self._turn = None
                 self._start = self._transport.mark(self._device)
-        elif not is_start and self._start is not None:
+        elif self._start is None:
+            return
+        elif not is_start:
             self._end = self._transport.mark(self._device)
+        elif self._turn is None:
+            self._turn = self._transport.mark(self._device)
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Count it."""
-        start, end, self._start, self._end = self._start, self._end, None, None
+        start, turn, end = self._start, self._turn, self._end
+        self._start = self._turn = self._end = None
         if start is None or end is None:
             return
-        stall_ms = stats.stall_forward_ms + stats.stall_backward_ms
-        self._spans.append((self.num_elements, start, end, stall_ms))
+        stall_ms = stats.stall_forward_ms, stats.stall_backward_ms
+        self._spans.append(_Span(self.num_elements, start, turn, end, stall_ms))
         self._num_left -= 1
         self.is_done = self._num_left <= 0
 
@@ -91,10 +119,29 @@ class PlanCheck(Observer):
         counted = self._spans[NUM_UNCOUNTED:] or self._spans
         if counted and self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        return [
-            TimedMicroBatch(num_elements, self._transport.elapsed_ms(start, end), stall_ms)
-            for num_elements, start, end, stall_ms in counted
-        ]
+        return [self._timed(span) for span in counted]
+
+    def _timed(self, span: _Span) -> TimedMicroBatch:
+        elapsed_ms = self._transport.elapsed_ms
+        return TimedMicroBatch(
+            span.num_elements,
+            elapsed_ms(span.start, span.end),
+            sum(span.stall_ms),
+            0.0 if span.turn is None else elapsed_ms(span.start, span.turn),
+            span.stall_ms[0],
+        )
+
+
+class _Span(NamedTuple):
+    """A micro-batch by its marks."""
+
+    num_elements: int
+    start: Any
+    turn: Any
+    """Where backward begins; None if that was not heard."""
+    end: Any
+    stall_ms: tuple[float, float]
+    """In forward, and in backward."""
 
 
 def typical(timed: Sequence[TimedMicroBatch]) -> TimedMicroBatch:
@@ -103,6 +150,8 @@ def typical(timed: Sequence[TimedMicroBatch]) -> TimedMicroBatch:
         max(each.num_elements for each in timed),
         median(each.layers_ms for each in timed),
         median(each.stall_ms for each in timed),
+        median(each.forward_ms for each in timed),
+        median(each.stall_forward_ms for each in timed),
     )
 
 
@@ -150,6 +199,10 @@ class Comparison:
         """With everything offloaded."""
         self.plan: Sequence[TimedMicroBatch] = ()
         """With the plan that was timed last; empty before."""
+        self.before: Sequence[TimedMicroBatch] = ()
+        """With the plan that this one was taken in place of; empty if there is none."""
+        self.expected: ExpectedTimes | None = None
+        """What was predicted for :attr:`plan`."""
 
     @property
     def is_done(self) -> bool:
@@ -172,9 +225,17 @@ class Comparison:
         """Take what was timed as what offloading everything takes."""
         self.fallback = self._read()
 
-    def end_of_plan(self) -> None:
-        """Take what was timed as what the plan takes."""
-        self.plan = self._read()
+    def end_of_plan(self, expected: ExpectedTimes) -> None:
+        """Take what was timed as what the plan takes, of which *expected* was predicted."""
+        self.plan, self.expected = self._read(), expected
+
+    def exchanged(self) -> None:
+        """Take note that another plan is followed from now on, since times were off."""
+        self.before = self.plan
+
+    def speed_has_changed(self) -> None:
+        """Take note that what offloading everything took was measured at another speed."""
+        self.fallback = ()
 
     def stop(self) -> None:
         """Time no more. Twice is fine."""
@@ -187,7 +248,12 @@ class Comparison:
         if not self.plan:
             return {}
         found = typical(self.plan)
-        return {"measured_layers_ms": found.layers_ms, "measured_stall_ms": found.stall_ms}
+        return {
+            "measured_layers_ms": found.layers_ms,
+            "measured_compute_ms": found.compute_ms,
+            "measured_stall_ms": found.stall_ms,
+            **({} if self.expected is None else self.expected.figures()),
+        }
 
     def _read(self) -> Sequence[TimedMicroBatch]:
         check = self._check

@@ -100,6 +100,16 @@ class PlanFollower:
         )
         logger.warning("%s.", self.summary)
 
+    def begin_anew(self) -> None:
+        """Offload everything until there is a plan again."""
+        engine = self._engine()
+        if engine is None:
+            return
+        self.plan, self.summary = None, ""
+        if self._request.window_bytes is not None and self._request.may_shrink_window:
+            engine.set_window(self._request.window_bytes)
+        engine.use(self.everything_offloaded())
+
     def go_on_without(self, why: str) -> None:
         """Take note that there is no plan: everything is offloaded, as before."""
         self.summary = f"policy {NAME!r} goes on offloading everything: {why}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,8 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.device_limit import beside_bytes, device_limit
 from hf_pyao.planning.auto_plan import plan_of
 from hf_pyao.planning.calibration import at_other_size
+from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
+from hf_pyao.planning.correction import NO_CORRECTION, Correction, ExpectedTimes
 from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.planning.planner import KEEP_ALL, OFFLOAD_ALL, Candidate, NoPlanFitsError, Planner
@@ -22,6 +23,10 @@ from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.report.profile_report import Profile
 
 logger = logging.getLogger(__name__)
+
+GAIN = 1.01
+"""By how much faster another plan must be for the one that is followed to be left for it, where
+times turned out otherwise than predicted."""
 
 TIGHTER = 0.92
 """Share of the peak that is planned for after the device ran out of memory all the same."""
@@ -55,10 +60,15 @@ class PlanMaker:
         self._planner: Planner | None = None
         self._limit_bytes = math.inf
         self._beside_bytes = 0
+        self._correction = NO_CORRECTION
         self.chosen: Candidate | None = None
         """The plan that is followed; None before it, and after :meth:`forget`."""
+        self.before: Candidate | None = None
+        """The plan that it was taken in place of, since times were off; None: there is none."""
         self.num_elements = 0
         """Of the batch of the step that is planned for."""
+        self.marks: dict[str, float] = {}
+        """More figures for plans to hold."""
 
     @property
     def can_plan(self) -> bool:
@@ -80,7 +90,8 @@ class PlanMaker:
 
     def forget(self) -> None:
         """Plan no more."""
-        self._profile = self._planner = self.chosen = None
+        self._profile = self._planner = self.chosen = self.before = None
+        self._correction = NO_CORRECTION
 
     def plan(self, profile: Profile, num_elements: int) -> tuple[Plan, str]:
         """Take the fastest plan for the step of *profile* that fits; return it and its limit.
@@ -93,7 +104,7 @@ class PlanMaker:
             ForecastError: the profile does not hold what a prediction needs.
             ReportError: the step in it is damaged.
         """
-        planner = self._request.planner(profile)
+        planner = self._request.planner(profile, correction=self._correction)
         limit = device_limit(
             self._device,
             self._config.device_memory_gib,
@@ -105,6 +116,7 @@ class PlanMaker:
         self._limit_bytes = limit.nbytes - self._beside_bytes
         self._profile, self._planner = profile, planner
         self.num_elements = num_elements
+        self.before = None
         return self._choose(planner), limit.how
 
     def plan_larger(self, recorded: RecordedStep, num_elements: int) -> tuple[Plan, str]:
@@ -122,29 +134,47 @@ class PlanMaker:
         assert planner is not None
         return self.plan(at_other_size(profile, planner.program, recorded), num_elements)
 
-    def plan_for_slower_copies(self, extra_stall_ms: float) -> Plan:
-        """Take the fastest plan for copies as slow as the plan that is followed has shown.
+    def expected(self, correction: Correction = NO_CORRECTION) -> ExpectedTimes:
+        """Return what is predicted for the plan that is followed, its times corrected further."""
+        chosen = self.chosen
+        assert chosen is not None
+        if correction is not NO_CORRECTION:
+            chosen = self._planner_with(correction).again(chosen)
+        return ExpectedTimes.of(chosen.step, chosen.timed)
 
-        Args:
-            extra_stall_ms: by how much longer than predicted a micro-batch waited for copies. The
-                link is taken to need so much longer for what the plan moves.
-        """
-        profile, planner, chosen = self._profile, self._planner, self.chosen
-        assert profile is not None
+    @property
+    def copies_ms(self) -> float:
+        """What the copies of the plan that is followed need on the link, both ways."""
+        planner, chosen = self._planner, self.chosen
         assert planner is not None
         assert chosen is not None
         link, nbytes = planner.conditions.link, chosen.timed.offloaded_bytes
-        copies_ms = link.copy_ms("offload", nbytes) + link.copy_ms("reload", nbytes)
-        share = copies_ms / (copies_ms + extra_stall_ms)
-        self._planner = self._request.planner(
-            profile,
-            link=dataclasses.replace(
-                link,
-                d2h_gib_per_s=share * link.d2h_gib_per_s,
-                h2d_gib_per_s=share * link.h2d_gib_per_s,
-            ),
-        )
-        return self._choose(self._planner)
+        return link.copy_ms(OFFLOAD, nbytes) + link.copy_ms(RELOAD, nbytes) if nbytes else 0.0
+
+    def plan_corrected(self, correction: Correction) -> tuple[Plan, bool]:
+        """Take the fastest plan for times that differ from those of the plan that is followed.
+
+        Returns:
+            It, and whether it is another one: that must be faster by :data:`GAIN`.
+        """
+        chosen = self.chosen
+        assert chosen is not None
+        planner = self._planner_with(correction)
+        now = planner.again(chosen)
+        self._correction = self._correction.times(correction)
+        self._planner = planner
+        try:
+            best = planner.best(self._limit_bytes)
+        except NoPlanFitsError:  # which was said before
+            best = now
+        if best.step_ms * GAIN < now.step_ms:
+            self.before = now
+            return self._document(planner, best), True
+        return self._document(planner, now), False
+
+    def _planner_with(self, correction: Correction) -> Planner:
+        assert self._profile is not None
+        return self._request.planner(self._profile, correction=self._correction.times(correction))
 
     def plan_tighter(self) -> Plan | None:
         """Take a plan with a lower peak than the one that is followed; None if there is none."""
@@ -155,10 +185,12 @@ class PlanMaker:
         if chosen.peak_bytes <= least.peak_bytes:
             return None
         self._limit_bytes = max(TIGHTER * chosen.peak_bytes, least.peak_bytes)
+        self.before = None
         return self._choose(planner)
 
     def fall_back(self, fallback: Candidate) -> Plan:
-        """Take :attr:`fallback`."""
+        """Take :attr:`fallback`, or :attr:`before`."""
+        self.before = None
         assert self._planner is not None
         return self._document(self._planner, fallback)
 
@@ -185,5 +217,7 @@ class PlanMaker:
             figures={
                 "beside_bytes": float(self._beside_bytes),
                 "num_elements": float(self.num_elements),
+                **self.marks,
+                **self._correction.figures(),
             },
         )

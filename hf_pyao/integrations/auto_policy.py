@@ -2,8 +2,8 @@
 
 Until then everything is offloaded. The plan is the fastest that the planner finds within the
 device's memory; where everything fits, hooks stay off. It is looked at again when a larger batch
-comes, and once beside what the step then measures: see ``auto_check``. With several processes the
-first one plans, and the others take its plan.
+comes, and beside what the step then measures: see ``auto_check`` and ``auto_correction``. With
+several processes the first one plans, and the others take its plan.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.auto_check import (
     NUM_UNCOUNTED,
     Comparison,
-    TimedMicroBatch,
     loses,
-    typical,
 )
+from hf_pyao.integrations.auto_correction import LEAST_TIMED, beside
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
+from hf_pyao.integrations.auto_phases import Phase, Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.plan_files import PlanFiles
@@ -38,17 +38,12 @@ from hf_pyao.levers import Levers
 from hf_pyao.planning.auto_plan import describe
 from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.plan_request import PlanRequest
-from hf_pyao.planning.planner import Candidate
 from hf_pyao.report.profile_report import Profile
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.stores import HostPool
 from hf_pyao.text import describe_error
 
 logger = logging.getLogger(__name__)
-
-OFF = 0.1
-"""Share of a step by which waiting for copies may exceed its prediction: beyond it, another plan is
-made, for a slower link."""
 
 PLAN_FILE = "pyao_plan.json"
 """Name of the plan in a checkpoint's folder."""
@@ -94,14 +89,28 @@ class AutoPolicy:
         self._model: weakref.ref[nn.Module] | None = None
         self._exchange: RankExchange | None = None
         self._follower = PlanFollower(engine, device, config, request, self._files)
-        self._maker = PlanMaker(device, config, request, identity, self._parameters)
+        parameters = self._parameters_of_model()
+        self._phases = Phases(
+            lambda: Phase(
+                PlanMaker(device, config, request, identity, parameters),
+                Comparison(device, config.profile_steps),
+            )
+        )
         self._num_elements = 0
-        self._has_corrected = False
-        self._comparison = Comparison(device, config.profile_steps)
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
         """Shows a line to the user."""
         self.cancel_profile: Callable[[], None] = lambda: None
         """Ends the measuring."""
+        self.measure_anew: Callable[[], None] = lambda: None
+        """Has the next micro-batches measured, for :meth:`profiled`."""
+
+    @property
+    def _maker(self) -> PlanMaker:
+        return self._phases.now.maker
+
+    @property
+    def _comparison(self) -> Comparison:
+        return self._phases.now.comparison
 
     @property
     def plan(self) -> Plan | None:
@@ -133,6 +142,7 @@ class AutoPolicy:
     def follow(self, plan: Plan, how: str) -> None:
         """Follow *plan* from the next forward on, and time nothing."""
         self._comparison.stop()
+        self._phases.now.plan = plan
         self._follower.follow(plan, how)
 
     def start(self, model: nn.Module, owner: object) -> None:
@@ -152,15 +162,23 @@ class AutoPolicy:
             watch.remove()
         self._comparison.stop()
 
-    def _parameters(self) -> Iterable[nn.Parameter]:
-        model = None if self._model is None else self._model()
-        return () if model is None else model.parameters()
+    def _parameters_of_model(self) -> Callable[[], Iterable[nn.Parameter]]:
+        """Return what returns the model's parameters; it holds neither the model nor this."""
+        ref = weakref.ref(self)
+
+        def parameters() -> Iterable[nn.Parameter]:
+            auto = ref()
+            model = None if auto is None or auto._model is None else auto._model()
+            return () if model is None else model.parameters()
+
+        return parameters
 
     # ---- planning ------------------------------------------------------------------------------
 
     def profiled(self, profile: Profile | None) -> None:
         """Plan for what was measured; before a forward."""
-        self._exchange = RankExchange("plan")
+        if self._exchange is None or self._exchange.rank == 0:
+            self._exchange = RankExchange("plan")  # others wait for the next one already
         self._comparison.end_of_fallback()
         if self._exchange.rank != 0:
             return  # the first process plans
@@ -189,12 +207,13 @@ class AutoPolicy:
         """Follow *plan*, tell of it, and time it."""
         self.follow(plan, why)
         self.say(self.summary)
-        self._files.keep(plan)
+        self._keep(plan)
         if self._exchange is not None:
             self._exchange.tell(json.dumps(plan.to_dict()))
         engine = self._engine()
         if not self._maker.keeps_all and engine is not None:
-            self._comparison.begin(engine, num_more=NUM_UNCOUNTED)
+            least = max(0, LEAST_TIMED - self._config.profile_steps)
+            self._comparison.begin(engine, num_more=NUM_UNCOUNTED + least)
 
     def report(self) -> dict[str, Any]:
         """Return what the run's report holds: the plan, with what it measured; empty before it."""
@@ -203,6 +222,11 @@ class AutoPolicy:
         figures = {**self.plan.figures, **self._comparison.report()}
         plan = dataclasses.replace(self.plan, figures=figures)
         return {"plan": plan.to_dict()}
+
+    def _keep(self, plan: Plan) -> None:
+        """Keep the plan for the next run, which begins as this one did."""
+        if self._phases.is_first:
+            self._files.keep(plan)
 
     # ---- afterwards ----------------------------------------------------------------------------
 
@@ -224,8 +248,9 @@ class AutoPolicy:
         num_elements = 0 if self._watch is None else self._watch.num_elements()
         if is_first:
             self._num_elements = num_elements  # of the step that is recorded
-        self._comparison.note_size(num_elements)
         try:
+            self._look_at_parameters()
+            self._comparison.note_size(num_elements)
             if self._exchange is not None and self._exchange.rank != 0:
                 self._hear_of_plan()
             elif self._maker.can_plan:
@@ -243,8 +268,46 @@ class AutoPolicy:
         if text is None:
             return
         self._exchange = RankExchange("plan")  # for the next one
-        if text:
-            self.follow(Plan.from_dict(json.loads(text)), "the first process's plan")
+        plan = Plan.from_dict(json.loads(text)) if text else None
+        if plan is not None and self._phases.are_of(plan):
+            self.follow(plan, "the first process's plan")
+
+    def _look_at_parameters(self) -> None:
+        """Go over to another plan, or to measuring, where others are trained than before."""
+        model = None if self._model is None else self._model()
+        if model is None or self._watch is None:
+            return
+        if not self._phases.has_begun:
+            self._phases.begin(model, self._watch)
+            if self.plan is not None and not self._phases.are_of(self.plan):
+                self._measure_anew()
+        elif self._phases.are_others_trained():
+            self._comparison.stop()
+            self._phases.go_over()
+            self.cancel_profile()
+            plan = self._phases.now.plan
+            if plan is None:
+                self._measure_anew()
+            else:
+                self.follow(plan, "the plan for the parameters that are trained again")
+                self.say(self.summary)
+
+    def _measure_anew(self) -> None:
+        """Offload everything, and make a plan of what the next micro-batches take."""
+        engine = self._engine()
+        if engine is None or self._watch is None:
+            return
+        self._follower.begin_anew()
+        if not self._phases.may_measure():
+            self._follower.go_on_without(
+                "parameters were frozen and thawed too often for a plan each time"
+            )
+            logger.warning("%s.", self.summary)
+            return
+        self.say("policy 'auto' measures anew: other parameters are trained than it planned for.")
+        self._watch.forget()
+        self._comparison.begin(engine)
+        self.measure_anew()
 
     def _look_again(self, num_elements: int) -> None:
         if num_elements > LARGER * self._maker.num_elements:
@@ -265,45 +328,57 @@ class AutoPolicy:
         self._adopt(plan, f"for batches of {num_elements} elements instead of {was}; {how}")
 
     def _compare(self) -> None:
-        """Set what the plan came to beside what was predicted; drop it if it loses."""
-        comparison, chosen = self._comparison, self._maker.chosen
-        comparison.end_of_plan()
-        if not comparison.plan or chosen is None:
+        """Set what the plan came to beside what was predicted: plan anew, or drop it."""
+        comparison, maker = self._comparison, self._maker
+        comparison.end_of_plan(maker.expected())
+        if not comparison.plan:
             return
-        found = typical(comparison.plan)
-        logger.info(
-            "policy 'auto': a micro-batch takes %.1f ms in the layers, %.1f of them waiting for "
-            "copies; %.1f and %.1f were predicted for the step.",
-            found.layers_ms,
-            found.stall_ms,
-            chosen.step_ms,
-            chosen.timed.stall_forward_ms + chosen.timed.stall_backward_ms,
+        logger.info("policy 'auto': %s.", beside(comparison.plan, maker.expected()))
+        if not self._correct():
+            self._drop_if_it_loses()
+
+    def _correct(self) -> bool:
+        """Plan anew, once for each cause, where times are off; say whether another plan came."""
+        comparison, maker = self._comparison, self._maker
+        found = self._phases.now.corrector.find(
+            comparison.plan, maker.num_elements, maker.expected, maker.copies_ms
         )
-        fallback, lost = self._maker.fallback, loses(comparison.plan, comparison.fallback)
-        if fallback is not None and lost is not None:
+        if found is None:
+            return False
+        if found.correction.compute != 1.0:
+            comparison.speed_has_changed()
+        plan, is_another = maker.plan_corrected(found.correction)
+        self._exchange = RankExchange("plan")
+        if is_another:
+            comparison.exchanged()
+            self._adopt(plan, found.words)
+            return True
+        self.follow(plan, f"{found.words}; no other plan would be faster")
+        self.say(self.summary)
+        self._keep(plan)
+        self._exchange.tell(json.dumps(plan.to_dict()))
+        return False
+
+    def _drop_if_it_loses(self) -> None:
+        """Go back to what was done before, or to offloading everything, if that was faster."""
+        comparison, maker = self._comparison, self._maker
+        for fallback, measured, name in (
+            (maker.before, comparison.before, "the plan before"),
+            (maker.fallback, comparison.fallback, "offloading everything"),
+        ):
+            lost = None if fallback is None else loses(comparison.plan, measured)
+            if fallback is None or lost is None:
+                continue
             self.say(
                 f"policy 'auto' drops its plan, which takes {lost[0]:.1f} ms or more where "
-                f"offloading everything took {lost[1]:.1f}."
+                f"{name} took {lost[1]:.1f}."
             )
-            plan = self._maker.fall_back(fallback)
-            self.follow(plan, "its fallback")
-            self._files.keep(plan)
-        else:
-            self._correct(found, chosen)
-
-    def _correct(self, found: TimedMicroBatch, chosen: Candidate) -> None:
-        """Plan anew, once, where copies turn out slower than they were measured alone."""
-        predicted_ms = chosen.timed.stall_forward_ms + chosen.timed.stall_backward_ms
-        extra_ms = found.stall_ms - predicted_ms
-        is_off = extra_ms > OFF * chosen.step_ms and chosen.timed.offloaded_bytes > 0
-        if not is_off or self._has_corrected:
+            self._exchange = RankExchange("plan")
+            plan = maker.fall_back(fallback)
+            self.follow(plan, f"its fallback, {name}")
+            self._keep(plan)
+            self._exchange.tell(json.dumps(plan.to_dict()))
             return
-        self._has_corrected = True
-        self._exchange = RankExchange("plan")
-        plan = self._maker.plan_for_slower_copies(extra_ms)
-        self._adopt(
-            plan, f"copies keep a micro-batch waiting {extra_ms:.1f} ms more than predicted"
-        )
 
     # ---- out of memory -------------------------------------------------------------------------
 

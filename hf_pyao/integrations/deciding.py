@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,12 @@ from torch import nn
 from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.auto_policy import AutoPolicy
 from hf_pyao.integrations.model_identity import identity_of
-from hf_pyao.integrations.module_map import FoundLayers, named_submodules, resolve_selections
+from hf_pyao.integrations.module_map import (
+    FoundLayers,
+    find_layers,
+    named_submodules,
+    resolve_selections,
+)
 from hf_pyao.integrations.profiling import ProfileWriter
 from hf_pyao.integrations.pyao_rule import PyAORule, kept_plan
 from hf_pyao.integrations.tightening import OffloadLadder, PlansFirst, Tightening
@@ -88,6 +94,7 @@ class Deciding:
             )
             self.auto.decide_at_once()
             _check_plan(self.engine.policy, identity, found)
+        self._other_writers: list[ProfileWriter] = []
         self.profile_writer: ProfileWriter | None = None
         """What measures, for a profile that is asked for or for policy ``auto``; None else."""
         plans = self.auto is not None and self.auto.profiles
@@ -116,8 +123,31 @@ class Deciding:
         """Watch *model*, where that is needed; *owner* is to be found by the hooks."""
         if self.auto is not None:
             self.auto.start(model, owner)
+            self.auto.measure_anew = self._measuring(model, owner)
         if self.profile_writer is not None:
             self.profile_writer.start(model, owner)
+
+    def _measuring(self, model: nn.Module, owner: object) -> Callable[[], None]:
+        """Return what has the next micro-batches measured, for policy ``auto``; it holds nothing.
+
+        A profile that is being made for someone else goes on.
+        """
+        refs = weakref.ref(self), weakref.ref(model), weakref.ref(owner)
+
+        def measure() -> None:
+            deciding, model, owner = (ref() for ref in refs)
+            if not isinstance(deciding, Deciding) or not isinstance(model, nn.Module):
+                return
+            config = dataclasses.replace(deciding._config, profile=None)
+            found = find_layers(model, config.layers, field=config.label("layers"))
+            writer = deciding._profile_writer(model, found, config, identity_of(found))
+            before = deciding.profile_writer
+            if before is not None and not before.is_complete:
+                deciding._other_writers.append(before)
+            deciding.profile_writer = writer
+            writer.start(model, owner)
+
+        return measure
 
     def measure(
         self,
@@ -145,6 +175,8 @@ class Deciding:
             self.auto.end()
         if self.profile_writer is not None:
             self.profile_writer.end()
+        for writer in self._other_writers:
+            writer.end()
 
     def out_of_memory(self) -> None:
         """Take note that something tighter is done: the rule's plan would hold more."""

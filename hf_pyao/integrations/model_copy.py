@@ -88,6 +88,9 @@ class SeenForward:
 class _WatchHook(ModelHook):
     """Pre-forward hook of the model."""
 
+    held: object = None
+    """What goes with the model, see :meth:`ForwardWatch.hold`."""
+
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
@@ -124,6 +127,7 @@ class ForwardWatch:
         self._newest: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._lock = threading.Lock()
         hook: Any = _WatchHook(self)  # type: ignore[arg-type]
+        self._hook = weakref.ref(hook)
         inner.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -143,6 +147,12 @@ class ForwardWatch:
         finally:
             self._newest = None
             self._lock.release()
+
+    def hold(self, value: object) -> None:
+        """Hold *value* as long as the model is there, and this watches it."""
+        hook = self._hook()
+        if hook is not None:
+            hook.held = value
 
     def forget(self) -> None:
         """Take the next forward for the first one."""

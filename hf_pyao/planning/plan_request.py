@@ -12,6 +12,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.planning.coding import CodedWays
+from hf_pyao.planning.correction import NO_CORRECTION, Correction
 from hf_pyao.planning.forecast import Forecast
 from hf_pyao.planning.planner import Planner
 from hf_pyao.planning.step_problem import Conditions
@@ -78,6 +79,7 @@ class PlanRequest:
         device: DeviceModel | None = None,
         link: LinkModel | None = None,
         gradient_bytes: int = 0,
+        correction: Correction = NO_CORRECTION,
     ) -> Planner:
         """Return the planner for the step of *profile*.
 
@@ -86,6 +88,7 @@ class PlanRequest:
             device: speeds of another device than the profile's; None: as it was profiled.
             link: speeds of another link.
             gradient_bytes: what leaves beside in each layer's backward.
+            correction: by how much times differ from the profile's.
 
         Raises:
             ForecastError: the profile does not hold what a prediction needs.
@@ -94,10 +97,11 @@ class PlanRequest:
         forecast = Forecast(profile, device=device, link=link, window_bytes=self.window_bytes)
         return self.planner_of(
             forecast.program,
-            forecast.times_ms,
-            forecast.link,
+            correction.times_ms(forecast.program, forecast.times_ms),
+            correction.link(forecast.link),
             {slot.name: slot.dtype for slot in profile.slots},
             gradient_bytes=gradient_bytes,
+            rebuild_factor=correction.rebuild,
         )
 
     def planner_of(
@@ -108,6 +112,7 @@ class PlanRequest:
         dtypes: Mapping[str, str],
         *,
         gradient_bytes: int = 0,
+        rebuild_factor: float = 1.0,
     ) -> Planner:
         """Return the planner for a step with these times.
 
@@ -117,13 +122,14 @@ class PlanRequest:
             link: its speeds.
             dtypes: by slot, as far as known; codecs take slots of known ones alone.
             gradient_bytes: as in :meth:`planner`.
+            rebuild_factor: of what operations take that run again to rebuild something.
         """
         kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
         conditions = self.conditions(link, gradient_bytes)
         return Planner(
             program,
             times_ms,
-            dataclasses.replace(conditions, keep_last_layers=kept),
+            dataclasses.replace(conditions, keep_last_layers=kept, rebuild_factor=rebuild_factor),
             host_limit_bytes=self.host_limit_bytes,
             forced=self._forced(program),
             coding=CodedWays.of(

@@ -49,10 +49,14 @@ class StepPlanner:
     Args:
         program: the step, whole, recorded without recomputation.
         times_ms: what each operation takes.
+        rebuild_factor: times that, where it runs again to rebuild something.
     """
 
-    def __init__(self, program: StepProgram, times_ms: Sequence[float]) -> None:
+    def __init__(
+        self, program: StepProgram, times_ms: Sequence[float], rebuild_factor: float = 1.0
+    ) -> None:
         self.program = program
+        self._rebuild_factor = rebuild_factor
         self.times_ms = times_ms
         self._search = _search_of(program)
         self._by_layer: dict[int, list[int]] = defaultdict(list)
@@ -250,10 +254,10 @@ class StepPlanner:
     # ---- values of a layer ---------------------------------------------------------------------
 
     def operation_ms(self, number: int, layer: int) -> float:
-        """Return what an operation of the graph takes in *layer*."""
+        """Return what an operation of the graph takes in *layer*, where it runs again."""
         assert self._search is not None
         offset = self._starts[layer] - self._starts[self._search.graph.layer]
-        return self.times_ms[number + offset]
+        return self.times_ms[number + offset] * self._rebuild_factor
 
     def nbytes_of(self, layer: int, value: int) -> int:
         """Return the bytes of a value of the graph in *layer*."""

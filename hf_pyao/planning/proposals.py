@@ -107,7 +107,7 @@ class Proposals:
         self.program = program
         self.conditions = conditions
         self.host_limit_bytes = host_limit_bytes
-        self.stepper = StepPlanner(program, times_ms)
+        self.stepper = StepPlanner(program, times_ms, conditions.rebuild_factor)
         self._times_ms = times_ms
         self._forced = forced
         self._coding = coding
@@ -283,6 +283,24 @@ class Proposals:
             if actions[number] == OFFLOAD and nbytes:
                 found[number] = nbytes, coding.coding_ms(slot)
         return found
+
+    def again(self, candidate: Candidate) -> Candidate:
+        """Return *candidate*, of a planner for the same step, with these times and this link."""
+        conditions = dataclasses.replace(
+            self.conditions,
+            keep_last_layers=candidate.keep_last_layers,
+            window_bytes=candidate.window_bytes,
+        )
+        return self._candidate(
+            candidate.name,
+            candidate.actions,
+            candidate.products,
+            otherwise=candidate.otherwise,
+            codecs=candidate.codecs,
+            conditions=conditions,
+            problem=candidate.problem,
+            choice=candidate.choice,
+        )
 
     def all_known(self) -> list[Candidate]:
         """Return all plans that were looked at."""

@@ -46,6 +46,8 @@ class Conditions:
     """A tighter window may be taken where nothing else fits."""
     may_keep_fewer: bool = True
     """Fewer last layers may be kept where nothing else fits."""
+    rebuild_factor: float = 1.0
+    """What operations take that run again, by what they took the first time."""
 
 
 def problem_of(

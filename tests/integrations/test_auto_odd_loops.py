@@ -443,7 +443,7 @@ def test_a_forward_that_failed_is_not_timed() -> None:
         engine.now += 1000
         micro_batch(engine, check)
     assert check.is_done
-    assert check.result() == timed((7, 6.0), (7, 6.0))
+    assert check.result() == [TimedMicroBatch(7, 6.0, 0.0, forward_ms=2.0)] * 2
 
 
 def test_detaching_between_measuring_and_planning_records_nothing(

@@ -19,7 +19,7 @@ from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainingArguments, 
 from hf_pyao.config import GIB
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.integrations.attach import Offloader
-from hf_pyao.integrations.auto_check import TimedMicroBatch
+from hf_pyao.integrations.auto_check import PlanCheck, TimedMicroBatch
 from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.planning.plan import Plan, PlanError
 from hf_pyao.simulation.device import SimulatedDevice
@@ -42,16 +42,17 @@ def step(
     model: nn.Module,
     batch: dict[str, torch.Tensor] | None = None,
     offloader: Offloader | None = None,
+    speeds: DeviceModel = SPEEDS,
 ) -> list[torch.Tensor]:
     """Run a micro-batch with the same random numbers each time; return loss and gradients.
 
-    On the clock of *offloader*'s link, if it is given.
+    On the clock of *offloader*'s link, if it is given, at these *speeds*.
     """
     torch.manual_seed(0)
     model.zero_grad()
     clock: Any = nullcontext()
     if offloader is not None:
-        clock = SimulatedDevice(SPEEDS, offloader.transport.link, offloader.host_pool)
+        clock = SimulatedDevice(speeds, offloader.transport.link, offloader.host_pool)
     with clock:
         loss = model(**(batch or batch_of()), use_cache=False).loss
         loss.backward()
@@ -351,10 +352,8 @@ def test_copies_that_are_slower_than_measured_are_planned_for_once(
         assert before is not None and before.timed.offloaded_bytes
         planner = auto._maker._planner
         assert planner is not None
-        monkeypatch.setattr(
-            "hf_pyao.integrations.auto_policy.typical",
-            lambda timed: TimedMicroBatch(1, 2 * before.step_ms, before.step_ms),
-        )
+        waiting = TimedMicroBatch(1, 2 * before.step_ms, before.step_ms)
+        monkeypatch.setattr(PlanCheck, "result", lambda check: [waiting] * NUM_MEASURED)
         for _ in range(3 * NUM_MEASURED + 6):
             assert_same(step(model, None, offloader), expected)
         slower = auto._maker._planner

@@ -1,0 +1,110 @@
+"""Plans for each set of parameters that are trained, where layers are frozen and thawed in a run.
+
+What is saved follows what is trained, and so do times. Where that changes, everything is offloaded
+again, the next micro-batches are measured, and a plan is made for them; where the same parameters
+were trained before, their plan is followed again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hf_pyao.integrations.auto_check import Comparison
+from hf_pyao.integrations.auto_correction import Corrector
+from hf_pyao.integrations.auto_planning import PlanMaker
+from hf_pyao.integrations.auto_trained import TrainedParameters
+from hf_pyao.integrations.model_copy import ForwardWatch
+from hf_pyao.planning.plan import Plan
+
+MOST_PHASES = 8
+"""Sets of parameters for which plans are made in a run."""
+
+MOST_ROUNDS = 2 * MOST_PHASES
+"""How often measuring may begin anew: what changes all the time comes to no end."""
+
+TRAINED = "trained_parameters"
+"""The figure of a plan that tells for which parameters it was made."""
+
+
+@dataclass
+class Phase:
+    """While the same parameters are trained."""
+
+    maker: PlanMaker
+    comparison: Comparison
+    corrector: Corrector = field(default_factory=Corrector)
+    plan: Plan | None = None
+    """What is followed; None until there is a plan."""
+
+
+class Phases:
+    """Knows which parameters are trained, and what was planned for them.
+
+    Args:
+        new: makes a phase in which nothing is planned yet.
+    """
+
+    def __init__(self, new: Callable[[], Phase]) -> None:
+        self._new = new
+        self._trained: weakref.ref[TrainedParameters] | None = None
+        self._known: dict[bytes, Phase] = {}
+        self._first = b""
+        self._num_rounds_left = MOST_ROUNDS
+        self.now = new()
+        """The phase that runs."""
+
+    @property
+    def has_begun(self) -> bool:
+        """True once it is known which parameters are trained."""
+        return self._trained is not None
+
+    def begin(self, model: nn.Module, watch: ForwardWatch) -> None:
+        """Look at the parameters of *model*, as long as *watch* watches it."""
+        trained = TrainedParameters(model)
+        watch.hold(trained)
+        self._trained = weakref.ref(trained)
+        self._first = trained.flags
+        self._known[trained.flags] = self.now
+        self.now.maker.marks[TRAINED] = trained.mark
+
+    @property
+    def is_first(self) -> bool:
+        """True while the parameters are trained that were when the run began."""
+        return self._known.get(self._first, self.now) is self.now
+
+    def are_others_trained(self) -> bool:
+        """Say whether other parameters are trained than in this phase.
+
+        A quick look: see :class:`TrainedParameters`.
+        """
+        trained = None if self._trained is None else self._trained()
+        return trained is not None and trained.have_changed()
+
+    def are_of(self, plan: Plan) -> bool:
+        """Say whether *plan* is for the parameters that are trained, as far as it tells."""
+        mark = self.now.maker.marks.get(TRAINED)
+        return mark is None or plan.figures.get(TRAINED, mark) == mark
+
+    def go_over(self) -> None:
+        """Go over to the phase of what is trained now."""
+        trained = None if self._trained is None else self._trained()
+        if trained is None:
+            return
+        trained.look_again()
+        known = self._known.get(trained.flags)
+        self.now = self._new() if known is None else known
+        self.now.maker.marks[TRAINED] = trained.mark
+        if len(self._known) < MOST_PHASES:
+            self._known.setdefault(trained.flags, self.now)
+
+    def may_measure(self) -> bool:
+        """Say whether a plan may be made for this phase, and count it."""
+        is_known = any(each is self.now for each in self._known.values())
+        if not is_known or not self._num_rounds_left:
+            return False
+        self._num_rounds_left -= 1
+        return True
