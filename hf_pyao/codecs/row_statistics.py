@@ -13,6 +13,10 @@ ROW_PADDING = 64
 def is_row_statistic(tensor: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> bool:
     """Say whether *tensor* holds one number for each row of another saved tensor.
 
+    Args:
+        tensor: what is saved.
+        shapes: of what the same layer call saves.
+
     Means, reciprocal deviations and logsumexp: a small error in one of them is an error in a whole
     row of gradients, so that no lossy codec may touch them. They are known by shape: that of
     another tensor of the layer call without its last dimension, or with 1 in its place. Attention

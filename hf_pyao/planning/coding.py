@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
+from hf_pyao.codecs.grid import MAX_KERNEL_GROUP
+from hf_pyao.codecs.int4 import Int4Codec
 from hf_pyao.hardware.speeds import GIB, LinkModel
 from hf_pyao.planning.plan_problem import Way, way_of
-from hf_pyao.planning.step_program import SlotUse, StepProgram
+from hf_pyao.planning.prediction import Coded
+from hf_pyao.planning.step_program import ROW_STATISTIC, SlotUse, StepProgram
 
 IDENTITY = "identity"
 LOSSY = "int8"
@@ -16,18 +20,27 @@ LOSSY = "int8"
 BITS = {"identity": 0, "int8": 8, "fp8": 8, "int4": 4}
 """Bits of each element on the host; 0: as it is."""
 
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Of what lossy codecs take."""
 
-PASSES = 1.5
-"""Bytes that coding reads and writes, by the bytes of what is coded."""
+SCALE_BYTES = 4
+"""Of the scale of each group of values."""
+
+LEAST_ROW = 64
+"""Values that a scale is taken to be for where that is not known: the fewest that are usual."""
+
+LARGE = 0.25
+"""Share of the largest operation's traffic from which on an operation tells the memory's speed."""
+
+USUAL_GIB_PER_S = 400.0
+"""Memory's speed where no operation tells it."""
 
 
 @dataclass(frozen=True)
 class CodedWays:
     """How slots may leave.
 
-    Coding is a pass over memory, at the speed of the fastest operation of the step.
+    Coding is one kernel each way: a pass over memory, as fast as the step's other passes are.
     """
 
     dtypes: Mapping[str, str]
@@ -35,7 +48,9 @@ class CodedWays:
     codec: str = IDENTITY
     """The configuration's."""
     allow_lossy: bool = False
-    memory_gib_per_s: float = 400.0
+    memory_gib_per_s: float = USUAL_GIB_PER_S
+    launch_ms: float = 0.0
+    """What a kernel takes beside its traffic."""
 
     @classmethod
     def of(
@@ -48,12 +63,20 @@ class CodedWays:
         allow_lossy: bool,
     ) -> CodedWays:
         """Return the ways of a step's slots."""
-        rates = [
-            operation.traffic_bytes / GIB / (elapsed_ms / 1e3)
+        passes = [
+            (operation.traffic_bytes, elapsed_ms)
             for operation, elapsed_ms in zip(program.operations, times_ms, strict=True)
-            if elapsed_ms > 0.01 and not operation.flops
+            if elapsed_ms > 0 and operation.num_runs == 1 and not operation.flops
         ]
-        return cls(dtypes, codec, allow_lossy, max(rates, default=400.0))
+        launch_ms = min((elapsed_ms for _, elapsed_ms in passes), default=0.0)
+        most_bytes = max((nbytes for nbytes, _ in passes), default=0)
+        rates = [
+            nbytes / GIB / (elapsed_ms - launch_ms) * 1e3
+            for nbytes, elapsed_ms in passes
+            if elapsed_ms > launch_ms and nbytes >= LARGE * most_bytes
+        ]
+        gib_per_s = median(rates) if rates else USUAL_GIB_PER_S
+        return cls(dtypes, codec, allow_lossy, gib_per_s, launch_ms)
 
     def without_loss(self) -> CodedWays:
         """Return the same with the configuration's codec alone."""
@@ -61,33 +84,41 @@ class CodedWays:
 
     def ways(self, slot: SlotUse, link: LinkModel) -> tuple[Way, ...]:
         """Return how *slot* may leave over *link*."""
-        found = [self._way(slot, link, self.codec, None)]
-        if self.allow_lossy and self.codec == IDENTITY and self.link_bytes(slot, LOSSY):
-            found.append(self._way(slot, link, LOSSY, LOSSY))
+        found = [self._way(slot, link, None)]
+        if self.allow_lossy and self.codec == IDENTITY and self.coded(slot, LOSSY):
+            found.append(self._way(slot, link, LOSSY))
         return tuple(found)
 
-    def link_bytes(self, slot: SlotUse, codec: str | None) -> int:
-        """Return what crosses the link for *slot*; 0 if the codec leaves it as it is."""
-        bits = BITS.get(codec or self.codec, 0)
+    def coded(self, slot: SlotUse, codec: str | None) -> Coded | None:
+        """Return *slot* as it is written in *codec*, or in the configuration's if that is None.
+
+        None if the codec leaves it as it is.
+        """
+        name = codec or self.codec
+        bits = BITS.get(name, 0)
         element_bytes = ELEMENT_BYTES.get(self.dtypes.get(slot.name, ""), 0)
-        if not bits or not element_bytes:
-            return 0
-        return slot.link_bytes * bits // (8 * element_bytes)
+        if not bits or not element_bytes or slot.row_values == ROW_STATISTIC:
+            return None
+        num_values = slot.link_bytes // element_bytes
+        group = slot.row_values or LEAST_ROW
+        group = Int4Codec.num_per_group if name == "int4" else min(group, MAX_KERNEL_GROUP)
+        codes_bytes = -(-num_values * bits // 8)
+        scales_bytes = SCALE_BYTES * -(-num_values // group)
+        if codes_bytes + scales_bytes >= slot.link_bytes:
+            return None
+        traffic_bytes = slot.link_bytes + codes_bytes + scales_bytes
+        coding_ms = self.launch_ms + traffic_bytes / GIB / self.memory_gib_per_s * 1e3
+        return Coded(codes_bytes, scales_bytes, coding_ms)
 
-    def coding_ms(self, slot: SlotUse) -> float:
-        """Return what coding takes, on either side."""
-        return slot.link_bytes * PASSES / GIB / self.memory_gib_per_s * 1e3
-
-    def _way(self, slot: SlotUse, link: LinkModel, codec: str, named: str | None) -> Way:
-        nbytes = self.link_bytes(slot, codec)
-        if not nbytes:
-            return way_of(slot.link_bytes, link, named)
-        coding_ms = self.coding_ms(slot)
+    def _way(self, slot: SlotUse, link: LinkModel, codec: str | None) -> Way:
+        coded = self.coded(slot, codec)
+        if coded is None:
+            return way_of(slot.link_bytes, link, codec)
         return Way(
-            codec=named,
-            offload_ms=link.copy_ms("offload", nbytes),
-            reload_ms=link.copy_ms("reload", nbytes),
-            host_bytes=nbytes,
-            forward_ms=coding_ms,
-            backward_ms=coding_ms,
+            codec=codec,
+            offload_ms=sum(link.copy_ms("offload", part) for part in coded.parts),
+            reload_ms=link.copy_ms("reload", coded.nbytes),
+            host_bytes=coded.nbytes,
+            forward_ms=coded.coding_ms,
+            backward_ms=coded.coding_ms,
         )

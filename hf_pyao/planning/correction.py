@@ -91,9 +91,10 @@ class ExpectedTimes:
     def of(cls, step: PlannedStep, timed: Prediction) -> ExpectedTimes:
         """Return it for a step with a plan carried out in it, and its prediction."""
         first, turn, end = _span_of_layers(step.program)
+        coding_ms = sum(coded.coding_ms for coded in step.coded.values())
         return cls(
-            forward_ms=sum(step.times_ms[first:turn]),
-            backward_ms=sum(step.times_ms[turn:end]),
+            forward_ms=sum(step.times_ms[first:turn]) + coding_ms,
+            backward_ms=sum(step.times_ms[turn:end]) + coding_ms,
             rebuild_ms=step.rebuild_ms,
             stall_ms=timed.stall_forward_ms + timed.stall_backward_ms,
         )

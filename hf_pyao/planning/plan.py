@@ -36,6 +36,9 @@ class PlanPolicy:
             for slot in plan.slots
             for layer in (slot.layers if slot.layers is not None else [None])
         }
+        codecs = {slot.codec for slot in plan.slots} - {None}
+        self.may_lose = any(not get_codec(name).is_lossless for name in codecs if name)
+        """It asks for codecs that lose something."""
         self._recomputed = frozenset(plan.recomputed_modules)
         self._replayed = self._recomputed | frozenset(plan.replayed_modules)
         self._recomputes = bool(plan.recomputed_modules) or any(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from hf_pyao.planning.layer_graph import INPUT, MADE
 from hf_pyao.planning.layer_recipes import LayerRecipe, Making, RecipeSearch
-from hf_pyao.planning.prediction import Rebuild
+from hf_pyao.planning.prediction import Coded, Rebuild
 from hf_pyao.planning.step_program import FORWARD, OUTSIDE, Buffer, SlotUse, StepProgram
 from hf_pyao.report.plan_report import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.runtime.slots import ANCHOR
@@ -31,9 +31,9 @@ class PlannedStep:
     rebuilds: Mapping[int, Rebuild]
     """What is dropped, by number."""
     times_ms: Sequence[float]
-    """What each operation takes, coding included."""
-    copied_bytes: Mapping[int, int] = field(default_factory=dict)
-    """What crosses the link for slots that are written smaller, by number."""
+    """What each operation takes."""
+    coded: Mapping[int, Coded] = field(default_factory=dict)
+    """Slots that a codec writes smaller where they leave, by number."""
     refused: Mapping[int, set[str]] = field(default_factory=dict)
     """Slots that were to be recomputed and cannot be, by layer."""
 
@@ -86,7 +86,7 @@ class StepPlanner:
         actions: Sequence[str],
         products: Collection[str] = (),
         otherwise: Sequence[str] | None = None,
-        coded: Mapping[int, tuple[int, float]] | None = None,
+        coded: Mapping[int, Coded] | None = None,
     ) -> PlannedStep:
         """Return the step with *actions* carried out.
 
@@ -95,8 +95,7 @@ class StepPlanner:
             products: sub-modules whose matrix products and attention may run again.
             otherwise: for each slot, what becomes of it where it cannot be recomputed, and of what
                 is stored to rebuild it; None: it is offloaded.
-            coded: slots that are written smaller where they leave, by number: bytes on the link,
-                and ms of coding on either side.
+            coded: slots that a codec writes smaller where they leave, by number.
         """
         program = self.program
         slots: list[tuple[SlotUse, bool, Rebuild | None]] = []
@@ -118,8 +117,7 @@ class StepPlanner:
             self._carry_out(
                 layer, numbers, recipe, otherwise, first_asked, rebuilds, anchors, buffers
             )
-        times_ms = list(self.times_ms)
-        copied_bytes: dict[int, int] = {}
+        all_coded: dict[int, Coded] = {}
         for number, slot in enumerate(program.slots):
             for anchor, anchor_leaves in anchors.get(number, ()):
                 slots.append((anchor, anchor_leaves, None))
@@ -130,10 +128,7 @@ class StepPlanner:
                 slot = _asked_earlier(slot, *first_asked[number])
             leaves = action == OFFLOAD and slot.stays is None
             if leaves and coded and number in coded:
-                copied_bytes[len(slots)], coding_ms = coded[number]
-                times_ms[max(0, slot.left_at - 1)] += coding_ms
-                if slot.unpacked_at >= 0:
-                    times_ms[min(slot.unpacked_at, len(times_ms) - 1)] += coding_ms
+                all_coded[len(slots)] = coded[number]
             slots.append((slot, leaves, rebuilds.get(number)))
         return PlannedStep(
             dataclasses.replace(
@@ -141,8 +136,8 @@ class StepPlanner:
             ),
             [leaves for _, leaves, _ in slots],
             {n: rebuild for n, (*_, rebuild) in enumerate(slots) if rebuild is not None},
-            times_ms,
-            copied_bytes,
+            self.times_ms,
+            all_coded,
             {layer: names for layer, names in refused.items() if names},
         )
 

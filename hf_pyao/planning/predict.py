@@ -26,7 +26,7 @@ from hf_pyao.planning.copy_lanes import (
     LateLanes,
     TimedLanes,
 )
-from hf_pyao.planning.prediction import Lifetime, PredictedCopy, Prediction, Rebuild, Stall
+from hf_pyao.planning.prediction import Coded, Lifetime, PredictedCopy, Prediction, Rebuild, Stall
 from hf_pyao.planning.step_program import (
     BACKWARD,
     FORWARD,
@@ -48,7 +48,7 @@ def predict(
     link: LinkModel | None = None,
     rebuilds: Mapping[int, Rebuild] | None = None,
     gradient_bytes: int = 0,
-    copied_bytes: Mapping[int, int] | None = None,
+    coded: Mapping[int, Coded] | None = None,
 ) -> Prediction:
     """Predict the step.
 
@@ -64,7 +64,7 @@ def predict(
             stay nor leave.
         gradient_bytes: what leaves for the host beside whenever a layer's backward ends, as for an
             optimizer there.
-        copied_bytes: what crosses the link for slots that are written smaller, by number.
+        coded: slots that a codec writes smaller where they leave, by number.
 
     Raises:
         ValueError: *leaves* is not as long as the program's slots, or *times_ms* not as its
@@ -80,7 +80,7 @@ def predict(
         )
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
     walk = _Walk(program, leaves, window_bytes, times_ms, lanes, rebuilds or {}, gradient_bytes)
-    walk.copied_bytes = copied_bytes or {}
+    walk.coded = coded or {}
     prediction = walk.run()
     if times_ms is None or link is None:
         return prediction
@@ -112,7 +112,7 @@ class _Walk:
     ) -> None:
         self.program = program
         self.gradient_bytes = gradient_bytes
-        self.copied_bytes: Mapping[int, int] = {}
+        self.coded: Mapping[int, Coded] = {}
         self.window_bytes = window_bytes
         self.times_ms = times_ms
         self.lanes = lanes
@@ -123,6 +123,7 @@ class _Walk:
         ]
         self.now_ms = 0.0
         self.rebuild_ms = 0.0
+        self.coding_ms = 0.0
         self.stall_ms = {FORWARD: 0.0, BACKWARD: 0.0}
         self.stalls: list[Stall] = []
         self.start_ms: list[float] = []
@@ -231,7 +232,7 @@ class _Walk:
         has_times = self.times_ms is not None
         return Prediction(
             step_ms=self.now_ms if has_times else math.nan,
-            compute_ms=compute_ms + self.rebuild_ms if has_times else math.nan,
+            compute_ms=compute_ms + self.rebuild_ms + self.coding_ms if has_times else math.nan,
             stall_forward_ms=self.stall_ms[FORWARD],
             stall_backward_ms=self.stall_ms[BACKWARD],
             peak_bytes=peak_bytes,
@@ -302,10 +303,12 @@ class _Walk:
             if slot.reloaded >= 0 and number not in self.rebuilds:
                 self._hold(slot)
             return
-        copied_bytes = self.copied_bytes.get(number, slot.link_bytes)
-        copy = Copy(OFFLOAD, copied_bytes, self.now_ms, slot=number)
-        self.lanes.book(copy)
-        self.offloads[number] = copy
+        coded = self._encoded(number)
+        copied_bytes = self._link_bytes(number)
+        for part in (copied_bytes,) if coded is None else coded.parts:
+            copy = Copy(OFFLOAD, part, self.now_ms, slot=number)
+            self.lanes.book(copy)
+            self.offloads[number] = copy
         self.offloaded_bytes += copied_bytes
         self.host_bytes += _in_pool(copied_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
@@ -314,11 +317,14 @@ class _Walk:
             and not self.waiting
             and self.lanes.is_done(copy, self.now_ms)
         ):
+            if coded is not None:
+                self.live_bytes -= coded.payload_bytes
             return
-        self._hold(slot)
+        if coded is None:
+            self._hold(slot)
         self.is_waiting[number] = True
         self.waiting.append(number)
-        self.waiting_bytes += slot.link_bytes
+        self.waiting_bytes += copied_bytes
         if self.window_bytes is None:
             return
         self._release_done()
@@ -326,16 +332,36 @@ class _Walk:
             self._wait(self.offloads[self.waiting[0]])
             self._release_oldest()
 
+    def _link_bytes(self, number: int) -> int:
+        """Return what crosses the link for a slot, and is there of it when it is back."""
+        coded = self.coded.get(number)
+        return self.program.slots[number].link_bytes if coded is None else coded.nbytes
+
+    def _encoded(self, number: int) -> Coded | None:
+        """Encode a slot, if it is to be: what it becomes is there beside what it was."""
+        coded = self.coded.get(number)
+        if coded is not None:
+            self._run_codec(coded)
+            self._allocate(coded.payload_bytes)
+        return coded
+
+    def _run_codec(self, coded: Coded) -> None:
+        if self.times_ms is not None:
+            self.now_ms += coded.coding_ms
+            self.coding_ms += coded.coding_ms
+
     def _release_done(self) -> None:
         while self.waiting and self.lanes.is_done(self.offloads[self.waiting[0]], self.now_ms):
             self._release_oldest()
 
     def _release_oldest(self) -> None:
         number = self.waiting.popleft()
-        slot = self.program.slots[number]
-        self.waiting_bytes -= slot.link_bytes
+        self.waiting_bytes -= self._link_bytes(number)
         self.is_waiting[number] = False
-        self._let_go(slot)
+        if number in self.coded:
+            self.live_bytes -= self.coded[number].payload_bytes
+        else:
+            self._let_go(self.program.slots[number])
 
     def _layer_end(self) -> None:
         if self.window_bytes is not None:
@@ -405,15 +431,14 @@ class _Walk:
         )
 
     def _reload(self, number: int) -> None:
-        slot = self.program.slots[number]
         offload = self.offloads[number]
-        copied_bytes = self.copied_bytes.get(number, slot.link_bytes)
+        copied_bytes = self._link_bytes(number)
         copy = Copy(RELOAD, copied_bytes, self.now_ms, needs=offload, slot=number)
         self.reloads[number] = copy
-        self._allocate(slot.link_bytes)
+        self._allocate(copied_bytes)
         self.reloaded_at[number] = self.number
         self.lanes.book(copy)
-        self.ahead_bytes += slot.link_bytes
+        self.ahead_bytes += copied_bytes
 
     def _unpack(self, number: int) -> None:
         slot = self.program.slots[number]
@@ -427,17 +452,29 @@ class _Walk:
             return
         if self.is_waiting[number]:
             if not self.is_read_in_place[number]:
-                self._hold(slot)
+                if not self._decoded(number):
+                    self._hold(slot)
                 self.is_read_in_place[number] = True
                 self.read_in_place_bytes += slot.link_bytes
             return
         if number not in self.reloads:
             self._reload(number)
         self._wait(self.reloads[number])
+        if self._decoded(number):
+            self.live_bytes -= self._link_bytes(number)
         self.is_consumed.add(number)
-        self.ahead_bytes -= slot.link_bytes
+        self.ahead_bytes -= self._link_bytes(number)
         if not self.is_exhausted or self.waiting_bytes:
             self._prefetch()
+
+    def _decoded(self, number: int) -> bool:
+        """Decode a slot, if it was encoded; say whether it was."""
+        coded = self.coded.get(number)
+        if coded is None:
+            return False
+        self._run_codec(coded)
+        self._allocate(self.program.slots[number].link_bytes)
+        return True
 
     def _rebuild(self, number: int, rebuild: Rebuild) -> None:
         if number not in self.reloaded_at:
@@ -463,13 +500,17 @@ class _Walk:
         if not self.leaves[number]:
             self._let_go(slot)
             return
-        self.host_bytes -= _in_pool(self.copied_bytes.get(number, slot.link_bytes))
+        self.host_bytes -= _in_pool(self._link_bytes(number))
         if number in self.reloads:
-            self.live_bytes -= slot.link_bytes
+            is_decoded = number in self.is_consumed
+            self.live_bytes -= slot.link_bytes if is_decoded else self._link_bytes(number)
             start = self.reloaded_at[number]
             self.lifetimes.append(Lifetime(slot.reloaded, start, self.number))
         if self.is_read_in_place[number]:
-            self._let_go(slot)
+            if number in self.coded:
+                self.live_bytes -= slot.link_bytes
+            else:
+                self._let_go(slot)
 
 
 def _in_pool(nbytes: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hf_pyao.transfer.layout import RANGE_ALIGNMENT_BYTES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -60,6 +62,31 @@ class Rebuild(NamedTuple):
     held_bytes: int
     """Of these, what stays for slots that are asked for later, less what was there for this one and
     goes; may be below 0."""
+
+
+class Coded(NamedTuple):
+    """A slot that a codec writes smaller: codes, and a scale for each group of them."""
+
+    codes_bytes: int
+    scales_bytes: int
+    coding_ms: float
+    """What encoding takes of compute, and decoding as much."""
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Bytes of what is copied to the host, one after the other; it comes back as one."""
+        return self.codes_bytes, self.scales_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        """What it takes on the device until it has left."""
+        return self.codes_bytes + self.scales_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on the host, and on the device when it is back: parts are aligned."""
+        start = -(-self.codes_bytes // RANGE_ALIGNMENT_BYTES) * RANGE_ALIGNMENT_BYTES
+        return start + self.scales_bytes
 
 
 class PredictedCopy(NamedTuple):

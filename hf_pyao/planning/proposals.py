@@ -20,7 +20,7 @@ from hf_pyao.planning.placement import place
 from hf_pyao.planning.plan_problem import PlanChoice, PlanProblem
 from hf_pyao.planning.planned_step import PlannedStep, StepPlanner
 from hf_pyao.planning.predict import predict
-from hf_pyao.planning.prediction import Prediction
+from hf_pyao.planning.prediction import Coded, Prediction
 from hf_pyao.planning.pyao_plan import paths_of
 from hf_pyao.planning.step_problem import Conditions, IsForced, chosen_slots, problem_of
 from hf_pyao.planning.step_program import StepProgram
@@ -246,14 +246,14 @@ class Proposals:
             link=conditions.link,
             rebuilds=step.rebuilds,
             gradient_bytes=gradient_bytes,
-            copied_bytes=step.copied_bytes,
+            coded=step.coded,
         )
         late = predict(
             step.program,
             step.leaves,
             window_bytes=conditions.window_bytes,
             rebuilds=step.rebuilds,
-            copied_bytes=step.copied_bytes,
+            coded=step.coded,
         )
         return Candidate(
             name=name,
@@ -272,16 +272,16 @@ class Proposals:
 
     def _coded(
         self, actions: Sequence[str], codecs: Sequence[str | None] | None
-    ) -> dict[int, tuple[int, float]]:
-        """Return bytes on the link and ms of coding of slots that are written smaller."""
+    ) -> dict[int, Coded]:
+        """Return the slots that are written smaller, by number."""
         coding = self._coding
         if coding is None:
             return {}
         found = {}
         for number, slot in enumerate(self.program.slots):
-            nbytes = coding.link_bytes(slot, None if codecs is None else codecs[number])
-            if actions[number] == OFFLOAD and nbytes:
-                found[number] = nbytes, coding.coding_ms(slot)
+            coded = coding.coded(slot, None if codecs is None else codecs[number])
+            if actions[number] == OFFLOAD and coded is not None:
+                found[number] = coded
         return found
 
     def again(self, candidate: Candidate) -> Candidate:

@@ -118,7 +118,7 @@ def _structure(program: StepProgram) -> tuple[object, ...]:
     return (
         [(each.name, each.path, each.is_kernel, each.num_runs) for each in program.operations],
         [(each.birth, each.death) for each in program.buffers],
-        [each._replace(nbytes=0, link_bytes=0) for each in program.slots],
+        [each._replace(nbytes=0, link_bytes=0, row_values=0) for each in program.slots],
         [each._replace(nbytes=0) for each in program.packs],
         program.segments,
         program.layer_names,

@@ -20,6 +20,9 @@ BACKWARD = "backward"
 OUTSIDE = -1
 """Layer of what is in none."""
 
+ROW_STATISTIC = 1
+"""Values of a row of what holds one number for each row of another tensor."""
+
 
 class Operation(NamedTuple):
     """One operation of the step, in order."""
@@ -74,6 +77,9 @@ class SlotUse(NamedTuple):
     again, each time that it was asked for."""
     unpack_rank: int = 0
     """Orders those that are asked for at the same moment."""
+    row_values: int = 0
+    """Elements of a row, which codecs give one scale: the contiguous dimension of what was saved;
+    0 if that is not known; :data:`ROW_STATISTIC` for what no lossy codec takes."""
 
 
 class Pack(NamedTuple):

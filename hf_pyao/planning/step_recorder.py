@@ -7,6 +7,7 @@ around the step. It takes real tensors and fake ones.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -15,12 +16,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_pyao.codecs.row_statistics import is_row_statistic
 from hf_pyao.hardware.operation_costs import cost_of, is_question
 from hf_pyao.planning.layer_graph import INPUT, MADE, PARAMETER, GraphRecorder, LayerGraph
 from hf_pyao.planning.step_program import (
     BACKWARD,
     FORWARD,
     OUTSIDE,
+    ROW_STATISTIC,
     Buffer,
     Operation,
     Pack,
@@ -34,6 +37,7 @@ from hf_pyao.runtime.passing_over import is_recomputing
 from hf_pyao.runtime.policy import Decision
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.transfer.graph_task import is_in_backward
+from hf_pyao.transfer.layout import row_length
 from hf_pyao.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
 
 RECORDING = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0, "window": 0}
@@ -54,6 +58,7 @@ class _OpenSlot:
         self.left_at = packed_at
         self.source = -1
         self.link_bytes = 0
+        self.row_values = 0
         self.reloaded = -1
         self.unpacked_at = -1
         self.unpack_rank = 0
@@ -92,6 +97,10 @@ class StepRecorder:
         self._num_unpacks = 0
         self._packs: list[Pack] = []
         self._packed_buffers: list[int] = []
+        self._shapes: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+        """Of what each layer saves."""
+        self._row_values = 0
+        """Of what is being saved, see :class:`SlotUse`."""
         self._labels: dict[int, str] = {}
         self._paths: list[str] = [""]
         self._graph: GraphRecorder | None = None
@@ -275,6 +284,11 @@ class StepRecorder:
     def packed(self, layer: str, path: str, tensor: torch.Tensor) -> None:
         """Take note of a tensor that autograd saves."""
         number = self._layer_numbers[layer]
+        shapes = self._shapes[number]
+        shapes.add(tuple(tensor.shape))
+        is_statistic = is_row_statistic(tensor, shapes)
+        num_values = tensor.untyped_storage().nbytes() // tensor.element_size()
+        self._row_values = ROW_STATISTIC if is_statistic else row_length(tensor, num_values)
         if number < NUM_PACKED_LAYERS and self._alive.get(tensor.untyped_storage()._cdata) != -1:
             self._packs.append(Pack(number, path, tensor.nbytes, self.now))
             self._packed_buffers.append(self.buffer_of(tensor))
@@ -286,6 +300,7 @@ class StepRecorder:
     def saved(self, slot: Slot, stays: str | None) -> None:
         """Take note that a slot is saved; what follows tells whether it leaves."""
         used = _OpenSlot(slot, stays, self.now)
+        used.row_values = self._row_values
         self._open[slot.layer_index, slot.name] = used
         self._slots.append(used)
 
@@ -345,6 +360,7 @@ class StepRecorder:
                 used.unpacked_at,
                 tuple(used.asked_again),
                 used.unpack_rank,
+                used.row_values,
             )
             for used in self._slots
         ]

@@ -94,6 +94,7 @@ class OffloadEngine:
         self._num_packs_before = 0
         self.mover = Mover(link)
         self.packer = Packer(codec=codec, mover=self.mover)
+        self._expect_codecs_of(policy)
         self.unpacker = Unpacker(
             mover=self.mover,
             order=backward_order or Reversed(),
@@ -126,7 +127,13 @@ class OffloadEngine:
                 "situation)`. A named one is made by hf_pyao.planning.policies.make_policy(config)."
             )
         self._policy = policy
+        self._expect_codecs_of(policy)
         self.rests = rests(policy) and not self._enters_always
+
+    def _expect_codecs_of(self, policy: Policy) -> None:
+        """Have statistics of rows known from the first forward on, where codecs may lose."""
+        if getattr(getattr(policy, "base", policy), "may_lose", False):
+            self.packer.note_shapes()
 
     def set_window(self, window_bytes: int) -> None:
         """Let no more than *window_bytes* be in flight, from the next copy on.

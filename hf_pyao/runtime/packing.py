@@ -29,7 +29,7 @@ from hf_pyao.runtime.saved_tensor import (
     WatchedStorage,
 )
 from hf_pyao.runtime.slots import Slot
-from hf_pyao.runtime.tape import Entries, Entry, LayerCall, SlotEntry
+from hf_pyao.runtime.tape import Entries, Entry, LayerCall, SlotEntry, Tape
 from hf_pyao.transfer.layout import (
     PLAIN_DTYPES,
     SUBCLASS,
@@ -64,6 +64,10 @@ class Packer:
         """Storages of the model's buffers, which never move."""
         self._codec = codec
         self._exact = get_codec("identity")
+        self._notes_shapes = not codec.is_lossless
+        """Statistics of rows are known by the shapes of what else a call saves."""
+        self._tape_without_shapes: weakref.ref[Tape] | None = None
+        """The forward in which a codec that loses was asked for the first time."""
         self._mover = mover
         self._handles: Callable[[torch.device], bool] = mover.link.transport.handles
         self._layouts = Layouts()
@@ -73,6 +77,10 @@ class Packer:
         self._handled: dict[torch.device, bool] = {}
         self._movable_layouts: set[TensorLayout] = set()
         """Those of tensors that were moved: not empty, and on a device that is handled."""
+
+    def note_shapes(self) -> None:
+        """Note what calls save from here on: a lossy codec is going to be asked for."""
+        self._notes_shapes = True
 
     def pack_traced(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
         """Do as :meth:`pack`, in a traced layer: what follows is no part of it."""
@@ -118,7 +126,7 @@ class Packer:
         if key in self.buffer_keys:
             slot = call.layer.unnamed(call.paths[-1])
             return KeptTensor(tensor.detach(), tensor._version, call, slot)
-        if not self._codec.is_lossless:
+        if self._notes_shapes:
             call.saved_shapes.add(tuple(tensor.shape))
         entries = call.table.entries.get(key)
         if entries is None:
@@ -401,7 +409,7 @@ class Packer:
         if not has_bytes(tensor):
             return self._keep(call, tensor, storage, slot, _KEEP_UNSUPPORTED)
         codec = decision.codec or self._codec
-        if not codec.is_lossless and is_row_statistic(tensor, call.saved_shapes):
+        if not codec.is_lossless and self._is_row_statistic(call, tensor):
             codec = self._exact
         mover = self._mover
         moved = mover.offload(tensor.detach(), layout, slot.nbytes, codec, slot, call.stats)
@@ -416,6 +424,20 @@ class Packer:
         return SavedTensor(record, layout, call)
 
     # ---- what stays in any case ----------------------------------------------------------------
+
+    def _is_row_statistic(self, call: LayerCall, tensor: torch.Tensor) -> bool:
+        """Say whether no lossy codec may touch *tensor*.
+
+        A policy may ask for such a codec where the configuration does not: until shapes are noted,
+        whatever might be a statistic is taken for one.
+        """
+        if not self._notes_shapes:
+            self._notes_shapes = True
+            self._tape_without_shapes = weakref.ref(call.tape)
+        ref = self._tape_without_shapes
+        if ref is not None and ref() is call.tape and tensor.dtype == torch.float32:
+            return True
+        return is_row_statistic(tensor, call.saved_shapes)
 
     def _keep_parameter(self, call: LayerCall, tensor: torch.Tensor) -> KeptTensor:
         # The object itself: ZeRO-3 exchanges the data of a Parameter behind our back, and a

@@ -10,6 +10,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from hf_pyao.codecs import bitmask, grouped
+from hf_pyao.simulation.codec_kernels import kernels_for
+
 
 class Replacement(NamedTuple):
     """A name of a module that means something else for a while."""
@@ -29,6 +32,7 @@ def operations_of_cuda(*more: Replacement) -> Iterator[None]:
     - Attention with a mask is the memory-efficient kernel, which saves the mask as a bias besides,
       and takes grouped heads repeated.
     - Dropout saves one byte for each element.
+    - Codecs have their kernels, if tensors are fake: one operation each way.
 
     Args:
         more: what else looks at the device and has to be told; for a model of transformers
@@ -38,7 +42,8 @@ def operations_of_cuda(*more: Replacement) -> Iterator[None]:
     fails under it: no CPU has the kernel.
     """
     attention = Replacement(F, "scaled_dot_product_attention", _flash_attention)
-    with replaced(attention, Replacement(F, "dropout", _dropout), *more):
+    codecs = [Replacement(module, "kernels_for", kernels_for) for module in (grouped, bitmask)]
+    with replaced(attention, Replacement(F, "dropout", _dropout), *codecs, *more):
         yield
 
 

@@ -210,12 +210,22 @@ def rows_view(
     count = (end - start) // itemsize
     if not count or count * itemsize != end - start or start % itemsize:
         return None
+    length = row_length(tensor, count)
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(storage, start // itemsize, (count // length, length), (length, 1))
+
+
+def row_length(tensor: torch.Tensor, count: int | None = None) -> int:
+    """Return the elements of *tensor*'s contiguous dimension, if it divides *count*, else *count*.
+
+    *count*: None stands for all elements of *tensor*.
+    """
+    count = tensor.numel() if count is None else count
     length = count
     for size, step in zip(tensor.size(), tensor.stride(), strict=True):
         if step == 1 and size > 1 and count % size == 0:
             length = size
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return flat.set_(storage, start // itemsize, (count // length, length), (length, 1))
+    return length
 
 
 def byte_offset(tensor: torch.Tensor) -> int:
