@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,12 +17,19 @@ from tests.distributed.conftest import REPOSITORY
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="not run: DeepSpeed is not installed (pip install 'hf_pyao[deepspeed]')",
+)
+
+
 def run(kind: str, name: str, folder: Path) -> list[dict[str, Any]]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
     }
     workers = [
         subprocess.Popen(
@@ -51,6 +59,8 @@ CASES = [
     ("fsdp2", "gpt2"),
     ("fsdp2_bf16", "llama"),
     ("fsdp1", "opt"),
+    pytest.param("zero2", "llama", marks=needs_deepspeed),
+    pytest.param("zero2", "opt", marks=needs_deepspeed),
 ]
 
 
@@ -74,3 +84,14 @@ def test_linears_that_are_sharded_by_themselves_are_left_alone(tmp_path: Path) -
             assert facts["worst"] <= (2e-6 if has_norms else 0.0)
             assert facts["tiled"]["metrics"]["mlp_tiles_num_tiles"] == 0
             assert "sharded by itself" in facts["tiled"]["described"]
+
+
+@needs_deepspeed
+def test_zero_3_runs_layers_again_and_leaves_mlps_whole(tmp_path: Path) -> None:
+    """It gathers weights for each call of each module; bit for bit the same but for tiled norms."""
+    for rank in run("zero3", "llama", tmp_path):
+        for when, facts in rank.items():
+            assert facts["same_names"]
+            assert facts["worst"] <= 2e-6, (when, facts)
+            assert facts["tiled"]["losses"] == pytest.approx(facts["plain"]["losses"], rel=1e-5)
+            assert facts["tiled"]["metrics"]["mlp_tiles_num_tiles"] == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -23,10 +24,13 @@ from hf_pyao import PyAOConfig, attach
 from tests.distributed.models import batch_of, build_model, layers_of
 
 NUM_STEPS = 2
+ZERO_STAGES = {"zero2": 2, "zero3": 3}
 
 
 def wrap(kind: str, model: nn.Module, name: str) -> nn.Module:
     """Spread *model* over the ranks."""
+    if kind in ZERO_STAGES:
+        return with_zero(model, ZERO_STAGES[kind])
     layers = layers_of(model, name)
     if kind == "ddp":
         with warnings.catch_warnings():
@@ -50,6 +54,44 @@ def wrap(kind: str, model: nn.Module, name: str) -> nn.Module:
     for layer in layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
+
+
+def with_zero(model: nn.Module, stage: int) -> nn.Module:
+    """Have DeepSpeed train *model*, as far as a CPU without a compiler can."""
+    import deepspeed
+    import deepspeed.ops
+
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as launchers set it
+    # Collectives in shared memory, which training never calls, would be compiled.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    return engine  # type: ignore[no-any-return]
+
+
+def backward(kind: str, wrapped: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Run backward; return the gradients, of this rank's parts where they are sharded."""
+    if kind not in ZERO_STAGES:
+        loss.backward()
+        return {
+            n: getattr(p.grad, "_local_tensor", p.grad).double()
+            for n, p in wrapped.named_parameters()
+            if p.grad is not None
+        }
+    from deepspeed.utils import safe_get_full_grad
+
+    wrapped.backward(loss)
+    found = {n: safe_get_full_grad(p) for n, p in wrapped.named_parameters()}
+    wrapped.step()
+    return {n: g.double().clone() for n, g in found.items() if g is not None}
 
 
 def count_hooks(model: nn.Module) -> list[int]:
@@ -80,16 +122,11 @@ def train(kind: str, name: str, config: PyAOConfig | None, *, before: bool) -> d
     found: dict[str, Any] = {"losses": [], "gradients": []}
     for step in range(NUM_STEPS):
         torch.manual_seed(step)
-        wrapped.zero_grad()
+        if kind not in ZERO_STAGES:
+            wrapped.zero_grad()
         loss = wrapped(**batch_of(dist.get_rank(), step)).loss
-        loss.backward()
+        found["gradients"].append(backward(kind, wrapped, loss))
         found["losses"].append(loss.item())
-        local = {
-            n: getattr(p.grad, "_local_tensor", p.grad)
-            for n, p in wrapped.named_parameters()
-            if p.grad is not None
-        }
-        found["gradients"].append({n: g.double() for n, g in local.items()})
     found["counts"] = counts
     if offloader is not None and offloader.mlp_tiles is not None:
         found["metrics"] = offloader.mlp_tiles.metrics()
