@@ -128,6 +128,11 @@ class OffloadEngine:
         self._policy = policy
         self.rests = rests(policy) and not self._enters_always
 
+    def enter_always(self, is_wanted: bool) -> None:
+        """Have layers entered also while the policy keeps everything, from the next forward on."""
+        self._enters_always = is_wanted
+        self.rests = rests(self._policy) and not is_wanted
+
     def set_window(self, window_bytes: int) -> None:
         """Let no more than *window_bytes* be in flight, from the next copy on.
 
