@@ -159,7 +159,7 @@ class LeverChoice:
     def recorded(self, levers: Levers) -> Planner | None:
         """Return the planner for a setting if it was made already."""
         known = self._planners.get(levers)
-        return known if isinstance(known, Planner) else None
+        return None if isinstance(known, str) else known
 
 
 class _Search:
@@ -228,11 +228,34 @@ class _Search:
         least_ms = self._least_ms(levers)
         if best is not None and best.step_ms <= GAIN * least_ms:
             return f"takes {least_ms:.4g} ms or more"
-        one = self._found.get(dataclasses.replace(levers, checkpoint_every=1))
-        if levers.checkpoint_every > 1 and one is not None and one.planner is not None:
-            if not one.fits and not self._is_host_too_small(one.planner):
-                return "takes no less of the device than segments of one layer, which do not fit"
+        shorter = self._shorter(levers)
+        if shorter is not None and not self._found[shorter].fits:
+            if not self._is_host_too_small(self._choice.planner_for(shorter)):
+                return "takes no less of the device than shorter segments, which do not fit"
+        if levers.checkpoint_every > 1 and levers.save_attention and self._saves_no_time(levers):
+            return "attention takes no time worth saving"
         return ""
+
+    def _shorter(self, levers: Levers) -> Levers | None:
+        """Return the setting with the longest segments, shorter than these, that was recorded."""
+        found = [
+            each
+            for each in self._found
+            if 0 < each.checkpoint_every < levers.checkpoint_every
+            and dataclasses.replace(each, checkpoint_every=levers.checkpoint_every) == levers
+            and self._choice.recorded(each) is not None
+        ]
+        return max(found, key=lambda each: each.checkpoint_every, default=None)
+
+    def _saves_no_time(self, levers: Levers) -> bool:
+        """Say whether running attention again costs next to nothing, by segments of one layer."""
+        saved = dataclasses.replace(levers, checkpoint_every=1)
+        both = [
+            self._choice.recorded(each)
+            for each in (saved, dataclasses.replace(saved, save_attention=False))
+        ]
+        known = [_kept_ms(each) for each in both if each is not None]
+        return len(known) == 2 and known[1] <= GAIN * known[0]
 
     def _best_so_far(self) -> Candidate | None:
         fitting = [each.candidate for each in self._found.values() if each.fits]
@@ -241,9 +264,9 @@ class _Search:
     def _least_ms(self, levers: Levers) -> float:
         """Return a bound below the time of any plan with *levers*."""
         choice = self._choice
-        one = choice.recorded(dataclasses.replace(levers, checkpoint_every=1))
-        if levers.checkpoint_every and one is not None:
-            return _kept_ms(one)
+        shorter = self._shorter(levers)
+        if shorter is not None:
+            return _kept_ms(choice.planner_for(shorter))
         plain = choice.recorded(
             dataclasses.replace(levers, checkpoint_every=0, checkpoint_nested=False, save_attention=False)
         )
@@ -336,7 +359,7 @@ class _Search:
         recorded = [each for each in self._found.values() if each.candidate is not None]
         fitting = [each for each in recorded if each.fits]
         if not fitting:
-            return min(recorded, key=lambda each: _lowest(each, configured))
+            return min(recorded, key=_peak_of)  # of equals the first, which is the configured one
         best = min(fitting, key=lambda each: _rank_of(each))
         if configured.fits and configured.candidate is not None and best.candidate is not None:
             if best.candidate.step_ms * GAIN >= configured.candidate.step_ms:
@@ -365,12 +388,15 @@ class _Search:
         if not configured.fits:
             return "as configured: no setting fits, and none has a lower peak"
         others = [each for each in self._found.values() if each is not configured]
+        recorded = [each for each in others if each.planner is not None]
         fitting = [each.candidate for each in others if each.fits and each.candidate is not None]
         assert configured.candidate is not None
         if not others:
             return "as configured, which costs next to nothing: other settings were not looked at"
+        if not recorded:
+            return "as configured: others take as long or longer, and were not recorded"
         if not fitting:
-            return "as configured: no other setting that was looked at is faster, or none fits"
+            return "as configured: no other setting that was looked at fits"
         ratio = min(fitting, key=_rank).step_ms / configured.candidate.step_ms - 1
         gain = f"the best of the others would take {abs(ratio):.1%} "
         return f"as configured: {gain}{'longer' if ratio >= 0 else 'less, too little to change'}"
@@ -427,7 +453,6 @@ def _rank_of(looked: LookedAt) -> tuple[float, int]:
     return _rank(looked.candidate)
 
 
-def _lowest(looked: LookedAt, configured: LookedAt) -> float:
-    """Return the peak by which a setting is chosen where none fits; a small gain is none."""
+def _peak_of(looked: LookedAt) -> int:
     assert looked.candidate is not None
-    return looked.candidate.peak_bytes * (1.0 if looked is configured else GAIN)
+    return looked.candidate.peak_bytes
