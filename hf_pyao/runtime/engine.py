@@ -408,7 +408,8 @@ class OffloadEngine:
         self.totals.add(stats)
         if self.observer is not None:
             self.observer.on_micro_batch(stats)
-        if not (stats.offloaded_bytes or stats.recomputed_bytes) and self.policy.name != "off":
+        is_meant = self.policy.name == "off" or rests(self.policy)
+        if not (stats.offloaded_bytes or stats.recomputed_bytes or is_meant):
             self.idle_warnings.nothing_moved(stats)
 
     # ---- what happened -------------------------------------------------------------------------
