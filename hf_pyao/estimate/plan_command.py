@@ -108,7 +108,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     say(json.dumps(plan.to_dict(), indent=2) if args.json else markdown_of(plan))
     if args.save is not None and not args.json:
         say(f"written: {one_line(str(args.save))}")
-        given = levers_of(args).given()
+        # What is left open is set by the plan; what changes sums has to be asked for.
+        free = Levers.free_in(lever_config_of(args)) - {"mlp_tiles"}
+        given = {name: v for name, v in levers_of(args).given().items() if name not in free}
         if given:
             say(f"follow it with: {', '.join(f'{name}={given[name]!r}' for name in given)}")
     return 0

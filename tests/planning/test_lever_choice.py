@@ -70,9 +70,7 @@ class Plans:
 
     def best(self, limit: float) -> Any:
         found = [
-            p
-            for p in self.plans
-            if p.peak_bytes <= limit and p.host_bytes <= self.host_limit_bytes
+            p for p in self.plans if p.peak_bytes <= limit and p.host_bytes <= self.host_limit_bytes
         ]
         if not found:
             raise NoPlanFitsError("nothing fits", self.least().peak_bytes)
@@ -261,7 +259,9 @@ def test_a_plan_sets_what_was_not_given() -> None:
     assert levers_of_plan(plan, config) == Levers(
         checkpoint_every=4, save_attention=True, mlp_tiles=8
     )
-    given = PyAOConfig(policy="plan", plan="p", checkpoint_every=4, save_attention=True, mlp_tiles=8)
+    given = PyAOConfig(
+        policy="plan", plan="p", checkpoint_every=4, save_attention=True, mlp_tiles=8
+    )
     assert levers_of_plan(plan, given) == Levers.of(given)
 
 
@@ -328,13 +328,9 @@ def chosen_within(config: PyAOConfig, limit_bytes: float, host_bytes: float) -> 
 
 def planner_with(config: PyAOConfig, host_bytes: float = math.inf, **levers: Any) -> Planner:
     request = PlanRequest.of_config(config, host_limit_bytes=host_bytes)
-    request = dataclasses.replace(
-        request, levers=dataclasses.replace(request.levers, **levers)
-    )
+    request = dataclasses.replace(request, levers=dataclasses.replace(request.levers, **levers))
     step = recorded(request.levers)
-    return request.planner_of(
-        step, operation_times_ms(step, HARDWARE.device), HARDWARE.link, {}
-    )
+    return request.planner_of(step, operation_times_ms(step, HARDWARE.device), HARDWARE.link, {})
 
 
 def run(plan: Plan, path: Path, chosen: ChosenLevers) -> None:
