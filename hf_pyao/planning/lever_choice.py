@@ -267,9 +267,7 @@ class _Search:
         shorter = self._shorter(levers)
         if shorter is not None:
             return _kept_ms(choice.planner_for(shorter))
-        plain = choice.recorded(
-            dataclasses.replace(levers, checkpoint_every=0, checkpoint_nested=False, save_attention=False)
-        )
+        plain = choice.recorded(without_segments(levers))
         if plain is None:
             return 0.0
         again_ms = 0.0
@@ -289,9 +287,7 @@ class _Search:
     def _is_good_enough(self) -> bool:
         """Say whether what fits is near to what nothing can beat."""
         best = self._best_so_far()
-        plain = self._choice.recorded(
-            dataclasses.replace(self._given, checkpoint_every=0, checkpoint_nested=False, save_attention=False)
-        )
+        plain = self._choice.recorded(without_segments(self._given))
         return best is not None and plain is not None and best.step_ms <= WORTH * _kept_ms(plain)
 
     def _look_at_segments(self) -> None:
@@ -303,7 +299,7 @@ class _Search:
     def _segment_settings(self) -> Iterator[Levers]:
         """Yield what ``checkpoint_every`` and ``save_attention`` may be, short segments first."""
         given, room = self._given, self._choice.room
-        yield dataclasses.replace(given, checkpoint_every=0, checkpoint_nested=False, save_attention=False)
+        yield without_segments(given)
         most = max(1, self._choice.configured.program.num_layers // 2)
         if room.longest_segment is not None:
             most = min(most, room.longest_segment)
@@ -400,6 +396,13 @@ class _Search:
         ratio = min(fitting, key=_rank).step_ms / configured.candidate.step_ms - 1
         gain = f"the best of the others would take {abs(ratio):.1%} "
         return f"as configured: {gain}{'longer' if ratio >= 0 else 'less, too little to change'}"
+
+
+def without_segments(levers: Levers) -> Levers:
+    """Return *levers* where no layer runs again as a whole."""
+    return dataclasses.replace(
+        levers, checkpoint_every=0, checkpoint_nested=False, save_attention=False
+    )
 
 
 def _is_alike(shorter: Levers, longer: Levers) -> bool:

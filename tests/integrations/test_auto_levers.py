@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,7 @@ def config_of(**more: Any) -> PyAOConfig:
 
 
 @pytest.fixture
-def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def wanted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Have the choice fall on what is put in here, if anything is, whatever it costs."""
     found: dict[str, Any] = {}
     best = LeverChoice.best
@@ -64,7 +62,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         )
 
     monkeypatch.setattr(LeverChoice, "best", chosen)
-    yield found
+    return found
 
 
 def levers_of(offloader: Offloader) -> Levers:
@@ -216,7 +214,7 @@ def test_layers_that_refuse_are_trained_without(
 
 
 def test_running_out_of_memory_may_bring_segments() -> None:
-    plain, segments = least_limits("llama")
+    plain, _ = least_limits("llama")
     model = tiny_model("llama").train()
     expected = step(model, LARGE)
     config = config_of(device_memory_gib=(plain + 1) / GIB)
