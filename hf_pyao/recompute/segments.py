@@ -339,8 +339,12 @@ class Segment:
         return hidden
 
     def forget(self, *, is_used_only: bool) -> None:
-        """Let go of what its place holders hold, or of what backward got already."""
-        self._made_again = {}
+        """Let go of what its place holders hold, or of what backward got already.
+
+        What parts still to run get from the layers before them is used by no one yet.
+        """
+        if not is_used_only:
+            self._made_again = {}
         holds_more = [part.forget(is_used_only=is_used_only) for part in self._parts]
         if not any(holds_more):
             self._filled.discard(self)
