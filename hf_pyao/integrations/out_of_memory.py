@@ -210,6 +210,8 @@ class _Attempt:
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Try it, from what it began with."""
+        if self.num_tries:  # a tighter plan may have recorded steps, with a backward each
+            self._newest_backward = newest_backward()
         self.num_tries += 1
         added = self._noted.added
         with AddedOnce(added) if added else contextlib.nullcontext() as once:

@@ -430,6 +430,22 @@ def test_gradients_of_another_model_that_it_may_have_written_end_the_run(
         assert_clean(offloader)
 
 
+def test_backwards_of_recordings_for_a_tighter_plan_write_nothing_of_others() -> None:
+    class Recording:
+        def tighter(self, error: torch.OutOfMemoryError) -> str:
+            leaf = torch.ones((), requires_grad=True)
+            torch.autograd.grad(leaf * 1, leaf)
+            return "it is tighter"
+
+    other = nn.Linear(4, 4)
+    other(torch.ones(1, 4)).sum().backward()
+    model = plant(tiny_model("llama"), Bomb(1, 2), in_backward=False)
+    with attach(model, EVERYTHING) as offloader:
+        offloader.micro_batches.tightening = Recording()
+        offloader.run_micro_batch(lambda: step(model))
+        assert_clean(offloader)
+
+
 # ---- what is undone ------------------------------------------------------------------------------
 
 
