@@ -34,7 +34,7 @@ from hf_pyao.integrations.lever_recording import LeverRecorder, room_for
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.plan_files import PlanFiles
-from hf_pyao.integrations.rank_exchange import RankExchange
+from hf_pyao.integrations.rank_exchange import RankExchange, own_rank
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.levers import Levers
 from hf_pyao.planning.auto_plan import describe
@@ -92,7 +92,8 @@ class AutoPolicy:
         self._files = PlanFiles(config, device, check_plan)
         self._watch: ForwardWatch | None = None
         self._model: weakref.ref[nn.Module] | None = None
-        self._exchange: RankExchange | None = None
+        self._ear: RankExchange | None = None
+        """Where the first process's next plan is heard; None in that process, and before any."""
         self._follower = PlanFollower(engine, device, config, request, self._files, switch)
         parameters = self._parameters_of_model()
         self._phases = Phases(
@@ -145,10 +146,14 @@ class AutoPolicy:
         self._follower.decide_at_once()
 
     def follow(self, plan: Plan, how: str) -> None:
-        """Follow *plan* from the next forward on, and time nothing."""
+        """Follow *plan* from the next forward on, and time nothing.
+
+        Raises:
+            PlanError: it needs other levers than were given.
+        """
+        self._follower.follow(plan, how)  # first: it may refuse
         self._comparison.stop()
         self._phases.now.plan = plan
-        self._follower.follow(plan, how)
 
     def start(self, model: nn.Module, owner: object) -> None:
         """Watch what *model* is called with, until :meth:`end`."""
@@ -182,16 +187,17 @@ class AutoPolicy:
 
     def profiled(self, profile: Profile | None) -> None:
         """Plan for what was measured; before a forward."""
-        if self._exchange is None or self._exchange.rank == 0:
-            self._exchange = RankExchange("plan")  # others wait for the next one already
         self._comparison.end_of_fallback()
-        if self._exchange.rank != 0:
-            return  # the first process plans
+        if own_rank() != 0:  # the first process plans
+            self._ear = self._ear or RankExchange("plan")
+            return
+        if self._phases.are_others_trained():
+            return  # the step would be theirs; what follows before this forward measures anew
         if profile is None or profile.program is None:
             why = "nothing was measured" if profile is None else profile.why_no_program
             self._follower.go_on_without(why)
             self.say(self.summary)
-            self._exchange.tell("")
+            self._tell(None)
             return
         try:
             self._adopt(
@@ -200,7 +206,8 @@ class AutoPolicy:
         except Exception as error:  # no reason to end a training
             self._follower.go_on_without(f"no plan was found ({describe_error(error)})")
             logger.warning("%s", self.summary)
-            self._exchange.tell("")
+            self._maker.forget()
+            self._tell(None)
 
     def _recorder(self, *, is_newest: bool = False) -> LeverRecorder | None:
         """Return what records the step with other levers."""
@@ -226,8 +233,7 @@ class AutoPolicy:
         self.follow(plan, why)
         self.say(self.summary)
         self._keep(plan)
-        if self._exchange is not None:
-            self._exchange.tell(json.dumps(plan.to_dict()))
+        self._tell(plan)
         engine = self._engine()
         if not self._maker.keeps_all and engine is not None:
             least = max(0, LEAST_TIMED - self._config.profile_steps)
@@ -240,6 +246,13 @@ class AutoPolicy:
         figures = {**self.plan.figures, **self._comparison.report()}
         plan = dataclasses.replace(self.plan, figures=figures)
         return {"plan": plan.to_dict()}
+
+    def _tell(self, plan: Plan | None) -> None:
+        """Tell the other processes of a plan, or that there is none.
+
+        A round is begun only when there is something to tell in it: others wait for each in turn.
+        """
+        RankExchange("plan").tell("" if plan is None else json.dumps(plan.to_dict()))
 
     def _keep(self, plan: Plan) -> None:
         """Keep the plan for the next run, which begins as this one did."""
@@ -269,8 +282,8 @@ class AutoPolicy:
         try:
             self._look_at_parameters()
             self._comparison.note_size(num_elements)
-            if self._exchange is not None and self._exchange.rank != 0:
-                self._hear_of_plan()
+            if self._ear is not None:
+                self._hear_of_plan(self._ear)
             elif self._maker.can_plan:
                 self._look_again(num_elements)
             else:
@@ -278,14 +291,14 @@ class AutoPolicy:
         except Exception as error:  # no reason to end a training
             logger.warning("policy 'auto' keeps its plan: %s", describe_error(error))
             self._maker.forget()
+            self._comparison.stop()
             self._follower.check_size(num_elements)
 
-    def _hear_of_plan(self) -> None:
-        assert self._exchange is not None
-        text = self._exchange.heard_from(0)
+    def _hear_of_plan(self, ear: RankExchange) -> None:
+        text = ear.heard_from(0)
         if text is None:
             return
-        self._exchange = RankExchange("plan")  # for the next one
+        self._ear = RankExchange("plan")  # for the next one
         plan = Plan.from_dict(json.loads(text)) if text else None
         if plan is not None and self._phases.are_of(plan):
             self.follow(plan, "the first process's plan")
@@ -297,6 +310,7 @@ class AutoPolicy:
             return
         if not self._phases.has_begun:
             self._phases.begin(model, self._watch)
+            self._phases.now.plan = self.plan
             if self.plan is not None and not self._phases.are_of(self.plan):
                 self._measure_anew()
         elif self._phases.are_others_trained():
@@ -316,6 +330,7 @@ class AutoPolicy:
         if engine is None or self._watch is None:
             return
         self._follower.begin_anew()
+        self._phases.now.plan = None
         if not self._phases.may_measure():
             self._follower.go_on_without(
                 "parameters were frozen and thawed too often for a plan each time"
@@ -341,7 +356,6 @@ class AutoPolicy:
         recorded, _ = record_fake_step(
             watch.step(is_newest=True), levers=Levers.of(self._config), layers=self._config.layers
         )
-        self._exchange = RankExchange("plan")
         plan, how = self._maker.plan_larger(
             recorded, num_elements, self._recorder(is_newest=True), self._room()
         )
@@ -368,7 +382,6 @@ class AutoPolicy:
         if found.correction.compute != 1.0:
             comparison.speed_has_changed()
         plan, is_another = maker.plan_corrected(found.correction)
-        self._exchange = RankExchange("plan")
         if is_another:
             comparison.exchanged()
             self._adopt(plan, found.words)
@@ -376,7 +389,7 @@ class AutoPolicy:
         self.follow(plan, f"{found.words}; no other plan would be faster")
         self.say(self.summary)
         self._keep(plan)
-        self._exchange.tell(json.dumps(plan.to_dict()))
+        self._tell(plan)
         return False
 
     def _drop_if_it_loses(self) -> None:
@@ -393,11 +406,10 @@ class AutoPolicy:
                 f"policy 'auto' drops its plan, which takes {lost[0]:.1f} ms or more where "
                 f"{name} took {lost[1]:.1f}."
             )
-            self._exchange = RankExchange("plan")
             plan = maker.fall_back(fallback)
             self.follow(plan, f"its fallback, {name}")
             self._keep(plan)
-            self._exchange.tell(json.dumps(plan.to_dict()))
+            self._tell(plan)
             return
 
     # ---- out of memory -------------------------------------------------------------------------
@@ -410,10 +422,14 @@ class AutoPolicy:
         """
         if self._engine() is None:
             return None
-        plan = self._maker.plan_tighter()
-        if plan is None:
+        try:
+            plan = self._maker.plan_tighter()
+            if plan is None:
+                return None
+            self._adopt(plan, "after the device ran out of memory")
+        except Exception as failure:  # there is more that can be done than to plan
+            logger.warning("no tighter plan was found: %s", describe_error(failure))
             return None
-        self._adopt(plan, "after the device ran out of memory")
         return describe(plan)
 
     def stop_planning(self) -> None:

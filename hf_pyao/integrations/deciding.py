@@ -205,6 +205,8 @@ class Deciding:
         identity: Mapping[str, Any],
     ) -> ProfileWriter:
         auto = self.auto if self.auto is not None and self.auto.profiles else None
+        levers = self.switch.levers  # as it runs: a plan may have set others than were given
+        config = config if levers == Levers.of(config) else levers.in_config(config)
         writer = ProfileWriter(
             self.engine,
             self._link,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import TYPE_CHECKING
 
@@ -22,22 +23,41 @@ class LeverSwitch:
 
     def __init__(self, levers: Levers) -> None:
         self.configured = levers
-        self.levers = levers
-        """Those of the next forward."""
+        self._wanted = levers
         self._lifecycle: weakref.ref[Lifecycle] | None = None
         self._tiles: weakref.ref[MLPTiles] | None = None
 
+    @property
+    def levers(self) -> Levers:
+        """Those of the next forward.
+
+        Segments are those that the lifecycle makes, which gives way to the checkpointing of others.
+        """
+        lifecycle = self._segments()
+        if lifecycle is None:
+            return self._wanted
+        return dataclasses.replace(
+            self._wanted,
+            checkpoint_every=lifecycle.length,
+            checkpoint_nested=lifecycle.is_nested,
+            save_attention=lifecycle.saves_attention,
+        )
+
+    def _segments(self) -> SegmentLifecycle | None:
+        lifecycle = None if self._lifecycle is None else self._lifecycle()
+        return lifecycle if isinstance(lifecycle, SegmentLifecycle) else None
+
     def bind(self, lifecycle: Lifecycle, tiles: MLPTiles | None) -> None:
-        """Have *lifecycle* and *tiles* do what :attr:`levers` say, now and after each change."""
+        """Have *lifecycle* and *tiles* do what the levers say, now and after each change."""
         self._lifecycle = weakref.ref(lifecycle)
         self._tiles = None if tiles is None else weakref.ref(tiles)
-        self.set(self.levers)
+        self.set(self._wanted)
 
     def set(self, levers: Levers) -> None:
         """Have the next forward run with *levers*; the head loss stays as it is."""
-        self.levers = levers
-        lifecycle = None if self._lifecycle is None else self._lifecycle()
-        if isinstance(lifecycle, SegmentLifecycle):
+        self._wanted = levers
+        lifecycle = self._segments()
+        if lifecycle is not None:
             now = lifecycle.length, lifecycle.is_nested, lifecycle.saves_attention
             length, is_nested = levers.checkpoint_every, levers.checkpoint_nested
             if now != (length, is_nested, levers.save_attention):

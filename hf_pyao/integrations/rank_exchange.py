@@ -16,6 +16,14 @@ import torch
 logger = logging.getLogger(__name__)
 
 
+def own_rank() -> int:
+    """Return this process's rank; 0 without a process group."""
+    distributed = torch.distributed
+    return (
+        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    )
+
+
 class RankExchange:
     """One round in which each rank tells the others a text.
 
@@ -25,11 +33,11 @@ class RankExchange:
 
     def __init__(self, name: str) -> None:
         self._store: Any = None
-        self.rank, self.num_ranks = 0, 1
+        self.rank, self.num_ranks = own_rank(), 1
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             return
-        self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
+        self.num_ranks = distributed.get_world_size()
         if self.num_ranks == 1:
             return
         try:
