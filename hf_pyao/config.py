@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import textwrap
@@ -239,7 +240,8 @@ class PyAOConfig:
         "Of every so many layers only the first one's input is saved, and leaves; the layers run "
         "again in backward, which gives the same bits. 1: each layer's input leaves. More: that "
         "part of the host memory, while the tensors of so many layers are on the device at once. "
-        "0: off. In place of gradient checkpointing. (default: 0; with {long_context}: 1)",
+        "0: off. In place of gradient checkpointing. (default: 0; with {long_context}: 1; {policy} "
+        "'auto' takes another number where that is faster, or where nothing else fits)",
     )
     checkpoint_nested: bool = setting(
         None,
@@ -279,19 +281,40 @@ class PyAOConfig:
     )
 
     _labels: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    _left_open: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         """Check every field, and hold it in its plain form; see the class docstring."""
         for name, declared in settings_of(type(self)).items():
             value = declared.kind.check(name, getattr(self, name))
             object.__setattr__(self, name, value)
+        left_open = frozenset(name for name in IMPLIED if getattr(self, name) is None)
+        object.__setattr__(self, "_left_open", left_open)
         for name, value in implied_by(vars(self)).items():
             object.__setattr__(self, name, value)
         _check_together(vars(self), self.label)
 
+    @property
+    def left_open(self) -> frozenset[str]:
+        """Fields of :data:`IMPLIED` that were not given.
+
+        ``dataclasses.replace`` gives all: what it returns leaves nothing open.
+        """
+        return self._left_open
+
     def label(self, name: str) -> str:
         """Return a field's name as the user gave it: a flag, a variable, a key of a file."""
         return self._labels.get(name, name)
+
+    def with_settings(self, **values: Any) -> PyAOConfig:
+        """Return the same with *values* given; messages call settings as they do here.
+
+        Raises:
+            ConfigError: a bad value, or one that contradicts another.
+        """
+        changed = dataclasses.replace(self, **values)
+        object.__setattr__(changed, "_labels", dict(self._labels))
+        return changed
 
     @classmethod
     def from_dict(

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.errors import PyAOError
+from hf_pyao.text import describe_error
+
+Result = TypeVar("Result")
+
+
+class LeversRefusedError(PyAOError, RuntimeError):
+    """A step cannot be had with these levers; says why."""
+
+
+def or_refuse(record: Callable[[], Result]) -> Result:
+    """Return what *record* returns.
+
+    Raises:
+        LeversRefusedError: it raised, whatever it was: of a model's own code, mostly.
+    """
+    try:
+        return record()
+    except LeversRefusedError:
+        raise
+    except Exception as error:  # the step can be had without these levers
+        raise LeversRefusedError(describe_error(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +61,26 @@ class Levers:
             save_attention=config.save_attention,
         )
 
+    @classmethod
+    def free_in(cls, config: PyAOConfig) -> frozenset[str]:
+        """Return the fields that a plan may set for *config*, since they were not given.
+
+        A number of tiles is free where it is ``"auto"``: without that there are none, since tiles
+        change the order of sums. The loss is never free.
+        """
+        plans = config.policy in ("auto", "plan") or hasattr(config.policy, "plan")
+        if not plans:
+            return frozenset()
+        found = {"mlp_tiles"} if config.mlp_tiles == "auto" else set()
+        if "checkpoint_every" in config.left_open and not config.recompute_modules:
+            found |= {"checkpoint_every"}
+            found |= {"checkpoint_nested", "save_attention"} & config.left_open
+        return frozenset(found)
+
+    def in_config(self, config: PyAOConfig) -> PyAOConfig:
+        """Return *config* with these given."""
+        return config.with_settings(**self.settings())
+
     def settings(self) -> dict[str, Any]:
         """Return them as :meth:`PyAOConfig.from_dict` takes them."""
         return dict(vars(self))
@@ -61,6 +105,18 @@ class Levers:
     def scales(self) -> bool:
         """True if steps at other sizes follow from a few: chunks and tiles are whole numbers."""
         return self.head_loss == "off" and self.mlp_tiles == "off"
+
+    def described_beside(self, other: Levers) -> str:
+        """Return in words what of them differs from *other*; empty if nothing does."""
+        parts = []
+        only = dataclasses.replace(self, mlp_tiles="off", head_loss="off")
+        if only != dataclasses.replace(other, mlp_tiles="off", head_loss="off"):
+            parts.append(only.describe() or "layers do not run again as a whole")
+        if self.mlp_tiles != other.mlp_tiles:
+            parts.append(Levers(mlp_tiles=self.mlp_tiles).describe() or "MLPs in no tiles")
+        if self.head_loss != other.head_loss:
+            parts.append(f"{self.head_loss} loss")
+        return ", ".join(parts)
 
     def describe(self) -> str:
         """Return what they change, in words, such as ``chunked loss, MLPs in 8 tiles``."""

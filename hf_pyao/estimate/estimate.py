@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,15 @@ from hf_pyao.estimate.search import largest_fitting, largest_on_a_line
 from hf_pyao.estimate.verdict import CHUNKED
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import GIB
-from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.integrations.quiet import quiet
+from hf_pyao.levers import NO_LEVERS, Levers, or_refuse
 from hf_pyao.planning.activation_throughput import by_pack_intervals
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.iqr import find_outliers
+from hf_pyao.planning.lever_choice import ChosenLevers, LeverChoice, LeverRoom
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.plan import Plan
-from hf_pyao.planning.planner import Candidate, NoPlanFitsError, Planner
+from hf_pyao.planning.planner import Planner
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.pyao_plan import plan_of_rule, saved_by
@@ -126,6 +128,8 @@ class _Family:
     levers: Levers
     follows_rule: bool = False
     """PyAO's rule recomputes something."""
+    is_other: bool = False
+    """Its levers are looked at beside those that were asked for."""
 
 
 class Estimator:
@@ -238,7 +242,7 @@ class Estimator:
         family = self._family(way, head_loss)
         program = self._record(family, micro_batch, self.sequence_length)
         if way.is_auto:
-            chosen = self._chosen(program)
+            chosen = self._chosen(program, family, micro_batch).candidate
             return PredictedWay(chosen.step.program, chosen.timed, chosen.late, ())
         return PredictedWay(
             program,
@@ -293,14 +297,16 @@ class Estimator:
         key = (family, micro_batch, length)
         if key not in self._recorded:
             self.num_recordings += 1
-            self._recorded[key] = record_step(
-                dataclasses.replace(self._training, checkpointing=family.checkpointing),
-                micro_batch,
-                length,
-                levers=family.levers,
-                plan=self.rule_plan() if family.follows_rule else None,
-                keep_last_layers=PyAOConfig.keep_last_layers if family.follows_rule else 0,
-            )
+            with quiet() if family.is_other else nullcontext():
+                self._recorded[key] = record_step(
+                    dataclasses.replace(self._training, checkpointing=family.checkpointing),
+                    micro_batch,
+                    length,
+                    levers=family.levers,
+                    plan=self.rule_plan() if family.follows_rule else None,
+                    keep_last_layers=PyAOConfig.keep_last_layers if family.follows_rule else 0,
+                    must_run_again=family.is_other,
+                )
         return self._recorded[key]
 
     def longest_sequence(self, way: Way, head_loss: str) -> int:
@@ -327,27 +333,31 @@ class Estimator:
 
     # ---- plans ---------------------------------------------------------------------------------
 
-    def _chosen(self, program: StepProgram) -> Candidate:
-        """Return the fastest plan that fits, or the one with the lowest peak."""
-        planner = self._planner(program)
-        try:
-            return planner.best(self.limit_bytes)
-        except NoPlanFitsError:
-            return planner.least()
+    def _chosen(self, program: StepProgram, family: _Family, micro_batch: int) -> ChosenLevers:
+        """Return the fastest plan that fits, of all settings of the levers that are free."""
 
-    def _planner(self, program: StepProgram) -> Planner:
+        def planner_with(levers: Levers) -> Planner:
+            other = dataclasses.replace(family, levers=levers, is_other=True)
+            step = or_refuse(lambda: self._record(other, micro_batch, self.sequence_length))
+            return self._planner(step, levers)
+
+        configured = self._planner(program, family.levers)
+        room = LeverRoom(segments=True, nested=True, attention=True)
+        return LeverChoice(family.levers, configured, planner_with, room).best(self.limit_bytes)
+
+    def _planner(self, program: StepProgram, levers: Levers) -> Planner:
         conditions = Conditions(
             link=self.hardware.link,
             window_bytes=self.window_bytes,
             min_bytes=int(PyAOConfig().min_bytes),
-            keep_last_layers=PyAOConfig.keep_last_layers,
+            keep_last_layers=levers.kept_layers(program.num_layers, PyAOConfig.keep_last_layers),
         )
         times_ms = operation_times_ms(program, self.hardware.device)
         return Planner(program, times_ms, conditions)
 
     def _predict(self, way: Way, program: StepProgram, *, timed: bool = False) -> Prediction:
         if way.is_auto:  # what fits: without solving anything
-            simple = self._planner(program).simple().values()
+            simple = self._planner(program, NO_LEVERS).simple().values()
             return min(simple, key=lambda each: each.peak_bytes).late
         return predict(
             program,

@@ -73,9 +73,22 @@ def levers_of(args: argparse.Namespace) -> Levers:
     """Return what the options say.
 
     Raises:
+        ConfigError: see :func:`lever_config_of`.
+    """
+    return Levers.of(lever_config_of(args))
+
+
+def lever_config_of(args: argparse.Namespace, **more: Any) -> PyAOConfig:
+    """Return the configuration of which these options are a part.
+
+    Args:
+        args: the options.
+        more: further fields.
+
+    Raises:
         ConfigError: a value is bad, or one has no effect without another.
     """
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = dict(more)
     for name in LEVER_NAMES:
         value = getattr(args, name)
         if value is not None:
@@ -83,4 +96,4 @@ def levers_of(args: argparse.Namespace) -> Levers:
             label = flag_of_lever(name)
             given[name] = SETTINGS[name].kind.parse(label, value) if is_text else value
     labels = {name: flag_of_lever(name) for name in LEVER_NAMES}
-    return Levers.of(PyAOConfig.from_dict(given, labels))
+    return PyAOConfig.from_dict(given, labels)

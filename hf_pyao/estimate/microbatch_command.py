@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from hf_pyao.estimate.command import (
     add_training_arguments,
     hardware_of,
 )
-from hf_pyao.estimate.lever_arguments import add_lever_arguments, levers_of
+from hf_pyao.estimate.lever_arguments import add_lever_arguments, lever_config_of, levers_of
 from hf_pyao.hardware.presets import HARDWARE, Hardware
 from hf_pyao.hardware.speeds import GIB
+from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.text import describe_error, one_line, say
 
 DESCRIPTION = """\
@@ -236,19 +238,21 @@ def _micro_batch(
     """Return the choice of a micro-batch, and how many steps were recorded."""
     from hf_pyao.estimate.positions import check_sequence_length
     from hf_pyao.planning.microbatch import choose_micro_batch, divisors_of
-    from hf_pyao.planning.sized_steps import SizedSteps
+    from hf_pyao.planning.sized_steps import SizedLevers, SizedSteps
 
     length = args.sequence_length or 512
     check_sequence_length(config, length)
     global_batch = args.global_batch or DEFAULT_GLOBAL_BATCH
     sizes = _sizes_of(args.micro_batches)
     record = _recorder(args, config)
-    steps = SizedSteps(lambda size: record(size, length), scales=levers_of(args).scales)
+    steps = SizedLevers(
+        lambda levers: SizedSteps(lambda size: record(size, length, levers), scales=levers.scales)
+    )
     best = _best(args, hardware, limit_bytes)
     with _bar(shows_progress, len(sizes or divisors_of(global_batch)), "size") as bar:
 
         def best_at(size: int) -> Any:
-            found = best(steps(size), is_accumulating=size < global_batch)
+            found = best(partial(steps.at, size), is_accumulating=size < global_batch)
             bar.update()
             return found
 
@@ -273,23 +277,27 @@ def _longest(
     """Return the choice of a length, and how many steps were recorded."""
     from hf_pyao.estimate.positions import most_positions
     from hf_pyao.planning.microbatch import LENGTH_STEP, longest_sequence
-    from hf_pyao.planning.sized_steps import SizedSteps
+    from hf_pyao.planning.sized_steps import SizedLevers, SizedSteps
 
     micro_batch = args.micro_batch or 1
     most = most_positions(config)
     record = _recorder(args, config)
     points = (1, 2, 3)
-    steps = SizedSteps(
-        lambda multiple: record(micro_batch, multiple * LENGTH_STEP),
-        points=points,
-        scales=levers_of(args).scales and (most is None or most >= max(points) * LENGTH_STEP),
+    has_points = most is None or most >= max(points) * LENGTH_STEP
+    steps = SizedLevers(
+        lambda levers: SizedSteps(
+            lambda multiple: record(micro_batch, multiple * LENGTH_STEP, levers),
+            points=points,
+            scales=levers.scales and has_points,
+        )
     )
     best = _best(args, hardware, limit_bytes)
     is_accumulating = args.global_batch is None or args.global_batch > micro_batch
     with _bar(shows_progress, None, "length") as bar:
 
         def best_at(length: int) -> Any:
-            found = best(steps(length // LENGTH_STEP), is_accumulating=is_accumulating)
+            at_length = partial(steps.at, length // LENGTH_STEP)
+            found = best(at_length, is_accumulating=is_accumulating)
             bar.update()
             return found
 
@@ -307,8 +315,8 @@ def _bar(shows_progress: bool, total: int | None, unit: str) -> Any:
     )
 
 
-def _recorder(args: argparse.Namespace, config: Any) -> Callable[[int, int], Any]:
-    """Return what records the step at a micro-batch and a length."""
+def _recorder(args: argparse.Namespace, config: Any) -> Callable[[int, int, Levers], Any]:
+    """Return what records the step at a micro-batch and a length, with certain levers."""
     from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.estimate.recorded_step import record_step
 
@@ -319,9 +327,17 @@ def _recorder(args: argparse.Namespace, config: Any) -> Callable[[int, int], Any
         lora_rank=args.lora,
     )
 
-    levers = levers_of(args)
+    configured = levers_of(args)
+    from hf_pyao.integrations.quiet import quiet
 
-    def record(micro_batch: int, length: int) -> Any:
+    def record(micro_batch: int, length: int, levers: Levers) -> Any:
+        if levers != configured:
+            with quiet():
+                return or_refuse(
+                    lambda: record_step(
+                        training, micro_batch, length, levers=levers, must_run_again=True
+                    )
+                )
         try:
             return record_step(training, micro_batch, length, levers=levers)
         except ConfigError:
@@ -337,7 +353,6 @@ def _recorder(args: argparse.Namespace, config: Any) -> Callable[[int, int], Any
 
 def _best(args: argparse.Namespace, hardware: Hardware, limit_bytes: int) -> Callable[..., Any]:
     """Return what finds the best plan for a step."""
-    from hf_pyao.config import PyAOConfig
     from hf_pyao.planning.plan_request import PlanRequest
     from hf_pyao.planning.predict import operation_times_ms
     from hf_pyao.planning.sized_steps import best_plan, gradients_held
@@ -346,12 +361,18 @@ def _best(args: argparse.Namespace, hardware: Hardware, limit_bytes: int) -> Cal
     host_bytes = float("inf")
     if args.host_memory is not None:
         host_bytes = float(Size().check("--host-memory", args.host_memory))
-    request = PlanRequest.of_config(PyAOConfig(), host_limit_bytes=host_bytes)
+    request = PlanRequest.of_config(lever_config_of(args), host_limit_bytes=host_bytes)
+    device = hardware.device
 
-    def best(program: Any, *, is_accumulating: bool) -> Any:
-        if is_accumulating and ENGINES[args.engine] == "device":
-            program = gradients_held(program)
-        times_ms = operation_times_ms(program, hardware.device)
-        return best_plan(request.planner_of(program, times_ms, hardware.link, {}), limit_bytes)
+    def best(step_with: Callable[[Levers], Any], *, is_accumulating: bool) -> Any:
+        holds = is_accumulating and ENGINES[args.engine] == "device"
+
+        def record(levers: Levers) -> Any:
+            return gradients_held(step_with(levers)) if holds else step_with(levers)
+
+        program = record(request.levers)
+        times_ms = operation_times_ms(program, device)
+        planner = request.planner_of(program, times_ms, hardware.link, {})
+        return best_plan(request.choice(planner, record, device=device), limit_bytes)
 
     return best

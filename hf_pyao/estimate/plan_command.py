@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
+from hf_pyao.estimate.lever_arguments import (
+    add_lever_arguments,
+    given_levers,
+    lever_config_of,
+    levers_of,
+)
+from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.text import echo, one_line, say
 
 if TYPE_CHECKING:
+    from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.hardware.presets import Hardware
     from hf_pyao.hardware.speeds import LinkModel
     from hf_pyao.planning.plan import Plan
+    from hf_pyao.planning.step_program import StepProgram
     from hf_pyao.report.profile_report import Profile
 
 DESCRIPTION = """\
@@ -99,7 +108,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     say(json.dumps(plan.to_dict(), indent=2) if args.json else markdown_of(plan))
     if args.save is not None and not args.json:
         say(f"written: {one_line(str(args.save))}")
-        given = levers_of(args).given()
+        # What is left open is set by the plan; what changes sums has to be asked for.
+        free = Levers.free_in(lever_config_of(args)) - {"mlp_tiles"}
+        given = {name: v for name, v in levers_of(args).given().items() if name not in free}
         if given:
             say(f"follow it with: {', '.join(f'{name}={given[name]!r}' for name in given)}")
     return 0
@@ -118,12 +129,16 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
+    from tqdm import tqdm
+
     from hf_pyao.estimate.command import link_gib_per_s
     from hf_pyao.estimate.estimate import RESERVE
     from hf_pyao.hardware.presets import find_hardware
     from hf_pyao.hardware.speeds import GIB
-    from hf_pyao.planning.auto_plan import plan_of
+    from hf_pyao.planning.auto_plan import plan_of_choice
+    from hf_pyao.planning.lever_choice import LeverRoom
     from hf_pyao.planning.plan_request import PlanRequest
+    from hf_pyao.planning.planner import NoPlanFitsError
     from hf_pyao.settings import Size
 
     is_profile = args.source.endswith(".json")
@@ -136,22 +151,9 @@ def _plan(args: argparse.Namespace) -> Plan:
     hardware = None if named is None else find_hardware(named)
     if hardware is not None and args.link is not None:
         hardware = hardware.with_link(link_gib_per_s(args.link))
-    profile = _read_profile(args) if is_profile else _predicted_profile(args)
-    given = {
-        "window": None if args.window is None else _number_or_text(args.window),
-        "keep_last_layers": args.keep_last_layers,
-        "allow_lossy": args.allow_lossy,
-        "checkpoint_every": profile.settings.get("checkpoint_every"),
-    }
-    config = PyAOConfig.from_dict({name: v for name, v in given.items() if v is not None})
     host = float("inf")
     if args.host_memory is not None:
         host = float(Size().check("--host-memory", args.host_memory))
-    planner = PlanRequest.of_config(config, host_limit_bytes=host).planner(
-        profile,
-        device=None if hardware is None else hardware.device,
-        link=_link(args, hardware),
-    )
     if args.device_memory is not None:
         limit_bytes = float(Size().check("--device-memory", args.device_memory))
     elif hardware is not None:
@@ -160,13 +162,70 @@ def _plan(args: argparse.Namespace) -> Plan:
         raise ConfigError(
             "how much memory the device has is not in a profile: give --device-memory, as 11GiB."
         )
-    return plan_of(
-        planner,
-        planner.best(limit_bytes),
+    training = None if is_profile else _training_of(args)
+    profile = _read_profile(args) if training is None else _predicted_profile(args, training)
+    config = _config_for(args, profile)
+    request = PlanRequest.of_config(config, host_limit_bytes=host)
+    if training is None:
+        room = LeverRoom(why_no_segments="a profile holds the one step that was measured")
+        request = dataclasses.replace(request, room=room)
+    device = None if hardware is None else hardware.device
+    planner = request.planner(profile, device=device, link=_link(args, hardware))
+    is_hidden = args.json or not sys.stderr.isatty()
+    with tqdm(disable=is_hidden, leave=False, unit="step", desc="other levers") as bar:
+
+        def record(levers: Levers) -> StepProgram:
+            assert training is not None
+            bar.update()
+            return _recorded(args, training, levers)
+
+        choice = request.choice(
+            planner,
+            record,
+            device=device,
+            dtypes={slot.name: slot.dtype for slot in profile.slots},
+        )
+        chosen = choice.best(limit_bytes)
+    if not chosen.fits:
+        raise NoPlanFitsError(chosen.error, chosen.candidate.peak_bytes)
+    return plan_of_choice(
+        chosen,
         limit_bytes=limit_bytes,
         model=profile.model,
         num_front_points=NUM_FRONT_POINTS,
     )
+
+
+def _config_for(args: argparse.Namespace, profile: Profile) -> PyAOConfig:
+    """Return what binds the plan: options, and the levers that a profiled step was run with."""
+    more: dict[str, Any] = {"allow_lossy": args.allow_lossy}
+    if args.window is not None:
+        more["window"] = _number_or_text(args.window)
+    if args.keep_last_layers is not None:
+        more["keep_last_layers"] = args.keep_last_layers
+    config = lever_config_of(args, **more)
+    if not args.source.endswith(".json"):
+        return config
+    names = Levers.names()
+    known = {name: value for name in names if (value := profile.settings.get(name)) is not None}
+    return PyAOConfig.from_dict({**more, **known})
+
+
+def _recorded(args: argparse.Namespace, training: FakeTraining, levers: Levers) -> StepProgram:
+    """Return the step with other levers."""
+    from hf_pyao.estimate.recorded_step import record_step
+    from hf_pyao.integrations.quiet import quiet
+
+    with quiet():
+        return or_refuse(
+            lambda: record_step(
+                training,
+                args.micro_batch,
+                args.sequence_length,
+                levers=levers,
+                must_run_again=True,
+            )
+        )
 
 
 def _link(args: argparse.Namespace, hardware: Hardware | None) -> LinkModel | None:
@@ -194,27 +253,34 @@ def _read_profile(args: argparse.Namespace) -> Profile:
     return profile
 
 
-def _predicted_profile(args: argparse.Namespace) -> Profile:
-    from tqdm import tqdm
-
+def _training_of(args: argparse.Namespace) -> FakeTraining:
+    """Return the model that is named, as it is trained."""
     from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.estimate.positions import check_sequence_length
-    from hf_pyao.estimate.predicted_profile import predict_profile
-    from hf_pyao.hardware.presets import find_hardware
 
     for option, least in (("micro_batch", 1), ("sequence_length", 2)):
         if getattr(args, option) < least:
             flag = "--" + option.replace("_", "-")
             raise ConfigError(f"{flag} is {getattr(args, option)}; expected {least} or more.")
+    config = config_of(parse_model(args.source))
+    check_sequence_length(config, args.sequence_length)
+    return FakeTraining(config=config)
+
+
+def _predicted_profile(args: argparse.Namespace, training: FakeTraining) -> Profile:
+    from tqdm import tqdm
+
+    from hf_pyao.estimate.model_specs import parse_model
+    from hf_pyao.estimate.predicted_profile import predict_profile
+    from hf_pyao.hardware.presets import find_hardware
+
     hardware = find_hardware(args.device or "rtx4070")
     spec = parse_model(args.source)
-    config = config_of(spec)
-    check_sequence_length(config, args.sequence_length)
     is_hidden = args.json or not sys.stderr.isatty()
     with tqdm(total=1, disable=is_hidden, leave=False, desc="recording the step"):
         return predict_profile(
-            FakeTraining(config=config),
+            training,
             hardware,
             args.micro_batch,
             args.sequence_length,

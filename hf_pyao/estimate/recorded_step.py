@@ -49,6 +49,7 @@ def record_step(
     plan: Plan | None = None,
     keep_last_layers: int = 0,
     is_whole: bool = False,
+    must_run_again: bool = False,
 ) -> StepProgram:
     """Run one step and return it as a program.
 
@@ -62,9 +63,11 @@ def record_step(
         keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
             others are kept. With more than one, all layers are run.
         is_whole: run all layers, also where some stand for others.
+        must_run_again: with segments, each layer has to take part.
 
     Raises:
         ConfigError: a chunked loss was asked for, and the model keeps its own.
+        LeversRefusedError: a layer does not take part that has to.
     """
     recorded = recorded_step(
         training,
@@ -75,6 +78,7 @@ def record_step(
         plan=plan,
         keep_last_layers=keep_last_layers,
         is_whole=is_whole,
+        must_run_again=must_run_again,
     )
     return recorded.whole()
 
@@ -89,6 +93,7 @@ def recorded_step(
     plan: Plan | None = None,
     keep_last_layers: int = 0,
     is_whole: bool = False,
+    must_run_again: bool = False,
 ) -> RecordedStep:
     """Run one step and return it with as few layers as will do; see :func:`record_step`."""
     recorded, num_chunks = record_fake_step(
@@ -98,6 +103,7 @@ def recorded_step(
         plan=plan,
         keep_last_layers=keep_last_layers,
         is_whole=is_whole,
+        must_run_again=must_run_again,
     )
     if levers.head_loss == "chunked" and not num_chunks:
         raise ConfigError("the model kept its own loss where a chunked one was asked for.")

@@ -18,7 +18,8 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.auto_policy import AutoPolicy
 from hf_pyao.integrations.conflicts import check_model, check_other_checkpointing
-from hf_pyao.integrations.deciding import Deciding
+from hf_pyao.integrations.deciding import Deciding, config_with_plan
+from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.links import make_link, window_bytes_of
 from hf_pyao.integrations.memory_failure import explain_uncaught
 from hf_pyao.integrations.module_map import (
@@ -36,6 +37,7 @@ from hf_pyao.integrations.wiring import (
     put_on_mlp_tiles,
 )
 from hf_pyao.integrations.wrappers import class_name
+from hf_pyao.levers import Levers
 from hf_pyao.planning.plan import Plan
 from hf_pyao.recompute.dispatch_modes import stop_left_behind
 from hf_pyao.report import check_report_path
@@ -100,8 +102,9 @@ def attach(
     pop_left_behind()
     stop_left_behind()
     check_model(model)
-    if config.checkpoint_every:
-        check_other_checkpointing(model, config.checkpoint_every)
+    as_planned = config_with_plan(config)
+    if as_planned.checkpoint_every:
+        check_other_checkpointing(model, as_planned.checkpoint_every)
     check_report_path(config.report, config.label("report"))
     check_report_path(config.profile, config.label("profile"))
     attached = offloader_of(model)
@@ -127,7 +130,8 @@ def attach(
             f"{config.label('window')} is {config.window!r}; expected the window of the link that "
             f"is shared, {shared!r}. Give both models the same window."
         )
-    offloader = Offloader(model, found, config, transport, host_pool, link, backward_order)
+    offloader = Offloader(model, found, as_planned, transport, host_pool, link, backward_order)
+    offloader.config = config
     try:
         logger.info("%s", offloader.describe())
         if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
@@ -195,6 +199,7 @@ class Offloader:
         record.layer_names = tuple(fqn for fqn, _ in found.layers)
         record.how_found = found.how
         record.auto_summary = _summary_of(weakref.ref(self._deciding))
+        record.levers = _levers_of(self._deciding.switch)
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
         self._finalizer: weakref.finalize[..., Offloader] | None = None
@@ -215,6 +220,7 @@ class Offloader:
             if self.head_loss is not None:
                 record.levers_description = f" {self.head_loss.describe()}."
             self.mlp_tiles = put_on_mlp_tiles(model, found, config)
+            self._deciding.switch.bind(self._lifecycle, self.mlp_tiles)
             if self.mlp_tiles is not None:
                 record.levers_description += f" {self.mlp_tiles.describe()}."
             self._lifecycle.install()
@@ -443,6 +449,11 @@ def _summary_of(deciding: weakref.ref[Deciding]) -> Callable[[], str]:
         return "" if found is None else found.summary()
 
     return summary
+
+
+def _levers_of(switch: LeverSwitch) -> Callable[[], Levers]:
+    """Return what asks for the levers; a switch holds nothing."""
+    return lambda: switch.levers
 
 
 def _noting(record: RunRecord, deciding: Deciding) -> Callable[[str], None]:

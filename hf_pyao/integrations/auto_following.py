@@ -9,9 +9,11 @@ import torch
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.device_limit import device_limit, why_unlimited
+from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.plan_files import PlanFiles
 from hf_pyao.planning.auto_plan import describe
 from hf_pyao.planning.plan import KEEP, Plan, PlanPolicy
+from hf_pyao.planning.plan_levers import levers_of_plan
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.policy import KeepEverything, OffloadAll
@@ -33,6 +35,7 @@ class PlanFollower:
         config: what the user chose.
         request: what it binds.
         files: where plans are kept.
+        switch: sets the levers of plans.
     """
 
     def __init__(
@@ -42,12 +45,14 @@ class PlanFollower:
         config: PyAOConfig,
         request: PlanRequest,
         files: PlanFiles,
+        switch: LeverSwitch,
     ) -> None:
         self._engine = weakref.ref(engine)
         self._device = device
         self._config = config
         self._request = request
         self._files = files
+        self._switch = switch
         self.plan: Plan | None = None
         """What was decided; None until then, and where nothing is to be followed any more."""
         self.summary = ""
@@ -72,10 +77,15 @@ class PlanFollower:
                 engine.use(KeepEverything(NAME))
 
     def follow(self, plan: Plan, how: str) -> None:
-        """Follow *plan* from the next forward on."""
+        """Follow *plan* from the next forward on, with its levers.
+
+        Raises:
+            PlanError: it needs other levers than were given.
+        """
         engine = self._engine()
         if engine is None:
             return
+        self._switch.set(levers_of_plan(plan, self._config))
         self.plan = plan
         self.summary = f"policy {NAME!r} ({how}): {describe(plan)}"
         if plan.otherwise == KEEP and all(slot.action == KEEP for slot in plan.slots):
@@ -106,6 +116,7 @@ class PlanFollower:
         if engine is None:
             return
         self.plan, self.summary = None, ""
+        self._switch.set(self._switch.configured)  # as what is measured is taken to run
         if self._request.window_bytes is not None and self._request.may_shrink_window:
             engine.set_window(self._request.window_bytes)
         engine.use(self.everything_offloaded())

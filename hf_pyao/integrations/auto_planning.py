@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,14 +13,17 @@ from torch import nn
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.device_limit import beside_bytes, device_limit
-from hf_pyao.planning.auto_plan import plan_of
+from hf_pyao.levers import Levers, LeversRefusedError
+from hf_pyao.planning.auto_plan import plan_of_choice
 from hf_pyao.planning.calibration import at_other_size
 from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.planning.correction import NO_CORRECTION, Correction, ExpectedTimes
+from hf_pyao.planning.lever_choice import FIXED, ChosenLevers, LeverChoice, LeverRoom
 from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.plan_request import PlanRequest
-from hf_pyao.planning.planner import KEEP_ALL, OFFLOAD_ALL, Candidate, NoPlanFitsError, Planner
+from hf_pyao.planning.planner import KEEP_ALL, OFFLOAD_ALL, Candidate, Planner
 from hf_pyao.planning.recorded_step import RecordedStep
+from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.report.profile_report import Profile
 
 logger = logging.getLogger(__name__)
@@ -30,6 +34,14 @@ times turned out otherwise than predicted."""
 
 TIGHTER = 0.92
 """Share of the peak that is planned for after the device ran out of memory all the same."""
+
+
+Record = Callable[[Levers], StepProgram]
+"""Records the step with other levers; raises LeversRefusedError where it cannot."""
+
+
+def _no_other(levers: Levers) -> StepProgram:
+    raise LeversRefusedError("the step cannot be recorded again")
 
 
 class PlanMaker:
@@ -57,48 +69,78 @@ class PlanMaker:
         self._identity = dict(identity)
         self._parameters = parameters
         self._profile: Profile | None = None
-        self._planner: Planner | None = None
+        self._choice: LeverChoice | None = None
+        self._record: Record = _no_other
+        self._steps: dict[Levers, StepProgram] = {}
         self._limit_bytes = math.inf
         self._beside_bytes = 0
         self._correction = NO_CORRECTION
-        self.chosen: Candidate | None = None
-        """The plan that is followed; None before it, and after :meth:`forget`."""
-        self.before: Candidate | None = None
-        """The plan that it was taken in place of, since times were off; None: there is none."""
+        self._followed: ChosenLevers | None = None
+        self._before: ChosenLevers | None = None
         self.num_elements = 0
         """Of the batch of the step that is planned for."""
         self.marks: dict[str, float] = {}
         """More figures for plans to hold."""
 
     @property
+    def chosen(self) -> Candidate | None:
+        """The plan that is followed; None before it, and after :meth:`forget`."""
+        return None if self._followed is None else self._followed.candidate
+
+    @property
+    def before(self) -> Candidate | None:
+        """The plan that it was taken in place of, since times were off; None: there is none."""
+        return None if self._before is None else self._before.candidate
+
+    @property
+    def levers(self) -> Levers:
+        """Those of the plan that is followed; as configured before it."""
+        return self._request.levers if self._followed is None else self._followed.levers
+
+    @property
+    def _planner(self) -> Planner | None:
+        return None if self._followed is None else self._followed.planner
+
+    @property
     def can_plan(self) -> bool:
         """True once there is a step to plan for."""
-        return self._planner is not None and self.chosen is not None
+        return self._choice is not None and self.chosen is not None
 
     @property
     def keeps_all(self) -> bool:
         """True if the plan that is followed is to do nothing."""
-        return self.chosen is not None and self.chosen.name == KEEP_ALL
+        is_kept = self.chosen is not None and self.chosen.name == KEEP_ALL
+        return is_kept and not self.levers.checkpoint_every
 
     @property
     def fallback(self) -> Candidate | None:
-        """Offloading everything, if that fits and is not what is followed."""
-        found = None if self._planner is None else self._planner.simple().get(OFFLOAD_ALL)
+        """Offloading everything of the step as configured, if that fits and is not followed."""
+        found = None if self._choice is None else self._choice.configured.simple().get(OFFLOAD_ALL)
         if found is None or found.peak_bytes > self._limit_bytes:
             return None
-        return None if self.chosen is None or self.chosen.name == OFFLOAD_ALL else found
+        is_it = self.chosen is not None and self.chosen.name == OFFLOAD_ALL
+        is_followed = is_it and self.levers == self._request.levers
+        return None if self.chosen is None or is_followed else found
 
     def forget(self) -> None:
         """Plan no more."""
-        self._profile = self._planner = self.chosen = self.before = None
+        self._profile = self._choice = self._followed = self._before = None
         self._correction = NO_CORRECTION
 
-    def plan(self, profile: Profile, num_elements: int) -> tuple[Plan, str]:
+    def plan(
+        self,
+        profile: Profile,
+        num_elements: int,
+        record: Record | None = None,
+        room: LeverRoom = FIXED,
+    ) -> tuple[Plan, str]:
         """Take the fastest plan for the step of *profile* that fits; return it and its limit.
 
         Args:
             profile: with its step in it.
             num_elements: of the step's batch.
+            record: records the step with other levers; None: it cannot be.
+            room: which of them may be chosen.
 
         Raises:
             ForecastError: the profile does not hold what a prediction needs.
@@ -114,32 +156,45 @@ class PlanMaker:
         resident_bytes = planner.program.resident_bytes
         self._beside_bytes = beside_bytes(limit, resident_bytes, self._parameters())
         self._limit_bytes = limit.nbytes - self._beside_bytes
-        self._profile, self._planner = profile, planner
+        self._profile = profile
+        self._record = record or _no_other
+        self._request = dataclasses.replace(self._request, room=room)
         self.num_elements = num_elements
-        self.before = None
-        return self._choose(planner), limit.how
+        self._before = None
+        self._steps = {}
+        self._choice = self._choice_for(planner)
+        return self._choose(), limit.how
 
-    def plan_larger(self, recorded: RecordedStep, num_elements: int) -> tuple[Plan, str]:
+    def plan_larger(
+        self,
+        recorded: RecordedStep,
+        num_elements: int,
+        record: Record | None = None,
+        room: LeverRoom = FIXED,
+    ) -> tuple[Plan, str]:
         """Take the fastest plan for the step of a larger batch, its times in proportion.
 
         Args:
             recorded: its step.
             num_elements: of its batch.
+            record: as for :meth:`plan`.
+            room: the same.
 
         Raises:
             ReportError: the step is damaged.
         """
-        profile, planner = self._profile, self._planner
+        profile, choice = self._profile, self._choice
         assert profile is not None
-        assert planner is not None
-        return self.plan(at_other_size(profile, planner.program, recorded), num_elements)
+        assert choice is not None
+        before = choice.configured.program
+        return self.plan(at_other_size(profile, before, recorded), num_elements, record, room)
 
     def expected(self, correction: Correction = NO_CORRECTION) -> ExpectedTimes:
         """Return what is predicted for the plan that is followed, its times corrected further."""
         chosen = self.chosen
         assert chosen is not None
         if correction is not NO_CORRECTION:
-            chosen = self._planner_with(correction).again(chosen)
+            chosen = self._choice_with(correction).planner_for(self.levers).again(chosen)
         return ExpectedTimes.of(chosen.step, chosen.timed)
 
     @property
@@ -157,61 +212,81 @@ class PlanMaker:
         Returns:
             It, and whether it is another one: that must be faster by :data:`GAIN`.
         """
-        chosen = self.chosen
-        assert chosen is not None
-        planner = self._planner_with(correction)
-        now = planner.again(chosen)
+        assert self._followed is not None
+        choice = self._choice_with(correction)
+        planner = choice.planner_for(self._followed.levers)
+        now = planner.again(self._followed.candidate)
+        followed = dataclasses.replace(
+            self._followed, candidate=now, planner=planner, configured=choice.configured
+        )
         self._correction = self._correction.times(correction)
-        self._planner = planner
-        try:
-            best = planner.best(self._limit_bytes)
-        except NoPlanFitsError:  # which was said before
-            best = now
-        if best.step_ms * GAIN < now.step_ms:
-            self.before = now
-            return self._document(planner, best), True
-        return self._document(planner, now), False
+        self._choice = choice
+        found = choice.best(self._limit_bytes)  # where nothing fits, that was said before
+        if found.fits and found.candidate.step_ms * GAIN < now.step_ms:
+            self._before = followed
+            return self._document(found), True
+        return self._document(followed), False
 
-    def _planner_with(self, correction: Correction) -> Planner:
+    def _choice_with(self, correction: Correction) -> LeverChoice:
+        """Return the choice for times that are corrected further."""
         assert self._profile is not None
-        return self._request.planner(self._profile, correction=self._correction.times(correction))
+        correction = self._correction.times(correction)
+        return self._choice_for(self._request.planner(self._profile, correction=correction))
+
+    def _choice_for(self, configured: Planner) -> LeverChoice:
+        return self._request.choice(configured, self._step_with, dtypes=self._dtypes())
+
+    def _step_with(self, levers: Levers) -> StepProgram:
+        """Return the step with other levers, recorded once."""
+        if levers not in self._steps:
+            self._steps[levers] = self._record(levers)
+        return self._steps[levers]
 
     def plan_tighter(self) -> Plan | None:
         """Take a plan with a lower peak than the one that is followed; None if there is none."""
-        planner, chosen = self._planner, self.chosen
-        if planner is None or chosen is None:
+        choice, chosen = self._choice, self.chosen
+        if choice is None or chosen is None:
             return None
-        least = planner.least()
-        if chosen.peak_bytes <= least.peak_bytes:
-            return None
-        self._limit_bytes = max(TIGHTER * chosen.peak_bytes, least.peak_bytes)
-        self.before = None
-        return self._choose(planner)
+        limit_bytes = TIGHTER * chosen.peak_bytes
+        found = choice.best(limit_bytes)
+        if not found.fits:
+            # Whatever is tighter at all, of all settings that were looked at just now.
+            if found.candidate.peak_bytes >= chosen.peak_bytes:
+                return None
+            limit_bytes = found.candidate.peak_bytes
+            found = choice.best(limit_bytes)
+        self._limit_bytes = limit_bytes
+        self._before = None
+        return self._document(found)
 
     def fall_back(self, fallback: Candidate) -> Plan:
         """Take :attr:`fallback`, or :attr:`before`."""
-        self.before = None
-        assert self._planner is not None
-        return self._document(self._planner, fallback)
+        before, self._before = self._before, None
+        if before is not None and fallback is before.candidate:
+            return self._document(before)
+        assert self._choice is not None
+        return self._document(self._choice.as_configured(fallback))
 
-    def _choose(self, planner: Planner) -> Plan:
+    def _choose(self) -> Plan:
         """Take the fastest plan within the limit, or the one with the lowest peak."""
-        try:
-            chosen = planner.best(self._limit_bytes)
-        except NoPlanFitsError as error:
-            chosen = planner.least()
+        assert self._choice is not None
+        found = self._choice.best(self._limit_bytes)
+        if not found.fits:
             logger.warning(
                 "policy 'auto': %s It is taken all the same. What would help: "
                 "head_loss='chunked', a smaller micro-batch, shorter sequences.",
-                error,
+                found.error,
             )
-        return self._document(planner, chosen)
+        return self._document(found)
 
-    def _document(self, planner: Planner, chosen: Candidate) -> Plan:
-        self.chosen = chosen
-        return plan_of(
-            planner,
-            chosen,
+    def _dtypes(self) -> dict[str, str]:
+        profile = self._profile
+        return {} if profile is None else {slot.name: slot.dtype for slot in profile.slots}
+
+    def _document(self, found: ChosenLevers) -> Plan:
+        self._followed = found
+        return plan_of_choice(
+            found,
             limit_bytes=self._limit_bytes + self._beside_bytes,
             model=self._identity,
             figures={

@@ -30,12 +30,15 @@ from hf_pyao.integrations.auto_correction import LEAST_TIMED, beside
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
 from hf_pyao.integrations.auto_phases import Phase, Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
+from hf_pyao.integrations.lever_recording import LeverRecorder, room_for
+from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.plan_files import PlanFiles
 from hf_pyao.integrations.rank_exchange import RankExchange
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.levers import Levers
 from hf_pyao.planning.auto_plan import describe
+from hf_pyao.planning.lever_choice import FIXED, LeverRoom
 from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.report.profile_report import Profile
@@ -58,6 +61,7 @@ class AutoPolicy:
         config: what binds the plan.
         pool: host memory.
         identity: what tells the model.
+        switch: sets the levers of plans.
         check_plan: refuses a plan that is for another model, by a ``PlanError``.
         recomputed_paths: what ``recompute_modules`` stand for in a layer.
         is_link_shared: the window is another model's too.
@@ -71,6 +75,7 @@ class AutoPolicy:
         pool: HostPool,
         *,
         identity: Mapping[str, Any],
+        switch: LeverSwitch,
         check_plan: Callable[[Plan], None],
         recomputed_paths: tuple[str, ...] = (),
         is_link_shared: bool = False,
@@ -88,7 +93,7 @@ class AutoPolicy:
         self._watch: ForwardWatch | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._exchange: RankExchange | None = None
-        self._follower = PlanFollower(engine, device, config, request, self._files)
+        self._follower = PlanFollower(engine, device, config, request, self._files, switch)
         parameters = self._parameters_of_model()
         self._phases = Phases(
             lambda: Phase(
@@ -189,11 +194,24 @@ class AutoPolicy:
             self._exchange.tell("")
             return
         try:
-            self._adopt(*self._maker.plan(profile, self._num_elements))
+            self._adopt(
+                *self._maker.plan(profile, self._num_elements, self._recorder(), self._room())
+            )
         except Exception as error:  # no reason to end a training
             self._follower.go_on_without(f"no plan was found ({describe_error(error)})")
             logger.warning("%s", self.summary)
             self._exchange.tell("")
+
+    def _recorder(self, *, is_newest: bool = False) -> LeverRecorder | None:
+        """Return what records the step with other levers."""
+        if self._watch is None:
+            return None
+        return LeverRecorder(self._watch.steps(is_newest=is_newest), self._config.layers)
+
+    def _room(self) -> LeverRoom:
+        """Return which levers may be chosen."""
+        model = None if self._model is None else self._model()
+        return FIXED if model is None else room_for(self._config, model)
 
     def measures_again(self) -> None:
         """Take note that what was measured is of no use; before a forward."""
@@ -324,7 +342,9 @@ class AutoPolicy:
             watch.step(is_newest=True), levers=Levers.of(self._config), layers=self._config.layers
         )
         self._exchange = RankExchange("plan")
-        plan, how = self._maker.plan_larger(recorded, num_elements)
+        plan, how = self._maker.plan_larger(
+            recorded, num_elements, self._recorder(is_newest=True), self._room()
+        )
         self._adopt(plan, f"for batches of {num_elements} elements instead of {was}; {how}")
 
     def _compare(self) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.auto_policy import AutoPolicy
+from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.model_identity import identity_of
 from hf_pyao.integrations.module_map import (
     FoundLayers,
@@ -25,7 +26,9 @@ from hf_pyao.integrations.pyao_rule import PyAORule, kept_plan
 from hf_pyao.integrations.tightening import OffloadLadder, PlansFirst, Tightening
 from hf_pyao.integrations.wiring import make_engine, recomputed_paths, wrapper_of
 from hf_pyao.integrations.wrappers import class_name
+from hf_pyao.levers import Levers
 from hf_pyao.planning.plan import Plan, PlanPolicy
+from hf_pyao.planning.plan_levers import followed_config
 from hf_pyao.planning.policies import make_policy
 from hf_pyao.report import check_report_path
 from hf_pyao.runtime.backward_order import BackwardOrder
@@ -79,6 +82,8 @@ class Deciding:
         """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
         if config.policy == "pyao" and kept is None:
             self.pyao_rule = PyAORule(self.engine, link.transport, device, config, identity, wrap)
+        self.switch = LeverSwitch(Levers.of(config))
+        """Changes segments and tiles between forwards."""
         self.auto: AutoPolicy | None = None
         """What plans, with policy ``auto``; None with others."""
         if config.policy == "auto":
@@ -88,6 +93,7 @@ class Deciding:
                 config,
                 link.pool,
                 identity=identity,
+                switch=self.switch,
                 check_plan=_plan_check(identity, found),
                 recomputed_paths=recomputed_paths(config, found),
                 is_link_shared=is_link_shared,
@@ -100,7 +106,7 @@ class Deciding:
         plans = self.auto is not None and self.auto.profiles
         if config.profile is not None or plans:
             self.profile_writer = self._profile_writer(model, found, config, identity)
-        ladder = OffloadLadder(self.engine, config, found)
+        ladder = OffloadLadder(self.engine, config, found, self.switch)
         self.tightening: Tightening = ladder if self.auto is None else PlansFirst(self.auto, ladder)
         """What makes room where a micro-batch does not fit."""
 
@@ -214,6 +220,24 @@ class Deciding:
             auto.cancel_profile = writer.cancel
             writer.on_again = auto.measures_again
         return writer
+
+
+def config_with_plan(config: PyAOConfig) -> PyAOConfig:
+    """Return *config* with the levers of the plan that it follows; itself if it follows none.
+
+    Policy ``auto`` sets those of its plans itself.
+
+    Raises:
+        PlanError: the plan needs others than were given.
+        ReportError: the plan cannot be read.
+    """
+    plan = kept_plan(config)
+    if config.policy == "plan":
+        assert config.plan is not None
+        plan = Plan.from_json_file(config.plan)
+    elif isinstance(config.policy, PlanPolicy):
+        plan = config.policy.plan
+    return config if plan is None else followed_config(config, plan)
 
 
 def _plan_check(identity: Mapping[str, Any], found: FoundLayers) -> Callable[[Plan], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.device_limit import beside_bytes, device_limit
 from hf_pyao.integrations.device_speeds import hardware_of
+from hf_pyao.integrations.lever_recording import room_for
 from hf_pyao.integrations.micro_batch_checks import SETTING
 from hf_pyao.integrations.model_copy import (
     CopiedStep,
@@ -26,15 +27,16 @@ from hf_pyao.integrations.model_copy import (
     seen_forward,
 )
 from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.integrations.quiet import quiet
 from hf_pyao.integrations.sample_batches import SampleBatches
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.integrations.training_state import bytes_besides, nbytes_of
 from hf_pyao.integrations.trial_step import try_step
 from hf_pyao.integrations.wiring import recomputed_paths
 from hf_pyao.integrations.wrappers import unwrap_parallel
-from hf_pyao.levers import Levers
+from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.metrics import format_bytes
-from hf_pyao.planning.auto_plan import plan_of
+from hf_pyao.planning.auto_plan import plan_of_choice
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.microbatch import SizeChoice, choose_micro_batch, divisors_of, in_words
 from hf_pyao.planning.plan import Plan, PlanPolicy
@@ -42,6 +44,7 @@ from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.planning.planner import OFFLOAD_ALL
 from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.sized_steps import (
+    SizedLevers,
     SizedPlan,
     SizedSteps,
     best_plan,
@@ -138,18 +141,27 @@ class MicroBatchChooser:
     def _predicted(self, batches: SampleBatches, limit_bytes: float) -> SizeChoice:
         hardware = hardware_of(self._device)
         request = self._request()
-        steps = SizedSteps(
-            lambda size: self._recorded(batches, size), scales=Levers.of(self._config).scales
+        configured = Levers.of(self._config)
+        steps = SizedLevers(
+            lambda levers: SizedSteps(
+                lambda size: self._recorded(batches, size, levers), scales=levers.scales
+            )
         )
 
+        def step_at(size: int, levers: Levers) -> StepProgram:
+            program = steps.at(size, levers)
+            return gradients_held(program) if size < self._global_batch else program
+
         def best_at(size: int) -> SizedPlan:
-            program = steps(size)
-            if size < self._global_batch:
-                program = gradients_held(program)
+            program = step_at(size, configured)
             if self._is_auto:
                 times_ms = operation_times_ms(program, hardware.device)
-                planner = request.planner_of(program, times_ms, hardware.link, {})
-                found = best_plan(planner, limit_bytes)
+                choice = request.choice(
+                    request.planner_of(program, times_ms, hardware.link, {}),
+                    lambda levers: or_refuse(lambda: step_at(size, levers)),
+                    device=hardware.device,
+                )
+                found = best_plan(choice, limit_bytes)
             else:
                 found = fixed_plan(
                     program,
@@ -177,25 +189,29 @@ class MicroBatchChooser:
             if config.host_memory_gib is None
             else config.host_memory_gib * GIB
         )
-        return PlanRequest.of_config(
+        request = PlanRequest.of_config(
             config,
             recomputed_paths=recomputed_paths(config, find_layers(self._model, config.layers)),
             host_limit_bytes=share_bytes,
         )
+        return dataclasses.replace(request, room=room_for(config, self._model))
 
-    def _recorded(self, batches: SampleBatches, size: int) -> StepProgram:
-        """Return the step of a fake copy of the model at a micro-batch."""
+    def _recorded(self, batches: SampleBatches, size: int, levers: Levers) -> StepProgram:
+        """Return the step of a fake copy of the model at a micro-batch, with *levers*."""
         with self._autocast():
             seen = seen_forward((), self._inputs(batches, size))
         config = self._config
         recomputes = bool(config.recompute_modules) and not self._is_auto  # 'auto' plans it
-        recorded, _ = record_fake_step(
-            CopiedStep(self._model, seen),
-            levers=Levers.of(config),
-            recompute_modules=config.recompute_modules if recomputes else (),
-            keep_last_layers=config.keep_last_layers if recomputes else 0,
-            layers=config.layers,
-        )
+        is_other = levers != Levers.of(config)
+        with quiet() if is_other else nullcontext():
+            recorded, _ = record_fake_step(
+                CopiedStep(self._model, seen),
+                levers=levers,
+                recompute_modules=config.recompute_modules if recomputes else (),
+                keep_last_layers=config.keep_last_layers if recomputes else 0,
+                layers=config.layers,
+                must_run_again=is_other,
+            )
         program = recorded.whole()
         return dataclasses.replace(
             program, resident_bytes=program.resident_bytes + self._more_bytes
@@ -250,12 +266,13 @@ class MicroBatchChooser:
         config, found = self._config, self._found[size]
         plain: dict[str, Any] = {"report": None, "profile": None, "auto_micro_batch": "off"}
         plan = self._plan(size)
-        if plan is None or found.candidate is None:
+        if plan is None or found.chosen is None:
             return dataclasses.replace(config, **plain)
-        candidate = found.candidate
+        candidate = found.chosen.candidate
         return dataclasses.replace(
             config,
             **plain,
+            **found.chosen.levers.settings(),
             policy=PlanPolicy(plan, int(config.min_bytes), "auto"),
             plan=None,
             recompute_modules=(),  # in the plan
@@ -264,15 +281,13 @@ class MicroBatchChooser:
         )
 
     def _plan(self, size: int) -> Plan | None:
-        found = self._found[size]
-        if found.planner is None or found.candidate is None:
-            return None
-        return plan_of(found.planner, found.candidate)
+        chosen = self._found[size].chosen
+        return None if chosen is None else plan_of_choice(chosen)
 
     def _needs_plan(self, size: int, limit_bytes: float) -> bool:
         """Say whether offloading everything would not fit."""
-        planner = self._found[size].planner
-        everything = None if planner is None else planner.simple().get(OFFLOAD_ALL)
+        chosen = self._found[size].chosen
+        everything = None if chosen is None else chosen.configured.simple().get(OFFLOAD_ALL)
         return everything is not None and everything.peak_bytes > limit_bytes
 
     def _chosen(

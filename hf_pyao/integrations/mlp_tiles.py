@@ -107,11 +107,34 @@ class MLPTiles:
                 self._put_on(norm, dataclasses.replace(known, weight_bytes=weight_bytes))
                 self.num_norms_tiled += 1
 
+    def set_tiles(self, tiles: int | str) -> None:
+        """Cut into another number of tiles, from the next call of each MLP on.
+
+        What answers for a module is exchanged, and not changed: a layer that runs again in
+        backward finds what it had in forward (see [Note: State of modules] in ``module_state``).
+        """
+        if tiles == self.tiles:
+            return
+        self.tiles = tiles
+        for number, (ref, method, part) in enumerate(list(self._exchanged)):
+            module, other = ref(), part.with_tiles(tiles)
+            if module is None or other is part or module.__dict__.get(KEY) is not part:
+                continue
+            self._exchanged.append((ref, method, other))  # first: see [Note: Lasting forwards]
+            module.__dict__[KEY] = other
+            self._exchanged[number] = (ref, method, other)
+            self._exchanged.pop()
+
     def uninstall(self) -> None:
         """Give the modules their methods back. Harmless if done already, wholly or in part."""
         for ref, method, part in self._exchanged:
             if (module := ref()) is not None:
                 give_back(module, KEY, part, method)
+
+    @property
+    def last_plan(self) -> TilePlan | None:
+        """How the MLP that ran last in tiles was cut; None before, and where none is cut."""
+        return self._notes.last_plan
 
     def tell(self) -> None:
         """Log what is left alone: loudly if it is all, and a number of tiles was given."""

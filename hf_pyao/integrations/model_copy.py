@@ -180,11 +180,24 @@ class ForwardWatch:
         Raises:
             CopyError: it was not called, or is gone.
         """
-        model = self._model()
+        return self.steps(is_newest=is_newest)()
+
+    def steps(self, *, is_newest: bool = False) -> Callable[[], CopiedStep]:
+        """Return what makes such a step, now and later, and does not hold the model.
+
+        Args:
+            is_newest: as for :meth:`step`.
+        """
+        ref = self._model
         seen = seen_forward(*self._newest) if is_newest and self._newest is not None else self.seen
-        if model is None or seen is None:
-            raise CopyError("the model that was attached was not called itself.")
-        return CopiedStep(model, seen)
+
+        def make() -> CopiedStep:
+            model = ref()
+            if model is None or seen is None:
+                raise CopyError("the model that was attached was not called itself.")
+            return CopiedStep(model, seen)
+
+        return make
 
 
 class CopiedStep:

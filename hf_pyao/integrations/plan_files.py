@@ -16,6 +16,7 @@ from hf_pyao.integrations.device_limit import device_limit
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.plan import Plan, PlanError
+from hf_pyao.planning.plan_levers import levers_of_plan
 from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,11 @@ class PlanFiles:
             return None
         plan = Plan.from_json_file(self.path)
         self._check(plan)
+        try:
+            levers_of_plan(plan, self._config)
+        except PlanError as error:
+            logger.warning("the plan of %s is made anew: %s", echo(str(self.path)), error)
+            return None
         return self._if_it_fits(plan, f"the plan of {echo(str(self.path))}")
 
     def in_checkpoint(self, path: Path) -> Plan | None:
@@ -61,6 +67,7 @@ class PlanFiles:
         try:
             plan = Plan.from_json_file(path)
             self._check(plan)
+            levers_of_plan(plan, self._config)
         except PyAOError as error:
             logger.warning("the plan in the checkpoint is not followed: %s", error)
             return None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.levers import Levers
 from hf_pyao.metrics import describe_totals, format_bytes, select_metrics
 from hf_pyao.report import write_run_report
 from hf_pyao.report.run_report import UNKNOWN, outcome_of
@@ -49,6 +50,8 @@ class RunRecord:
         self.levers_description = ""
         self.auto_summary: Callable[[], str] = str
         """Says what policy ``auto`` does; empty with others, and before it has decided."""
+        self.levers: Callable[[], Levers] = lambda: Levers.of(config)
+        """Returns with which levers the model runs now."""
         # Where it was asked for, also if the script goes to another folder.
         self.report_path = None if config.report is None else os.path.abspath(config.report)
         """Where the report goes; None for nowhere."""
@@ -79,7 +82,8 @@ class RunRecord:
     @property
     def segments(self) -> str:
         """Say what is saved of layers that run again in backward; empty if none do."""
-        length = self.config.checkpoint_every
+        levers = self.levers()
+        length = levers.checkpoint_every
         if not length:
             return ""
         saved = (
@@ -87,8 +91,8 @@ class RunRecord:
             if length == 1
             else f"of every {length} layers one input is saved"
         )
-        attention = " and what attention returns" if self.config.save_attention else ""
-        again = "again, one layer at a time" if self.config.checkpoint_nested else "again"
+        attention = " and what attention returns" if levers.save_attention else ""
+        again = "again, one layer at a time" if levers.checkpoint_nested else "again"
         return f"{saved}{attention}, the rest is computed {again}"
 
     @property

@@ -117,6 +117,10 @@ class UpPart(Part):
     def __init__(self, mlp: TiledMLP) -> None:
         self._mlp = mlp
 
+    def with_tiles(self, tiles: int | str) -> UpPart:
+        """Return the same with another number of tiles."""
+        return UpPart(self._mlp.with_tiles(tiles))
+
     def run(
         self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

@@ -22,7 +22,7 @@ from hf_pyao.integrations.wiring import (
     put_on_mlp_tiles,
     wrapper_of,
 )
-from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
 from hf_pyao.losses.chunking import ChunkPlan
 from hf_pyao.planning.plan import RECOMPUTE, Plan, PlanPolicy
 from hf_pyao.planning.policies import make_policy
@@ -73,6 +73,7 @@ def record_fake_step(
     keep_last_layers: int = 0,
     layers: Sequence[str] = (),
     is_whole: bool = False,
+    must_run_again: bool = False,
 ) -> tuple[RecordedStep, int]:
     """Run *step* once; return it, and the number of chunks that the head loss took (0: none).
 
@@ -85,9 +86,11 @@ def record_fake_step(
             others are kept. With more than one, all layers are run.
         layers: ``PyAOConfig.layers``; where they are named, all are run.
         is_whole: run all layers, also where some stand for others.
+        must_run_again: with segments, each layer has to take part.
 
     Raises:
         ConfigError: the head is not one that the chunked loss understands.
+        LeversRefusedError: a layer does not take part that has to.
     """
     config = PyAOConfig.from_dict(
         {
@@ -131,7 +134,14 @@ def record_fake_step(
                 tiles.uninstall()
             lifecycle.remove()
         num_chunks = 0 if loss is None else int(loss.metrics()["head_loss_num_chunks"])
+        if must_run_again and (reason := getattr(lifecycle, "refused", "")):
+            raise LeversRefusedError(f"a layer does not run again: {reason}")
         program = recorder.program(resident_bytes + state_bytes)
+        cut = None if tiles is None else tiles.last_plan
+        if cut is not None:
+            program = dataclasses.replace(
+                program, num_tiles=cut.num_tiles, num_tiled_tokens=cut.num_tokens
+            )
     if removed is None:
         return RecordedStep(program, program.layer_names, 0), num_chunks
     return RecordedStep(program, removed.layer_names, removed.nbytes), num_chunks

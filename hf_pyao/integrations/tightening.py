@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.module_map import FoundLayers, named_submodules
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.policy import OffloadAll, RecomputeSelected
@@ -42,15 +43,17 @@ class OffloadLadder:
         engine: whose policy is changed.
         config: what the user chose.
         found: the model's layers.
+        switch: knows whether layers run again as a whole.
     """
 
-    def __init__(self, engine: OffloadEngine, config: PyAOConfig, found: FoundLayers) -> None:
+    def __init__(
+        self, engine: OffloadEngine, config: PyAOConfig, found: FoundLayers, switch: LeverSwitch
+    ) -> None:
         self._engine = engine
         self._everything = OffloadAll(int(config.min_bytes))
         self._paths = paths_of(found)
-        rungs: list[Callable[[], str]] = [self._wait_for_copies]
-        if not config.checkpoint_every:  # else layers run again as a whole already
-            rungs.insert(0, self._recompute)
+        self._switch = switch
+        rungs: list[Callable[[], str | None]] = [self._recompute, self._wait_for_copies]
         # What recomputes already would only come to hold more.
         if not _may_recompute(config) and (config.keep_last_layers or config.policy != "all"):
             rungs.insert(0, self._offload)
@@ -58,14 +61,15 @@ class OffloadLadder:
 
     def tighter(self, error: torch.OutOfMemoryError) -> str | None:
         """Take the next rung; None behind the last."""
-        rung = next(self._rungs, None)
-        return None if rung is None else rung()
+        return next((done for rung in self._rungs if (done := rung()) is not None), None)
 
     def _offload(self) -> str:
         self._engine.use(self._everything)
         return "everything that the layers save is offloaded"
 
-    def _recompute(self) -> str:
+    def _recompute(self) -> str | None:
+        if self._switch.levers.checkpoint_every:  # layers run again as a whole already
+            return None
         policy = RecomputeSelected(self._everything, self._paths, is_pointwise=True)
         self._engine.use(policy)
         return (

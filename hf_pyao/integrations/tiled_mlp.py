@@ -54,6 +54,10 @@ class Part(LeftBehind, abc.ABC):
     ) -> Any:
         """Return what a call of the method returns."""
 
+    def with_tiles(self, tiles: int | str) -> Part:
+        """Return the same with another number of tiles; itself if it does not know the number."""
+        return self
+
 
 class TiledMLP(Part):
     """Runs an MLP in tiles.
@@ -84,6 +88,17 @@ class TiledMLP(Part):
         self._is_compiled = is_compiled
         self._part_names = part_names
         self._ending = Ending()
+
+    def with_tiles(self, tiles: int | str) -> TiledMLP:
+        """Return the same with another number of tiles."""
+        return TiledMLP(
+            self._known,
+            1 if tiles == "off" else tiles,
+            self._path,
+            self._notes,
+            is_compiled=self._is_compiled,
+            part_names=self._part_names,
+        )
 
     def run(
         self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]

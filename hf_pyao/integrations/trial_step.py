@@ -6,7 +6,6 @@ modules and the allocator's unused memory are as before. No optimizer takes part
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConflictError
 from hf_pyao.integrations.attach import attach
 from hf_pyao.integrations.model_copy import loss_of
+from hf_pyao.integrations.quiet import quiet
 from hf_pyao.recompute.random_state import RandomState
 
 
@@ -89,7 +89,7 @@ def _run(
         torch.get_device_module(device).reset_peak_memory_stats(device)
         reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
     model.train()
-    with _quiet(), attach(model, config):
+    with quiet(), attach(model, config):
         for _ in range(num_runs):
             with autocast():
                 outputs = model(**batch())
@@ -102,18 +102,6 @@ def _run(
     torch.accelerator.synchronize(device)
     del reserved
     return int(torch.get_device_module(device).max_memory_allocated(device))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Say nothing of what is attached for a moment: it is not what training will do."""
-    logger = logging.getLogger("hf_pyao")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

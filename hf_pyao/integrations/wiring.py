@@ -49,14 +49,19 @@ def make_engine(
 def make_lifecycle(
     engine: OffloadEngine, found: FoundLayers, config: PyAOConfig, owner: Any = None
 ) -> Lifecycle:
-    """Return what drives *engine* by hooks on *found*, once it is installed."""
+    """Return what drives *engine* by hooks on *found*, once it is installed.
+
+    It can put layers into segments where *config* asks for that, or leaves it to policy ``auto``.
+    """
     make: Callable[..., Lifecycle] = Lifecycle
-    if config.checkpoint_every:
+    is_free = config.policy == "auto" and "checkpoint_every" in Levers.free_in(config)
+    if config.checkpoint_every or is_free:
         make = functools.partial(
             SegmentLifecycle,
             length=config.checkpoint_every,
             is_nested=config.checkpoint_nested,
             saves_attention=config.save_attention,
+            is_asked_for=bool(config.checkpoint_every),
         )
     return make(
         engine,

@@ -7,13 +7,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from hf_pyao.levers import Levers
 from hf_pyao.metrics import format_bytes
+from hf_pyao.planning.lever_choice import ChosenLevers
 from hf_pyao.planning.planner import KEEP_ALL, PLANNED, Candidate, Planner
 from hf_pyao.planning.step_problem import chosen_slots
 from hf_pyao.report.plan_report import (
     KEEP,
     OFFLOAD,
     RECOMPUTE,
+    LeverSetting,
     Plan,
     PlannedSlot,
     PlanPoint,
@@ -30,6 +33,7 @@ def plan_of(
     model: Mapping[str, Any] | None = None,
     figures: Mapping[str, float] | None = None,
     num_front_points: int = 0,
+    levers: ChosenLevers | None = None,
 ) -> Plan:
     """Return *chosen* as a document.
 
@@ -40,6 +44,7 @@ def plan_of(
         model: what tells the model; None: any.
         figures: more figures to hold.
         num_front_points: how many budgets are solved for the front; 0: it has what is known.
+        levers: what it was chosen with, and from; None: nothing is said of them.
     """
     program, conditions = planner.program, planner.conditions
     decided = {
@@ -78,9 +83,39 @@ def plan_of(
         slots=slots,
         otherwise=KEEP if chosen.name == KEEP_ALL or not conditions.may_offload else OFFLOAD,
         replayed_modules=sorted(chosen.products),
-        figures={**_figures(planner, chosen, limit_bytes), **(figures or {})},
+        figures={
+            **_figures(planner, chosen, limit_bytes, levers.configured if levers else planner),
+            **(figures or {}),
+        },
         front=_front(planner, chosen, num_front_points),
+        levers=levers.levers.settings() if levers else {},
+        levers_reason=levers.reason if levers else "",
+        lever_settings=_lever_settings(levers) if levers else [],
     )
+
+
+def plan_of_choice(chosen: ChosenLevers, **more: Any) -> Plan:
+    """Return what was chosen among levers as a document; *more* as for :func:`plan_of`."""
+    return plan_of(chosen.planner, chosen.candidate, levers=chosen, **more)
+
+
+def _lever_settings(chosen: ChosenLevers) -> list[LeverSetting]:
+    """Return the settings that were looked at; none where there was but one."""
+    if len(chosen.looked_at) < 2:
+        return []
+    return [
+        LeverSetting(
+            levers=each.levers.settings(),
+            words=each.levers.describe() or "the step as it is",
+            step_ms=None if each.candidate is None else each.candidate.step_ms,
+            peak_bytes=None if each.candidate is None else each.candidate.peak_bytes,
+            host_bytes=None if each.candidate is None else each.candidate.host_bytes,
+            fits=each.fits,
+            is_chosen=each.levers == chosen.levers,
+            note=each.note,
+        )
+        for each in chosen.looked_at
+    ]
 
 
 def _front(planner: Planner, chosen: Candidate, num_points: int) -> list[PlanPoint]:
@@ -99,7 +134,9 @@ def _front(planner: Planner, chosen: Candidate, num_points: int) -> list[PlanPoi
     ]
 
 
-def _figures(planner: Planner, chosen: Candidate, limit_bytes: float | None) -> dict[str, float]:
+def _figures(
+    planner: Planner, chosen: Candidate, limit_bytes: float | None, configured: Planner
+) -> dict[str, float]:
     timed = chosen.timed
     found = {
         "step_ms": timed.step_ms,
@@ -117,7 +154,7 @@ def _figures(planner: Planner, chosen: Candidate, limit_bytes: float | None) -> 
         found["bound_overhead_ms"] = chosen.choice.bound_ms
     if limit_bytes is not None:
         found["limit_bytes"] = float(limit_bytes)
-    for name, candidate in planner.simple().items():
+    for name, candidate in configured.simple().items():
         found[f"step_ms/{name}"] = candidate.step_ms
         found[f"peak_bytes/{name}"] = float(candidate.peak_bytes)
     return found
@@ -169,6 +206,12 @@ class _Reasons:
         return f"there is room for {size} of {len(layers)} layers"
 
 
+def described_levers(plan: Plan) -> str:
+    """Say in words what changes the step itself; empty if nothing does, or it is not known."""
+    levers = {name: value for name, value in plan.levers.items() if value is not None}
+    return Levers(**levers).describe()
+
+
 def describe(plan: Plan) -> str:
     """Say in a few words what a plan does, and what it is predicted to come to."""
     counts: dict[str, int] = {}
@@ -176,7 +219,8 @@ def describe(plan: Plan) -> str:
         number = 1 if slot.layers is None else len(slot.layers)
         counts[slot.action] = counts.get(slot.action, 0) + number
     figures = plan.figures
-    if not set(counts) - {KEEP} and plan.otherwise == KEEP:
+    every = plan.levers.get("checkpoint_every")
+    if not set(counts) - {KEEP} and plan.otherwise == KEEP and not every:
         needed = figures.get("peak_bytes", 0.0) + figures.get("beside_bytes", 0.0)
         if needed > figures.get("limit_bytes", math.inf):
             return "it offloads nothing, since no plan has a lower peak"
@@ -191,6 +235,8 @@ def describe(plan: Plan) -> str:
         )
         if action in counts
     )
+    changes = described_levers(plan)
+    what = f"{changes}: {what}" if changes else what
     kept_ms = figures.get(f"step_ms/{KEEP_ALL}")
     if kept_ms and "peak_bytes" in figures:
         what += (

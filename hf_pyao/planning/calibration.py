@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.recorded_step import RecordedStep
-from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, Segment, StepProgram
+from hf_pyao.planning.step_program import (
+    BACKWARD,
+    FORWARD,
+    OUTSIDE,
+    Operation,
+    Segment,
+    StepProgram,
+)
 from hf_pyao.report.profile_report import Profile, Spread
 from hf_pyao.report.schema import ReportError
 
@@ -61,6 +68,46 @@ def times_of(profile: Profile, program: StepProgram) -> list[float]:
         for number in head:
             times_ms[number] = costs_ms[number] * profile.head.mean_ms / head_ms
     return times_ms
+
+
+def times_like(times_ms: Sequence[float], before: StepProgram, after: StepProgram) -> list[float]:
+    """Return what each operation of *after* takes, by what those of *before* take.
+
+    The same step with other levers runs operations of the same kinds. One takes as much longer than
+    on an ordinary device as those of its name, sub-module and size do in *before*; or else those of
+    its name and size, of its name, or all.
+
+    Args:
+        times_ms: of each operation of *before*.
+        before: a step.
+        after: the same step with other levers.
+    """
+    costs_ms = operation_times_ms(before, REFERENCE)
+    sums: defaultdict[tuple[object, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for operation, elapsed_ms, cost_ms in zip(before.operations, times_ms, costs_ms, strict=True):
+        for key in _kinds(operation):
+            sums[key][0] += elapsed_ms
+            sums[key][1] += cost_ms
+
+    def ratio_of(operation: Operation) -> float:
+        for key in _kinds(operation):
+            elapsed_ms, cost_ms = sums.get(key, (0.0, 0.0))
+            if cost_ms > 0:
+                return elapsed_ms / cost_ms
+        return 1.0
+
+    return [
+        cost_ms * ratio_of(operation)
+        for operation, cost_ms in zip(
+            after.operations, operation_times_ms(after, REFERENCE), strict=True
+        )
+    ]
+
+
+def _kinds(operation: Operation) -> tuple[tuple[object, ...], ...]:
+    """Return what an operation has in common with others, the most telling first."""
+    name, size = operation.name, (operation.flops, operation.traffic_bytes)
+    return (name, operation.path, *size), (name, *size), (name,), ()
 
 
 def at_other_size(profile: Profile, before: StepProgram, after: RecordedStep) -> Profile:

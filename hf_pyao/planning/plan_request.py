@@ -11,10 +11,13 @@ from typing import Any
 from hf_pyao.config import PyAOConfig
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.planning.calibration import times_like
 from hf_pyao.planning.coding import CodedWays
 from hf_pyao.planning.correction import NO_CORRECTION, Correction
 from hf_pyao.planning.forecast import Forecast
+from hf_pyao.planning.lever_choice import FIXED, LeverChoice, LeverRoom
 from hf_pyao.planning.planner import Planner
+from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.report.profile_report import Profile
@@ -34,6 +37,8 @@ class PlanRequest:
     may_keep_fewer: bool
     levers: Levers = NO_LEVERS
     """What changes the step itself."""
+    room: LeverRoom = FIXED
+    """Which of them may be chosen."""
     recompute_modules: tuple[str, ...] = ()
     """Sub-modules of a layer whose slots are recomputed, by path, and ``pointwise``."""
     codec: str = "identity"
@@ -64,6 +69,7 @@ class PlanRequest:
             window_bytes=None if isinstance(window, str) else window,
             keep_last_layers=config.keep_last_layers,
             levers=Levers.of(config),
+            room=room_of(config),
             may_shrink_window=window == DEFAULTS.window and not is_link_shared,
             may_keep_fewer=config.keep_last_layers == DEFAULTS.keep_last_layers,
             recompute_modules=recomputed_paths,
@@ -103,6 +109,40 @@ class PlanRequest:
             gradient_bytes=gradient_bytes,
             rebuild_factor=correction.rebuild,
         )
+
+    def choice(
+        self,
+        configured: Planner,
+        record: Callable[[Levers], StepProgram],
+        *,
+        device: DeviceModel | None = None,
+        dtypes: Mapping[str, str] | None = None,
+    ) -> LeverChoice:
+        """Return what chooses among settings of the levers.
+
+        Args:
+            configured: the planner for the step with :attr:`levers`.
+            record: records the step with others; raises LeversRefusedError where it cannot be.
+            device: whose speeds *configured* goes by; None: what was measured.
+            dtypes: by slot, as far as known.
+        """
+
+        def planner_with(levers: Levers) -> Planner:
+            program, before = record(levers), configured.stepper
+            times_ms = (
+                times_like(before.times_ms, before.program, program)
+                if device is None
+                else operation_times_ms(program, device)
+            )
+            return dataclasses.replace(self, levers=levers).planner_of(
+                program,
+                times_ms,
+                configured.conditions.link,
+                dtypes or {},
+                gradient_bytes=configured.conditions.gradient_bytes,
+            )
+
+        return LeverChoice(self.levers, configured, planner_with, self.room)
 
     def planner_of(
         self,
@@ -169,6 +209,23 @@ class PlanRequest:
             return name.rpartition(":")[0] in modules or (bool(kind) and path in modules)
 
         return is_forced
+
+
+def room_of(config: PyAOConfig) -> LeverRoom:
+    """Return which levers policy ``auto`` may choose for *config*."""
+    free = Levers.free_in(config) if config.policy == "auto" else frozenset()
+    given, why = Levers.of(config).checkpoint_every, ""
+    if config.recompute_modules:
+        why = f"{config.label('recompute_modules')} is given"
+    elif config.policy == "auto" and "checkpoint_every" not in free and not given:
+        why = f"{config.label('checkpoint_every')} is 0"
+    return LeverRoom(
+        segments="checkpoint_every" in free,
+        nested="checkpoint_nested" in free,
+        attention="save_attention" in free,
+        tiles="mlp_tiles" in free,
+        why_no_segments=why,
+    )
 
 
 def figures_of(profile: Profile) -> Mapping[str, Any]:

@@ -105,10 +105,31 @@ class Planner(Proposals):
         return min(found, key=_rank)
 
     def least(self) -> Candidate:
-        """Return the plan with the lowest peak that is known of."""
+        """Return the plan with the lowest peak that is known of, of those that the host holds."""
         for conditions in self._conditions():
-            self.proposal(0, conditions)
-        return min(self.all_known(), key=lambda each: each.peak_bytes)
+            self._tightest(conditions)
+        # Keeping everything takes nothing of the host.
+        within = [c for c in self.all_known() if c.host_bytes <= self.host_limit_bytes]
+        return min(within, key=lambda each: each.peak_bytes)
+
+    def _tightest(self, conditions: Conditions) -> tuple[int, Candidate | None]:
+        """Return the least budget for which there is a plan, and the plan; None if there is none.
+
+        Where the host is too small for everything, a part has to be kept.
+        """
+        found = self.proposal(0, conditions)
+        if found is not None or math.isinf(self.host_limit_bytes):
+            return 0, found
+        none, some = 0, NUM_BUDGETS
+        found = self.proposal(some, conditions)
+        while found is not None and some - none > 1:
+            middle = (none + some) // 2
+            proposal = self.proposal(middle, conditions)
+            if proposal is None:
+                none = middle
+            else:
+                some, found = middle, proposal
+        return some, found
 
     def _conditions(self) -> Iterable[Conditions]:
         """Yield the conditions, and then tighter ones, as far as they are free."""
@@ -126,15 +147,16 @@ class Planner(Proposals):
 
     def _fastest_fitting(self, conditions: Conditions, limit_bytes: float) -> Candidate | None:
         """Return the fastest proposal within the limit; of equals, the one with the lowest peak."""
-        least = self.proposal(0, conditions)
+        first, least = self._tightest(conditions)
         if least is None or not self._fits(least, limit_bytes):
             return None
         # The peak grows with what is kept, from this to keeping everything.
         most_bytes = self.simple()[KEEP_ALL].peak_bytes
         share = (limit_bytes - least.peak_bytes) / max(1, most_bytes - least.peak_bytes)
+        last = first + math.ceil(share * (NUM_BUDGETS - first)) + 1
         fitting = [least]
         num_below = 0
-        for budget in range(min(NUM_BUDGETS, math.ceil(share * NUM_BUDGETS) + 1), 0, -1):
+        for budget in range(min(NUM_BUDGETS, last), first, -1):
             found = self.proposal(budget, conditions)
             if found is not None and self._fits(found, limit_bytes):
                 fitting.append(found)

@@ -68,6 +68,8 @@ class RecordedStep:
             "added_bytes": self.added_bytes,
             "resident_bytes": program.resident_bytes,
             "labels": {str(number): name for number, name in program.labels.items()},
+            "num_tiles": program.num_tiles,
+            "num_tiled_tokens": program.num_tiled_tokens,
         }
         for name in _TABLES:
             document[name] = _lines(getattr(program, name))
@@ -95,6 +97,8 @@ class RecordedStep:
                 layer_names=names,
                 labels={int(number): str(name) for number, name in values["labels"].items()},
                 graph=None if graph is None else _graph(graph),
+                num_tiles=_count(values.get("num_tiles", 0)),
+                num_tiled_tokens=_count(values.get("num_tiled_tokens", 0)),
             )
             _check(program)
             step = cls(program, tuple(_texts(values["layer_names"])), _count(values["added_bytes"]))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hf_pyao.hardware.speeds import DeviceModel
-from hf_pyao.planning.planner import Candidate, NoPlanFitsError, Planner
+from hf_pyao.levers import Levers
+from hf_pyao.planning.lever_choice import ChosenLevers, LeverChoice
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
 from hf_pyao.planning.step_problem import Conditions
@@ -63,6 +64,29 @@ class SizedSteps:
         return self._recorded[size]
 
 
+class SizedLevers:
+    """A step as a function of one size, and of its levers.
+
+    Args:
+        make: makes the steps with certain levers.
+    """
+
+    def __init__(self, make: Callable[[Levers], SizedSteps]) -> None:
+        self._make = make
+        self._steps: dict[Levers, SizedSteps] = {}
+
+    def at(self, size: int, levers: Levers) -> StepProgram:
+        """Return the step at *size* with *levers*."""
+        if levers not in self._steps:
+            self._steps[levers] = self._make(levers)
+        return self._steps[levers](size)
+
+    @property
+    def num_recordings(self) -> int:
+        """Steps that were recorded."""
+        return sum(each.num_recordings for each in self._steps.values())
+
+
 def gradients_held(program: StepProgram) -> StepProgram:
     """Return *program* as it runs behind another micro-batch of the same optimizer step.
 
@@ -116,25 +140,21 @@ class SizedPlan:
     peak_bytes: int
     """Where no plan fits, the lowest of all plans."""
     fits: bool
-    planner: Planner | None = None
-    """Who found it, where it was looked for."""
-    candidate: Candidate | None = None
+    chosen: ChosenLevers | None = None
+    """The plan, and with which levers, where it was looked for."""
 
 
-def best_plan(planner: Planner, limit_bytes: float) -> SizedPlan:
+def best_plan(choice: LeverChoice, limit_bytes: float) -> SizedPlan:
     """Return the fastest plan within *limit_bytes*, or else the one with the lowest peak."""
-    fits = True
-    try:
-        found = planner.best(limit_bytes)
-    except NoPlanFitsError:
-        fits, found = False, planner.least()
+    chosen = choice.best(limit_bytes)
+    found = chosen.candidate
+    changes = chosen.levers.described_beside(choice.levers)
     return SizedPlan(
-        plan=found.name,
+        plan=f"{found.name}, {changes}" if changes else found.name,
         step_ms=found.step_ms,
         peak_bytes=found.peak_bytes,
-        fits=fits,
-        planner=planner,
-        candidate=found,
+        fits=chosen.fits,
+        chosen=chosen,
     )
 
 

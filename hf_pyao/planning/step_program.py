@@ -129,6 +129,10 @@ class StepProgram:
     """Names of buffers that have one of their own."""
     graph: LayerGraph | None = None
     """What depends on what in one layer's forward; None at sizes that were not recorded."""
+    num_tiles: int = 0
+    """Tiles that MLPs ran in; 0: they ran whole."""
+    num_tiled_tokens: int = 0
+    """Tokens that were cut into as many tiles."""
 
     @property
     def num_layers(self) -> int:

@@ -84,6 +84,8 @@ class _Stretch:
                 for number, name in self.program.labels.items()
             },
             self._graph(),
+            self.program.num_tiles,
+            self.program.num_tiled_tokens,
         )
 
     def _graph(self) -> LayerGraph | None:

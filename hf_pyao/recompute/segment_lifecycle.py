@@ -105,9 +105,11 @@ class SegmentLifecycle(Lifecycle):
     """Drives an engine with hooks on a model's layers, and has the layers run again in backward.
 
     Args:
-        length: how many consecutive layers make a segment.
+        length: how many consecutive layers make a segment; 0: none do, as in a plain lifecycle.
         is_nested: the tensors of one layer of a segment at a time are there in backward.
         saves_attention: what kernels of attention return is saved too.
+        is_asked_for: the user asked for segments: what cannot go together with them is an error.
+            Else they give way to it.
     """
 
     def __init__(
@@ -116,12 +118,16 @@ class SegmentLifecycle(Lifecycle):
         length: int,
         is_nested: bool = False,
         saves_attention: bool = False,
+        is_asked_for: bool = True,
         **kwargs: Any,
     ) -> None:
         self.length = length
         self.is_nested = is_nested
-        self._saves_attention = saves_attention
+        self.saves_attention = saves_attention
+        self._is_asked_for = is_asked_for
         self._has_seen_attention = False
+        self.refused = ""
+        """Why a layer did not run again, where it should have; empty if none was refused."""
         super().__init__(*args, **kwargs)
         self.filled = FilledSegments()
         self._keeper = EngineKeeper(self.engine)
@@ -129,6 +135,25 @@ class SegmentLifecycle(Lifecycle):
         self._states: weakref.WeakKeyDictionary[nn.Module, LayerState] = weakref.WeakKeyDictionary()
         self._has_looked_for_sharding = False
         self._said: set[str] = set()
+
+    def set_segments(
+        self, length: int, *, is_nested: bool = False, saves_attention: bool = False
+    ) -> None:
+        """Put as many layers into a segment, from the next layer call on.
+
+        Forwards that have begun, and their backward, lose nothing: each call is in a segment, or
+        in none, from its beginning to its backward.
+
+        Args:
+            length: how many consecutive layers; 0: no segments.
+            is_nested: as in the class.
+            saves_attention: as in the class.
+        """
+        self.length = length
+        self.is_nested = is_nested
+        self.saves_attention = saves_attention
+        self._has_looked_for_sharding = False
+        self.engine.enter_always(length > 0)
 
     # ---- moments -------------------------------------------------------------------------------
 
@@ -143,10 +168,16 @@ class SegmentLifecycle(Lifecycle):
 
     def _wrap_checkpointing(self) -> None:
         """Refuse the checkpointing of others, which may be switched on at any time."""
-        for ref in self._may_checkpoint:
-            if getattr(ref(), "gradient_checkpointing", False):
-                what = "gradient checkpointing was switched on after the model was attached"
+        is_on = any(getattr(ref(), "gradient_checkpointing", False) for ref in self._may_checkpoint)
+        if is_on and self.length:
+            what = "gradient checkpointing was switched on after the model was attached"
+            if self._is_asked_for:
                 raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=self.length))
+            self._say_once(f"the layers run again by it no more, since {what}")
+            self.set_segments(0)
+        if not self.length:
+            super()._wrap_checkpointing()
+            return
         if not self._has_looked_for_sharding:
             self._has_looked_for_sharding = True
             self._look_for_sharding()
@@ -177,14 +208,21 @@ class SegmentLifecycle(Lifecycle):
         Raises:
             ConflictError: it runs inside the checkpointing of others.
         """
-        if self._here.is_running_again or not module.training or not torch.is_grad_enabled():
+        if self._here.is_running_again:
+            return None
+        if not self.length:
+            return super().enter(
+                module, args, kwargs, is_checkpointed=is_checkpointed, is_compiling=is_compiling
+            )
+        if not module.training or not torch.is_grad_enabled():
             return None
         layer = self._layers.get(module)
         if layer is None or self._is_removed:
             return None
         reason = reason_to_pass_over()
         if reason is not None:
-            if reason == CHECKPOINTED and torch._C._current_graph_task_id() == -1:
+            is_others = reason == CHECKPOINTED and torch._C._current_graph_task_id() == -1
+            if is_others and self._is_asked_for:
                 what = f"layer {layer.fqn!r} runs in a checkpoint"
                 raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=self.length))
             self.engine.passed_over = reason
@@ -197,6 +235,7 @@ class SegmentLifecycle(Lifecycle):
             )
         refused = _reason_to_refuse(module, args, without_cache, is_compiling)
         if refused is not None:
+            self.refused = refused
             self._say_once(f"layer {layer.fqn!r} does not run again: {refused}")
             super().enter(module, args, kwargs, is_compiling=is_compiling)
             return None
@@ -219,7 +258,7 @@ class SegmentLifecycle(Lifecycle):
                 reason_not_traceable=lambda: RUNS_AGAIN,
             )
             segment = self._segment_for(call, args, kwargs)
-            attention = self._attention_of(layer, args, kwargs) if self._saves_attention else None
+            attention = self._attention_of(layer, args, kwargs) if self.saves_attention else None
             segment.add(call, self._record(segment, module, layer, args, kwargs), attention)
             hook = pack_hook(segment.pack, call)
             self._here.entered = segment

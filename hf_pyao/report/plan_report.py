@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_pyao.errors import PyAOError, nearest, unknown_name
+from hf_pyao.errors import ConfigError, PyAOError, nearest, unknown_name
 from hf_pyao.report.schema import check_version, read_fields, read_json, to_plain, write_json
 from hf_pyao.text import echo
 
@@ -64,6 +64,25 @@ class PlanPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeverSetting:
+    """Settings of what changes the step itself that were looked at, and their best plan."""
+
+    levers: dict[str, Any]
+    """As :attr:`Plan.levers`."""
+    words: str
+    """The same in words."""
+    step_ms: float | None = None
+    """None: it was not recorded; :attr:`note` says why."""
+    peak_bytes: int | None = None
+    """On the device."""
+    host_bytes: int | None = None
+    """Most on the host."""
+    fits: bool = False
+    is_chosen: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What becomes of what the layers of one model save.
 
@@ -92,6 +111,13 @@ class Plan:
     """What it was computed from, and what it is predicted to come to."""
     front: list[PlanPoint] = field(default_factory=list)
     """What else was looked at: plans that need no solver, and the fastest at other peaks."""
+    levers: dict[str, Any] = field(default_factory=dict)
+    """What changes the step itself, by field of the configuration (``checkpoint_every``,
+    ``save_attention``, ``mlp_tiles``, ``head_loss``); what is absent is as configured."""
+    levers_reason: str = ""
+    """Why these, in words."""
+    lever_settings: list[LeverSetting] = field(default_factory=list)
+    """Which were looked at."""
 
     def __post_init__(self) -> None:
         """Check that it does not contradict itself; see the class docstring."""
@@ -100,6 +126,20 @@ class Plan:
                 raise PlanError(f"otherwise is {echo(action)}; expected 'offload' or 'keep'.")
         self._check_slots()
         self._check_order()
+        self._check_levers()
+
+    def _check_levers(self) -> None:
+        """Refuse levers that are unknown, or have a value that the configuration would refuse."""
+        from hf_pyao.config import SETTINGS  # makes all settings, which reading others does not
+        from hf_pyao.levers import Levers
+
+        for name, value in self.levers.items():
+            if name not in Levers.names():
+                raise PlanError(f"the plan's levers: {unknown_name('lever', name, Levers.names())}")
+            try:
+                SETTINGS[name].kind.check(f"{name} in the plan's levers", value)
+            except ConfigError as error:
+                raise PlanError(str(error)) from error
 
     def _check_slots(self) -> None:
         """Refuse unknown actions, codecs and forms of names, and slots that are named twice."""

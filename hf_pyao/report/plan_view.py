@@ -20,6 +20,7 @@ def plan_view(plan: Plan) -> View:
             ["what was looked at", "step, ms", "peak, GB", "leaves, GB", "rebuilt, ms"],
             _front_rows(plan),
         ),
+        Table(["levers that were looked at", *_LEVER_COLUMNS], _lever_rows(plan), 2),
         Table(["figure", "value"], [[name, fact_text(v)] for name, v in plan.figures.items()]),
         Table(["made for", ""], [[name, fact_text(v)] for name, v in plan.model.items()], 2),
     ]
@@ -61,6 +62,8 @@ def _summary(plan: Plan) -> str:
     said = [f"{len(plan.slots)} slots are named; what is not named: {plan.otherwise}."]
     if plan.recomputed_modules:
         said.append(f"Recomputed modules: {', '.join(plan.recomputed_modules)}.")
+    if plan.levers_reason:
+        said.append(f"Levers: {plan.levers_reason.rstrip('.')}.")
     if not plan.model:
         said.append("It holds for any model that has these slots.")
     return " ".join(said)
@@ -76,6 +79,23 @@ def _front_rows(plan: Plan) -> list[list[str]]:
             f"{point.rebuild_ms:,.2f}",
         ]
         for point in plan.front
+    ]
+
+
+_LEVER_COLUMNS = ("note", "step, ms", "peak, GB", "host, GB", "fits")
+
+
+def _lever_rows(plan: Plan) -> list[list[str]]:
+    return [
+        [
+            f"{setting.words} (chosen)" if setting.is_chosen else setting.words,
+            setting.note or ABSENT,
+            ABSENT if setting.step_ms is None else f"{setting.step_ms:,.2f}",
+            ABSENT if setting.peak_bytes is None else f"{setting.peak_bytes / 1e9:.3f}",
+            ABSENT if setting.host_bytes is None else f"{setting.host_bytes / 1e9:.3f}",
+            ABSENT if setting.step_ms is None else ("yes" if setting.fits else "no"),
+        ]
+        for setting in plan.lever_settings
     ]
 
 

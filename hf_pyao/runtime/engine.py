@@ -135,6 +135,11 @@ class OffloadEngine:
         if getattr(getattr(policy, "base", policy), "may_lose", False):
             self.packer.note_shapes()
 
+    def enter_always(self, is_wanted: bool) -> None:
+        """Have layers entered also while the policy keeps everything, from the next forward on."""
+        self._enters_always = is_wanted
+        self.rests = rests(self._policy) and not is_wanted
+
     def set_window(self, window_bytes: int) -> None:
         """Let no more than *window_bytes* be in flight, from the next copy on.
 
@@ -410,7 +415,8 @@ class OffloadEngine:
         self.totals.add(stats)
         if self.observer is not None:
             self.observer.on_micro_batch(stats)
-        if not (stats.offloaded_bytes or stats.recomputed_bytes) and self.policy.name != "off":
+        is_meant = self.policy.name == "off" or rests(self.policy)
+        if not (stats.offloaded_bytes or stats.recomputed_bytes or is_meant):
             self.idle_warnings.nothing_moved(stats)
 
     # ---- what happened -------------------------------------------------------------------------

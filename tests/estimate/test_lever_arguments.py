@@ -146,10 +146,30 @@ def test_a_profile_has_the_step_with_it(tmp_path: Path) -> None:
 def test_a_plan_is_for_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     options = ("--micro-batch", "16", "--sequence-length", "128", "--long-context")
-    assert main(["plan", MODEL, *options, "--save", str(path)]) == 0
+    given = ("--checkpoint-every", "1", "--save-attention")
+    assert main(["plan", MODEL, *options, *given, "--save", str(path)]) == 0
     assert {slot.name for slot in Plan.from_json_file(path).slots} == {INPUT, ATTENTION}
     told = "follow it with: head_loss='chunked', mlp_tiles='auto', checkpoint_every=1, save_a"
     assert told in capsys.readouterr().out
+
+
+def test_what_long_context_implies_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is memory, no layer runs again; the loss and tiles stay as asked for."""
+    path = tmp_path / "plan.json"
+    options = ("--micro-batch", "16", "--sequence-length", "128", "--long-context")
+    assert main(["plan", MODEL, *options, "--save", str(path)]) == 0
+    plan = Plan.from_json_file(path)
+    assert plan.levers == {
+        "head_loss": "chunked",
+        "mlp_tiles": "auto",
+        "checkpoint_every": 0,
+        "save_attention": False,
+    }
+    out = capsys.readouterr().out
+    assert "layers do not run again as a whole" in out and "levers that were looked at" in out
+    assert "follow it with: head_loss='chunked', mlp_tiles='auto'\n" in out
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.thorough)])

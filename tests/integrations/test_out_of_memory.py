@@ -14,8 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao import Offloader, PyAOConfig, attach
+from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.integrations.tightening import OffloadLadder
+from hf_pyao.levers import Levers
 from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage
 from tests.helpers import (
     EVERY_LAYER,
@@ -132,7 +134,8 @@ def test_nothing_is_recomputed_by_itself_in_layers_that_run_again(
     model = tiny_model("gpt2").train()
     config = PyAOConfig(**settings)
     with attach(model, config) as offloader:
-        ladder = OffloadLadder(offloader.engine, config, find_layers(model))
+        switch = LeverSwitch(Levers.of(config))
+        ladder = OffloadLadder(offloader.engine, config, find_layers(model), switch)
         told = list(iter(lambda: ladder.tighter(torch.OutOfMemoryError()), None))
     assert len(told) == num_rungs
     assert sum("is recomputed" in sentence for sentence in told) == num_recomputing

@@ -1,0 +1,60 @@
+"""What of a plan's levers a configuration may follow: what was not given, and tiles where allowed.
+
+A plan is for one step: segments of so many layers, MLPs in so many tiles, a certain loss. What the
+user gave is not changed without a word: a plan that contradicts it is refused. Tiles and the
+chunked loss change the order of sums, so that no plan switches them on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_pyao.config import SETTINGS, PyAOConfig
+from hf_pyao.levers import Levers
+from hf_pyao.report.plan_report import Plan, PlanError
+from hf_pyao.text import echo
+
+
+def levers_of_plan(plan: Plan, config: PyAOConfig) -> Levers:
+    """Return the levers with which *plan* is followed under *config*.
+
+    Raises:
+        PlanError: it needs others than were given; says which, and what to do.
+    """
+    given = Levers.of(config).settings()
+    free = Levers.free_in(config)
+    found = dict(given)
+    for name, value in plan.levers.items():
+        planned = SETTINGS[name].kind.check(name, value)
+        if planned is None or planned == given[name]:
+            continue
+        if name == "head_loss" and "auto" in (planned, given[name]):
+            continue
+        if name not in free:
+            raise _contradicts(name, planned, config)
+        found[name] = planned
+    return Levers(**found)
+
+
+def _contradicts(name: str, planned: Any, config: PyAOConfig) -> PlanError:
+    label, given = config.label(name), Levers.of(config).settings()[name]
+    why = ""
+    if name == "mlp_tiles" and given == "off":
+        why = ", and a plan does not switch tiles on, which change the order of sums"
+        remedy = f"Give {label}='auto' or {planned!r} to follow it"
+    else:
+        remedy = f"Give {label}={planned!r} to follow it"
+    return PlanError(
+        f"the plan was made for {name}={echo(planned)}, and here {label} is {echo(given)}{why}. "
+        f"{remedy}, or make a plan for this configuration (delete the one that is kept)."
+    )
+
+
+def followed_config(config: PyAOConfig, plan: Plan) -> PyAOConfig:
+    """Return *config* with the levers of *plan*; itself if they are the same.
+
+    Raises:
+        PlanError: see :func:`levers_of_plan`.
+    """
+    levers = levers_of_plan(plan, config)
+    return config if levers == Levers.of(config) else levers.in_config(config)

@@ -1,0 +1,332 @@
+"""Policy auto sets segments and tiles: between forwards, bit for bit, and only where it may."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.config import GIB
+from hf_pyao.integrations import lever_recording
+from hf_pyao.integrations.attach import Offloader
+from hf_pyao.integrations.lever_recording import room_for
+from hf_pyao.levers import Levers
+from hf_pyao.planning.lever_choice import LeverChoice
+from hf_pyao.planning.plan import Plan, PlanError
+from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
+from tests.helpers import enable_checkpointing, tiny_model
+from tests.integrations.test_auto_policy import (
+    NUM_MEASURED,
+    assert_same,
+    batch_of,
+    step,
+    transport,
+    warnings_in,
+)
+
+GIVEN: dict[str, Any] = {
+    "policy": "auto",
+    "profile_steps": NUM_MEASURED,
+    "min_bytes": 256,
+    "window": 8192,
+}
+
+LARGE = batch_of(32)
+"""With smaller ones memory peaks outside of the layers."""
+
+
+def config_of(**more: Any) -> PyAOConfig:
+    """Return a configuration that leaves segments open; ``replace`` would not."""
+    return PyAOConfig(**{**GIVEN, **more})
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Have the choice fall on what is put in here, if anything is, whatever it costs."""
+    found: dict[str, Any] = {}
+    best = LeverChoice.best
+
+    def chosen(choice: LeverChoice, limit_bytes: float) -> Any:
+        result = best(choice, limit_bytes)
+        if not found or result.levers.checkpoint_every:
+            return result
+        levers = replace(choice.levers, **found)
+        planner = choice.planner_for(levers)
+        return replace(
+            result, levers=levers, planner=planner, candidate=planner.least(), reason="wanted"
+        )
+
+    monkeypatch.setattr(LeverChoice, "best", chosen)
+    return found
+
+
+def levers_of(offloader: Offloader) -> Levers:
+    return offloader._deciding.switch.levers
+
+
+def lifecycle_of(offloader: Offloader) -> SegmentLifecycle:
+    lifecycle = offloader._lifecycle
+    assert isinstance(lifecycle, SegmentLifecycle)
+    return lifecycle
+
+
+def least_limits(architecture: str) -> tuple[int, int]:
+    """Return the lowest peaks: of plans slot by slot, and where each layer runs again."""
+    model = tiny_model(architecture).train()
+    with attach(model, config_of(device_memory_gib=1e-6), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, LARGE, offloader)
+        maker = offloader.auto._maker  # type: ignore[union-attr]
+        choice = maker._choice
+        assert choice is not None
+        segments = choice.planner_for(Levers(checkpoint_every=1))
+        return choice.configured.least().peak_bytes, segments.least().peak_bytes
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+def test_segments_come_between_two_forwards_and_nothing_changes(
+    architecture: str, every: int, wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With dropout, bit for bit; also as they go again."""
+    wanted.update(checkpoint_every=every)
+    model = tiny_model(architecture, dropout=0.1).train()
+    expected = step(model)
+    with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED):
+            assert_same(step(model, None, offloader), expected)
+            assert levers_of(offloader) == Levers()
+        for _ in range(2):
+            assert_same(step(model, None, offloader), expected)
+        assert levers_of(offloader).checkpoint_every == every
+        lifecycle = lifecycle_of(offloader)
+        assert lifecycle.filled.num_runs > 0
+        plan = offloader.plan
+        assert plan is not None and plan.levers["checkpoint_every"] == every
+        assert {slot.name for slot in plan.slots} == {":0"}
+        assert "computed again" in offloader.describe()
+        num_runs = lifecycle.filled.num_runs
+        offloader._deciding.switch.set(Levers())
+        assert_same(step(model, None, offloader), expected)
+        assert lifecycle.filled.num_runs == num_runs
+    assert_same(step(model), expected)
+
+
+def test_a_forward_that_waits_goes_back_as_it_began() -> None:
+    """Segments are switched, and tiles, between a forward and its backward."""
+    model = tiny_model("llama").train()
+    batch = batch_of(64)
+    settings = config_of(policy="all", mlp_tiles=4, checkpoint_every=1)
+    expected = []
+    for first, second in ((4, 4), (4, 8), (8, 4)):
+        model.zero_grad()
+        with attach(model, settings) as offloader:
+            switch = offloader._deciding.switch
+            losses = []
+            for tiles in (first, second):
+                switch.set(Levers(mlp_tiles=tiles, checkpoint_every=1 if tiles == 4 else 2))
+                losses.append(model(**batch, use_cache=False).loss)
+            for loss in losses:
+                loss.backward()
+        expected.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    alike, *others = expected
+    for found in others:
+        for a, b in zip(found, alike, strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)  # tiles change the order of sums
+
+
+def test_a_cap_below_the_least_of_slot_by_slot_plans_is_met_by_segments() -> None:
+    plain, segments = least_limits("llama")
+    assert segments < plain
+    model = tiny_model("llama").train()
+    expected = step(model, LARGE)
+    config = config_of(device_memory_gib=(segments + 0.5) / GIB)
+    with attach(model, config, transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 2):
+            assert_same(step(model, LARGE, offloader), expected)
+        plan = offloader.plan
+        assert plan is not None
+        assert plan.levers["checkpoint_every"] == 1
+        assert plan.figures["peak_bytes"] <= segments + 1
+        assert "the fastest that fits" in plan.levers_reason
+        assert {setting.is_chosen for setting in plan.lever_settings} == {True, False}
+
+
+def test_what_was_given_stays(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama").train()
+    config = config_of(device_memory_gib=1e-6, checkpoint_every=0)
+    with attach(model, config, transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+        plan = offloader.plan
+        assert plan is not None
+        assert plan.levers["checkpoint_every"] == 0 and not plan.lever_settings
+        assert plan.levers_reason.endswith("checkpoint_every is 0")
+        assert not isinstance(offloader._lifecycle, SegmentLifecycle)
+
+
+def test_others_checkpointing_leaves_no_room_and_takes_it_back(
+    wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama").train()
+    room = room_for(config_of(), model)
+    assert room.segments
+    wanted.update(checkpoint_every=1)
+    with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+        assert lifecycle_of(offloader).length == 1
+        expected = step(model, None, offloader)
+        enable_checkpointing(model, use_reentrant=False)
+        assert not room_for(config_of(), model).segments
+        assert "checkpointed already" in room_for(config_of(), model).why_no_segments
+        assert_same(step(model, None, offloader), expected)
+        assert lifecycle_of(offloader).length == 0
+    assert any("run again by it no more" in line for line in warnings_in(caplog))
+
+
+def test_layers_that_refuse_are_trained_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = lever_recording.record_fake_step
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["levers"].checkpoint_every:
+            raise ValueError("this layer counts its calls")
+        return record(*args, **kwargs)
+
+    monkeypatch.setattr(lever_recording, "record_fake_step", refuse)
+    model = tiny_model("llama").train()
+    expected = step(model)
+    with attach(model, config_of(device_memory_gib=1e-6), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            assert_same(step(model, None, offloader), expected)
+        plan = offloader.plan
+        assert plan is not None and plan.levers["checkpoint_every"] == 0
+        notes = {setting.note for setting in plan.lever_settings if setting.step_ms is None}
+        assert notes and all("counts its calls" in note for note in notes)
+
+
+def test_running_out_of_memory_may_bring_segments() -> None:
+    plain, _ = least_limits("llama")
+    model = tiny_model("llama").train()
+    expected = step(model, LARGE)
+    config = config_of(device_memory_gib=(plain + 1) / GIB)
+    with attach(model, config, transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, LARGE, offloader)
+        auto = offloader.auto
+        assert auto is not None
+        assert levers_of(offloader).checkpoint_every == 0
+        peaks = [offloader.plan.figures["peak_bytes"]]  # type: ignore[union-attr]
+        while (sentence := auto.tighter(torch.OutOfMemoryError("out"))) is not None:
+            assert_same(step(model, LARGE, offloader), expected)
+            peaks.append(offloader.plan.figures["peak_bytes"])  # type: ignore[union-attr]
+            assert len(peaks) < 20
+            last = sentence
+        assert "run again" in last
+        assert levers_of(offloader).checkpoint_every
+        assert peaks == sorted(peaks, reverse=True) and peaks[-1] < plain
+        ladder = offloader._deciding.tightening
+        error = torch.OutOfMemoryError("out")
+        assert "compute waits for every copy" in str(ladder.tighter(error))
+        assert_same(step(model, LARGE, offloader), expected)
+
+
+@pytest.mark.thorough
+def test_a_kept_plan_sets_its_levers_and_is_made_anew_where_it_may_not(
+    tmp_path: Path, wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "plan.json"
+    wanted.update(checkpoint_every=2)
+    model = tiny_model("llama").train()
+    expected = step(model)
+    config = config_of(device_memory_gib=1e-5, plan=str(path))
+    with attach(model, config, transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+    assert json.loads(path.read_text())["levers"]["checkpoint_every"] == 2
+    with attach(model, config, transport=transport()) as offloader:
+        assert offloader.profile_writer is None
+        assert lifecycle_of(offloader).length == 2
+        assert_same(step(model, None, offloader), expected)
+        assert lifecycle_of(offloader).filled.num_runs > 0
+    # As a plan of its own, and where something else was given.
+    followed = PyAOConfig(policy="plan", plan=str(path), min_bytes=256, window=8192)
+    with attach(model, followed, transport=transport()) as offloader:
+        assert offloader.config == followed
+        assert lifecycle_of(offloader).length == 2
+        assert_same(step(model, None, offloader), expected)
+        assert attach(model, followed) is offloader
+    with pytest.raises(PlanError, match="Give checkpoint_every=2"):
+        attach(model, PyAOConfig(policy="plan", plan=str(path), checkpoint_every=0))
+    wanted.clear()
+    caplog.clear()
+    given = config_of(device_memory_gib=1e-5, plan=str(path), checkpoint_every=0)
+    with attach(model, given, transport=transport()) as offloader:
+        assert offloader.plan is None
+        for _ in range(NUM_MEASURED + 1):
+            assert_same(step(model, None, offloader), expected)
+        assert offloader.plan is not None
+    assert sum("is made anew" in line for line in warnings_in(caplog)) == 1
+    assert json.loads(path.read_text())["levers"]["checkpoint_every"] == 0
+
+
+@pytest.mark.thorough
+def test_a_plan_in_a_checkpoint_is_followed_with_its_levers(
+    tmp_path: Path, wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted.update(checkpoint_every=1)
+    model = tiny_model("llama").train()
+    config = config_of(device_memory_gib=1e-5)
+    with attach(model, config, transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+        assert offloader.auto is not None
+        offloader.auto.save(tmp_path / "plan.json")
+    expected = step(model)
+    with attach(model, config, transport=transport()) as offloader:
+        assert offloader.auto is not None
+        offloader.auto.resume(tmp_path / "plan.json")
+        assert lifecycle_of(offloader).length == 1
+        assert_same(step(model, None, offloader), expected)
+    caplog.clear()
+    given = config_of(device_memory_gib=1e-5, checkpoint_every=0)
+    with attach(model, given, transport=transport()) as offloader:
+        assert offloader.auto is not None
+        offloader.auto.resume(tmp_path / "plan.json")
+        assert offloader.plan is None and offloader.auto.profiles
+    assert sum("in the checkpoint is not followed" in line for line in warnings_in(caplog)) == 1
+
+
+@pytest.mark.thorough
+def test_tiles_are_changed_only_where_they_were_allowed(wanted: dict[str, Any]) -> None:
+    """The number of tiles is that of the plan; without permission a plan with tiles is refused."""
+    wanted.update(mlp_tiles=4)
+    batch = batch_of(64)
+    model = tiny_model("llama").train()
+    with attach(model, PyAOConfig(policy="off", mlp_tiles=4)):
+        expected = step(model, batch)
+    config = config_of(device_memory_gib=1e-5, mlp_tiles="auto", checkpoint_every=0)
+    with attach(model, config, transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, batch, offloader)
+        assert offloader.mlp_tiles is not None and offloader.mlp_tiles.tiles == 4
+        assert_same(step(model, batch, offloader), expected)
+        assert offloader.mlp_tiles.last_plan is not None
+        assert offloader.mlp_tiles.last_plan.num_tiles == 4
+        plan = offloader.plan
+    assert plan is not None
+    assert not [name for name in vars(model) if name.startswith("_pyao_")]
+    for module in model.modules():
+        assert not [name for name in vars(module) if name.startswith("_pyao_")]
+    with attach(model, config_of(device_memory_gib=1.0, checkpoint_every=0)) as offloader:
+        assert offloader.auto is not None
+        with pytest.raises(PlanError, match="does not switch tiles on"):
+            offloader.auto.follow(Plan.from_dict(plan.to_dict()), "a plan")
