@@ -32,7 +32,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from hf_pyao.planning.planner import CHECKPOINT, KEEP_ALL, LAYER_INPUTS, OFFLOAD_ALL
-from judged_steps import SIZES, by_engine, link_of, planner_of, replayed
+from judged_steps import SIZES, by_engine, choice_of, link_of, planner_of, replayed
 from judged_targets import SolverTime, Target, solver_time, targets
 from result_file import write_result
 
@@ -71,6 +71,11 @@ class GridPoint:
     by_engine_ms: float | None = None
     """Recorded with the engine, and replayed; None where that was not done."""
     by_engine_peak_bytes: int | None = None
+    levers: str = ""
+    """What of the step itself was chosen besides; empty: it is as configured."""
+    as_configured_ms: float | None = None
+    """Replayed: the best plan for the step as configured; None where segments were not looked at,
+    or no such plan fits."""
 
     @property
     def gap(self) -> float:
@@ -113,7 +118,11 @@ def grid_point(
     simple = planner.simple()
     peaks = [each.peak_bytes for each in simple.values()]
     limit = min(peaks) + share * (max(peaks) - min(peaks))
-    chosen = planner.best(limit)
+    found = choice_of(planner, model, micro_batch, length, card).best(limit)
+    configured = found.looked_at[0]
+    assert configured.candidate is not None
+    chosen, levers = found.candidate, found.levers.describe()
+    is_by_engine = is_by_engine and not levers
     fitting = {
         name: replayed(simple[name], link).step_ms
         for name in (KEEP_ALL, CHECKPOINT, LAYER_INPUTS, OFFLOAD_ALL)
@@ -138,6 +147,8 @@ def grid_point(
         kept_ms=simple[KEEP_ALL].step_ms,
         by_engine_ms=None if engine is None else engine.step_ms,
         by_engine_peak_bytes=None if engine is None else engine.peak_bytes,
+        levers=levers,
+        as_configured_ms=replayed(configured.candidate, link).step_ms if configured.fits else None,
     )
 
 
@@ -181,6 +192,14 @@ def show(points: Sequence[GridPoint], reached: Sequence[Target], solver: SolverT
         f"{len(points)} points: against the best simpler way that fits, the chosen plan is "
         f"{100 * statistics.median(gaps):+.1f} % in the median, {100 * min(gaps):+.1f} % at best "
         f"and {100 * max(gaps):+.2f} % at worst."
+    )
+    changed = [point for point in points if point.levers]
+    slower = [
+        p.chosen_ms / p.as_configured_ms - 1 for p in points if p.as_configured_ms is not None
+    ]
+    print(
+        f"levers: layers run again as a whole in {len(changed)} of them; against the best plan for "
+        f"the step as configured {100 * max(slower, default=0.0):+.2f} % at worst."
     )
     print("worst points:")
     for point in sorted(points, key=lambda point: -point.gap)[:5]:

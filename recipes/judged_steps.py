@@ -12,7 +12,9 @@ from hf_pyao.estimate.replayed_step import replay_step
 from hf_pyao.estimate.simulated_step import SimulatedStep
 from hf_pyao.hardware.presets import find_hardware
 from hf_pyao.hardware.speeds import GIB, LinkModel
+from hf_pyao.levers import NO_LEVERS, Levers, or_refuse
 from hf_pyao.planning.auto_plan import plan_of
+from hf_pyao.planning.lever_choice import LeverChoice, LeverRoom
 from hf_pyao.planning.planner import Candidate, Planner
 from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.step_problem import Conditions
@@ -48,6 +50,34 @@ def planner_of(
     program = program_of(model, micro_batch, length)
     conditions = Conditions(link=link, window_bytes=WINDOW_BYTES, gradient_bytes=gradient_bytes)
     return Planner(program, operation_times_ms(program, find_hardware(card).device), conditions)
+
+
+def choice_of(
+    planner: Planner, model: str, micro_batch: int, length: int, card: str
+) -> LeverChoice:
+    """Return what chooses among segments for the step of *planner*."""
+    conditions, device = planner.conditions, find_hardware(card).device
+
+    def planner_with(levers: Levers) -> Planner:
+        program = program_with(model, micro_batch, length, levers)
+        kept = levers.kept_layers(program.num_layers, conditions.keep_last_layers)
+        return Planner(
+            program,
+            operation_times_ms(program, device),
+            dataclasses.replace(conditions, keep_last_layers=kept),
+        )
+
+    room = LeverRoom(segments=True, nested=True, attention=True)
+    return LeverChoice(NO_LEVERS, planner, planner_with, room)
+
+
+@cache
+def program_with(model: str, micro_batch: int, length: int, levers: Levers) -> StepProgram:
+    """Return the recorded step of a model with *levers*."""
+    training = training_of(model)
+    return or_refuse(
+        lambda: record_step(training, micro_batch, length, levers=levers, must_run_again=True)
+    )
 
 
 def replayed(candidate: Candidate, link: LinkModel, gradient_bytes: int = 0) -> SimulatedStep:

@@ -134,7 +134,7 @@ def test_nothing_is_recomputed_by_itself_in_layers_that_run_again(
     model = tiny_model("gpt2").train()
     config = PyAOConfig(**settings)
     with attach(model, config) as offloader:
-        switch = LeverSwitch(Levers())
+        switch = LeverSwitch(Levers.of(config))
         ladder = OffloadLadder(offloader.engine, config, find_layers(model), switch)
         told = list(iter(lambda: ladder.tighter(torch.OutOfMemoryError()), None))
     assert len(told) == num_rungs

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pyao import (
     OutOfDeviceMemoryError,
+    PyAOConfig,
     PyAOPlugin,
     PyAOTrainer,
     PyAOTrainerMixin,
@@ -72,6 +73,7 @@ def run_trainer(
     folder: Path,
     faults: MemoryFaults,
     cls: type[TrainingArguments] = TrainingArguments,
+    config: PyAOConfig = EVERYTHING,
     **more: Any,
 ) -> Ours:
     args = cls(
@@ -92,7 +94,7 @@ def run_trainer(
         }
     )
     model = tiny_model("gpt2", dropout=0.1)
-    extra = {} if cls is not TrainingArguments else {"pyao_config": EVERYTHING}
+    extra = {} if cls is not TrainingArguments else {"pyao_config": config}
     trainer = Ours(model=model, args=args, train_dataset=examples(), **extra)
     trainer.faults, trainer.seen = faults, []
     trainer.train()

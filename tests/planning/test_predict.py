@@ -101,6 +101,8 @@ class Case:
     def first_kept(self, program: StepProgram) -> int:
         """Return the first layer whose tensors are kept."""
         first = program.num_layers - self.keep_last_layers
+        if not self.keep_last_layers:
+            return first
         return first - first % (self.checkpoint_every or 1)
 
     def predicted(self, hardware: Hardware | None) -> Prediction:
