@@ -242,14 +242,14 @@ class _Search:
             each
             for each in self._found
             if 0 < each.checkpoint_every < levers.checkpoint_every
-            and dataclasses.replace(each, checkpoint_every=levers.checkpoint_every) == levers
+            and _is_alike(each, levers)
             and self._choice.recorded(each) is not None
         ]
         return max(found, key=lambda each: each.checkpoint_every, default=None)
 
     def _saves_no_time(self, levers: Levers) -> bool:
         """Say whether running attention again costs next to nothing, by segments of one layer."""
-        saved = dataclasses.replace(levers, checkpoint_every=1)
+        saved = dataclasses.replace(levers, checkpoint_every=1, checkpoint_nested=False)
         both = [
             self._choice.recorded(each)
             for each in (saved, dataclasses.replace(saved, save_attention=False))
