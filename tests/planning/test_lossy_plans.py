@@ -149,7 +149,8 @@ def test_the_engine_takes_the_time_and_the_memory_that_a_lossy_plan_predicts(
         step = judged(training, hardware, planner, chosen, tmp_path / "plan.json")
         assert step.peak_bytes == chosen.timed.peak_bytes <= chosen.peak_bytes
         assert step.step_ms == pytest.approx(chosen.step_ms, rel=0.01)
-    assert "int8" in found[2].codecs  # type: ignore[union-attr]
+    if gib_per_s < 8.0:
+        assert "int8" in found[2].codecs  # type: ignore[union-attr]
 
 
 @pytest.mark.thorough
