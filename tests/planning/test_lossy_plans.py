@@ -128,11 +128,8 @@ def test_a_slow_link_makes_losing_worth_it() -> None:
     assert found[True].step_ms * LOSSY_GAIN < found[False].step_ms
 
 
-@pytest.mark.parametrize(
-    ("model", "gib_per_s", "copy_engines", "share"),
-    [pytest.param(*CASES[0], id="short")]
-    + [pytest.param(*case, marks=pytest.mark.thorough) for case in CASES[1:]],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "gib_per_s", "copy_engines", "share"), CASES)
 def test_the_engine_takes_the_time_and_the_memory_that_a_lossy_plan_predicts(
     model: str, gib_per_s: float, copy_engines: int, share: float, tmp_path: Path
 ) -> None:
