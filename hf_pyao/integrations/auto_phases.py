@@ -3,6 +3,9 @@
 What is saved follows what is trained, and so do times. Where that changes, everything is offloaded
 again, the next micro-batches are measured, and a plan is made for them; where the same parameters
 were trained before, their plan is followed again.
+
+Where it changes from one micro-batch to the next, as with adapters that take turns, there would
+never be a plan: what has not lasted is let pass, until it has.
 """
 
 from __future__ import annotations
@@ -46,13 +49,19 @@ class Phases:
 
     Args:
         new: makes a phase in which nothing is planned yet.
+        patience: forwards over which the same parameters must be trained for it to have lasted.
     """
 
-    def __init__(self, new: Callable[[], Phase]) -> None:
+    def __init__(self, new: Callable[[], Phase], patience: int) -> None:
         self._new = new
+        self._patience = patience
+        self._num_forwards = 0
+        """Since others are trained than before, or since measuring began."""
         self._trained: weakref.ref[TrainedParameters] | None = None
         self._known: dict[bytes, Phase] = {}
         self._first = b""
+        self._flags = b""
+        """Of the phase that runs."""
         self._num_rounds_left = MOST_ROUNDS
         self.now = new()
         """The phase that runs."""
@@ -67,7 +76,21 @@ class Phases:
         trained = TrainedParameters(model)
         watch.hold(trained)
         self._trained = weakref.ref(trained)
-        self._first = trained.flags
+        self._first = self._flags = trained.flags
+        self._num_forwards = 1
+        self._known[trained.flags] = self.now
+        self.now.maker.marks[TRAINED] = trained.mark
+
+    def planned(self) -> None:
+        """Take note that a plan is made, for what is trained now."""
+        trained = None if self._trained is None else self._trained()
+        if trained is None:
+            return
+        if self._known.get(self._flags) is self.now:
+            del self._known[self._flags]
+            if self._first == self._flags:
+                self._first = trained.flags
+        self._flags = trained.flags
         self._known[trained.flags] = self.now
         self.now.maker.marks[TRAINED] = trained.mark
 
@@ -76,13 +99,22 @@ class Phases:
         """True while the parameters are trained that were when the run began."""
         return self._known.get(self._first, self.now) is self.now
 
-    def are_others_trained(self) -> bool:
-        """Say whether other parameters are trained than in this phase.
+    def is_over(self) -> bool:
+        """Say whether other parameters are trained than in this phase; before each forward.
 
-        A quick look: see :class:`TrainedParameters`.
+        At once if this phase has lasted, and else when the others have. A quick look: see
+        :class:`TrainedParameters`.
         """
         trained = None if self._trained is None else self._trained()
-        return trained is not None and trained.have_changed()
+        if trained is None:
+            return False
+        has_lasted = self._num_forwards >= self._patience
+        self._num_forwards += 1
+        if trained.have_changed():
+            trained.look_again()
+            self._num_forwards = 1
+            return has_lasted and trained.flags != self._flags
+        return self._num_forwards == self._patience and trained.flags != self._flags
 
     def are_of(self, plan: Plan) -> bool:
         """Say whether *plan* is for the parameters that are trained, as far as it tells."""
@@ -94,7 +126,8 @@ class Phases:
         trained = None if self._trained is None else self._trained()
         if trained is None:
             return
-        trained.look_again()
+        self._flags = trained.flags
+        self._num_forwards = 1
         known = self._known.get(trained.flags)
         self.now = self._new() if known is None else known
         self.now.maker.marks[TRAINED] = trained.mark

@@ -100,7 +100,8 @@ class AutoPolicy:
             lambda: Phase(
                 PlanMaker(device, config, request, identity, parameters),
                 Comparison(device, config.profile_steps),
-            )
+            ),
+            patience=2 * config.profile_steps,
         )
         self._num_elements = 0
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
@@ -199,6 +200,7 @@ class AutoPolicy:
             self.say(self.summary)
             self._tell(None)
             return
+        self._phases.planned()
         try:
             self._adopt(
                 *self._maker.plan(profile, self._num_elements, self._recorder(), self._room())
@@ -313,7 +315,7 @@ class AutoPolicy:
             self._phases.now.plan = self.plan
             if self.plan is not None and not self._phases.are_of(self.plan):
                 self._measure_anew()
-        elif self._phases.are_others_trained():
+        elif self._phases.is_over():
             self._comparison.stop()
             self._phases.go_over()
             self.cancel_profile()

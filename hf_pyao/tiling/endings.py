@@ -19,9 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 _LINEAR: tuple[Any, ...] = (F.linear, torch.addmm)
 
-_SHAPE: Any = Tensor.shape
+_FACTS: tuple[Any, ...] = (
+    *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.layout, Tensor.ndim, Tensor.requires_grad),
+    *(Tensor.grad_fn, Tensor.is_cuda, Tensor.is_cpu, Tensor.is_meta, Tensor.is_leaf),
+)
 _VALUE_FREE: frozenset[Any] = frozenset(
-    {Tensor.view, Tensor.reshape, Tensor.size, Tensor.dim, _SHAPE.__get__, F.dropout}
+    {Tensor.view, Tensor.reshape, Tensor.size, Tensor.dim, F.dropout}
+    | {fact.__get__ for fact in _FACTS}
 )
 """Functions whose gradient needs no values of what they are given, and which look at none."""
 

@@ -66,13 +66,14 @@ def run(model: nn.Module, offloader: Offloader, number: int = 1) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.thorough
 def test_thawed_layers_are_planned_for_and_their_plan_comes_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="hf_pyao")
     model = llama(num_frozen=1)
     with attached(model) as offloader:
-        run(model, offloader, NUM_MEASURED + 1)
+        run(model, offloader, 2 * NUM_MEASURED)
         frozen = offloader.plan
         assert frozen is not None
         freeze(model, 0)
@@ -86,6 +87,7 @@ def test_thawed_layers_are_planned_for_and_their_plan_comes_back(
         peak = "peak_bytes/keep everything"
         assert thawed.figures[peak] > frozen.figures[peak]
         assert thawed.figures["peak_bytes"] <= TIGHT.device_memory_gib * GIB
+        run(model, offloader, NUM_MEASURED)
         num_packs = offloader.engine.num_packs
         freeze(model, 1)
         run(model, offloader)
@@ -135,10 +137,33 @@ def test_layers_that_are_thawed_while_it_measures_are_measured() -> None:
     with attached(model) as offloader:
         run(model, offloader, NUM_MEASURED - 1)
         freeze(model, 0)
-        run(model, offloader, NUM_MEASURED)
+        run(model, offloader)
         assert offloader.plan is None
-        run(model, offloader, 2)
+        run(model, offloader)
+        plan = offloader.plan
+        assert plan is not None
+        run(model, offloader, 3 * NUM_MEASURED)
         assert offloader.plan is not None
+        assert offloader.plan.figures[TRAINED] == plan.figures[TRAINED]
+
+
+@pytest.mark.thorough
+def test_what_takes_turns_is_let_pass_until_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hf_pyao")
+    model = llama(num_frozen=1)
+    with attached(model) as offloader:
+        for number in range(12):
+            freeze(model, number % 2)
+            run(model, offloader)
+            assert (offloader.plan is None) == (number < NUM_MEASURED)
+        lines = [record.getMessage() for record in caplog.records]
+        assert not any("measures anew" in line for line in lines)
+        for num_frozen in (0, 1):  # one of them is not what the plan is for
+            freeze(model, num_frozen)
+            run(model, offloader, 4 * NUM_MEASURED)
+        assert offloader.plan is not None
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("measures anew" in line for line in lines) == 1
 
 
 @pytest.mark.thorough
@@ -148,8 +173,9 @@ def test_what_changes_all_the_time_is_offloaded_and_said_once(
     monkeypatch.setattr(auto_phases, "MOST_ROUNDS", 4)
     model = llama(num_frozen=0)
     with attached(model) as offloader:
-        for number in range(8):
-            freeze(model, number % 3)
+        monkeypatch.setattr(offloader.auto._phases, "_patience", 1)  # type: ignore[union-attr]
+        for number in range(9):
+            freeze(model, (0, 1, 2)[number % 3])
             run(model, offloader)
         assert offloader.plan is None
         assert offloader.metrics()["offloaded_bytes"] > 0
@@ -179,7 +205,7 @@ def test_the_kept_plan_stays_that_of_the_runs_beginning(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     model = llama(num_frozen=1)
     with attached(model, replace(TIGHT, plan=str(path))) as offloader:
-        run(model, offloader, NUM_MEASURED + 1)
+        run(model, offloader, 2 * NUM_MEASURED)
         kept = path.read_text()
         freeze(model, 0)
         run(model, offloader, NUM_MEASURED + 2)

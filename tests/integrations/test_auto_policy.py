@@ -153,47 +153,6 @@ def test_of_layers_that_run_again_their_inputs_alone_are_planned() -> None:
         assert moved["offloaded_bytes"] > 0 and moved["recomputed_bytes"] == 0
 
 
-@pytest.mark.thorough
-def test_with_every_lever_together_it_plans_reports_and_resumes(tmp_path: Path) -> None:
-    levers = {"long_context": True, "checkpoint_every": 2, "mlp_tiles": 2}
-    batch = batch_of(16)
-    model = tiny_model("llama", num_hidden_layers=7).train()
-    with attach(model, PyAOConfig(policy="off", mlp_tiles=2, head_loss="chunked")):
-        expected = step(model, batch)
-    report = tmp_path / "report.json"
-    config = replace(AUTO, **levers, report=str(report), device_memory_gib=1.0)
-    with attached(model, config) as offloader:
-        for _ in range(NUM_MEASURED + 1):
-            step(model, batch, offloader)
-        assert offloader.plan is not None
-        figures = offloader.plan.figures
-    least = min(value for name, value in figures.items() if name.startswith("peak_bytes/"))
-    config = replace(config, device_memory_gib=least / GIB)
-    with attached(model, config) as offloader:
-        for _ in range(2 * NUM_MEASURED + 4):
-            assert_same(step(model, batch, offloader), expected)
-        plan, auto = offloader.plan, offloader.auto
-        assert plan is not None and auto is not None
-        assert "offload" in {slot.action for slot in plan.slots}
-        assert not {slot.action for slot in plan.slots} - {"keep", "offload"}
-        assert plan.figures["peak_bytes"] <= least
-        moved = offloader.metrics()
-        assert moved["offloaded_bytes"] > 0 and moved["recomputed_bytes"] == 0
-        auto.save(tmp_path / PLAN_FILE)
-    reported = json.loads(report.read_text())["extra"]["plan"]
-    assert reported["slots"] == plan.to_dict()["slots"]
-    for name in ("layers_ms", "compute_ms", "stall_ms"):
-        assert reported["figures"][f"measured_{name}"] == pytest.approx(
-            reported["figures"][f"predicted_{name}"], rel=0.2, abs=0.2
-        )
-    with attached(model, config) as offloader:
-        assert offloader.auto is not None
-        offloader.auto.resume(tmp_path / PLAN_FILE)
-        assert_same(step(model, batch, offloader), expected)
-        assert offloader.plan is not None
-        assert offloader.plan.slots == plan.slots
-
-
 def test_where_everything_fits_no_hook_runs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hf_pyao")
     model = tiny_model("gpt2").train()
