@@ -82,10 +82,14 @@ class Phases:
         self.now.maker.marks[TRAINED] = trained.mark
 
     def planned(self) -> None:
-        """Take note that a plan is made, for what is trained now."""
+        """Take note that a plan is made, for what is trained in the forward that begins.
+
+        That may be other than in the last one: the step is recorded as the model is now.
+        """
         trained = None if self._trained is None else self._trained()
         if trained is None:
             return
+        trained.look_again()
         if self._known.get(self._flags) is self.now:
             del self._known[self._flags]
             if self._first == self._flags:

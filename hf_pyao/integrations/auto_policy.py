@@ -192,8 +192,6 @@ class AutoPolicy:
         if own_rank() != 0:  # the first process plans
             self._ear = self._ear or RankExchange("plan")
             return
-        if self._phases.are_others_trained():
-            return  # the step would be theirs; what follows before this forward measures anew
         if profile is None or profile.program is None:
             why = "nothing was measured" if profile is None else profile.why_no_program
             self._follower.go_on_without(why)
