@@ -127,6 +127,21 @@ def choice_of(table: Mapping[Levers, Plans], room: LeverRoom = FREE) -> tuple[Le
     return choice, recorded
 
 
+def test_nested_segments_are_bounded_by_those_of_one_layer() -> None:
+    """They take no less compute: where one layer costs nothing beyond it, they are not recorded."""
+    by_one = [(130.0, 300, 0), (130.0, 100, 50)]
+    table = {
+        Levers(): Plans([(100.0, 900, 0), (110.0, 700, 50)], math.inf, program()),
+        Levers(checkpoint_every=1): Plans(by_one, math.inf, program()),
+    }
+    choice, recorded = choice_of(table, LeverRoom(segments=True, nested=True))
+    chosen = choice.best(500)
+    assert recorded == [Levers(checkpoint_every=1)]
+    assert chosen.levers == Levers(checkpoint_every=1)
+    notes = {each.note for each in chosen.looked_at if each.levers.checkpoint_nested}
+    assert notes == {"takes 130 ms or more"}
+
+
 def test_it_is_the_fastest_that_fits_of_all_settings() -> None:
     """Against trying all: within what a gain must be, and what is good enough."""
     rng = random.Random(0)
