@@ -165,6 +165,7 @@ def test_what_long_context_implies_is_chosen(
         "head_loss": "chunked",
         "mlp_tiles": "auto",
         "checkpoint_every": 0,
+        "checkpoint_nested": False,
         "save_attention": False,
     }
     out = capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
@@ -189,6 +190,26 @@ def test_others_checkpointing_leaves_no_room_and_takes_it_back(
         assert_same(step(model, None, offloader), expected)
         assert lifecycle_of(offloader).length == 0
     assert any("run again by it no more" in line for line in warnings_in(caplog))
+
+
+def test_layers_that_no_one_checkpoints_do_not_run_again_by_themselves() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    room = room_for(PyAOConfig(layers=("0", "1", "2")), model)
+    assert not room.segments
+    assert "not known to be made for checkpointing" in room.why_no_segments
+
+
+def test_a_hook_of_a_user_is_not_called_twice_without_being_asked() -> None:
+    model = tiny_model("llama").train()
+    assert room_for(config_of(), model).segments
+    handle = model.get_decoder().layers[1].mlp.register_forward_hook(lambda *_: None)
+    assert "would be called twice" in room_for(config_of(), model).why_no_segments
+    with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+        assert lifecycle_of(offloader).length == 0
+        handle.remove()
+        assert room_for(config_of(), model).segments  # hooks of ours are none of a user's
 
 
 def test_layers_that_refuse_are_trained_without(
