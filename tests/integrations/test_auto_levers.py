@@ -89,6 +89,7 @@ def least_limits(architecture: str) -> tuple[int, int]:
         return choice.configured.least().peak_bytes, segments.least().peak_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
@@ -142,6 +143,7 @@ def test_a_forward_that_waits_goes_back_as_it_began() -> None:
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)  # tiles change the order of sums
 
 
+@pytest.mark.thorough
 def test_a_cap_below_the_least_of_slot_by_slot_plans_is_met_by_segments() -> None:
     plain, segments = least_limits("llama")
     assert segments < plain
@@ -172,6 +174,7 @@ def test_what_was_given_stays(caplog: pytest.LogCaptureFixture) -> None:
         assert not isinstance(offloader._lifecycle, SegmentLifecycle)
 
 
+@pytest.mark.thorough
 def test_others_checkpointing_leaves_no_room_and_takes_it_back(
     wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,6 +215,7 @@ def test_a_hook_of_a_user_is_not_called_twice_without_being_asked() -> None:
         assert room_for(config_of(), model).segments  # hooks of ours are none of a user's
 
 
+@pytest.mark.thorough
 def test_layers_that_refuse_are_trained_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,6 +238,7 @@ def test_layers_that_refuse_are_trained_without(
         assert notes and all("counts its calls" in note for note in notes)
 
 
+@pytest.mark.thorough
 def test_running_out_of_memory_may_bring_segments() -> None:
     plain, _ = least_limits("llama")
     model = tiny_model("llama").train()
