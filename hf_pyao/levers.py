@@ -106,6 +106,13 @@ class Levers:
         """True if steps at other sizes follow from a few: chunks and tiles are whole numbers."""
         return self.head_loss == "off" and self.mlp_tiles == "off"
 
+    @property
+    def less_memory(self) -> str:
+        """What would take less of the device, besides plans, in words."""
+        unused = {"head_loss='chunked'": self.head_loss, "mlp_tiles='auto'": self.mlp_tiles}
+        levers = [words for words, value in unused.items() if value == "off"]
+        return ", ".join([*levers, "a smaller micro-batch, shorter sequences"])
+
     def described_beside(self, other: Levers) -> str:
         """Return in words what of them differs from *other*; empty if nothing does."""
         parts = []

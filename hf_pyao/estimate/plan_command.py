@@ -187,7 +187,10 @@ def _plan(args: argparse.Namespace) -> Plan:
         )
         chosen = choice.best(limit_bytes)
     if not chosen.fits:
-        raise NoPlanFitsError(chosen.error, chosen.candidate.peak_bytes)
+        raise NoPlanFitsError(
+            f"{chosen.error} What would help: {chosen.levers.less_memory}.",
+            chosen.candidate.peak_bytes,
+        )
     return plan_of_choice(
         chosen,
         limit_bytes=limit_bytes,

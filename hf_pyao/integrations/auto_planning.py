@@ -273,9 +273,9 @@ class PlanMaker:
         found = self._choice.best(self._limit_bytes)
         if not found.fits:
             logger.warning(
-                "policy 'auto': %s It is taken all the same. What would help: "
-                "head_loss='chunked', a smaller micro-batch, shorter sequences.",
+                "policy 'auto': %s It is taken all the same. What would help: %s.",
                 found.error,
+                found.levers.less_memory,
             )
         return self._document(found)
 

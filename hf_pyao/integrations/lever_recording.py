@@ -11,13 +11,16 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConflictError
 from hf_pyao.integrations.conflicts import check_other_checkpointing
 from hf_pyao.integrations.model_copy import CopiedStep
+from hf_pyao.integrations.module_map import find_layers, is_made_to_run_again
 from hf_pyao.integrations.quiet import quiet
 from hf_pyao.integrations.sharding import KnownSharding
 from hf_pyao.integrations.step_recording import record_fake_step
+from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.planning.lever_choice import LeverRoom
 from hf_pyao.planning.plan_request import room_of
 from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.runtime.model_hooks import ModelHook
 
 
 class LeverRecorder:
@@ -59,6 +62,31 @@ def room_for(config: PyAOConfig, model: nn.Module) -> LeverRoom:
     except ConflictError:
         why = "the layers are checkpointed already (gradient checkpointing is on)"
         return dataclasses.replace(room, segments=False, why_no_segments=why)
+    why = _why_not_again(model, config.layers)
+    if why:
+        return dataclasses.replace(room, segments=False, why_no_segments=why)
     if KnownSharding().reason_to_run_alone(model) is not None:
         return dataclasses.replace(room, longest_segment=1)
     return room
+
+
+def _why_not_again(model: nn.Module, named: Sequence[str]) -> str:
+    """Say why layers are not to run again unless the user asks for it; empty if they may.
+
+    A layer of any class may keep state that no one sees. Those that are made for checkpointing do
+    not; and a hook of the user's should be called as often as without a plan.
+    """
+    for path, layer in find_layers(model, named).layers:
+        if not is_made_to_run_again(layer):
+            return (
+                f"layer {path!r} is a {class_name(layer)}, which is not known to be made for "
+                "checkpointing; give checkpoint_every to have it run again"
+            )
+        for module in layer.modules():
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            if not all(isinstance(hook, ModelHook) for hook in hooks):
+                return (
+                    f"a hook on the {class_name(module)} in layer {path!r} would be called twice; "
+                    "give checkpoint_every if it may be"
+                )
+    return ""

@@ -121,10 +121,15 @@ def _element_of(suffixes: Sequence[str]) -> Accept:
     return accept
 
 
-def _is_checkpointing_layer(hit: Hit) -> bool:
+def is_made_to_run_again(layer: nn.Module) -> bool:
+    """Say whether *layer*, wrapped or not, is one that transformers checkpoint."""
     # Asking for a module that is already imported, instead of importing it, keeps plain torch
     # models free of transformers: without that module no instance of the class can exist.
     modeling_layers = sys.modules.get("transformers.modeling_layers")
     return modeling_layers is not None and isinstance(
-        unwrap_model(hit.module), modeling_layers.GradientCheckpointingLayer
+        unwrap_model(layer), modeling_layers.GradientCheckpointingLayer
     )
+
+
+def _is_checkpointing_layer(hit: Hit) -> bool:
+    return is_made_to_run_again(hit.module)

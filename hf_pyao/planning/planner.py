@@ -99,7 +99,8 @@ class Planner(Proposals):
             least = self.least()
             raise NoPlanFitsError(
                 f"no plan's peak is within {_size(limit_bytes)}; the lowest is "
-                f"{_size(least.peak_bytes)} ({least.name}).",
+                f"{_size(least.peak_bytes - limit_bytes)} more ({least.name}: "
+                f"{_size(least.peak_bytes)}).",
                 least.peak_bytes,
             )
         return min(found, key=_rank)

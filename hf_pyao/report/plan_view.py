@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
-from hf_pyao.report.plan_report import ACTIONS, Plan, PlannedSlot
+from hf_pyao.report.plan_report import ACTIONS, LeverSetting, Plan, PlannedSlot
 from hf_pyao.report.quantities import ABSENT, MIB, fact_text
 from hf_pyao.report.view import Table, View
 
@@ -86,6 +87,16 @@ _LEVER_COLUMNS = ("note", "step, ms", "peak, GB", "host, GB", "fits")
 
 
 def _lever_rows(plan: Plan) -> list[list[str]]:
+    """Return a row for each setting that was recorded, and one for all others of one reason."""
+    alike: dict[str, list[LeverSetting]] = {}
+    for setting in plan.lever_settings:
+        if setting.step_ms is None:
+            alike.setdefault(setting.note, []).append(setting)
+    others = [
+        dataclasses.replace(first, words=f"{first.words}, and {len(more)} more") if more else first
+        for first, *more in alike.values()
+    ]
+    recorded = [setting for setting in plan.lever_settings if setting.step_ms is not None]
     return [
         [
             f"{setting.words} (chosen)" if setting.is_chosen else setting.words,
@@ -95,7 +106,7 @@ def _lever_rows(plan: Plan) -> list[list[str]]:
             ABSENT if setting.host_bytes is None else f"{setting.host_bytes / 1e9:.3f}",
             ABSENT if setting.step_ms is None else ("yes" if setting.fits else "no"),
         ]
-        for setting in plan.lever_settings
+        for setting in (*recorded, *others)
     ]
 
 

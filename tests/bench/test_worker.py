@@ -182,6 +182,7 @@ def test_dropout_is_drawn_alike_for_each_method(setup: BenchSetup) -> None:
     assert run_trial(bench, Trial(method="none", micro_batch=2)).loss != rows[0].loss
 
 
+@pytest.mark.thorough
 def test_without_deterministic_kernels_nothing_is_compared(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,7 @@ def test_gradients_are_those_of_values_encoded_and_decoded_once() -> None:
         assert not torch.equal(step("identity").gradient, expected), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "seeds", [range(1, 4), pytest.param(range(4, 10), marks=pytest.mark.thorough)], ids=str
 )

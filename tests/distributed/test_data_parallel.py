@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 
 
 def each_of(scenarios: Iterable[Scenario]) -> pytest.MarkDecorator:
-    """Run a test with each of *scenarios*, by default with the few that cover all of their values."""
+    """Run a test with each of *scenarios*, by default with one for each way to share out a model."""
     cases = []
     for scenario in scenarios:
         marks = () if scenario in GROUPS["default"] else (pytest.mark.thorough,)

@@ -153,6 +153,7 @@ def test_a_plan_is_for_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_what_long_context_implies_is_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +166,7 @@ def test_what_long_context_implies_is_chosen(
         "head_loss": "chunked",
         "mlp_tiles": "auto",
         "checkpoint_every": 0,
+        "checkpoint_nested": False,
         "save_attention": False,
     }
     out = capsys.readouterr().out

@@ -27,6 +27,7 @@ KIB = 2**10
 MIB = 2**20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "opt"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
@@ -88,6 +89,7 @@ def least_limits(architecture: str) -> tuple[int, int]:
         return choice.configured.least().peak_bytes, segments.least().peak_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
@@ -141,6 +143,7 @@ def test_a_forward_that_waits_goes_back_as_it_began() -> None:
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)  # tiles change the order of sums
 
 
+@pytest.mark.thorough
 def test_a_cap_below_the_least_of_slot_by_slot_plans_is_met_by_segments() -> None:
     plain, segments = least_limits("llama")
     assert segments < plain
@@ -171,6 +174,7 @@ def test_what_was_given_stays(caplog: pytest.LogCaptureFixture) -> None:
         assert not isinstance(offloader._lifecycle, SegmentLifecycle)
 
 
+@pytest.mark.thorough
 def test_others_checkpointing_leaves_no_room_and_takes_it_back(
     wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,6 +195,27 @@ def test_others_checkpointing_leaves_no_room_and_takes_it_back(
     assert any("run again by it no more" in line for line in warnings_in(caplog))
 
 
+def test_layers_that_no_one_checkpoints_do_not_run_again_by_themselves() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    room = room_for(PyAOConfig(layers=("0", "1", "2")), model)
+    assert not room.segments
+    assert "not known to be made for checkpointing" in room.why_no_segments
+
+
+def test_a_hook_of_a_user_is_not_called_twice_without_being_asked() -> None:
+    model = tiny_model("llama").train()
+    assert room_for(config_of(), model).segments
+    handle = model.get_decoder().layers[1].mlp.register_forward_hook(lambda *_: None)
+    assert "would be called twice" in room_for(config_of(), model).why_no_segments
+    with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+        assert lifecycle_of(offloader).length == 0
+        handle.remove()
+        assert room_for(config_of(), model).segments  # hooks of ours are none of a user's
+
+
+@pytest.mark.thorough
 def test_layers_that_refuse_are_trained_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,6 +238,7 @@ def test_layers_that_refuse_are_trained_without(
         assert notes and all("counts its calls" in note for note in notes)
 
 
+@pytest.mark.thorough
 def test_running_out_of_memory_may_bring_segments() -> None:
     plain, _ = least_limits("llama")
     model = tiny_model("llama").train()

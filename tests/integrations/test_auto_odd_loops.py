@@ -518,6 +518,7 @@ def test_damaged_plans_in_checkpoints_are_not_followed(
         assert not offloader.engine._lasting_observers  # nothing is timed or measured any more
 
 
+@pytest.mark.thorough
 def test_a_kept_plan_loses_nothing_without_leave(
     kept: tuple[PyAOConfig, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_what_cannot_be_layers(
         find_layers(Net(), patterns)
 
 
+@pytest.mark.thorough
 def test_names_are_those_inside_all_wrappers() -> None:
     model = tiny_model("llama")
     names = ("model.layers.*",)

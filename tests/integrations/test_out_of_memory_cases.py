@@ -138,6 +138,7 @@ def test_the_plan_becomes_tighter_step_by_step_and_stays(caplog: pytest.LogCaptu
     assert "recomputed" in warnings[1]
 
 
+@pytest.mark.thorough
 def test_recomputing_is_what_the_second_try_does() -> None:
     model = plant(tiny_model("llama", dropout=0.1), Bomb(1))
     expected = gradients()

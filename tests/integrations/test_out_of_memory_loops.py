@@ -108,6 +108,7 @@ def outcome(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found | {"losses": torch.tensor(losses), "norms": torch.tensor(norms)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_points", [4, pytest.param(60, marks=pytest.mark.thorough)])
 def test_a_trainer_completes_with_the_same_bits(tmp_path: Path, num_points: int) -> None:
     counted = MemoryFaults()

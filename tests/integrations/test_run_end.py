@@ -160,6 +160,7 @@ model(torch.randn(4, 8)).sum().backward()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("last", "outcome"),
     [

@@ -394,6 +394,7 @@ def below_slot_by_slot(share: float) -> ChosenLevers:
     return chosen_within(config, least + share * (plain - 1 - least), math.inf)
 
 
+@pytest.mark.thorough
 def test_below_the_least_of_slot_by_slot_plans_layers_run_again() -> None:
     chosen = below_slot_by_slot(0.0)
     assert chosen.fits and chosen.levers.checkpoint_every == 1

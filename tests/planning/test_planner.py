@@ -181,7 +181,7 @@ def test_when_everything_fits_nothing_is_done() -> None:
 @pytest.mark.thorough
 def test_what_cannot_be_had_is_named_with_the_least_possible() -> None:
     planner = planner_of("llama")
-    with pytest.raises(NoPlanFitsError, match=r"within 0\.93 GiB; the lowest is") as caught:
+    with pytest.raises(NoPlanFitsError, match=r"within 0\.93 GiB; the lowest is .* more") as caught:
         planner.best(1e9)
     assert planner.best(caught.value.least_peak_bytes).peak_bytes == caught.value.least_peak_bytes
     least = min(planner.all_known(), key=lambda each: each.peak_bytes)

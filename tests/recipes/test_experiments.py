@@ -352,6 +352,7 @@ def smoke(name: str, tmp_path: Path, *options: str) -> dict[str, Any]:
     return read_document(path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in BY_NAME],

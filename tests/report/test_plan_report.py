@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from hf_pyao.cli import main
 from hf_pyao.planning import plan as policy
 from hf_pyao.report import read_document
 from hf_pyao.report.documents import figure_of
-from hf_pyao.report.plan_report import Plan, PlannedSlot
-from hf_pyao.report.plan_view import bytes_by_action, ranges
+from hf_pyao.report.plan_report import LeverSetting, Plan, PlannedSlot
+from hf_pyao.report.plan_view import bytes_by_action, plan_view, ranges
 from hf_pyao.report.schema import write_json
 from hf_pyao.report.tables import markdown_of
 from tests.report.documents import MIB, make_plan
@@ -49,6 +50,26 @@ def test_bytes_are_of_all_layers_that_a_slot_is_planned_for() -> None:
         assert bytes_by_action(make_plan(slots=twice[1:], model={"num_layers": said})) == {
             "offload": 1
         }
+
+
+def test_settings_that_were_left_out_for_one_reason_share_a_row() -> None:
+    settings = [
+        LeverSetting(
+            levers={}, words="as it is", step_ms=3.0, peak_bytes=10, host_bytes=0, fits=True
+        ),
+        *(
+            LeverSetting(levers={}, words=f"{k} layers", note="takes 9 ms or more")
+            for k in (1, 2, 4)
+        ),
+        LeverSetting(levers={}, words="one more", note="refused"),
+    ]
+    tables = plan_view(replace(make_plan(), lever_settings=settings)).tables
+    rows = next(each.rows for each in tables if each.header[0] == "levers that were looked at")
+    assert [row[:2] for row in rows] == [
+        ["as it is", "–"],
+        ["1 layers, and 2 more", "takes 9 ms or more"],
+        ["one more", "refused"],
+    ]
 
 
 def test_bytes_are_drawn_where_they_are_known() -> None:
