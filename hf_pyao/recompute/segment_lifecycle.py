@@ -310,7 +310,7 @@ class SegmentLifecycle(Lifecycle):
         """
         hidden = _hidden_states(args, kwargs)
         assert hidden is not None
-        num_segments = -(-(len(self._layers) - layer.index - 1) // self.length)
+        num_segments = -(-(len(self._layers) - layer.index - 1) // max(1, self.length))
         reserved_bytes = num_segments * hidden.nbytes
         pool = self.engine.link.pool
         return SeenAttention(
