@@ -174,7 +174,8 @@ def test_what_long_context_implies_is_chosen(
     assert "follow it with: head_loss='chunked', mlp_tiles='auto'\n" in out
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("every", [3, 1])
 def test_a_sweep_is_predicted_with_it(every: int, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--predict", "--budgets", "0,1,2,9", "--min-bytes", "1KiB", "--json")
     more = ("--checkpoint-every", str(every), "--mlp-tiles", "2")

@@ -120,6 +120,7 @@ def test_segments_come_between_two_forwards_and_nothing_changes(
     assert_same(step(model), expected)
 
 
+@pytest.mark.thorough
 def test_a_forward_that_waits_goes_back_as_it_began() -> None:
     """Segments are switched, and tiles, between a forward and its backward."""
     model = tiny_model("llama").train()
@@ -202,6 +203,7 @@ def test_layers_that_no_one_checkpoints_do_not_run_again_by_themselves() -> None
     assert "not known to be made for checkpointing" in room.why_no_segments
 
 
+@pytest.mark.thorough
 def test_a_hook_of_a_user_is_not_called_twice_without_being_asked() -> None:
     model = tiny_model("llama").train()
     assert room_for(config_of(), model).segments

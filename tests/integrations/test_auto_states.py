@@ -107,6 +107,7 @@ def test_a_plan_is_for_the_parameters_with_which_its_step_was_recorded() -> None
         assert offloader.plan.figures[TRAINED] == TrainedParameters(model).mark
 
 
+@pytest.mark.thorough
 def test_a_plan_that_is_refused_or_not_found_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

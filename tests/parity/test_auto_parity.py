@@ -26,7 +26,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.sampled(every=11)
+@pytest.mark.sampled(every=23)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -173,6 +173,7 @@ def test_at_full_size_time_and_memory_of_lossy_plans_are_exact(
         assert step.step_ms == pytest.approx(chosen.step_ms, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_statistics_of_rows_are_written_as_they_are() -> None:
     """Attention's logsumexp, of which a small error is one in a whole row of gradients."""
     training, hardware = training_of("opt"), hardware_of(1.0, 1)
