@@ -16,7 +16,7 @@ from hf_pyao.planning.plan import KEEP, Plan, PlanPolicy
 from hf_pyao.planning.plan_levers import levers_of_plan
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.runtime.policy import KeepEverything, OffloadAll
+from hf_pyao.runtime.policy import KeepEverything
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ class PlanFollower:
         switch: LeverSwitch,
     ) -> None:
         self._engine = weakref.ref(engine)
+        self._without_plan = engine.policy
+        """Offloads everything, but for what the configuration keeps or recomputes."""
         self._device = device
         self._config = config
         self._request = request
@@ -103,7 +105,7 @@ class PlanFollower:
         if engine is None or planned is None or num_elements <= LARGER * planned:
             return
         self.plan = None
-        engine.use(self.everything_offloaded())
+        engine.use(self._without_plan)
         self.summary = (
             f"policy {NAME!r} offloads everything: its plan is for batches of {planned:.0f} "
             f"elements, and one of {num_elements} came. Delete the plan to have it made anew"
@@ -119,7 +121,7 @@ class PlanFollower:
         self._switch.set(self._switch.configured)  # as what is measured is taken to run
         if self._request.window_bytes is not None and self._request.may_shrink_window:
             engine.set_window(self._request.window_bytes)
-        engine.use(self.everything_offloaded())
+        engine.use(self._without_plan)
 
     def go_on_without(self, why: str) -> None:
         """Take note that there is no plan: everything is offloaded, as before."""
@@ -129,7 +131,3 @@ class PlanFollower:
         """Take note that something else decides from now on."""
         self.plan = None
         self.summary = f"policy {NAME!r} has given way: the device ran out of memory"
-
-    def everything_offloaded(self) -> OffloadAll:
-        """Return what is done while micro-batches are measured."""
-        return OffloadAll(self._request.min_bytes, name=NAME)

@@ -64,6 +64,17 @@ def bare_like(model: nn.Module) -> nn.Module:
 # ---- which plan is whose ---------------------------------------------------------------------------
 
 
+def test_what_is_given_holds_where_everything_is_offloaded_again() -> None:
+    model = llama(num_frozen=0)
+    with attached(model, replace(TIGHT, keep_last_layers=1)) as offloader:
+        before = offloader.engine.policy
+        run(model, offloader, NUM_MEASURED + 1)
+        assert offloader.plan is not None and offloader.auto is not None
+        assert offloader.engine.policy is not before
+        offloader.auto._follower.begin_anew()
+        assert offloader.engine.policy is before  # which keeps the last layer
+
+
 @pytest.mark.thorough
 def test_a_plan_for_others_does_not_come_back_as_the_plan_of_these(tmp_path: Path) -> None:
     kept_at(tmp_path / "plan.json", num_frozen=1)
