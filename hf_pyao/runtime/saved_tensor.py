@@ -285,9 +285,12 @@ class SavedStorage(WatchedStorage):
         return self._mover.read(self.moved)
 
     def survives_a_change(self) -> bool:
-        """Queue its copy if that was put off, so that a change of the memory comes behind it."""
+        """Have its bytes leave before compute changes the memory; False if the host has no room.
+
+        Other regions of it may be changed by right while the copy is on its way.
+        """
         self.settle()
-        return True
+        return self._mover.let_leave(self.moved)
 
     def drop_device_copy(self) -> None:
         """Let go of what was brought back; the host still has the bytes."""

@@ -128,6 +128,11 @@ class Mover:
         if not is_queued:
             moved.stats.kept_bytes[HOST_FULL] += moved.nbytes
 
+    def let_leave(self, moved: MovedBytes) -> bool:
+        """Order compute behind the copy of *moved*, and let its source go; False without a copy."""
+        self._offloads.drain(lambda other: other is moved)
+        return moved.host is not None
+
     def _queue(self, moved: MovedBytes, codec: Codec) -> bool:
         """Queue the copy of *moved* to the host; say whether the host has room for it."""
         if codec.name != "identity":

@@ -195,6 +195,9 @@ CONFIGS = {
     "in a window": replace(EVERY_LAYER, window=256),
     "some kept": replace(EVERY_LAYER, min_bytes=600, keep_last_layers=1, window=2**20),
     "pointwise recomputed": replace(EVERY_LAYER, window=256, recompute_modules=("pointwise",)),
+    "pointwise recomputed, in a wide window": replace(
+        EVERY_LAYER, window=2**20, recompute_modules=("pointwise",)
+    ),
     "all recomputed": replace(EVERY_LAYER, window=64, recompute_modules=("*", ".")),
 }
 
@@ -330,6 +333,32 @@ def test_what_finds_no_room_when_the_layer_ends_stays_on_the_device() -> None:
         metrics = offloader.metrics()
     assert metrics["offloaded_bytes"] == 0
     assert metrics["kept_bytes/host memory full"] == metrics["would_hold_bytes"] > 0
+
+
+@pytest.mark.parametrize("host_memory_gib", [None, 0])
+def test_a_region_may_change_while_the_copy_of_another_is_on_its_way(
+    host_memory_gib: float | None,
+) -> None:
+    """Where layers are traced, the copy of all regions is queued as the first one changes."""
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.cat([x @ layer.weight, x], -1).unsafe_chunk(2, -1)
+        gate.sigmoid_()
+        y = gate * x
+        return up.tanh_() * y
+
+    model = stack_of(function, function)
+    expected = gradients(copy.deepcopy(model), 0)
+    config = replace(
+        EVERY_LAYER,
+        window=2**20,
+        recompute_modules=("pointwise",),
+        host_memory_gib=host_memory_gib,
+    )
+    for seed in range(6):
+        with attach(model, config, transport=SimulatedTransport(seed)) as offloader:
+            assert_same_tensors(gradients(model, 0), expected, f"seed {seed}")
+            assert (offloader.metrics()["offloaded_bytes"] > 0) == (host_memory_gib is None)
 
 
 def test_interleaved_columns_of_a_workspace_that_layers_share() -> None:
