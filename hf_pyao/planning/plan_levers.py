@@ -41,7 +41,8 @@ def _contradicts(name: str, planned: Any, config: PyAOConfig) -> PlanError:
     why = ""
     if name == "mlp_tiles" and given == "off":
         why = ", and a plan does not switch tiles on, which change the order of sums"
-        remedy = f"Give {label}='auto' or {planned!r} to follow it"
+        number = "" if planned == "auto" else f" or {planned!r}"
+        remedy = f"Give {label}='auto'{number} to follow it"
     else:
         remedy = f"Give {label}={planned!r} to follow it"
     return PlanError(

@@ -130,7 +130,8 @@ class Plan:
 
     def _check_levers(self) -> None:
         """Refuse levers that are unknown, or have a value that the configuration would refuse."""
-        from hf_pyao.config import SETTINGS  # makes all settings, which reading others does not
+        # They make all settings, which reading other reports does not.
+        from hf_pyao.config import LEAST_LAYERS, SETTINGS
         from hf_pyao.levers import Levers
 
         for name, value in self.levers.items():
@@ -140,6 +141,13 @@ class Plan:
                 SETTINGS[name].kind.check(f"{name} in the plan's levers", value)
             except ConfigError as error:
                 raise PlanError(str(error)) from error
+        every = self.levers.get("checkpoint_every")
+        for name, least in LEAST_LAYERS.items():
+            if self.levers.get(name) and every is not None and every < least:
+                raise PlanError(
+                    f"the plan's levers contradict each other: {name} is true, which takes a "
+                    f"checkpoint_every of {least} or more, and that is {every}. Make the plan anew."
+                )
 
     def _check_slots(self) -> None:
         """Refuse unknown actions, codecs and forms of names, and slots that are named twice."""

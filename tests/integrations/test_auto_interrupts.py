@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, ClassVar
@@ -201,6 +201,15 @@ class Interrupted(Block):
         return super().forward(x)
 
 
+@pytest.fixture
+def _interrupts() -> Iterator[None]:
+    """Have Ctrl-C raise: where the tests run in the background, a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts")
 def test_a_signal_while_it_records_waits_for_the_next_operation() -> None:
     Interrupted.after.clear()
     model = make(lambda: Net(Interrupted))
@@ -216,6 +225,7 @@ def test_a_signal_while_it_records_waits_for_the_next_operation() -> None:
         assert "its recording was interrupted" in offloader.describe()
 
 
+@pytest.mark.usefixtures("_interrupts")
 def test_held_signals_of_handlers_of_ones_own() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))

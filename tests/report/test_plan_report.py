@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,18 @@ def test_bytes_are_of_all_layers_that_a_slot_is_planned_for() -> None:
         assert bytes_by_action(make_plan(slots=twice[1:], model={"num_layers": said})) == {
             "offload": 1
         }
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [
+        {"checkpoint_every": 1, "checkpoint_nested": True},
+        {"checkpoint_every": 0, "save_attention": True},
+    ],
+)
+def test_levers_that_contradict_each_other_are_refused(levers: dict[str, Any]) -> None:
+    with pytest.raises(policy.PlanError, match="contradict each other"):
+        replace(make_plan(), levers=levers)
 
 
 def test_settings_that_were_left_out_for_one_reason_share_a_row() -> None:
