@@ -72,6 +72,7 @@ def test_relative_error_holds_in_every_group(name: str, tensor: torch.Tensor) ->
             assert error[group].max() <= codec.max_relative_error * magnitude[group].max()
 
 
+@pytest.mark.thorough
 @every_codec
 @examples
 @given(tensor=tensors())
@@ -89,6 +90,7 @@ def test_encode_is_deterministic_and_leaves_no_trace(name: str, tensor: torch.Te
         assert torch.equal(bits(one), bits(other))
 
 
+@pytest.mark.thorough
 @every_codec
 @examples
 @given(tensor=tensors())

@@ -135,6 +135,7 @@ def step(codec: str, *, window: str | int = "layer", seed: int = 0) -> Outcome:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", PAYLOAD_BYTES)
 def test_exactly_the_encoded_bytes_cross_each_way(codec: str) -> None:
     outcome = step(codec)

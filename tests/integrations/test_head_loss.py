@@ -180,6 +180,7 @@ def test_frozen_parts(part: str) -> None:
     assert_same_step(mine, own, 1e-12, **make_batch())
 
 
+@pytest.mark.thorough
 def test_losses_that_models_compute_inline_and_other_heads() -> None:
     t5 = AutoConfig.for_model(
         "t5", d_model=HIDDEN, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCAB,

@@ -130,6 +130,7 @@ def test_other_uses_of_the_model_meanwhile() -> None:
     assert handle.metrics()["head_loss_num_chunked"] == 1
 
 
+@pytest.mark.thorough
 def test_smoothing_is_of_the_thread_that_asked_for_it() -> None:
     model = make_model("llama", torch.float64)
     handle = install_head_loss(model, "chunked", chunk_tokens=16)

@@ -56,6 +56,7 @@ def state_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["llama", "opt"])
 def test_the_model_is_as_before(model_type: str) -> None:
     model = tiny_model(model_type)
@@ -115,6 +116,7 @@ def test_the_model_goes_when_it_is_let_go() -> None:
     assert mlp() is None
 
 
+@pytest.mark.thorough
 def test_few_tokens_take_the_plain_path_with_auto() -> None:
     model = tiny_model("llama")
     expected = gradients(model)
@@ -125,6 +127,7 @@ def test_few_tokens_take_the_plain_path_with_auto() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.thorough
 def test_evaluation_takes_the_plain_path() -> None:
     model = tiny_model("llama")
     with attach(model, PyAOConfig(**OFF, mlp_tiles=2)) as offloader:
@@ -285,6 +288,7 @@ def test_hooks_of_users_on_the_mlp_itself_see_the_whole() -> None:
     assert shapes == [(2, 8, HIDDEN)]
 
 
+@pytest.mark.thorough
 def test_an_intermediate_tensor_that_somebody_looks_at(caplog: pytest.LogCaptureFixture) -> None:
     """In OPT's layer the MLP is spread: what goes up is computed plainly for whoever needs it."""
     model = tiny_model("opt")
@@ -303,6 +307,7 @@ def test_an_intermediate_tensor_that_somebody_looks_at(caplog: pytest.LogCapture
     assert "is needed for max" in caplog.text
 
 
+@pytest.mark.thorough
 def test_two_threads() -> None:
     model = tiny_model("opt")
     expected = gradients(model)
@@ -406,6 +411,7 @@ def _transient_bytes(tiles: int | str, num_tokens: int = 4096) -> int:
         return ledger.peak_bytes - before - apart
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tiles", [2, 8, 32])
 def test_the_transient_is_that_of_one_tile(tiles: int) -> None:
     whole = _transient_bytes(1)

@@ -367,6 +367,7 @@ class TestWrappers:
         assert [fqn for fqn, _ in found.layers] == [f"model.decoder.layers.{i}" for i in (0, 1)]
         assert all(hasattr(layer, "_orig_mod") for _, layer in found.layers)
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])  # by map, and by the general rule
     def test_checkpoint_wrapper_is_the_layer(self, model_type: str) -> None:
         model = build(model_type)

@@ -66,6 +66,7 @@ def test_gradients_are_those_without_tiles(dtype: torch.dtype, bound: float) -> 
         assert (ours.grad - theirs.grad).norm() <= bound * theirs.grad.norm()
 
 
+@pytest.mark.thorough
 def test_less_of_a_norm_is_alive_at_once() -> None:
     peaks = []
     for tiles in ("off", 8):

@@ -151,6 +151,7 @@ def test_recomputing_is_what_the_second_try_does() -> None:
         assert offloader.metrics()["offloaded_bytes"] < offloader.metrics()["recomputed_bytes"]
 
 
+@pytest.mark.thorough
 def test_a_tightening_of_ones_own_is_asked() -> None:
     asked = []
 

@@ -126,6 +126,7 @@ def test_a_trainer_completes_with_the_same_bits(tmp_path: Path, num_points: int)
         assert trainer.pyao_offloader is None
 
 
+@pytest.mark.thorough
 def test_a_trainer_without_room_ends_with_the_error(tmp_path: Path) -> None:
     with pytest.raises(OutOfDeviceMemoryError, match="nothing tighter is left"):
         run_trainer(tmp_path, MemoryFaults(EVER))

@@ -188,6 +188,7 @@ def test_training_is_bitwise_the_same(architecture: str, setting: str, tmp_path:
     assert min(logged(trainer, "pyao/offloaded_bytes")) > 0
 
 
+@pytest.mark.thorough
 def test_flags_decide_with_offloading_arguments(tmp_path: Path) -> None:
     off = arguments(tmp_path, PyAOTrainingArguments)
     trainer = trainer_for(PyAOTrainer, tiny_opt(), off)

@@ -25,6 +25,7 @@ STEPS = tuple((tiny_batch(seed, length=8 + 2 * seed, padding=2),) for seed in ra
 DEFAULT_WINDOW = PyAOConfig(policy="all", min_bytes=0, host_memory_gib=0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_training_is_bitwise_the_same(model_type: str) -> None:
     model = tiny_model(model_type, dropout=0.1)

@@ -34,8 +34,7 @@ CONFIGS = {
 """What each mode is attached with; the windows are spread over the matrix."""
 
 
-@pytest.mark.sampled(every=2)
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -236,6 +236,7 @@ def _spoil_program(**changes: Any) -> Spoil:
     return lambda values: values["program"].update(changes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

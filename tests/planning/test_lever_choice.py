@@ -417,6 +417,7 @@ def test_what_was_chosen_comes_to_its_time_and_peak(share: float, tmp_path: Path
     run(plan_of_choice(chosen, limit_bytes=1e12), tmp_path / "plan.json", chosen)
 
 
+@pytest.mark.thorough
 def test_times_of_other_levers_follow_from_those_that_were_measured() -> None:
     """Where all that a device does takes so much longer, running again does too."""
     plain = recorded(Levers())

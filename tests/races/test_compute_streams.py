@@ -281,6 +281,7 @@ def test_one_stream_waits_for_copies_alone(monkeypatch: pytest.MonkeyPatch) -> N
             assert offloader.totals()["reloaded_bytes"] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_encoded_tensors_are_in_order(scenario: str) -> None:

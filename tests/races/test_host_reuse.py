@@ -35,6 +35,7 @@ def test_no_host_memory_is_reserved_after_the_third_micro_batch(window: str | in
         assert (pool.num_slab_allocations, pool.pool_bytes) == reserved
 
 
+@pytest.mark.thorough
 def test_sequence_lengths_seen_before_need_no_new_memory() -> None:
     model = make_model("llama")
     lengths = [4, 7, 12, 16, 29]

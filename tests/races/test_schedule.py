@@ -25,6 +25,7 @@ def _ideal_ms(ratio: float) -> float:
     return max(FORWARD_MS, copies_ms) + max(BACKWARD_MS, copies_ms)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.9, 1.0])
 def test_copies_that_fit_under_compute_cost_nothing(ratio: float) -> None:
     outcome = run_schedule(ratio, window=2 * LAYER_BYTES)
@@ -32,6 +33,7 @@ def test_copies_that_fit_under_compute_cost_nothing(ratio: float) -> None:
     assert outcome.step_ms <= (FORWARD_MS + BACKWARD_MS) * 1.02 + LAYER_MS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ratio", [1.25, 1.5, 2.0, 3.0])
 def test_copies_that_do_not_fit_bound_the_step(ratio: float) -> None:
     outcome = run_schedule(ratio, window=2 * LAYER_BYTES)
@@ -53,6 +55,7 @@ def test_more_freedom_is_never_slower(ratio: float) -> None:
     assert by_bytes < per_layer < no_prefetch < blocking
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("window", [0, SLOT_BYTES, LAYER_BYTES, 3 * LAYER_BYTES])
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
@@ -64,6 +67,7 @@ def test_device_peak_is_bounded_by_the_window(window: int, ratio: float) -> None
     assert outcome.peak_bytes <= kept_bytes + window + working_set
 
 
+@pytest.mark.thorough
 def test_the_paper_window_needs_no_more_than_two_layers_besides_the_last() -> None:
     outcome = run_schedule(1.5, window="layer")
     assert outcome.peak_bytes <= 3 * LAYER_BYTES + 4 * SLOT_BYTES

@@ -367,6 +367,7 @@ def test_smoke_of_every_script(name: str, tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
 
 
+@pytest.mark.thorough
 def test_smoke_of_a_miniature_counts_what_is_held(tmp_path: Path) -> None:
     rows = smoke("figure4", tmp_path, "--miniature", "--no-plots")["rows"]
     held = {(row["system"], row["micro_batch"]): row["value"] for row in rows}
@@ -377,6 +378,7 @@ def test_smoke_of_a_miniature_counts_what_is_held(tmp_path: Path) -> None:
     assert {row["mode"] for row in rows} == {"miniature"}
 
 
+@pytest.mark.thorough
 def test_smoke_of_a_miniature_counts_what_the_host_holds(tmp_path: Path) -> None:
     rows = smoke("figure5", tmp_path, "--miniature", "--no-plots")["rows"]
 

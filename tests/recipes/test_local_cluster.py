@@ -386,6 +386,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.thorough
 def test_nodes_reach_each_other_over_shaped_links_and_nothing_else(
     isolation: str, tmp_path: Path
 ) -> None:
@@ -467,6 +468,7 @@ def run_stub(isolation: str, tmp_path: Path) -> RunStub:
     return run
 
 
+@pytest.mark.thorough
 def test_what_the_nodes_tell_becomes_a_point(run_stub: RunStub) -> None:
     ((point,), events) = run_stub("begin(); steps(1, 3); emit('done')")
     assert point.step_s == pytest.approx([0.1, 0.2, 0.3])
@@ -480,6 +482,7 @@ def test_what_the_nodes_tell_becomes_a_point(run_stub: RunStub) -> None:
     assert sorted(network["interfaces"]) == ["lo", "port0", "port1", "port2", "switch"]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_no_time_to_the_target(run_stub: RunStub) -> None:
     ((point,), _) = run_stub("begin(); steps(2, 3); emit('done')")
     assert (point.first_step, point.target_s) == (1, None)
@@ -608,6 +611,7 @@ def test_nothing_is_left_when_the_launcher_is_ended(
     assert cluster_namespaces.list_interfaces() == before
 
 
+@pytest.mark.thorough
 def test_a_port_in_use_on_this_machine_is_free_in_the_nodes(run_stub: RunStub) -> None:
     with socket.create_server(("", 29500)) if _is_free(29500) else socket.socket():
         behaviour = "import socket\nbegin(); socket.create_server(('', 29500)).close(); steps(1, 3)"

@@ -148,6 +148,7 @@ def real_peak_bytes(method: Method, micro_batch: int) -> int:
     return ledger.peak_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["none", "chunked loss"])
 def test_the_ledger_agrees_with_the_allocator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The operations of a CPU on both sides: only there can real tensors be counted.

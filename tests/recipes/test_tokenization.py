@@ -29,6 +29,7 @@ def test_tokens_decode_to_the_text(tmp_path: Path) -> None:
     assert len(tokens) < sum(len(text.encode()) for text in DOCUMENTS) / 2
 
 
+@pytest.mark.thorough
 def test_training_twice_gives_the_same(tmp_path: Path) -> None:
     documents = standard_library(0.2).documents
     first, first_tokens = tokenize_with_own_bpe(documents, 700, tmp_path / "a")

@@ -59,7 +59,7 @@ def reference(model_type: str, attention: str, dropout: float, precision: str) -
     return train(model, STEPS, autocast=autocast)
 
 
-@pytest.mark.sampled(every=11)
+@pytest.mark.sampled(every=23)
 @of_cases
 def test_training_is_bitwise_the_same(model_type: str, names: tuple[str, ...]) -> None:
     recomputed = 0.0

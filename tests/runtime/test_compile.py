@@ -157,6 +157,7 @@ def test_a_step_compiled_with_its_backward() -> None:
         assert offloader.host_pool.settle() == 0
 
 
+@pytest.mark.thorough
 def test_a_copy_of_an_attached_model_compiles() -> None:
     model = build()
     expected = step(model)

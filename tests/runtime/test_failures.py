@@ -103,6 +103,7 @@ def _no_garbage(small_heap: None) -> None:
     gc.collect()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["forward 1", "backward 2", "backward 0"])
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt], ids=lambda kind: kind.__name__)
 @pytest.mark.sampled(every=1000)

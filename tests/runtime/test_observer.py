@@ -109,6 +109,7 @@ def draw(spans: list[Span], path: Path) -> None:
     pyplot.close(figure)
 
 
+@pytest.mark.thorough
 def test_a_step_can_be_drawn(tmp_path: Path) -> None:
     timeline, metrics = timeline_of(replace(EVERY_LAYER, recompute_modules=("mlp",)))
     spans = timeline.spans()

@@ -202,6 +202,7 @@ def test_a_parameter_is_known_behind_an_alias_of_it(min_bytes: int) -> None:
     assert torch.equal(*gradients)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [torch.clone, cast], ids=["clone", "cast"])
 def test_an_output_over_a_copy_of_a_parameter_makes_no_cycle(change: Any) -> None:
     marks: list[weakref.ref[Any]] = []
