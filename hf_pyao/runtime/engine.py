@@ -424,7 +424,9 @@ class OffloadEngine:
     @property
     def num_packs(self) -> int:
         """Calls of the pack hook so far, in all forwards of all threads."""
-        return self._num_packs_before + sum(tape.stats.num_packs for tape in list(self._running))
+        # Of the references: another thread may begin a forward while a WeakSet is gone through.
+        tapes = [ref() for ref in list(self._running.data)]
+        return self._num_packs_before + sum(t.stats.num_packs for t in tapes if t is not None)
 
     @property
     def num_forwards(self) -> int:
