@@ -425,7 +425,8 @@ class OffloadEngine:
     def num_packs(self) -> int:
         """Calls of the pack hook so far, in all forwards of all threads."""
         # Of the references: another thread may begin a forward while a WeakSet is gone through.
-        tapes = [ref() for ref in list(self._running.data)]
+        known: list[weakref.ref[Tape]] = list(self._running.data)  # type: ignore[attr-defined]
+        tapes = [ref() for ref in known]
         return self._num_packs_before + sum(t.stats.num_packs for t in tapes if t is not None)
 
     @property
