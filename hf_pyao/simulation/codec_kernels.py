@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import Library
 
 from hf_pyao.codecs.grid import Grid
 
@@ -75,7 +76,7 @@ def _operations() -> Any:
 @functools.cache
 def _define() -> Any:
     """Define the operations, once per process; they go when their library goes."""
-    make: Any = torch.library.Library
+    make: Any = Library
     library = make(NAMESPACE, "FRAGMENT")
     for schema, function in zip(_SCHEMAS, (_encode, _decode, _code_bits), strict=True):
         library.define(schema)

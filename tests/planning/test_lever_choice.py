@@ -366,7 +366,7 @@ def planner_with(config: PyAOConfig, host_bytes: float = math.inf, **levers: Any
     return request.planner_of(step, operation_times_ms(step, HARDWARE.device), HARDWARE.link, {})
 
 
-def run(plan: Plan, path: Path, chosen: ChosenLevers) -> None:
+def assert_it_comes_to_what_it_says(plan: Plan, path: Path, chosen: ChosenLevers) -> None:
     """The real engine follows the plan on fake tensors, and comes to its time and peak."""
     plan.to_json_file(path)
     candidate = chosen.candidate
@@ -414,7 +414,9 @@ def test_below_the_least_of_slot_by_slot_plans_layers_run_again() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_what_was_chosen_comes_to_its_time_and_peak(share: float, tmp_path: Path) -> None:
     chosen = below_slot_by_slot(share)
-    run(plan_of_choice(chosen, limit_bytes=1e12), tmp_path / "plan.json", chosen)
+    assert_it_comes_to_what_it_says(
+        plan_of_choice(chosen, limit_bytes=1e12), tmp_path / "plan.json", chosen
+    )
 
 
 @pytest.mark.thorough
