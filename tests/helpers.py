@@ -279,6 +279,28 @@ def assert_same_tensors(
         )
 
 
+NOTHING_BUT_ROUNDING = 1e-6
+"""Below this share of the largest one, a gradient is zero in exact numbers.
+
+So is that of a key projection's bias: it adds the same to all scores of a query.
+"""
+
+
+def relative_errors(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Return each difference's norm by the expected norm; by the largest where it is rounding."""
+    assert found.keys() == expected.keys(), f"{found.keys() ^ expected.keys()} differ"
+    norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
+    largest = max(norms.values())
+    assert largest > 0, "all gradients are zero"
+    return {
+        name: float((found[name] - tensor).norm())
+        / (norms[name] if norms[name] > NOTHING_BUT_ROUNDING * largest else largest)
+        for name, tensor in expected.items()
+    }
+
+
 # ---- layers that do what a test says
 # ---------------------------------------------------------------
 

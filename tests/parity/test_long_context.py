@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_pyao import PyAOConfig, attach
-from tests.helpers import ARCHITECTURES, NUM_LAYERS, Batch, tiny_batch, tiny_model
+from tests.helpers import ARCHITECTURES, NUM_LAYERS, Batch, relative_errors, tiny_batch, tiny_model
 
 ALL = PyAOConfig(
     policy="all",
@@ -48,10 +48,7 @@ def check(model: nn.Module, config: PyAOConfig, bound: float) -> dict[str, float
     assert "the rest is computed again" in said
     assert "mlp_tiles=" in said
     assert abs(loss - expected_loss) <= bound * abs(expected_loss)
-    assert found.keys() == expected.keys()
-    errors = {
-        n: float((found[n] - e).norm() / e.norm().clamp_min(1e-30)) for n, e in expected.items()
-    }
+    errors = relative_errors(found, expected)
     assert max(errors.values()) <= bound, max(errors, key=lambda name: errors[name])
     return metrics
 
