@@ -42,7 +42,10 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error of others in one line: its class, and the first line of what it says."""
+    """Return an error of others in one line: its class, and the first line of what it says.
+
+    Without that line's full stop: it goes into a sentence.
+    """
     lines = str(error).strip().splitlines()
     name = type(error).__name__
-    return one_line(f"{name}: {lines[0]}")[:300] if lines else name
+    return one_line(f"{name}: {lines[0].rstrip('.')}")[:300] if lines else name

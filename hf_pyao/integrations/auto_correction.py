@@ -107,7 +107,7 @@ def _are_full_size(timed: Sequence[TimedMicroBatch], num_elements: int) -> bool:
 
 def _compute_words(timed: Sequence[TimedMicroBatch], expected: ExpectedTimes, cause: str) -> str:
     what = "what is rebuilt makes backward take" if cause == REBUILDING else "compute takes"
-    measured_ms = median(each.compute_ms for each in timed)
+    measured_ms = max(0.0, median(each.compute_ms for each in timed))
     return f"{what} {measured_ms / expected.compute_ms:.2f} times what was predicted"
 
 

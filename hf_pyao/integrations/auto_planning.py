@@ -35,6 +35,7 @@ times turned out otherwise than predicted."""
 TIGHTER = 0.92
 """Share of the peak that is planned for after the device ran out of memory all the same."""
 
+AFTER_RUNNING_OUT = "what the device was planned to hold since it ran out of memory"
 
 Record = Callable[[Levers], StepProgram]
 """Records the step with other levers; raises LeversRefusedError where it cannot."""
@@ -73,6 +74,8 @@ class PlanMaker:
         self._record: Record = _no_other
         self._steps: dict[Levers, StepProgram] = {}
         self._limit_bytes = math.inf
+        self._most_bytes = math.inf
+        """Less than the device was planned to hold when it ran out of memory all the same."""
         self._beside_bytes = 0
         self._correction = NO_CORRECTION
         self._followed: ChosenLevers | None = None
@@ -155,7 +158,7 @@ class PlanMaker:
         assert limit is not None
         resident_bytes = planner.program.resident_bytes
         self._beside_bytes = beside_bytes(limit, resident_bytes, self._parameters())
-        self._limit_bytes = limit.nbytes - self._beside_bytes
+        self._limit_bytes = min(limit.nbytes - self._beside_bytes, self._most_bytes)
         self._profile = profile
         self._record = record or _no_other
         self._request = dataclasses.replace(self._request, room=room)
@@ -163,7 +166,10 @@ class PlanMaker:
         self._before = None
         self._steps = {}
         self._choice = self._choice_for(planner)
-        return self._choose(), limit.how
+        return (
+            self._choose(),
+            limit.how if self._limit_bytes < self._most_bytes else AFTER_RUNNING_OUT,
+        )
 
     def plan_larger(
         self,
@@ -255,7 +261,7 @@ class PlanMaker:
                 return None
             limit_bytes = found.candidate.peak_bytes
             found = choice.best(limit_bytes)
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = self._most_bytes = limit_bytes
         self._before = None
         return self._document(found)
 

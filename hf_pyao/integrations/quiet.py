@@ -10,9 +10,22 @@ from contextlib import contextmanager
 @contextmanager
 def quiet() -> Iterator[None]:
     """Say nothing of what is done inside: it is not what training will do."""
-    logger = logging.getLogger("hf_pyao")
+    with _at_least("hf_pyao", logging.ERROR):
+        yield
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Have torch print no traceback of an operation that fake tensors cannot run; it raises too."""
+    with _at_least("torch._subclasses.fake_tensor", logging.CRITICAL):
+        yield
+
+
+@contextmanager
+def _at_least(name: str, lowest: int) -> Iterator[None]:
+    logger = logging.getLogger(name)
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(max(level, lowest))
     try:
         yield
     finally:

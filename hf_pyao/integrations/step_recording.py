@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.integrations.quiet import quiet_fake_tensors
 from hf_pyao.integrations.shrunk_model import remove_equal_layers
 from hf_pyao.integrations.wiring import (
     make_engine,
@@ -100,7 +101,7 @@ def record_fake_step(
             "keep_last_layers": keep_last_layers,
         }
     )
-    with step.model() as (model, fake_mode):
+    with quiet_fake_tensors(), step.model() as (model, fake_mode):
         state_bytes = step.state_bytes(model)
         # Of the layers that stand for others, the one behind them runs the same.
         recomputes = bool(recompute_modules) or plan is not None

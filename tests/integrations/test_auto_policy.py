@@ -20,6 +20,7 @@ from hf_pyao.config import GIB
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.auto_check import PlanCheck, TimedMicroBatch
+from hf_pyao.integrations.auto_planning import AFTER_RUNNING_OUT
 from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.planning.plan import Plan, PlanError
 from hf_pyao.simulation.device import SimulatedDevice
@@ -381,6 +382,32 @@ def test_running_out_of_memory_makes_the_plan_tighter() -> None:
             assert len(peaks) < 40
         assert peaks == sorted(peaks, reverse=True)
         assert len(peaks) > 1
+
+
+@pytest.mark.thorough
+def test_what_the_device_could_not_hold_is_not_planned_for_a_larger_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="hf_pyao")
+    model = tiny_model("gpt2").train()
+    small, large = batch_of(8), batch_of(10)
+    expected = step(model, large)
+    with attached(model, capped("gpt2", 0.9)) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, small, offloader)
+        auto = offloader.auto
+        assert auto is not None
+        assert auto.tighter(torch.OutOfMemoryError("out")) is not None
+        step(model, small, offloader)
+        held = offloader.plan
+        assert held is not None
+        assert_same(step(model, large, offloader), expected)
+        plan = offloader.plan
+    assert plan is not None and plan is not held
+    assert plan.figures["num_elements"] == 1.25 * held.figures["num_elements"]
+    assert plan.figures["limit_bytes"] == held.figures["limit_bytes"]
+    assert plan.figures["peak_bytes"] <= held.figures["limit_bytes"]
+    assert AFTER_RUNNING_OUT in caplog.text
 
 
 def dataset() -> list[dict[str, Any]]:

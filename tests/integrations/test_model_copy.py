@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -176,6 +177,51 @@ def test_what_cannot_be_recorded_says_why_and_trains_on(
     assert profile.program is None
     assert words in profile.why_no_program
     assert profile.layer_forward is not None
+
+
+class Twice(nn.Module):
+    """A layer with an operation that fake tensors refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        twice: torch.Tensor = torch.ops.hf_pyao_tests.twice(hidden.detach())
+        return self.linear(hidden + twice)
+
+
+@pytest.fixture
+def twice() -> Iterator[None]:
+    """Define the operation, whose shape cannot be told."""
+
+    def refuse(hidden: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not of this shape.")
+
+    library = torch.library.Library("hf_pyao_tests", "DEF")
+    library.define("twice(Tensor hidden) -> Tensor")
+    library.impl("twice", lambda hidden: 2 * hidden, "CPU")
+    library.impl("twice", refuse, "Meta")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("twice")
+def test_torch_s_own_words_on_an_operation_are_not_printed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(Twice(), Twice())
+    config = replace(
+        EVERY_LAYER, profile=tmp_path / "profile.json", profile_steps=1, layers=("0", "1")
+    )
+    with attach(model, config) as offloader:
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+        assert offloader.profile_writer is not None
+        profile = offloader.profile_writer.profile
+    assert profile is not None
+    assert profile.why_no_program.endswith("no values: RuntimeError: not of this shape")
+    assert not [record for record in caplog.records if record.name.startswith("torch")]
 
 
 class Draws(nn.Module):
