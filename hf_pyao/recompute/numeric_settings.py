@@ -6,7 +6,9 @@ backward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +31,24 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+@functools.cache
+def _let_torch_warn() -> None:
+    """Ask for the older setting of TF32 once with no one listening.
+
+    Builds of torch 2.9 and 2.10 for CUDA warn at the first time: a user would be told to change
+    what only this module asks for.
+    """
+    with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+        warnings.simplefilter("ignore")
+        torch._C._get_float32_matmul_precision()
+
+
 def _matmul_precision() -> str | None:
     """Return the precision of fp32 products; None where torch's newer setting is in use.
 
     That one torch does not let be mixed with the older, so that it is left as it is.
     """
+    _let_torch_warn()
     try:
         return torch._C._get_float32_matmul_precision()
     except RuntimeError:
