@@ -220,8 +220,7 @@ class Amount(Kind):
     def check(self, label: str, value: Any) -> int | str | None:
         """Check that *value* is a whole number, or a size with a unit."""
         expected = (
-            "expected a whole number of tensors, such as 8, a size with a unit, such as '2GiB', or "
-            "None"
+            "a whole number of tensors, such as 8, a size with a unit, such as '2GiB', or None"
         )
         if value is None:
             return None
@@ -229,7 +228,7 @@ class Amount(Kind):
             value = int(value)
         if isinstance(value, str):
             if _parse_size(value) is None or value.strip()[-1:].isdigit():
-                raise ConfigError(f"{label} is {echo(value)}; {expected}.")
+                raise ConfigError(f"{label} is {echo(value)}; expected {expected}.")
             return value.strip()
         return _check_whole(label, value, "tensors", expected)
 

@@ -9,6 +9,7 @@ where a layer gets, unchanged, the very tensor that the layer before has returne
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 import weakref
@@ -227,13 +228,14 @@ class SegmentLifecycle(Lifecycle):
                 raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=self.length))
             self.engine.passed_over = reason
             return None
-        without_cache = _without_cache(module, kwargs)
-        if without_cache is not kwargs:
+        own_args, own_kwargs = _without_cache(module, args, kwargs)
+        is_changed = own_args is not args or own_kwargs is not kwargs
+        if is_changed:
             self._say_once(
                 "the layers get no cache of keys and values, which running them again would fill "
                 "a second time: set use_cache=False in the model's configuration"
             )
-        refused = _reason_to_refuse(module, args, without_cache, is_compiling)
+        refused = _reason_to_refuse(module, own_args, own_kwargs, is_compiling)
         if refused is not None:
             self.refused = refused
             self._say_once(f"layer {layer.fqn!r} does not run again: {refused}")
@@ -242,8 +244,8 @@ class SegmentLifecycle(Lifecycle):
         if self.running.tokens:
             self._warn_abandoned(self.running.tokens[-1].call.fqn, layer.fqn)
             self.leave_all()
-        self._enter_segment(module, layer, args, without_cache)
-        return None if without_cache is kwargs else (args, without_cache)
+        self._enter_segment(module, layer, own_args, own_kwargs)
+        return (own_args, own_kwargs) if is_changed else None
 
     def _enter_segment(
         self, module: nn.Module, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -423,8 +425,10 @@ def _hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor |
     return next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
 
 
-def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return *kwargs* without a cache of keys and values; the same object if there is none.
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments without a cache of keys and values; the same objects if there is none.
 
     As transformers do where they checkpoint a layer.
     """
@@ -433,7 +437,25 @@ def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
         changed["use_cache"] = False
     if not getattr(module, "_can_checkpoint_with_cache", False):
         changed |= {name: None for name in _CACHES if kwargs.get(name) is not None}
-    return {**kwargs, **changed} if changed else kwargs
+        if any(map(_is_cache, args)):
+            args = _without_positional_cache(module, args)
+    return args, {**kwargs, **changed} if changed else kwargs
+
+
+def _without_positional_cache(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return *args* with None for a cache, as GPT-2's layers are called up to transformers 4."""
+    try:
+        names = list(inspect.signature(module.forward).parameters)
+    except ValueError:  # no Python function
+        return args
+    caches = {
+        index
+        for index, (name, value) in enumerate(zip(names, args, strict=False))
+        if name in _CACHES and _is_cache(value)
+    }
+    if not caches:
+        return args
+    return tuple([None if index in caches else value for index, value in enumerate(args)])
 
 
 def _reason_to_refuse(

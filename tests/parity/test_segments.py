@@ -170,7 +170,8 @@ def test_a_cache_is_not_filled_twice(model_type: str, caplog: pytest.LogCaptureF
     expected = step(copy.deepcopy(model), use_cache=False)
     with attach(model, segments(2)):
         assert_same_tensors(step(model, use_cache=True), expected, model_type)
-    assert "no cache of keys and values" in caplog.text
+    if "argument is changed to `False`" not in caplog.text:  # BART of transformers 4, with labels
+        assert "no cache of keys and values" in caplog.text
 
 
 def test_hidden_states_that_the_user_takes() -> None:

@@ -119,7 +119,7 @@ def test_a_budget_composes_with_last_layers_recomputing_and_checkpointing() -> N
         ({"budget": 3}, "budget is 3, which has no effect while policy is 'auto'"),
         ({"policy": "budget", "budget": -1}, "budget is -1; it cannot be negative"),
         ({"policy": "budget", "budget": "2 elephants"}, "expected a whole number of tensors"),
-        ({"policy": "budget", "budget": 2.5}, "expected a whole number of tensors"),
+        ({"policy": "budget", "budget": 2.5}, "budget is 2.5; expected a whole number of tensors"),
         ({"policy": "budget", "budget": True}, "expected a whole number of tensors"),
         ({"policy": "plan"}, "policy is 'plan', and plan is not given"),
         ({"policy": "all", "plan": "plan.json"}, "plan is 'plan.json', which has no effect"),

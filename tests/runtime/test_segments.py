@@ -668,6 +668,49 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], message: 
     PyAOConfig(long_context=True, checkpoint_every=0, **settings)
 
 
+class CountedCache:
+    """A cache that tells how often it was filled."""
+
+    def __init__(self) -> None:
+        self.num_updates = 0
+
+    def update(self) -> None:
+        self.num_updates += 1
+
+
+class Filling(FunctionLayer):
+    def forward(self, x: torch.Tensor, past_key_values: CountedCache | None = None) -> torch.Tensor:
+        if past_key_values is not None:
+            past_key_values.update()
+        return torch.relu(x @ self.weight)
+
+
+@pytest.mark.parametrize("is_positional", [False, True])
+def test_a_cache_is_left_out_however_it_is_given(
+    is_positional: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GPT-2's layers get it by position up to transformers 4."""
+    caches: list[CountedCache] = []
+
+    class Caching(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            caches.append(CountedCache())
+            for layer in self.layers:
+                given = caches[-1]
+                x = layer(x, given) if is_positional else layer(x, past_key_values=given)
+            return x
+
+    model = Caching(linear_relu, linear_relu)
+    model.layers = nn.ModuleList(Filling(linear_relu) for _ in range(2))
+    expected = step(copy.deepcopy(model))
+    assert caches[-1].num_updates == 2
+    with caplog.at_level(logging.WARNING), attach(model, BY_TWO) as offloader:
+        assert_same_tensors(step(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == 1
+    assert caches[-1].num_updates == 0
+    assert "no cache of keys and values" in caplog.text
+
+
 def test_a_cache_of_another_name_is_refused_and_said(caplog: pytest.LogCaptureFixture) -> None:
     class Cache:
         def update(self, x: torch.Tensor) -> torch.Tensor:

@@ -292,7 +292,7 @@ def test_mlps_that_draw_numbers_of_others(draw: Callable[[Any, Tensor], Tensor])
 # ---- the rest --------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, in jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own, in jvp
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_transforms_of_torch_func(settings: str) -> None:
     def smooth(layer: PlainLayer, x: Tensor) -> Tensor:
