@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
@@ -110,6 +112,23 @@ def _no_hooks_left() -> Iterator[None]:
     if top is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     assert top is None, f"saved-tensor hooks were left on: {top}"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_replaced() -> Iterator[None]:
+    """Fail a test that leaves torch or transformers with functions of this project's."""
+    yield
+    masks = sys.modules.get("transformers.masking_utils")
+    places = {torch: ("rand",), F: ("scaled_dot_product_attention", "dropout")}
+    if masks is not None:
+        places[masks] = ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa")
+    left = [
+        name
+        for place, names in places.items()
+        for name in names
+        if getattr(getattr(place, name, None), "__module__", "").startswith("hf_pyao")
+    ]
+    assert not left, f"still replaced: {left}"
 
 
 @pytest.fixture(autouse=True)

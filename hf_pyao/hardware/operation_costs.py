@@ -37,11 +37,28 @@ def cost_of(
         return None
     count = flop_registry.get(func._overloadpacket)
     # Products with sums in another dtype: formulas do not know that argument.
-    known = [arg for arg in args if not isinstance(arg, torch.dtype)]
+    known = [arg for arg in _with_all_heads(func, args) if not isinstance(arg, torch.dtype)]
     flops = 0.0 if count is None else float(count(*known, **kwargs, out_val=result))
     if flops and _is_causal(func, args, kwargs):
         flops /= 2  # kernels skip the half of the scores that is masked; formulas count it
     return OperationCost(flops, sum(t.numel() * t.element_size() for t in tensors))
+
+
+def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an attention kernel with shapes in place of grouped keys and values.
+
+    With as many heads as the queries have: up to torch 2.11 formulas refuse fewer.
+    """
+    if not func._overloadpacket.__name__.startswith("_scaled_dot_product"):
+        return args
+    names = [argument.name for argument in func._schema.arguments[: len(args)]]
+    if "value" not in names or args[names.index("query")].dim() != 4:
+        return args
+    heads = args[names.index("query")].shape[1]
+    return tuple(
+        torch.Size((arg.shape[0], heads, *arg.shape[2:])) if name in ("key", "value") else arg
+        for name, arg in zip(names, args, strict=True)
+    )
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hf_pyao.simulation.cuda_operations import ONE_THREAD
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -24,9 +26,10 @@ def quiet_fake_tensors() -> Iterator[None]:
 @contextmanager
 def _at_least(name: str, lowest: int) -> Iterator[None]:
     logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(max(level, lowest))
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    with ONE_THREAD:
+        level = logger.level
+        logger.setLevel(max(level, lowest))
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

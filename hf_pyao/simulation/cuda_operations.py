@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +13,12 @@ import torch.nn.functional as F
 
 from hf_pyao.codecs import bitmask, grouped
 from hf_pyao.simulation.codec_kernels import kernels_for
+
+ONE_THREAD = threading.RLock()
+"""Held by the thread that has changed something of the whole process for a while.
+
+Two threads that change the same thing, one within the other's time, would not put it back.
+"""
 
 
 class Replacement(NamedTuple):
@@ -49,8 +56,11 @@ def operations_of_cuda(*more: Replacement) -> Iterator[None]:
 
 @contextmanager
 def replaced(*replacements: Replacement) -> Iterator[None]:
-    """Let names mean something else, for the whole process, until it ends."""
-    with ExitStack() as stack:
+    """Let names mean something else, for the whole process, until it ends.
+
+    One thread at a time: another waits until the first has ended.
+    """
+    with ONE_THREAD, ExitStack() as stack:
         for module, name, instead in replacements:
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, instead))

@@ -33,8 +33,11 @@ class Costs(TorchDispatchMode):
         return result
 
 
-def flops_of(kernel: str, **options: Any) -> list[float]:
-    query, key, value = (torch.empty(SHAPE, device="meta", requires_grad=True) for _ in range(3))
+def flops_of(kernel: str, num_key_heads: int = SHAPE[1], **options: Any) -> list[float]:
+    heads = SHAPE[1], num_key_heads, num_key_heads
+    query, key, value = (
+        torch.empty(SHAPE[0], n, *SHAPE[2:], device="meta", requires_grad=True) for n in heads
+    )
     with Costs() as costs:
         attention = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
         more = (None, True) if kernel == "efficient" else ()
@@ -49,6 +52,11 @@ def test_causal_attention_computes_half_of_the_scores(kernel: str) -> None:
     scores = 2 * SHAPE[0] * SHAPE[1] * SHAPE[2] ** 2 * SHAPE[3]  # one product of this size
     assert full == [2 * scores, 5 * scores]  # what is not saved is computed again in backward
     assert causal == [flops / 2 for flops in full]
+
+
+def test_queries_that_share_keys_compute_as_much() -> None:
+    """Formulas of torch refuse them up to 2.11."""
+    assert flops_of("flash", num_key_heads=2) == flops_of("flash")
 
 
 def test_the_place_of_the_argument_does_not_matter() -> None:

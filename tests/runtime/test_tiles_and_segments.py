@@ -211,7 +211,7 @@ def draws_by_others(layer: PlainLayer, x: Tensor) -> Tensor:
 def state_of(model: nn.Module) -> list[Any]:
     return [
         (
-            *(layer.count, layer.mean.tolist(), layer.torch_generator.get_state().tolist()),
+            *(layer.count, layer.torch_generator.get_state().tolist()),
             *(layer.numpy_generator.random(), layer.old_generator.rand()),
             layer.python_generator.random(),
         )
@@ -228,6 +228,10 @@ def test_state_of_layers(end: Callable[[Any, Tensor], Tensor], settings: str) ->
             expected = step(plain)
             assert_same(step(model), expected, settings)
     assert state_of(model) == state_of(plain)
+    for layer, other in zip(model.layers, plain.layers, strict=True):
+        # Products of some rows may have other bits than those of all rows.
+        bound = 0.0 if settings == "segments" else 1e-5
+        assert (layer.mean - other.mean).abs().max() <= bound
 
 
 def test_what_a_layer_leaves_on_itself_is_of_its_forward() -> None:
