@@ -133,7 +133,9 @@ def _peak_bytes(model: LlamaForCausalLM, embedded: torch.Tensor, labels: torch.T
     """Return the most bytes that one step has allocated at once, by the allocator's own events."""
     model.zero_grad()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
         _step(model, embedded, labels)
     profiler: Any = profile.profiler
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]

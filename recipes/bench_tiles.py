@@ -151,7 +151,9 @@ def _again(mlp: nn.Module, call: TiledCall, hidden: Tensor) -> Tensor:
 def _peak_bytes(step: Callable[[], object], mlp: nn.Module) -> int:
     """Return the most bytes that one step has allocated at once, by the allocator's own events."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
         step()
     profiler: Any = profile.profiler
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
