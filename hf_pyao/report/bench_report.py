@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import check_version, read_fields, read_json, to_plain
-from hf_pyao.text import echo
+from hf_pyao.report.schema import JsonDocument, read_fields
 
 SCHEMA_VERSION = 1
 """Version of the JSON of a :class:`BenchReport`."""
@@ -119,7 +117,7 @@ class BenchRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchReport:
+class BenchReport(JsonDocument):
     """Methods compared on one machine, model and seed."""
 
     schema_version: int = SCHEMA_VERSION
@@ -133,26 +131,6 @@ class BenchReport:
     """Measured copy speeds in GiB/s; see ``hf_pyao.hardware.link_speed.LinkSpeed``."""
     provenance: Provenance
     rows: list[BenchRow]
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> BenchReport:
-        """Read plain values, as :func:`~hf_pyao.report.schema.to_plain` makes them.
-
-        Raises:
-            ReportError: another schema version, an unknown or missing key, or a value of another
-                type, each by name.
-        """
-        check_version(values, cls, SCHEMA_VERSION, where)
-        return read_fields(cls, values, where)
-
-    @classmethod
-    def from_json_file(cls, path: str | Path) -> BenchReport:
-        """Read a report from a file.
-
-        Raises:
-            ReportError: the file cannot be read, or is no BenchReport of this version.
-        """
-        return cls.from_dict(read_json(path), echo(str(path)))
 
     @property
     def is_search(self) -> bool:
@@ -190,7 +168,7 @@ def compare(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactsReport:
+class FactsReport(JsonDocument):
     """Named facts about a machine or a run: a link's speed, a test run's outcome."""
 
     schema_version: int = SCHEMA_VERSION
@@ -199,19 +177,3 @@ class FactsReport:
     facts: dict[str, Any]
     """Name -> figure or text; the name carries the unit."""
     provenance: Provenance
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> FactsReport:
-        """Read plain values.
-
-        Raises:
-            ReportError: another schema version, an unknown or missing key, or a value of another
-                type, each by name.
-        """
-        check_version(values, cls, SCHEMA_VERSION, where)
-        return read_fields(cls, values, where)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain

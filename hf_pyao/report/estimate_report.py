@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.quantities import ABSENT
-from hf_pyao.report.schema import check_version, read_fields, to_plain
+from hf_pyao.report.schema import JsonDocument
 from hf_pyao.report.view import Table, View
 
 SCHEMA_VERSION = 1
@@ -58,7 +57,7 @@ class EstimateRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateReport:
+class EstimateReport(JsonDocument):
     """Ways to train one model on one card, estimated and not measured."""
 
     schema_version: int = SCHEMA_VERSION
@@ -73,22 +72,6 @@ class EstimateReport:
     verdict: str
     provenance: Provenance
     rows: list[EstimateRow]
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> EstimateReport:
-        """Read plain values.
-
-        Raises:
-            ReportError: another schema version, an unknown or missing key, or a value of another
-                type, each by name.
-        """
-        check_version(values, cls, SCHEMA_VERSION, where)
-        return read_fields(cls, values, where)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain
 
 
 def estimate_view(report: EstimateReport) -> View:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.quantities import ABSENT, GIB, number
-from hf_pyao.report.schema import ReportError, check_version, read_fields, to_plain
+from hf_pyao.report.schema import JsonDocument, ReportError
 from hf_pyao.report.view import Table, View
 from hf_pyao.text import echo
 
@@ -75,7 +74,7 @@ class MicroBatchRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatchReport:
+class MicroBatchReport(JsonDocument):
     """The micro-batch, or the sequence length, for one model on one card: predicted.
 
     Raises:
@@ -109,22 +108,6 @@ class MicroBatchReport:
             raise ReportError(f"find is {echo(self.find)}; expected one of {', '.join(FINDS)}.")
         if self.limit_bytes < 0:
             raise ReportError(f"limit_bytes is {echo(self.limit_bytes)}; expected 0 or more.")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> MicroBatchReport:
-        """Read plain values.
-
-        Raises:
-            ReportError: another schema version, an unknown or missing key, or a value of another
-                type, each by name.
-        """
-        check_version(values, cls, SCHEMA_VERSION, where)
-        return read_fields(cls, values, where)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain
 
 
 def microbatch_view(report: MicroBatchReport) -> View:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import graphlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_pyao.errors import ConfigError, PyAOError, nearest, unknown_name
-from hf_pyao.report.schema import check_version, read_fields, read_json, to_plain, write_json
+from hf_pyao.report.schema import JsonDocument
 from hf_pyao.text import echo
 
 SCHEMA_VERSION = 1
@@ -83,7 +82,7 @@ class LeverSetting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(JsonDocument):
     """What becomes of what the layers of one model save.
 
     Raises:
@@ -91,6 +90,7 @@ class Plan:
             recomputed from each other.
     """
 
+    called: ClassVar[str] = "the plan"
     schema_version: int = SCHEMA_VERSION
     kind: str = KIND
     source: str = "written by hand"
@@ -211,31 +211,7 @@ class Plan:
         """
         if values.get("kind", KIND) != KIND:
             raise PlanError(f"{where} has kind {echo(values.get('kind'))}; expected 'plan'.")
-        check_version(values, cls, SCHEMA_VERSION, where)
-        return read_fields(cls, values, where)
-
-    @classmethod
-    def from_json_file(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan from a file.
-
-        Raises:
-            ReportError: the file cannot be read, or is no plan of this version.
-            PlanError: it contradicts itself.
-        """
-        return cls.from_dict(read_json(path), echo(os.fspath(path)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain
-
-    def to_json_file(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file that :meth:`from_json_file` reads.
-
-        Raises:
-            ReportError: the file cannot be written.
-        """
-        write_json(path, self)
+        return super().from_dict(values, where)
 
     def check_model(
         self, identity: Mapping[str, Any], layers: Sequence[tuple[str, Sequence[str]]]

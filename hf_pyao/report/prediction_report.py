@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import check_version, read_fields, to_plain
+from hf_pyao.report.schema import JsonDocument
 from hf_pyao.report.view import Table, View
 
 SCHEMA_VERSION = 1
@@ -54,9 +53,10 @@ class ComparedFigure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictionReport:
+class PredictionReport(JsonDocument):
     """A profiled step under plans: predicted, and as it was measured."""
 
+    called: ClassVar[str] = "the prediction"
     schema_version: int = SCHEMA_VERSION
     kind: str = KIND
     title: str
@@ -69,24 +69,6 @@ class PredictionReport:
     """For the policy under which it was profiled; empty where nothing was measured."""
     notes: list[str] = field(default_factory=list)
     provenance: Provenance
-
-    @classmethod
-    def from_dict(
-        cls, values: Mapping[str, Any], where: str = "the prediction"
-    ) -> PredictionReport:
-        """Read plain values.
-
-        Raises:
-            ReportError: another schema version, an unknown or missing key, or a value of another
-                type, each by name.
-        """
-        check_version(values, cls, SCHEMA_VERSION, where)
-        return read_fields(cls, values, where)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain
 
 
 def prediction_view(report: PredictionReport) -> View:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.quantities import ABSENT, MIB
-from hf_pyao.report.schema import check_version, read_fields, to_plain
+from hf_pyao.report.schema import JsonDocument
 from hf_pyao.report.view import Table, View
 
 SCHEMA_VERSION = 2
@@ -74,9 +73,10 @@ class ProfiledSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(JsonDocument):
     """What some micro-batches of a training take and save."""
 
+    called: ClassVar[str] = "the profile"
     schema_version: int = SCHEMA_VERSION
     kind: str = KIND
     title: str
@@ -128,22 +128,6 @@ class Profile:
     timeline: list[ProfiledSpan] = field(default_factory=list)
     """The last micro-batch."""
     provenance: Provenance
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "the profile") -> Profile:
-        """Read plain values.
-
-        Raises:
-            ReportError: another schema version, an unknown or missing key, or a value of another
-                type, each by name.
-        """
-        check_version(values, cls, SCHEMA_VERSION, where)
-        return read_fields(cls, values, where)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain
 
     @property
     def link_gib_per_s(self) -> float | None:

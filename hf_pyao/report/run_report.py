@@ -12,12 +12,8 @@ from typing import Any, Protocol
 from hf_pyao.errors import ConfigError
 from hf_pyao.report.provenance import Provenance, collect_provenance, now
 from hf_pyao.report.schema import (
+    JsonDocument,
     ReportError,
-    check_version,
-    read_fields,
-    read_json,
-    to_plain,
-    write_json,
 )
 from hf_pyao.text import describe_error, echo
 
@@ -67,7 +63,7 @@ class ReportedOffloader(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunReport:
+class RunReport(JsonDocument):
     """One training run with offloading. Keys of the figures: ``hf_pyao.metrics``."""
 
     schema_version: int = SCHEMA_VERSION
@@ -106,39 +102,6 @@ class RunReport:
         codec = self.config.get("codec", "identity")
         end = "" if self.outcome in (FINISHED, UNKNOWN) else f" ({self.outcome})"
         return f"Offloading in {name}: policy {self.policy}, codec {codec}, on {self.device}{end}"
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> RunReport:
-        """Read plain values, as :meth:`to_dict` writes them.
-
-        Raises:
-            ReportError: another schema version, an unknown or missing key, or a value of another
-                type, each by name.
-        """
-        check_version(values, cls, SCHEMA_VERSION, where)
-        return read_fields(cls, values, where)
-
-    @classmethod
-    def from_json_file(cls, path: str | Path) -> RunReport:
-        """Read a report from a file.
-
-        Raises:
-            ReportError: the file cannot be read, or is no RunReport of this version.
-        """
-        return cls.from_dict(read_json(path), echo(str(path)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain
-
-    def to_json_file(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to a file that :meth:`from_json_file` reads.
-
-        Raises:
-            ReportError: the file cannot be written.
-        """
-        write_json(Path(path), self)
 
 
 def outcome_of(error: BaseException | None) -> str:

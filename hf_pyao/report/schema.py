@@ -12,13 +12,14 @@ import math
 import os
 import types
 from collections.abc import Mapping
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from hf_pyao.errors import PyAOError, nearest
 from hf_pyao.files import read_json_object, replace_file
 from hf_pyao.text import echo
 
 T = TypeVar("T")
+D = TypeVar("D", bound="JsonDocument")
 
 LARGEST = 1e100
 """Largest number that a document may hold."""
@@ -191,3 +192,48 @@ def write_json(path: str | os.PathLike[str], document: Any) -> None:
     except (OSError, TypeError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ReportError(f"cannot write {echo(str(path))}: {reason}.") from error
+
+
+class JsonDocument:
+    """What every document has in common: a dataclass that is written and read whole.
+
+    Its fields are the document's keys; ``schema_version`` has the version it is of as its default.
+    """
+
+    schema_version: int
+    called: ClassVar[str] = "the report"
+    """What messages call it where no one says where it is from."""
+
+    @classmethod
+    def from_dict(cls: type[D], values: Mapping[str, Any], where: str = "") -> D:
+        """Read plain values, as :meth:`to_dict` makes them.
+
+        Raises:
+            ReportError: another schema version, an unknown or missing key, or a value of another
+                type, each by name.
+        """
+        where = where or cls.called
+        check_version(values, cls, cls.schema_version, where)
+        return read_fields(cls, values, where)
+
+    @classmethod
+    def from_json_file(cls: type[D], path: str | os.PathLike[str]) -> D:
+        """Read it from a file.
+
+        Raises:
+            ReportError: the file cannot be read, or holds no such document of this version.
+        """
+        return cls.from_dict(read_json(path), echo(os.fspath(path)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON holds them."""
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+    def to_json_file(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file that :meth:`from_json_file` reads.
+
+        Raises:
+            ReportError: the file cannot be written.
+        """
+        write_json(path, self)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_pyao.errors import unknown_name
 from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import ReportError, check_version, read_fields, to_plain
+from hf_pyao.report.schema import JsonDocument, ReportError, check_version, read_fields
 from hf_pyao.text import echo
 
 SCHEMA_VERSION = 1
@@ -96,9 +96,10 @@ class StepTotals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport:
+class StepReport(JsonDocument):
     """One step of a training, predicted or measured."""
 
+    called: ClassVar[str] = "the step"
     schema_version: int = SCHEMA_VERSION
     kind: str = KIND
     title: str
@@ -136,11 +137,6 @@ class StepReport:
                 f"{where}, totals, step_ms is {report.totals.step_ms}; expected 0 or more."
             )
         return report
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain
 
     @property
     def end_ms(self) -> float:

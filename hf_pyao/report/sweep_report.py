@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.report.bench_report import OK
 from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import check_version, read_fields, to_plain
+from hf_pyao.report.schema import JsonDocument
 
 SCHEMA_VERSION = 1
 """Version of the JSON of a :class:`SweepReport`."""
@@ -112,7 +112,7 @@ class SweepRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepReport:
+class SweepReport(JsonDocument):
     """Budgets of one model on one machine, measured or predicted."""
 
     schema_version: int = SCHEMA_VERSION
@@ -149,22 +149,6 @@ class SweepReport:
     knee_reason: str
     """Why that one, or why none."""
     provenance: Provenance
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "the report") -> SweepReport:
-        """Read plain values.
-
-        Raises:
-            ReportError: another schema version, an unknown or missing key, or a value of another
-                type, each by name.
-        """
-        check_version(values, cls, SCHEMA_VERSION, where)
-        return read_fields(cls, values, where)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain
 
 
 def rows_of(points: Sequence[SweepPoint]) -> list[SweepRow]:
