@@ -50,7 +50,10 @@ from result_file import write_result
 try:
     from hf_pyao.transfer.transport import BlockingTransport, DoneTicket
 except ImportError:  # an earlier checkout, which --against compares with
-    from hf_pyao.runtime.transport import BlockingTransport, DoneTicket
+    from hf_pyao.runtime.transport import (  # type: ignore[import-not-found, no-redef]
+        BlockingTransport,
+        DoneTicket,
+    )
 
 SCHEMA_VERSION = 2
 TARGET_US = 5.0
@@ -264,7 +267,7 @@ def measure(kind: str, length: int, rounds: int) -> dict[str, float | str]:
                 moving.append(stopwatch.take()[1])
             run(nullcontext())
             stats = engine.last_stats
-            assert stats is not None
+    assert stats is not None
     per_tensor = {way: statistics.median(times[way]) / stats.num_packs for way in WAYS}
     above = [t / stats.num_packs - per_tensor["attached"] for t in times["hf_pyao"]]
     quartiles = statistics.quantiles(above, n=4)

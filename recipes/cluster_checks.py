@@ -152,7 +152,7 @@ def read_launch_options(path: str, nodes: int, engine: str) -> list[str]:
     Raises:
         ConfigError: the file cannot be read, or is for other nodes or another engine.
     """
-    import yaml  # accelerate reads its configuration with it
+    import yaml  # type: ignore[import-untyped]  # accelerate reads its configuration with it
 
     try:
         config: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

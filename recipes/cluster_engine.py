@@ -159,8 +159,7 @@ def check_engine(settings: NodeSettings, point: PointPlan, trainer: Any) -> None
         )
 
 
-def _deepspeed_engine() -> type:
+def _deepspeed_engine() -> Any:
     from deepspeed import DeepSpeedEngine
 
-    engine: type = DeepSpeedEngine
-    return engine
+    return DeepSpeedEngine

@@ -118,7 +118,8 @@ class _Sweep:
         )
         observer.trainer = trainer
         emit("point", point=index, is_shaped=is_shaped, num_parameters=num_parameters)
-        checkpoint = newest_checkpoint(training_args.output_dir) if settings.resume else None
+        folder = str(training_args.output_dir)
+        checkpoint = newest_checkpoint(folder) if settings.resume else None
         trainer.train(resume_from_checkpoint=checkpoint if is_shaped else None)
         moved = trainer.offload_metrics.get("offloaded_bytes", 0)
         emit("trained", point=index, is_shaped=is_shaped, offloaded_bytes=moved)

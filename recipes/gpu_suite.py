@@ -140,7 +140,8 @@ def look_at_device(suite: Suite) -> None:
     from hf_pyao.bench.processes import probe
     from hf_pyao.errors import ConfigError
 
-    suite.device, suite.link = probe("cpu" if suite.is_smoke else "auto", with_link=True)
+    name = "cpu" if suite.is_smoke else "auto"
+    suite.device, suite.link, _ = probe(name, with_speeds=True)
     suite.progress(describe_machine(suite.device, suite.link))
     if suite.device["memory_gib"] is None and not suite.is_smoke:
         raise ConfigError(

@@ -252,8 +252,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--compute-steps", type=int, default=6, help="steps with the links unshaped; 0: none")
     add("--repeats", type=int, default=1, help="of the whole sweep (default: %(default)s)")
     add("--activation_offload", action="store_true", default=True, help="attach hf_pyao (default)")
-    offload = {"dest": "activation_offload", "action": "store_false"}
-    add("--no_activation_offload", **offload, help="do not: the same losses, bit for bit")
+    add(
+        "--no_activation_offload",
+        dest="activation_offload",
+        action="store_false",
+        help="do not: the same losses, bit for bit",
+    )
     add("--result", metavar="FILE.json", help="write the figures here")
     add("--plot", metavar="FILE.png", help="draw them here; needs matplotlib")
     add("--output-dir", help="write checkpoints here, a folder for each point")

@@ -279,14 +279,12 @@ def like_liger(*, has_own_mlp: bool = False) -> AbstractContextManager[Any]:
     from transformers.models.llama import modeling_llama
 
     def mlp(self: Any, hidden: Tensor) -> Tensor:
-        product = _SwiGlu.apply(  # type: ignore[no-untyped-call]
-            self.gate_proj(hidden), self.up_proj(hidden)
-        )
+        product = _SwiGlu.apply(self.gate_proj(hidden), self.up_proj(hidden))
         result: Tensor = self.down_proj(product)
         return result
 
     def norm(self: Any, hidden: Tensor) -> Tensor:
-        result: Tensor = _RmsNorm.apply(hidden, self.weight)  # type: ignore[no-untyped-call]
+        result: Tensor = _RmsNorm.apply(hidden, self.weight)
         return result
 
     stack = ExitStack()

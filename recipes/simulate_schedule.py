@@ -230,14 +230,15 @@ def ratio_rows() -> list[dict[str, Any]]:
     rows = []
     for ratio in (0.25, 0.5, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0):
         row: dict[str, Any] = {"ratio": ratio, "compute_ms": UNIT_LAYERS.compute_ms}
-        for name, options in {
+        ways: dict[str, dict[str, Any]] = {
             "no overlap": {"copy_streams": 0},
             "no prefetch": {"prefetches": False},
             "meeting at layers": {"window": "layer"},
             "window of 1 layer": {"window": layer_bytes},
             "window of 2 layers": {"window": 2 * layer_bytes},
             "window of 2, one engine": {"window": 2 * layer_bytes, "copy_engines": 1},
-        }.items():
+        }
+        for name, options in ways.items():
             outcome = run_schedule(ratio, **options)
             row[name] = round(outcome.step_ms, 2)
             row[f"{name}: peak in layers"] = round(outcome.peak_bytes / layer_bytes, 2)

@@ -194,6 +194,9 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self[index] for index in range(len(self)))
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.from_numpy(self.tokens[index].astype(np.int64))
         return {"input_ids": ids, "labels": ids}

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -111,7 +112,8 @@ def _made_up(setup: BenchSetup, trials: Sequence[Trial], **_: Any) -> Iterator[B
 def plan(setup: BenchSetup, monkeypatch: pytest.MonkeyPatch) -> SweepPlan:
     """Two seeds of four budgets, of which the last ends out of memory; no process measures."""
     monkeypatch.setattr(sweep, "run_trials", _made_up)
-    monkeypatch.setattr(sweep, "probe", lambda *_, **__: ({"device": "cpu", "name": "CPU"}, {}, {}))
+    facts = {"device": "cpu", "name": "CPU"}, {}, {}
+    monkeypatch.setattr(sweep, "probe", create_autospec(sweep.probe, return_value=facts))
     budgets = parse_budgets("0,1,5,7")
     return SweepPlan(setup=setup, budgets=budgets, micro_batch=2, num_seeds=2)
 

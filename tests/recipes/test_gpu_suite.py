@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
 import gpu_parts
 import gpu_suite
 from gpu_test_run import count_outcomes, files_with_gpu_tests
+from hf_pyao.bench import processes
 from hf_pyao.bench.processes import Deadline
 from hf_pyao.bench.setup import Trial
 from hf_pyao.report import BenchReport, BenchRow, read_document
@@ -82,7 +84,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             yield row
 
     monkeypatch.setattr(gpu_parts, "run_trials", run_trials)
-    monkeypatch.setattr("hf_pyao.bench.processes.probe", lambda *_, **__: (CPU, {}))
+    told = create_autospec(processes.probe, return_value=(CPU, {}, {}))  # called as the real one
+    monkeypatch.setattr(processes, "probe", told)
     return asked
 
 
