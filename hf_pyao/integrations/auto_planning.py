@@ -195,6 +195,13 @@ class PlanMaker:
         before = choice.configured.program
         return self.plan(at_other_size(profile, before, recorded), num_elements, record, room)
 
+    def plan_in(self, room: LeverRoom) -> Plan:
+        """Take the fastest plan for the same step, where other levers may be chosen than before."""
+        self._request = dataclasses.replace(self._request, room=room)
+        self._before = None
+        self._choice = self._choice_with(NO_CORRECTION)
+        return self._choose()
+
     def expected(self, correction: Correction = NO_CORRECTION) -> ExpectedTimes:
         """Return what is predicted for the plan that is followed, its times corrected further."""
         chosen = self.chosen

@@ -30,7 +30,7 @@ from hf_pyao.integrations.auto_correction import LEAST_TIMED, beside
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
 from hf_pyao.integrations.auto_phases import Phase, Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
-from hf_pyao.integrations.lever_recording import LeverRecorder, room_for
+from hf_pyao.integrations.lever_recording import LeverRecorder, num_hooks_in, room_for
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.plan_files import PlanFiles
@@ -104,6 +104,8 @@ class AutoPolicy:
             patience=2 * config.profile_steps,
         )
         self._num_elements = 0
+        self._looked_at: tuple[Plan, int] | None = None
+        """The plan with which layers may run again, and how many hooks the model had then."""
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
         """Shows a line to the user."""
         self.cancel_profile: Callable[[], None] = lambda: None
@@ -271,6 +273,10 @@ class AutoPolicy:
         plan = None if self.plan is not None else self._files.in_checkpoint(path)
         if plan is None:
             return
+        why = self._why_not_again(plan)
+        if why:
+            logger.warning("the plan in the checkpoint is not followed: %s", why)
+            return
         self.cancel_profile()
         self.follow(plan, "the plan in the checkpoint")
         self.say(self.summary)
@@ -288,6 +294,7 @@ class AutoPolicy:
                 self._look_again(num_elements)
             else:
                 self._follower.check_size(num_elements)
+            self._look_at_layers()
         except Exception as error:  # no reason to end a training
             logger.warning("policy 'auto' keeps its plan: %s", describe_error(error))
             self._maker.forget()
@@ -300,8 +307,45 @@ class AutoPolicy:
             return
         self._ear = RankExchange("plan")  # for the next one
         plan = Plan.from_dict(json.loads(text)) if text else None
-        if plan is not None and self._phases.are_of(plan):
-            self.follow(plan, "the first process's plan")
+        if plan is None or not self._phases.are_of(plan):
+            return
+        why = self._why_not_again(plan)
+        if why:
+            logger.warning("policy 'auto' does not follow the first process's plan: %s", why)
+            return
+        self.follow(plan, "the first process's plan")
+
+    def _why_not_again(self, plan: Plan) -> str:
+        """Say why layers may not run again as *plan* has it; empty if they may, or do not.
+
+        It was made for the model as it was: by another process, in another run, or before a hook
+        came. What the user asked for is done all the same.
+        """
+        if not plan.levers.get("checkpoint_every"):
+            return ""
+        if "checkpoint_every" not in Levers.free_in(self._config):
+            return ""
+        room = self._room()
+        return "" if room.segments else f"layers would run again, and {room.why_no_segments}"
+
+    def _look_at_layers(self) -> None:
+        """Plan for layers that run once where they may run again no longer; before a forward."""
+        plan, model = self.plan, None if self._model is None else self._model()
+        if plan is None or model is None or not plan.levers.get("checkpoint_every"):
+            return
+        seen = (plan, num_hooks_in(model))
+        before = self._looked_at
+        if before is not None and before[0] is plan and before[1] == seen[1]:
+            return
+        self._looked_at = seen
+        why = self._why_not_again(plan)
+        if not why:
+            return
+        logger.warning("policy 'auto' does not go on with its plan: %s", why)
+        if self._maker.can_plan and self._ear is None:
+            self._adopt(self._maker.plan_in(self._room()), "of layers that run once")
+        else:
+            self._measure_anew("its plan is not to be followed any more")
 
     def _look_at_parameters(self) -> None:
         """Go over to another plan, or to measuring, where others are trained than before."""
@@ -324,7 +368,7 @@ class AutoPolicy:
                 self.follow(plan, "the plan for the parameters that are trained again")
                 self.say(self.summary)
 
-    def _measure_anew(self) -> None:
+    def _measure_anew(self, why: str = "other parameters are trained than it planned for") -> None:
         """Offload everything, and make a plan of what the next micro-batches take."""
         engine = self._engine()
         if engine is None or self._watch is None:
@@ -337,7 +381,7 @@ class AutoPolicy:
             )
             logger.warning("%s.", self.summary)
             return
-        self.say("policy 'auto' measures anew: other parameters are trained than it planned for.")
+        self.say(f"policy 'auto' measures anew: {why}.")
         self._watch.forget()
         self._comparison.begin(engine)
         self.measure_anew()

@@ -70,6 +70,11 @@ def room_for(config: PyAOConfig, model: nn.Module) -> LeverRoom:
     return room
 
 
+def num_hooks_in(model: nn.Module) -> int:
+    """Count the forward hooks of all modules of *model*, ours too: a quick look for new ones."""
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
 def _why_not_again(model: nn.Module, named: Sequence[str]) -> str:
     """Say why layers are not to run again unless the user asks for it; empty if they may.
 

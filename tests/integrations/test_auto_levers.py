@@ -217,6 +217,71 @@ def test_a_hook_of_a_user_is_not_called_twice_without_being_asked() -> None:
         assert room_for(config_of(), model).segments  # hooks of ours are none of a user's
 
 
+def hook_on_an_mlp(model: nn.Module) -> list[int]:
+    """Put a hook of a user's into a layer; return what gets an entry at each call."""
+    calls: list[int] = []
+    layer = model.get_decoder().layers[1]  # type: ignore[operator]
+    layer.mlp.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.thorough
+def test_a_hook_that_comes_while_layers_run_again_is_called_once(
+    wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted.update(checkpoint_every=2)
+    model = tiny_model("llama", dropout=0.1).train()
+    expected = step(model)
+    with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            assert_same(step(model, None, offloader), expected)
+        assert lifecycle_of(offloader).length == 2
+        wanted.clear()
+        calls = hook_on_an_mlp(model)
+        for number in range(1, 4):
+            assert_same(step(model, None, offloader), expected)
+            assert len(calls) == number
+        assert lifecycle_of(offloader).length == 0
+        plan = offloader.plan
+        assert plan is not None and plan.levers["checkpoint_every"] == 0
+        assert any(slot.action != "keep" for slot in plan.slots)
+        assert sum("would be called twice" in line for line in warnings_in(caplog)) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("comes_from", ["a checkpoint", "the file that is kept"])
+@pytest.mark.sampled(every=1)
+def test_a_plan_of_before_is_not_followed_where_a_hook_would_be_called_twice(
+    comes_from: str, tmp_path: Path, wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    is_kept = comes_from != "a checkpoint"
+    wanted.update(checkpoint_every=2)
+    model = tiny_model("llama", dropout=0.1).train()
+    expected = step(model)
+    path = tmp_path / "plan.json"
+    config = config_of(device_memory_gib=1e-5, plan=str(path) if is_kept else None)
+    with attach(model, config, transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            step(model, None, offloader)
+        if not is_kept:
+            assert offloader.auto is not None
+            offloader.auto.save(path)
+    assert json.loads(path.read_text())["levers"]["checkpoint_every"] == 2
+    wanted.clear()
+    calls = hook_on_an_mlp(model)
+    with attach(model, config, transport=transport()) as offloader:
+        assert offloader.auto is not None
+        if not is_kept:
+            offloader.auto.resume(path)
+        for number in range(1, NUM_MEASURED + 3):
+            assert_same(step(model, None, offloader), expected)
+            assert len(calls) == number
+        plan = offloader.plan
+        assert plan is not None and plan.levers["checkpoint_every"] == 0
+        assert lifecycle_of(offloader).length == 0
+    assert sum("would be called twice" in line for line in warnings_in(caplog)) == 1
+
+
 @pytest.mark.thorough
 def test_layers_that_refuse_are_trained_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
