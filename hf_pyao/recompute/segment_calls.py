@@ -240,6 +240,11 @@ class InnerHooks:
                 if is_ours(hook):
                     break
                 self._after.append((hook, key in module._forward_hooks_with_kwargs))
+        torchs: Any = module
+        self._gives_views = bool(
+            torchs._get_backward_hooks()[0] or torchs._get_backward_pre_hooks()
+        )
+        """True where torch gives the layer views of its arguments, for its backward hooks."""
 
     def run(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call *module*'s forward as its caller does, with these hooks."""
@@ -252,6 +257,8 @@ class InnerHooks:
                 changed = hook(module, args)
                 if changed is not None:
                     args = changed if isinstance(changed, tuple) else (changed,)
+        if self._gives_views and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            args = tuple(a.view_as(a) if isinstance(a, Parameter) else a for a in args)
         outputs = module.forward(*args, **kwargs)
         for hook, with_kwargs in self._after:
             given = (args, kwargs) if with_kwargs else (args,)
@@ -377,8 +384,3 @@ def devices_of(values: Any) -> tuple[torch.device, ...]:
     """Return the accelerators that the tensors in *values* are on."""
     found = {t.device for t in tensors_in(values)}
     return tuple(device for device in found if device.type not in ("cpu", "meta"))
-
-
-def is_parameter_object(tensor: Tensor) -> bool:
-    """Say whether *tensor* is a parameter itself, and no view or cast of one."""
-    return isinstance(tensor, Parameter)

@@ -406,6 +406,42 @@ def test_module_hooks_of_others(is_attached_first: bool) -> None:
         assert_same_tensors(step(model), expected, "")
 
 
+class OfAParameter(Stack):
+    """Gives its first layer a parameter as it is, whatever comes in."""
+
+    def __init__(self, *functions: Callable[..., Any], is_trained: bool) -> None:
+        super().__init__(*functions)
+        self.queries = nn.Parameter(INPUT.clone(), requires_grad=is_trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.queries) * x
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # untrained
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.sampled(every=1)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_backward_hooks_of_a_layer_that_gets_a_parameter(
+    is_trained: bool, is_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch gives the layer a view of the parameter then, which is saved as any tensor is."""
+    monkeypatch.setattr(architectures, "_registered_maps", {})
+    register_module_map("OfAParameter", ModuleMap(layers=("layers",)))
+
+    def add_hook(model: Stack) -> None:
+        if is_before:
+            model.layers[0].register_full_backward_pre_hook(lambda module, grads: None)
+        else:
+            model.layers[0].register_full_backward_hook(lambda module, inner, outer: None)
+
+    model = OfAParameter(linear_relu, linear_relu, is_trained=is_trained)
+    add_hook(model)
+    expected = step(copy.deepcopy(model))
+    for config in (BY_ONE, BY_TWO):
+        with attach(model, config):
+            assert_same_tensors(step(model), expected, "")
+
+
 class Counting(nn.Module):
     """Layers that write buffers in forward."""
 
