@@ -306,8 +306,12 @@ class AutoPolicy:
         if text is None:
             return
         self._ear = RankExchange("plan")  # for the next one
-        plan = Plan.from_dict(json.loads(text)) if text else None
-        if plan is None or not self._phases.are_of(plan):
+        if not text:
+            if self.plan is None:
+                self._follower.go_on_without("the first process has no plan")
+            return
+        plan = Plan.from_dict(json.loads(text))
+        if not self._phases.are_of(plan):
             return
         why = self._why_not_again(plan)
         if why:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +142,20 @@ def test_a_plan_that_is_refused_or_not_found_leaves_no_trace(
         assert not auto._maker.can_plan
         assert "offloads everything" in auto.summary
         assert_same(run_larger, step(bare_like(model), batch_of(16)))
+
+
+def test_another_process_says_that_the_first_one_has_no_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = llama(num_frozen=0)
+    with attached(model) as offloader:
+        auto = offloader.auto
+        assert auto is not None
+        monkeypatch.setattr(auto, "_ear", SimpleNamespace(heard_from=lambda rank: ""))
+        found = step(model, None, offloader)
+        assert offloader.plan is None
+        assert "goes on offloading everything: the first process has no plan" in auto.summary
+        assert_same(found, step(bare_like(model)))
 
 
 # ---- levers ----------------------------------------------------------------------------------------
