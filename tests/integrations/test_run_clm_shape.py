@@ -66,7 +66,12 @@ def test_the_script_trains_the_same_with_the_names_swapped(tmp_path: Path) -> No
 
     processes = [
         start(SCRIPT, tmp_path),
-        start(swapped, tmp_path, "--activation_offload", "--activation_offload_min_bytes", "0"),
+        start(
+            swapped,
+            tmp_path,
+            *("--activation_offload", "--activation_offload_policy", "all"),
+            *("--activation_offload_min_bytes", "0", "--activation_offload_log_metrics", "all"),
+        ),
     ]
     for process in processes:
         finish(process)
