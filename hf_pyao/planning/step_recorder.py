@@ -63,11 +63,8 @@ class _OpenSlot:
         self.unpacked_at = -1
         self.unpack_rank = 0
         self.asked_again: list[int] = []
-
-    @property
-    def is_dropped(self) -> bool:
-        """True if it neither stayed nor left: it is recomputed."""
-        return self.stays is None and self.link_bytes == 0
+        self.is_rebuilt = False
+        """It neither stayed nor left, but was recomputed."""
 
 
 class StepRecorder:
@@ -322,14 +319,19 @@ class StepRecorder:
     def asked_for(self, slot: Slot) -> None:
         """Take note that backward asks for a slot."""
         used = self._open.get((slot.layer_index, slot.name))
-        if used is not None and (used.unpacked_at >= 0 or used.is_dropped):
+        if used is not None and (used.unpacked_at >= 0 or used.is_rebuilt):
             used.asked_again.append(self.now)
 
     def rebuilt(self, slot: Slot) -> None:
         """Take note that a dropped slot was rebuilt, which is what it was just asked for."""
         used = self._open.get((slot.layer_index, slot.name))
-        if used is not None and used.asked_again:
+        if used is None:
+            return
+        if used.is_rebuilt:
             used.asked_again[-1] = self.now
+        else:
+            used.is_rebuilt = True
+            used.asked_again.append(self.now)
 
     # ---- the end -------------------------------------------------------------------------------
 
