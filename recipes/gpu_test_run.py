@@ -27,7 +27,7 @@ def run_gpu_tests(*, is_dry_run: bool, timeout_s: float) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(REPOSITORY)
     if is_dry_run:
-        environment["PYAO_GPU_DRY_RUN"] = "1"
+        environment["HF_PYAO_GPU_DRY_RUN"] = "1"
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"

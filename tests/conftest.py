@@ -24,16 +24,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _deselect_other_shares(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run one share of the thorough tests: ``PYAO_TEST_SHARE=2/4`` is the second quarter.
+    """Run one share of the thorough tests: ``HF_PYAO_TEST_SHARE=2/4`` is the second quarter.
 
     Which share a test belongs to follows from its name, so that all shares together are all tests.
     """
-    share = os.environ.get("PYAO_TEST_SHARE", "")
+    share = os.environ.get("HF_PYAO_TEST_SHARE", "")
     if not share:
         return
     number, _, count = share.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise pytest.UsageError(f"PYAO_TEST_SHARE is {share!r}; expected a share such as 2/4.")
+        raise pytest.UsageError(f"HF_PYAO_TEST_SHARE is {share!r}; expected a share such as 2/4.")
     others = [
         item
         for item in items
@@ -74,12 +74,12 @@ def _mark_sampled(items: list[pytest.Item]) -> None:
 def _deselect_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked ``gpu`` where there is no accelerator; pytest counts them.
 
-    ``PYAO_GPU_DRY_RUN=1`` runs one case of each test that has a stand-in for a GPU, ``all`` every
+    ``HF_PYAO_GPU_DRY_RUN=1`` runs one case of each test that has a stand-in for a GPU, ``all`` every
     case; see ``tests/gpu/device.py``.
     """
     if torch.accelerator.is_available():
         return
-    dry_run = os.environ.get("PYAO_GPU_DRY_RUN", "0")
+    dry_run = os.environ.get("HF_PYAO_GPU_DRY_RUN", "0")
     kept: list[pytest.Item] = []
     deselected: list[pytest.Item] = []
     tried: set[str] = set()

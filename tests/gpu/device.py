@@ -1,6 +1,6 @@
 """The device that these tests run on, and a stand-in to try the tests themselves without one.
 
-With ``PYAO_GPU_DRY_RUN=1`` (one case of each test) or ``all`` they run on a CPU: a simulated
+With ``HF_PYAO_GPU_DRY_RUN=1`` (one case of each test) or ``all`` they run on a CPU: a simulated
 transport stands for the streams, torch's CPU allocator for the device's. That proves nothing about
 a GPU; it shows that the tests are free of mistakes before they meet one.
 """
@@ -181,4 +181,4 @@ def no_host_waits(device: torch.device) -> Iterator[None]:
 
 def is_dry_run(environment: dict[str, str]) -> bool:
     """Say whether the stand-in was asked for."""
-    return environment.get("PYAO_GPU_DRY_RUN", "0") != "0"
+    return environment.get("HF_PYAO_GPU_DRY_RUN", "0") != "0"

@@ -4,7 +4,7 @@
 default, all of them among the thorough tests. A longer run is made, and taken up where it was cut
 off, by
 
-    PYAO_TEST_SCHEDULES=20000 PYAO_TEST_SCHEDULES_RECORD=recipes/results/adversarial_schedules \\
+    HF_PYAO_TEST_SCHEDULES=20000 HF_PYAO_TEST_SCHEDULES_RECORD=recipes/results/adversarial_schedules \\
         pytest -n 3 -m thorough tests/races/test_adversarial_schedules.py
 
 which leaves one file for each architecture; those of the last such run are in the repository.
@@ -26,8 +26,8 @@ from hf_pyao.report.provenance import collect_provenance
 from hf_pyao.simulation.transport import SimulatedTransport
 from races.models import ARCHITECTURES, SCENARIOS, make_pair
 
-NUM_SCHEDULES = int(os.environ.get("PYAO_TEST_SCHEDULES", "2000"))
-RECORD = os.environ.get("PYAO_TEST_SCHEDULES_RECORD")
+NUM_SCHEDULES = int(os.environ.get("HF_PYAO_TEST_SCHEDULES", "2000"))
+RECORD = os.environ.get("HF_PYAO_TEST_SCHEDULES_RECORD")
 RECORDED_EVERY = 500
 PUBLISHED = Path(__file__).parents[2] / "recipes" / "results" / "adversarial_schedules"
 WINDOWS = ("layer", 0, 3_000, 2**20)
@@ -42,7 +42,7 @@ class Record:
         self.architecture = architecture
         self.provenance = dataclasses.replace(  # of the code that runs, whatever changes meanwhile
             collect_provenance(),
-            command=f"PYAO_TEST_SCHEDULES={NUM_SCHEDULES} pytest {Path(__file__).name}",
+            command=f"HF_PYAO_TEST_SCHEDULES={NUM_SCHEDULES} pytest {Path(__file__).name}",
         )
         self.num_schedules = 0
         self.num_copies = 0
