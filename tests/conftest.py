@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _deselect_other_shares(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run one share of the thorough tests: ``HF_PYAO_TEST_SHARE=2/4`` is the second quarter.
+    """Run one share of the thorough tests: ``HF_PYAO_TEST_SHARE=2/6`` is the second quarter.
 
     Which share a test belongs to follows from its name, so that all shares together are all tests.
     """
@@ -33,7 +33,7 @@ def _deselect_other_shares(config: pytest.Config, items: list[pytest.Item]) -> N
         return
     number, _, count = share.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise pytest.UsageError(f"HF_PYAO_TEST_SHARE is {share!r}; expected a share such as 2/4.")
+        raise pytest.UsageError(f"HF_PYAO_TEST_SHARE is {share!r}; expected a share such as 2/6.")
     others = [
         item
         for item in items
