@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _deselect_other_shares(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run one share of the thorough tests: ``HF_PYAO_TEST_SHARE=2/6`` is the second quarter.
+    """Run one share of the thorough tests: ``HF_PYAO_TEST_SHARE=2/6`` is the second sixth.
 
     Which share a test belongs to follows from its name, so that all shares together are all tests.
     """
