@@ -344,7 +344,7 @@ FLOATS = [*[batch()] * 4, batch().double(), batch().bfloat16(), batch()]
         (autocast_now_and_then, [batch(8), batch(8), batch(8), batch(7), batch(8), batch(7)]),
         (validating, [batch()] * 5),
         (failing_first, [batch()] * 5),
-        (freezing, [batch(size) for size in (1, 1, 1, 1, 4, 4, 2, 1)]),
+        (freezing, [batch(size) for size in (1, 1, 1, 1, 4, 4, 2, *[1] * 5)]),
         (twice, [batch()] * 5),
         (retaining, [batch()] * 5),
         (accumulating, [batch()] * 4),
