@@ -10,9 +10,8 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.library import Library
 
 from hf_pyao.codecs.grid import Grid
 
@@ -76,12 +75,12 @@ def _operations() -> Any:
 @functools.cache
 def _define() -> Any:
     """Define the operations, once per process; they go when their library goes."""
-    make: Any = Library
-    library = make(NAMESPACE, "FRAGMENT")
+    make: Any = library.Library
+    operations = make(NAMESPACE, "FRAGMENT")
     for schema, function in zip(_SCHEMAS, (_encode, _decode, _code_bits), strict=True):
-        library.define(schema)
-        library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
-    return library
+        operations.define(schema)
+        operations.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    return operations
 
 
 def _encode(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 from torch._guards import active_fake_mode
 
 from hf_pyao import attach
@@ -198,12 +198,12 @@ def twice() -> Iterator[None]:
     def refuse(hidden: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("not of this shape.")
 
-    library = torch.library.Library("hf_pyao_tests", "DEF")
-    library.define("twice(Tensor hidden) -> Tensor")
-    library.impl("twice", lambda hidden: 2 * hidden, "CPU")
-    library.impl("twice", refuse, "Meta")
+    operators = library.Library("hf_pyao_tests", "DEF")
+    operators.define("twice(Tensor hidden) -> Tensor")
+    operators.impl("twice", lambda hidden: 2 * hidden, "CPU")
+    operators.impl("twice", refuse, "Meta")
     yield
-    library._destroy()
+    operators._destroy()
 
 
 @pytest.mark.usefixtures("twice")
