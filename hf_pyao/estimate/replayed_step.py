@@ -205,6 +205,8 @@ class _Replay:
                 self.link.advance(self.times_ms[number])
             for event in self.after[number]:
                 event()
+            inside_bytes = self.program.operations[number].workspace_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside_bytes)
         for event in self.events[self.program.num_operations]:
             event()
         return SimulatedStep(

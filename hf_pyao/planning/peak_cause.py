@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 
@@ -33,6 +34,25 @@ class PeakCause:
         )
 
 
+_WORKSPACE = -1
+"""Stands for a buffer's number where a kernel's workspace is meant."""
+
+
+def _workspaces_like(program: StepProgram, at: int) -> numpy.ndarray[Any, Any]:
+    """Return what operations with the kernel of operation *at* allocate inside, 0 for others."""
+    name = program.operations[at].name
+    return numpy.array(
+        [each.workspace_bytes if each.name == name else 0 for each in program.operations],
+        dtype=numpy.int64,
+    )
+
+
+def _name_of(program: StepProgram, buffer: int, at: int) -> str:
+    if buffer == _WORKSPACE:
+        return f"what {program.operations[at].name} allocates inside"
+    return program.name_of(buffer)
+
+
 def peak_cause(program: StepProgram, prediction: Prediction) -> PeakCause:
     """Return what sets the peak of *prediction*."""
     at = prediction.peak_at
@@ -48,6 +68,11 @@ def peak_cause(program: StepProgram, prediction: Prediction) -> PeakCause:
         without[start:end] -= nbytes
         # Of two that lower the peak as far, the larger one.
         best = min(best or (1 << 62, 0, 0), (int(without.max()), -nbytes, buffer))
+    inside = _workspaces_like(program, at)
+    if inside[at] and (best is None or prediction.peak_bytes - inside[at] <= best[0]):
+        without_bytes = int((live - inside).max())
+        if best is None or without_bytes < best[0]:
+            best = (without_bytes, -int(inside[at]), _WORKSPACE)
     segment = program.segment_of(at)
     where = "outside of layers" if segment.layer == OUTSIDE else program.layer_names[segment.layer]
     if best is None:  # nothing of the step is there
@@ -61,7 +86,7 @@ def peak_cause(program: StepProgram, prediction: Prediction) -> PeakCause:
     return PeakCause(
         phase=segment.phase,
         where=where,
-        tensor=program.name_of(best[2]),
+        tensor=_name_of(program, best[2], at),
         nbytes=-best[1],
         next_peak_bytes=best[0],
     )

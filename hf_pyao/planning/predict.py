@@ -222,7 +222,8 @@ class _Walk:
                 self._slot_ends(slot)
             for buffer in self.births[number]:
                 self._allocate(program.buffers[buffer].nbytes)
-            peaks.append(max(self.peak_here, self.live_bytes))
+            inside_bytes = program.operations[number].workspace_bytes
+            peaks.append(max(self.peak_here, self.live_bytes + inside_bytes))
         self.number = program.num_operations
         self._before(self.number)
         for buffer, copy in enumerate(program.buffers):

@@ -25,7 +25,8 @@ class Prediction:
     peak_at: int
     """The operation after which they are there."""
     live_bytes: tuple[int, ...]
-    """Bytes on the device by operation: most since the operation before."""
+    """Bytes on the device by operation: most since the operation before, with what its kernel
+    allocates inside."""
     host_peak_bytes: int
     """Most bytes of the host pool in use at once."""
     offloaded_bytes: int

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
+from hf_pyao.hardware.kernel_settings import KernelSettings
+from hf_pyao.hardware.kernel_workspaces import workspace_of
 from hf_pyao.planning.layer_graph import GraphOperation, GraphValue, LayerGraph
 from hf_pyao.planning.step_program import (
     OUTSIDE,
@@ -70,6 +72,7 @@ class RecordedStep:
             "labels": {str(number): name for number, name in program.labels.items()},
             "num_tiles": program.num_tiles,
             "num_tiled_tokens": program.num_tiled_tokens,
+            "kernels": list(program.kernels),
         }
         for name in _TABLES:
             document[name] = _lines(getattr(program, name))
@@ -99,6 +102,7 @@ class RecordedStep:
                 graph=None if graph is None else _graph(graph),
                 num_tiles=_count(values.get("num_tiles", 0)),
                 num_tiled_tokens=_count(values.get("num_tiled_tokens", 0)),
+                kernels=_row(KernelSettings, values.get("kernels", [])),
             )
             _check(program)
             step = cls(program, tuple(_texts(values["layer_names"])), _count(values["added_bytes"]))
@@ -119,16 +123,16 @@ def _lines(rows: Iterable[Any]) -> list[str]:
 
 
 def _rows(kind: type[Row], lines: Any) -> tuple[Row, ...]:
+    return tuple(_row(kind, json.loads(line)) for line in _texts(lines))
+
+
+def _row(kind: type[Row], found: Any) -> Row:
     hints = _hints(kind)
-    rows = []
-    for line in _texts(lines):
-        found = json.loads(line)
-        least = len(hints) - len(getattr(kind, "_field_defaults", ()))
-        if not isinstance(found, list) or not least <= len(found) <= len(hints):
-            raise ValueError(f"{kind.__name__} {line[:80]}")
-        cells = [_cell(hint, value) for hint, value in zip(hints, found, strict=False)]
-        rows.append(cast(Any, kind)(*cells))
-    return tuple(rows)
+    least = len(hints) - len(getattr(kind, "_field_defaults", ()))
+    if not isinstance(found, list) or not least <= len(found) <= len(hints):
+        raise ValueError(f"{kind.__name__} {str(found)[:80]}")
+    cells = [_cell(hint, value) for hint, value in zip(hints, found, strict=False)]
+    return cast(Row, cast(Any, kind)(*cells))
 
 
 @cache
@@ -143,6 +147,8 @@ def _cell(hint: Any, value: Any) -> Any:
         if value is None:
             return None
         (hint,) = (each for each in get_args(hint) if each is not type(None))
+    if hasattr(hint, "_fields"):
+        return _row(hint, value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not hint:
@@ -179,6 +185,9 @@ def _check(program: StepProgram) -> None:
     for operation in program.operations:
         if not (operation.flops >= 0 and operation.traffic_bytes >= 0 and operation.num_runs >= 0):
             raise ValueError(f"costs of {operation.name}")
+        _count(operation.workspace_bytes)
+        if operation.workspace_bytes != workspace_of(operation.call, program.kernels):
+            raise ValueError(f"workspace of {operation.name}")
     for buffer in program.buffers:
         _within((buffer.birth,), 0, end)
         _within((buffer.death,), buffer.birth, end + 1)

@@ -13,8 +13,9 @@ from fractions import Fraction
 from math import ceil
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.hardware.kernel_workspaces import KernelCall, workspace_of
 from hf_pyao.planning.layer_graph import LayerGraph
-from hf_pyao.planning.step_program import Buffer, StepProgram
+from hf_pyao.planning.step_program import Buffer, Operation, StepProgram
 
 
 class OtherOperationsError(PyAOError, ValueError):
@@ -55,11 +56,25 @@ def interpolate(points: Sequence[tuple[int, StepProgram]]) -> Callable[[int], St
                 memory[values] = max(0, ceil(total))
             return memory[values]
 
-        operations = tuple(
-            same[0]._replace(
+        def call(calls: tuple[KernelCall | None, ...]) -> KernelCall | None:
+            if calls[0] is None:
+                return None
+            sizes = zip(*(each.sizes for each in calls if each is not None), strict=True)
+            return calls[0]._replace(sizes=tuple(value(size) for size in sizes))
+
+        def operation(same: tuple[Operation, ...]) -> Operation:
+            # Workspaces are rounded up to blocks of kernels: their shapes grow by the polynomial,
+            # their bytes do not.
+            found = call(tuple(each.call for each in same))
+            return same[0]._replace(
                 flops=float(value(tuple(each.flops for each in same))),
                 traffic_bytes=value(tuple(each.traffic_bytes for each in same)),
+                workspace_bytes=workspace_of(found, first.kernels),
+                call=found,
             )
+
+        operations = tuple(
+            operation(same)
             for same in zip(*(program.operations for program in programs), strict=True)
         )
         buffers = tuple(
@@ -116,7 +131,10 @@ def _weights(sizes: Sequence[int], size: int) -> list[Fraction]:
 
 def _structure(program: StepProgram) -> tuple[object, ...]:
     return (
-        [(each.name, each.path, each.is_kernel, each.num_runs) for each in program.operations],
+        [
+            (each.name, each.path, each.is_kernel, each.num_runs, each.call and each.call.kernel)
+            for each in program.operations
+        ],
         [(each.birth, each.death) for each in program.buffers],
         [each._replace(nbytes=0, link_bytes=0, row_values=0) for each in program.slots],
         [each._replace(nbytes=0) for each in program.packs],

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hf_pyao.hardware.kernel_settings import ANY_DEVICE, KernelSettings
+from hf_pyao.hardware.kernel_workspaces import KernelCall
 from hf_pyao.planning.layer_graph import LayerGraph
 
 FORWARD = "forward"
@@ -37,6 +39,11 @@ class Operation(NamedTuple):
     """False if nothing runs on the device: views, empty tensors."""
     num_runs: int = 1
     """How often it runs, where one stands for others that leave memory as it was."""
+    workspace_bytes: int = 0
+    """What its kernel allocates inside and frees before it returns, beside its results; see
+    ``hf_pyao/hardware/kernel_workspaces.py``."""
+    call: KernelCall | None = None
+    """The sizes that :attr:`workspace_bytes` follows from; None for what allocates nothing."""
 
 
 class Buffer(NamedTuple):
@@ -133,6 +140,8 @@ class StepProgram:
     """Tiles that MLPs ran in; 0: they ran whole."""
     num_tiled_tokens: int = 0
     """Tokens that were cut into as many tiles."""
+    kernels: KernelSettings = ANY_DEVICE
+    """The device and the process that workspaces of kernels are reckoned for."""
 
     @property
     def num_layers(self) -> int:

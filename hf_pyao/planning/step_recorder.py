@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.codecs.row_statistics import is_row_statistic
+from hf_pyao.hardware.kernel_settings import ANY_DEVICE, KernelSettings
+from hf_pyao.hardware.kernel_workspaces import call_of, workspace_of
 from hf_pyao.hardware.operation_costs import cost_of, is_question
 from hf_pyao.planning.layer_graph import INPUT, MADE, PARAMETER, GraphRecorder, LayerGraph
 from hf_pyao.planning.step_program import (
@@ -72,10 +74,14 @@ class StepRecorder:
 
     Args:
         fake_mode: the mode that the operations run in, if they are on fake tensors.
+        kernels: the device and the process that the step is recorded for.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode | None = None) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode | None = None, kernels: KernelSettings = ANY_DEVICE
+    ) -> None:
         self.observer: Observer = _Listener(self)
+        self._kernels = kernels
         self.is_paused = False
         self.num_runs = 1
         """How often what is seen now is to run, where it is shown once."""
@@ -154,6 +160,7 @@ class StepRecorder:
         if cost is None and not made:
             return result  # a view, or the host's
         number = self.now
+        call = call_of(func, args, kwargs)
         self._operations.append(
             Operation(
                 func._overloadpacket.__name__,
@@ -162,6 +169,8 @@ class StepRecorder:
                 0 if cost is None else cost.nbytes,
                 cost is not None,
                 self.num_runs,
+                workspace_of(call, self._kernels),
+                call,
             )
         )
         for storage in made:
@@ -376,6 +385,7 @@ class StepRecorder:
             self._packs_with_slots(),
             dict(self._labels),
             self._layer_graph(),
+            kernels=self._kernels,
         )
 
     def _packs_with_slots(self) -> tuple[Pack, ...]:

@@ -86,6 +86,7 @@ class _Stretch:
             self._graph(),
             self.program.num_tiles,
             self.program.num_tiled_tokens,
+            self.program.kernels,
         )
 
     def _graph(self) -> LayerGraph | None:

@@ -14,6 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_pyao.hardware.kernel_settings import ANY_DEVICE, KernelSettings
+from hf_pyao.hardware.kernel_workspaces import call_of, workspace_of
 from hf_pyao.runtime.layer_inputs import tensors_in
 
 
@@ -55,8 +57,13 @@ class MemoryLedger:
             self._free_weak_ref(key)
         return self._counted_bytes
 
-    def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of *tensors* that are not counted yet. Takes strided tensors."""
+    def note(self, tensors: Iterable[torch.Tensor], workspace_bytes: int = 0) -> None:
+        """Count the storages of *tensors* that are not counted yet. Takes strided tensors.
+
+        Args:
+            tensors: what an operation returned.
+            workspace_bytes: what its kernel allocated inside, beside them, and has freed since.
+        """
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata in self._bytes_by_key:
@@ -67,8 +74,9 @@ class MemoryLedger:
             self._bytes_by_key[key] = storage.nbytes()
             self._counted_bytes += self._bytes_by_key[key]
         # What is counted may be gone by now: it is looked for only where it could make a peak.
-        if self._counted_bytes > self._peak_of_phase_bytes:
-            self._peak_of_phase_bytes = max(self._peak_of_phase_bytes, self.live_bytes)
+        if self._counted_bytes + workspace_bytes > self._peak_of_phase_bytes:
+            peak_bytes = self.live_bytes + workspace_bytes
+            self._peak_of_phase_bytes = max(self._peak_of_phase_bytes, peak_bytes)
             self.peak_bytes = max(self.peak_bytes, self._peak_of_phase_bytes)
 
     def end_phase(self, name: str) -> None:
@@ -88,6 +96,7 @@ class NotingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         ledger: what is told.
         fake_mode: the mode that the operations run in, if they are on fake tensors.
+        kernels: the device and the process that workspaces of kernels are reckoned for.
 
     Tensors from before it are noted by hand::
 
@@ -98,18 +107,26 @@ class NotingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ledger.peak_bytes
     """
 
-    def __init__(self, ledger: MemoryLedger, fake_mode: FakeTensorMode | None = None) -> None:
+    def __init__(
+        self,
+        ledger: MemoryLedger,
+        fake_mode: FakeTensorMode | None = None,
+        kernels: KernelSettings = ANY_DEVICE,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
+        self._kernels = kernels
         self._fake_mode = fake_mode
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation and note what it returns."""
+        kwargs = kwargs or {}
         with self._without_cache_for(func):
-            result = func(*args, **(kwargs or {}))
-        self.ledger.note(tensors_in(result))
+            result = func(*args, **kwargs)
+        inside_bytes = workspace_of(call_of(func, args, kwargs), self._kernels)
+        self.ledger.note(tensors_in(result), inside_bytes)
         return result
 
     @contextmanager
