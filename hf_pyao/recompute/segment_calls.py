@@ -3,9 +3,10 @@
 [Note: What a layer call is given]
 The input of a segment's first layer is held by the engine, which may move it. What a layer made
 that runs again before it in the same segment is made again. Everything else (masks, rotary tables,
-what an encoder made) is held as it is: other layers hold it too. A tensor is held without what
-made it, or it would hold the graph that holds it; backward goes through the graph of the first
-run, and asks the second for values alone, so that its gradients arrive all the same.
+what an encoder made) is held as it is: other layers hold it too. A cache of keys and values is
+noted as [Note: Caches] in ``noted_caches`` describes. A tensor is held without what made it, or it
+would hold the graph that holds it; backward goes through the graph of the first run, and asks the
+second for values alone, so that its gradients arrive all the same.
 
 [Note: State of layers]
 Parameters must not change between the two runs; if one did, that raises. Buffers may: where one
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.module_state import ModuleState, NotedParameter, version_of
 from hf_pyao.recompute.kept_attention import GivenAttention, KernelCall
+from hf_pyao.recompute.noted_caches import Held, NotedCache, is_known_cache
 from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.segment_conditions import Conditions
 from hf_pyao.runtime.layer_inputs import tensors_in
@@ -49,32 +52,25 @@ class MadeBefore(NamedTuple):
     """Which of the tensors that it returned."""
 
 
-class Held(NamedTuple):
-    """Stands for a tensor that is held as it is."""
-
-    tensor: Tensor
-    version: int
-    requires_grad: bool
-    """Whether it is to require a gradient again, though nothing made it."""
-
-
-def hold(tensor: Tensor) -> Held:
-    """Return what stands for *tensor*, without what made it."""
-    version = version_of(tensor)
-    if tensor.grad_fn is None:
-        return Held(tensor, version, False)
-    return Held(tensor.detach(), version, True)
-
-
 def noted(value: Any, stand_in: Callable[[Tensor], Any]) -> Any:
     """Return *value* with each tensor replaced, in nested tuples, lists and dictionaries too."""
     if isinstance(value, Tensor):
         return stand_in(value)
+    if is_known_cache(value):
+        return NotedCache(value)
     if isinstance(value, dict):
         return _like(value, {key: noted(item, stand_in) for key, item in value.items()})
+    if isinstance(value, UserDict):  # keys and values that layers share, in transformers
+        return _with_data(value, noted(value.data, stand_in))
     if isinstance(value, tuple | list):
         return _like(value, [noted(item, stand_in) for item in value])
     return value
+
+
+def _with_data(value: UserDict[Any, Any], data: dict[Any, Any]) -> UserDict[Any, Any]:
+    other = copy.copy(value)
+    other.data = data
+    return other
 
 
 def _like(value: Any, items: Any) -> Any:
@@ -144,7 +140,9 @@ class RecordedCall:
         return {each for each in self._stand_ins() if isinstance(each, MadeBefore)}
 
     def forward_ended(self) -> None:
-        """See whether the layer writes its buffers."""
+        """See whether the layer writes its buffers, and which entries of a cache it reads."""
+        for cache in self._caches():
+            cache.forward_ended()
         self._state.forward_ended()
 
     def run(
@@ -197,12 +195,22 @@ class RecordedCall:
         return list(tensors_in(outputs))
 
     def _stand_ins(self) -> Iterator[MadeBefore | Held]:
+        for value in self._noted():
+            if isinstance(value, NotedCache):
+                yield from value.held()
+            else:
+                yield value
+
+    def _caches(self) -> Iterator[NotedCache]:
+        return (value for value in self._noted() if isinstance(value, NotedCache))
+
+    def _noted(self) -> Iterator[MadeBefore | Held | NotedCache]:
         pending: list[Any] = [self._args, self._kwargs]
         while pending:
             value = pending.pop()
-            if isinstance(value, Held | MadeBefore):
+            if isinstance(value, Held | MadeBefore | NotedCache):
                 yield value
-            elif isinstance(value, dict):
+            elif isinstance(value, dict | UserDict):
                 pending.extend(value.values())
             elif isinstance(value, tuple | list):
                 pending.extend(value)
@@ -212,8 +220,12 @@ def _refilled(value: Any, filled: Callable[[Any], Any]) -> Any:
     """Return *value* with what stands for tensors replaced by tensors."""
     if isinstance(value, SegmentInput | MadeBefore | Held):
         return filled(value)
+    if isinstance(value, NotedCache):
+        return value.refilled(filled)
     if isinstance(value, dict):
         return _like(value, {key: _refilled(item, filled) for key, item in value.items()})
+    if isinstance(value, UserDict):
+        return _with_data(value, _refilled(value.data, filled))
     if isinstance(value, tuple | list):
         return _like(value, [_refilled(item, filled) for item in value])
     return value

@@ -9,7 +9,6 @@ where a layer gets, unchanged, the very tensor that the layer before has returne
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import threading
 import weakref
@@ -21,17 +20,16 @@ from torch import Tensor, nn
 
 from hf_pyao.errors import ConflictError
 from hf_pyao.recompute.kept_attention import SeenAttention
+from hf_pyao.recompute.noted_caches import Held, hold, why_not_noted
 from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.second_run import unpack
 from hf_pyao.recompute.segment_calls import (
-    Held,
     InnerHooks,
     LayerState,
     MadeBefore,
     RecordedCall,
     SegmentInput,
     devices_of,
-    hold,
     noted,
 )
 from hf_pyao.recompute.segments import FilledSegments, Segment
@@ -204,7 +202,7 @@ class SegmentLifecycle(Lifecycle):
         is_checkpointed: bool = False,
         is_compiling: bool = False,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Have *module*'s layer join a segment, or begin one; return its arguments if they change.
+        """Have *module*'s layer join a segment, or begin one.
 
         Raises:
             ConflictError: it runs inside the checkpointing of others.
@@ -228,14 +226,7 @@ class SegmentLifecycle(Lifecycle):
                 raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=self.length))
             self.engine.passed_over = reason
             return None
-        own_args, own_kwargs = _without_cache(module, args, kwargs)
-        is_changed = own_args is not args or own_kwargs is not kwargs
-        if is_changed:
-            self._say_once(
-                "the layers get no cache of keys and values, which running them again would fill "
-                "a second time: set use_cache=False in the model's configuration"
-            )
-        refused = _reason_to_refuse(module, own_args, own_kwargs, is_compiling)
+        refused = _reason_to_refuse(module, args, kwargs, is_compiling)
         if refused is not None:
             self.refused = refused
             self._say_once(f"layer {layer.fqn!r} does not run again: {refused}")
@@ -244,8 +235,8 @@ class SegmentLifecycle(Lifecycle):
         if self.running.tokens:
             self._warn_abandoned(self.running.tokens[-1].call.fqn, layer.fqn)
             self.leave_all()
-        self._enter_segment(module, layer, own_args, own_kwargs)
-        return (own_args, own_kwargs) if is_changed else None
+        self._enter_segment(module, layer, args, kwargs)
+        return None
 
     def _enter_segment(
         self, module: nn.Module, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -425,39 +416,6 @@ def _hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor |
     return next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
 
 
-def _without_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments without a cache of keys and values; the same objects if there is none.
-
-    As transformers do where they checkpoint a layer.
-    """
-    changed: dict[str, Any] = {}
-    if kwargs.get("use_cache"):
-        changed["use_cache"] = False
-    if not getattr(module, "_can_checkpoint_with_cache", False):
-        changed |= {name: None for name in _CACHES if kwargs.get(name) is not None}
-        if any(map(_is_cache, args)):
-            args = _without_positional_cache(module, args)
-    return args, {**kwargs, **changed} if changed else kwargs
-
-
-def _without_positional_cache(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return *args* with None for a cache, as GPT-2's layers are called up to transformers 4."""
-    try:
-        names = list(inspect.signature(module.forward).parameters)
-    except ValueError:  # no Python function
-        return args
-    caches = {
-        index
-        for index, (name, value) in enumerate(zip(names, args, strict=False))
-        if name in _CACHES and _is_cache(value)
-    }
-    if not caches:
-        return args
-    return tuple([None if index in caches else value for index, value in enumerate(args)])
-
-
 def _reason_to_refuse(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_compiling: bool
 ) -> str | None:
@@ -468,15 +426,11 @@ def _reason_to_refuse(
         return "its first argument is no tensor"
     may_keep = getattr(module, "_can_checkpoint_with_cache", False)
     for name, value in (*enumerate(args), *kwargs.items()):
-        if _is_cache(value) and not (may_keep and name in _CACHES):
+        why = why_not_noted(value)
+        if why and not (may_keep and name in _CACHES):
+            advice = "; call the model with use_cache=False to change that"
             return (
-                f"argument {name!r} is a {type(value).__name__}, which looks like a cache (it has "
-                "`update`), and would be filled a second time"
+                f"argument {name!r} looks like a cache (it has `update`) and {why}"
+                f"{advice if name in _CACHES else ''}"
             )
     return None
-
-
-def _is_cache(value: Any) -> bool:
-    if value is None or isinstance(value, Tensor | Mapping | set | str | int | float):
-        return False
-    return callable(getattr(value, "update", None))

@@ -26,7 +26,8 @@ from hf_pyao.errors import (
     SavedTensorModifiedError,
 )
 from hf_pyao.integrations import architectures
-from hf_pyao.recompute.segment_calls import Held, hold, noted
+from hf_pyao.recompute.noted_caches import Held, hold
+from hf_pyao.recompute.segment_calls import noted
 from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
 from tests.helpers import (
     EVERY_LAYER,
@@ -722,7 +723,7 @@ class Filling(FunctionLayer):
 
 
 @pytest.mark.parametrize("is_positional", [False, True])
-def test_a_cache_is_left_out_however_it_is_given(
+def test_layers_with_an_unknown_cache_run_once(
     is_positional: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """GPT-2's layers get it by position up to transformers 4."""
@@ -742,9 +743,11 @@ def test_a_cache_is_left_out_however_it_is_given(
     assert caches[-1].num_updates == 2
     with caplog.at_level(logging.WARNING), attach(model, BY_TWO) as offloader:
         assert_same_tensors(step(model), expected, "")
-        assert lifecycle_of(offloader).filled.num_runs == 1
-    assert caches[-1].num_updates == 0
-    assert "no cache of keys and values" in caplog.text
+        assert lifecycle_of(offloader).filled.num_runs == 0
+        assert offloader.metrics()["offloaded_bytes"] > 0  # as without segments
+    assert caches[-1].num_updates == 2
+    assert "is a CountedCache, which may write its tensors in place" in caplog.text
+    assert ("call the model with use_cache=False" in caplog.text) is not is_positional
 
 
 def test_a_cache_of_another_name_is_refused_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -767,7 +770,9 @@ def test_a_cache_of_another_name_is_refused_and_said(caplog: pytest.LogCaptureFi
         assert_same_tensors(step(model), expected, "")
         assert lifecycle_of(offloader).filled.num_runs == 0
         assert offloader.metrics()["offloaded_bytes"] > 0  # as without segments
-    assert "'memory' is a Cache, which looks like a cache" in caplog.text
+    assert "'memory' looks like a cache (it has `update`) and is a Cache, which may write" in (
+        caplog.text
+    )
 
 
 @pytest.mark.thorough
