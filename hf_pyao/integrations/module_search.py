@@ -35,33 +35,32 @@ def walk(root: nn.Module) -> Iterator[Hit]:
     A module that is wrapped follows its wrapper, under the same name.
     """
 
-    yield from _below(Hit("", root, ()))
+    def visit(hit: Hit) -> Iterator[Hit]:
+        yield hit
+        parents = (*hit.parents, hit.module)
+        for name, child in hit.module._modules.items():
+            if child is not None and all(child is not parent for parent in parents):
+                yield from visit(Hit(_join(hit.path, name), child, parents))
 
-
-def _below(hit: Hit) -> Iterator[Hit]:
-    yield hit
-    parents = (*hit.parents, hit.module)
-    for name, child in hit.module._modules.items():
-        if child is not None and all(child is not parent for parent in parents):
-            yield from _below(Hit(_join(hit.path, name), child, parents))
+    yield from visit(Hit("", root, ()))
 
 
 def outermost(root: nn.Module, accept: Accept) -> Iterator[Hit]:
     """Yield the accepted modules, each once, without looking inside an accepted one."""
-    yield from _outermost_below(Hit("", root, ()), accept, set())
+    seen: set[int] = set()
 
+    def visit(hit: Hit) -> Iterator[Hit]:
+        if id(hit.module) in seen:
+            return
+        if accept(hit):
+            seen.add(id(hit.module))
+            yield hit
+            return
+        seen.add(id(hit.module))
+        for name, child in hit.module.named_children():
+            yield from visit(Hit(_join(hit.path, name), child, (*hit.parents, hit.module)))
 
-def _outermost_below(hit: Hit, accept: Accept, seen: set[int]) -> Iterator[Hit]:
-    """Yield the accepted modules of *hit*; *seen* has the ids of those looked at before."""
-    if id(hit.module) in seen:
-        return
-    seen.add(id(hit.module))
-    if accept(hit):
-        yield hit
-        return
-    for name, child in hit.module.named_children():
-        below = Hit(_join(hit.path, name), child, (*hit.parents, hit.module))
-        yield from _outermost_below(below, accept, seen)
+    yield from visit(Hit("", root, ()))
 
 
 def is_called(module: nn.Module) -> bool:

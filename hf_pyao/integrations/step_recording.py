@@ -125,7 +125,9 @@ def record_fake_step(
             # Nothing of a layer that runs again as a whole is rebuilt by itself.
             recorder.begin(names, pool.owns, with_graph=not levers.checkpoint_every)
             engine.observe(recorder.observer)
-            resident_bytes = recorder.note_resident([*model.parameters(), *model.buffers()])
+            resident_bytes = recorder.note_residents(
+                [*model.named_parameters(), *model.named_buffers()]
+            )
             with RecordingMode(recorder), _few_parts(recorder):
                 step.run(model, recorder.label)
         finally:

@@ -26,7 +26,23 @@ from hf_pyao.planning.copy_lanes import (
     LateLanes,
     TimedLanes,
 )
-from hf_pyao.planning.prediction import Coded, Lifetime, PredictedCopy, Prediction, Rebuild, Stall
+from hf_pyao.planning.prediction import (
+    BUFFER,
+    ENCODED,
+    FREED,
+    PAYLOAD,
+    REBUILT,
+    RELOADED,
+    WORKSPACE,
+    Coded,
+    Lifetime,
+    MemoryEvent,
+    MemoryKey,
+    PredictedCopy,
+    Prediction,
+    Rebuild,
+    Stall,
+)
 from hf_pyao.planning.step_program import (
     BACKWARD,
     FORWARD,
@@ -131,6 +147,8 @@ class _Walk:
         self.number = 0
         """The operation that is walked to."""
         self.lifetimes: list[Lifetime] = []
+        self.memory: list[MemoryEvent] = []
+        self.allocated: dict[MemoryKey, int] = {}
         self.reloaded_at: dict[int, int] = {}
         self.live_bytes = program.resident_bytes
         self.peak_here = 0
@@ -221,9 +239,11 @@ class _Walk:
             for slot in self.ends[number]:
                 self._slot_ends(slot)
             for buffer in self.births[number]:
-                self._allocate(program.buffers[buffer].nbytes)
-            inside_bytes = program.operations[number].workspace_bytes
-            peaks.append(max(self.peak_here, self.live_bytes + inside_bytes))
+                self._allocate((BUFFER, buffer), program.buffers[buffer].nbytes)
+            if inside_bytes := program.operations[number].workspace_bytes:
+                self._allocate((WORKSPACE, number), inside_bytes)
+                self._deallocate((WORKSPACE, number))
+            peaks.append(max(self.peak_here, self.live_bytes))
         self.number = program.num_operations
         self._before(self.number)
         for buffer, copy in enumerate(program.buffers):
@@ -243,6 +263,7 @@ class _Walk:
             offloaded_bytes=self.offloaded_bytes,
             read_in_place_bytes=self.read_in_place_bytes,
             lifetimes=tuple(self.lifetimes),
+            memory=tuple(self.memory),
             start_ms=tuple(self.start_ms) if has_times else (),
         )
 
@@ -271,9 +292,15 @@ class _Walk:
 
     # ---- memory --------------------------------------------------------------------------------
 
-    def _allocate(self, nbytes: int) -> None:
+    def _allocate(self, key: MemoryKey, nbytes: int) -> None:
+        self.memory.append(MemoryEvent(key, nbytes))
+        self.allocated[key] = nbytes
         self.live_bytes += nbytes
         self.peak_here = max(self.peak_here, self.live_bytes)
+
+    def _deallocate(self, key: MemoryKey) -> None:
+        self.memory.append(MemoryEvent(key, FREED))
+        self.live_bytes -= self.allocated.pop(key)
 
     def _source_dies(self, buffer: int) -> None:
         self.is_dead[buffer] = True
@@ -281,7 +308,7 @@ class _Walk:
             self._free(buffer)
 
     def _free(self, buffer: int) -> None:
-        self.live_bytes -= self.program.buffers[buffer].nbytes
+        self._deallocate((BUFFER, buffer))
         birth = self.program.buffers[buffer].birth
         self.lifetimes.append(Lifetime(buffer, birth, self.number))
 
@@ -319,7 +346,7 @@ class _Walk:
             and self.lanes.is_done(copy, self.now_ms)
         ):
             if coded is not None:
-                self.live_bytes -= coded.payload_bytes
+                self._deallocate((PAYLOAD, number))
             return
         if coded is None:
             self._hold(slot)
@@ -343,7 +370,7 @@ class _Walk:
         coded = self.coded.get(number)
         if coded is not None:
             self._run_codec(coded)
-            self._allocate(coded.payload_bytes)
+            self._allocate((PAYLOAD, number), coded.payload_bytes)
         return coded
 
     def _run_codec(self, coded: Coded) -> None:
@@ -360,7 +387,7 @@ class _Walk:
         self.waiting_bytes -= self._link_bytes(number)
         self.is_waiting[number] = False
         if number in self.coded:
-            self.live_bytes -= self.coded[number].payload_bytes
+            self._deallocate((PAYLOAD, number))
         else:
             self._let_go(self.program.slots[number])
 
@@ -436,7 +463,7 @@ class _Walk:
         copied_bytes = self._link_bytes(number)
         copy = Copy(RELOAD, copied_bytes, self.now_ms, needs=offload, slot=number)
         self.reloads[number] = copy
-        self._allocate(copied_bytes)
+        self._allocate((ENCODED if number in self.coded else RELOADED, number), copied_bytes)
         self.reloaded_at[number] = self.number
         self.lanes.book(copy)
         self.ahead_bytes += copied_bytes
@@ -462,7 +489,7 @@ class _Walk:
             self._reload(number)
         self._wait(self.reloads[number])
         if self._decoded(number):
-            self.live_bytes -= self._link_bytes(number)
+            self._deallocate((ENCODED, number))
         self.is_consumed.add(number)
         self.ahead_bytes -= self._link_bytes(number)
         if not self.is_exhausted or self.waiting_bytes:
@@ -474,19 +501,32 @@ class _Walk:
         if coded is None:
             return False
         self._run_codec(coded)
-        self._allocate(self.program.slots[number].link_bytes)
+        self._allocate((RELOADED, number), self.program.slots[number].link_bytes)
         return True
 
     def _rebuild(self, number: int, rebuild: Rebuild) -> None:
         if number not in self.reloaded_at:
             nbytes = self.program.slots[number].nbytes
             self.reloaded_at[number] = self.number
-            self.peak_here = max(self.peak_here, self.live_bytes + nbytes + rebuild.working_bytes)
-            self._allocate(nbytes + rebuild.held_bytes)
+            self._allocate((RELOADED, number), nbytes)
+            if rebuild.working_bytes:
+                self._allocate((WORKSPACE, number), rebuild.working_bytes)
+                self._deallocate((WORKSPACE, number))
+            if rebuild.held_bytes:
+                self._hold_rebuilt(rebuild.held_bytes)
             if self.times_ms is not None:
                 self.now_ms += rebuild.elapsed_ms
                 self.rebuild_ms += rebuild.elapsed_ms
         self._prefetch()
+
+    def _hold_rebuilt(self, added_bytes: int) -> None:
+        """Add to what is held for slots that are rebuilt later, or take from it."""
+        key = (REBUILT, 0)
+        held_bytes = self.allocated.get(key, 0) + added_bytes
+        if key in self.allocated:
+            self._deallocate(key)
+        if held_bytes:
+            self._allocate(key, held_bytes)
 
     def _slot_ends(self, number: int) -> None:
         """Backward is done with a slot."""
@@ -494,7 +534,7 @@ class _Walk:
         self.is_over[number] = True
         if number in self.rebuilds:
             if number in self.reloaded_at:
-                self.live_bytes -= slot.nbytes
+                self._deallocate((RELOADED, number))
                 start = self.reloaded_at[number]
                 self.lifetimes.append(Lifetime(slot.reloaded, start, self.number))
             return
@@ -503,13 +543,13 @@ class _Walk:
             return
         self.host_bytes -= _in_pool(self._link_bytes(number))
         if number in self.reloads:
-            is_decoded = number in self.is_consumed
-            self.live_bytes -= slot.link_bytes if is_decoded else self._link_bytes(number)
+            is_encoded = number in self.coded and number not in self.is_consumed
+            self._deallocate((ENCODED if is_encoded else RELOADED, number))
             start = self.reloaded_at[number]
             self.lifetimes.append(Lifetime(slot.reloaded, start, self.number))
         if self.is_read_in_place[number]:
             if number in self.coded:
-                self.live_bytes -= slot.link_bytes
+                self._deallocate((RELOADED, number))
             else:
                 self._let_go(slot)
 

@@ -35,6 +35,9 @@ class Prediction:
     """What had not left when backward asked for it, and did not come back."""
     lifetimes: tuple[Lifetime, ...]
     """When each buffer is on the device under the plan."""
+    memory: tuple[MemoryEvent, ...] = ()
+    """What is allocated and freed on the device, in order; what is not freed lives until the step
+    ends."""
     start_ms: tuple[float, ...] = ()
     """When each operation starts; empty where no times are predicted."""
     copies: tuple[PredictedCopy, ...] = ()
@@ -51,6 +54,33 @@ class Lifetime(NamedTuple):
     """The first operation with it."""
     end: int
     """The first operation without it."""
+
+
+MemoryKey = tuple[str, int]
+"""What is allocated: one of the uses below, and a number."""
+
+BUFFER = "buffer"
+"""A buffer of the program, by its number."""
+RELOADED = "reloaded"
+"""What backward gets of a slot that left or was dropped, by the slot's number."""
+PAYLOAD = "payload"
+"""What a codec made of a slot, on its way to the host."""
+ENCODED = "encoded"
+"""The same, brought back."""
+REBUILT = "rebuilt"
+"""What was made on the way to a rebuilt slot, and is held for others."""
+WORKSPACE = "workspace"
+"""What is allocated and freed within one operation, or while a slot is rebuilt."""
+
+FREED = -1
+
+
+class MemoryEvent(NamedTuple):
+    """An allocation on the device, or the end of one."""
+
+    key: MemoryKey
+    nbytes: int
+    """:data:`FREED` where it ends."""
 
 
 class Rebuild(NamedTuple):

@@ -22,6 +22,7 @@ from hf_pyao.planning.step_program import (
     Buffer,
     Operation,
     Pack,
+    Resident,
     Segment,
     SlotUse,
     StepProgram,
@@ -41,6 +42,7 @@ _TABLES: Mapping[str, Any] = {
     "slots": SlotUse,
     "segments": Segment,
     "packs": Pack,
+    "residents": Resident,
 }
 
 
@@ -95,7 +97,7 @@ class RecordedStep:
             names = tuple(_texts(values["recorded_layer_names"]))
             graph = values.get("graph")
             program = StepProgram(
-                **{name: _rows(row, values[name]) for name, row in _TABLES.items()},
+                **{name: _rows(row, _lines_of(name, values)) for name, row in _TABLES.items()},
                 resident_bytes=_count(values["resident_bytes"]),
                 layer_names=names,
                 labels={int(number): str(name) for number, name in values["labels"].items()},
@@ -120,6 +122,11 @@ class RecordedStep:
 
 def _lines(rows: Iterable[Any]) -> list[str]:
     return [json.dumps(list(row), separators=(",", ":")) for row in rows]
+
+
+def _lines_of(name: str, values: Mapping[str, Any]) -> Any:
+    """Return a table's lines; residents are not in steps that earlier versions recorded."""
+    return values.get(name, []) if name == "residents" else values[name]
 
 
 def _rows(kind: type[Row], lines: Any) -> tuple[Row, ...]:
@@ -206,6 +213,9 @@ def _check(program: StepProgram) -> None:
         reached = segment.end
     if reached != end:
         raise ValueError("segments end early")
+    _within((each.layer for each in program.residents), OUTSIDE, program.num_layers)
+    for resident in program.residents:
+        _count(resident.nbytes)
     _within(program.labels, 0, num_buffers)
     if program.graph is not None:
         _within((each.number for each in program.graph.operations), 0, end)

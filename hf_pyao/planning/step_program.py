@@ -103,6 +103,14 @@ class Pack(NamedTuple):
     """The slot that it is saved as, now or before."""
 
 
+class Resident(NamedTuple):
+    """A weight or buffer of the model, there throughout."""
+
+    layer: int
+    """The layer that has it; :data:`OUTSIDE` for what is in none."""
+    nbytes: int
+
+
 class Segment(NamedTuple):
     """A part of the step: before the layers, a layer's forward, the head, a layer's backward."""
 
@@ -142,6 +150,9 @@ class StepProgram:
     """Tokens that were cut into as many tiles."""
     kernels: KernelSettings = ANY_DEVICE
     """The device and the process that workspaces of kernels are reckoned for."""
+    residents: Sequence[Resident] = ()
+    """The model's own part of :attr:`resident_bytes`, tensor by tensor; empty if it is not known.
+    The rest are states of an optimizer, and gradients."""
 
     @property
     def num_layers(self) -> int:

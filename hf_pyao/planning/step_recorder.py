@@ -29,6 +29,7 @@ from hf_pyao.planning.step_program import (
     Buffer,
     Operation,
     Pack,
+    Resident,
     Segment,
     SlotUse,
     StepProgram,
@@ -105,6 +106,7 @@ class StepRecorder:
         self._row_values = 0
         """Of what is being saved, see :class:`SlotUse`."""
         self._labels: dict[int, str] = {}
+        self._residents: list[Resident] = []
         self._paths: list[str] = [""]
         self._graph: GraphRecorder | None = None
         self._free_weak_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
@@ -136,15 +138,26 @@ class StepRecorder:
 
     # ---- storages ------------------------------------------------------------------------------
 
-    def note_resident(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Take note of what is there before the step; return its bytes."""
-        nbytes = 0
-        for tensor in tensors:
+    def note_residents(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Record what is there before the step; return its bytes.
+
+        Args:
+            tensors: of the model, by qualified name.
+        """
+        for name, tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
                 self._alive[cast(int, storage._weak_ref())] = -1
-                nbytes += storage.nbytes()
-        return nbytes
+                self._residents.append(Resident(self._layer_of(name), storage.nbytes()))
+        return sum(each.nbytes for each in self._residents)
+
+    def _layer_of(self, name: str) -> int:
+        """Return the layer that has the tensor *name*."""
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self._layer_numbers:
+                return self._layer_numbers[name]
+        return OUTSIDE
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation and take note of it."""
@@ -386,6 +399,7 @@ class StepRecorder:
             dict(self._labels),
             self._layer_graph(),
             kernels=self._kernels,
+            residents=tuple(self._residents),
         )
 
     def _packs_with_slots(self) -> tuple[Pack, ...]:

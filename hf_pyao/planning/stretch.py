@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import groupby
 
 from hf_pyao.planning.layer_graph import LayerGraph
 from hf_pyao.planning.step_program import (
     OUTSIDE,
     Buffer,
     Operation,
+    Resident,
     Segment,
     SlotUse,
     StepProgram,
@@ -87,7 +89,18 @@ class _Stretch:
             self.program.num_tiles,
             self.program.num_tiled_tokens,
             self.program.kernels,
+            self._residents(),
         )
+
+    def _residents(self) -> tuple[Resident, ...]:
+        """Repeat the weights of the repeated layer, layer by layer."""
+        found = []
+        for layer, group in groupby(self.program.residents, key=lambda each: each.layer):
+            sizes = [each.nbytes for each in group]
+            first = self._stretched(layer)
+            last = self.last_copy if layer == _REPEATED else first
+            found += [Resident(n, nbytes) for n in range(first, last + 1) for nbytes in sizes]
+        return tuple(found)
 
     def _graph(self) -> LayerGraph | None:
         """Return the graph of the layer that is repeated first."""

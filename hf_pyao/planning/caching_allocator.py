@@ -1,0 +1,382 @@
+"""PyTorch's caching allocator for CUDA as plain arithmetic: which memory a process reserves.
+
+A device counts as full by what the allocator has *reserved*, not by what tensors take. The rules
+are those of ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.9 to 2.13), class
+``DeviceCachingAllocator``; each method here names the function that it follows. Left out are CUDA
+graphs' private pools, sharing between processes, memory fractions with their garbage collection,
+``roundup_power2_divisions``, and blocks that ``record_stream`` holds back: hf_pyao orders its
+copies by events and never calls it.
+
+Nothing is allocated. An event takes a few microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hf_pyao.errors import PyAOError
+
+MIB = 2**20
+MIN_BLOCK_BYTES = 512
+"""``kMinBlockSize``: sizes are rounded up to multiples of this."""
+SMALL_BYTES = MIB
+"""``kSmallSize``: the largest request of the small pool."""
+SMALL_BUFFER_BYTES = 2 * MIB
+"""``kSmallBuffer``: segments of the small pool, and their pages where segments are expandable."""
+LARGE_BUFFER_BYTES = 20 * MIB
+"""``kLargeBuffer``: segments for requests below :data:`MIN_LARGE_BYTES`, and pages of the large
+pool where segments are expandable."""
+MIN_LARGE_BYTES = 10 * MIB
+"""``kMinLargeAlloc``: requests from this on get a segment of their own."""
+LARGE_ROUNDING_BYTES = 2 * MIB
+"""``kRoundLarge``: the sizes of such segments are multiples of this."""
+_EVERYTHING = 2**62
+
+
+class DeviceFullError(PyAOError, MemoryError):
+    """A request does not fit, also after cached segments were given back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorSettings:
+    """What of ``PYTORCH_CUDA_ALLOC_CONF`` changes which memory is reserved."""
+
+    expandable_segments: bool = False
+    """One segment for each pool and stream, which grows by pages."""
+    max_split_bytes: float = math.inf
+    """``max_split_size_mb``: larger blocks are not split."""
+    max_non_split_rounding_bytes: int = LARGE_BUFFER_BYTES
+    """``max_non_split_rounding_mb``: by how much such a block may exceed the request it serves."""
+
+
+class Block:
+    """A range of addresses: allocated, free, or (in an expandable segment) without memory."""
+
+    __slots__ = ("address", "is_free", "is_mapped", "next", "pool", "previous", "size")
+
+    def __init__(self, address: int, size: int, pool: _Pool) -> None:
+        self.address = address
+        self.size = size
+        self.pool = pool
+        self.previous: Block | None = None
+        """The neighbour at lower addresses of the same segment."""
+        self.next: Block | None = None
+        self.is_free = True
+        self.is_mapped = True
+        """False for addresses without memory behind them."""
+
+
+class _Pool:
+    """Free blocks of one stream, either small or large ones (``BlockPool``)."""
+
+    def __init__(self, is_small: bool, settings: AllocatorSettings) -> None:
+        self.is_small = is_small
+        self.settings = settings
+        self.page_bytes = SMALL_BUFFER_BYTES if is_small else LARGE_BUFFER_BYTES
+        self.keys: list[tuple[int, int]] = []
+        """Size and address of each free block with memory, in order."""
+        self.blocks: dict[int, Block] = {}
+        """The same blocks by address."""
+        self.unmapped: list[int] = []
+        """Addresses of blocks without memory, in order."""
+        self.unmapped_blocks: dict[int, Block] = {}
+
+    def insert(self, block: Block) -> None:
+        if block.is_mapped:
+            insort(self.keys, (block.size, block.address))
+            self.blocks[block.address] = block
+        else:
+            insort(self.unmapped, block.address)
+            self.unmapped_blocks[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        if block.is_mapped:
+            del self.keys[bisect_left(self.keys, (block.size, block.address))]
+            del self.blocks[block.address]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, block.address)]
+            del self.unmapped_blocks[block.address]
+
+    def take_best(self, size: int) -> Block | None:
+        """Take the smallest free block that holds *size* (``get_free_block``).
+
+        Of an expandable segment, a block counts with what it can grow to.
+        """
+        keys, settings = self.keys, self.settings
+        at = bisect_left(keys, (size, 0))
+        if at == len(keys):
+            return None
+        block = self.blocks[keys[at][1]]
+        if settings.expandable_segments:
+            for _, address in keys[at + 1 :]:
+                other = self.blocks[address]
+                if _can_grow_to(other) >= _can_grow_to(block):
+                    break
+                block = other
+        most = settings.max_split_bytes
+        if size < most <= block.size:
+            return None
+        if size >= most and block.size >= size + settings.max_non_split_rounding_bytes:
+            return None
+        self.remove(block)
+        return block
+
+    def should_split(self, block: Block, size: int) -> bool:
+        """Say whether what *size* leaves of *block* becomes a block (``should_split``)."""
+        rest = block.size - size
+        if self.is_small or self.settings.expandable_segments:
+            return rest >= MIN_BLOCK_BYTES
+        return size < self.settings.max_split_bytes and rest > SMALL_BYTES
+
+    def merge(self, block: Block, other: Block | None) -> None:
+        """Join *block* with a neighbour that is free as it is (``try_merge_blocks``)."""
+        if other is None or not other.is_free or other.is_mapped != block.is_mapped:
+            return
+        self.remove(other)
+        if block.previous is other:
+            block.address = other.address
+            block.previous = other.previous
+            if block.previous is not None:
+                block.previous.next = block
+        else:
+            block.next = other.next
+            if block.next is not None:
+                block.next.previous = block
+        block.size += other.size
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    Args:
+        settings: what the environment sets.
+        limit_bytes: most that may be reserved: the device's memory less its context.
+    """
+
+    def __init__(
+        self, settings: AllocatorSettings | None = None, *, limit_bytes: float = math.inf
+    ) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.limit_bytes = limit_bytes
+        self.allocated_bytes = 0
+        """Of blocks that are in use: requests, rounded up."""
+        self.reserved_bytes = 0
+        self.peak_allocated_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.num_retries = 0
+        """How often cached segments were given back since a request did not fit otherwise."""
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._next_address = LARGE_BUFFER_BYTES
+
+    def reset_peaks(self) -> None:
+        """Count peaks anew from here."""
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
+    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+        """Allocate on a stream (``malloc``); requests of 0 bytes take nothing in PyTorch.
+
+        Raises:
+            DeviceFullError: it does not fit.
+        """
+        size = max(1, -(-nbytes // MIN_BLOCK_BYTES)) * MIN_BLOCK_BYTES
+        pool = self._pool(stream, size <= SMALL_BYTES)
+        block = pool.take_best(size) or self._reserve(pool, size)
+        if block is None and self._release_oversized(pool, size):
+            block = self._reserve(pool, size)
+        if block is None:
+            self.release_cached()
+            self.num_retries += 1
+            block = self._reserve(pool, size)
+        if block is None:
+            raise DeviceFullError(
+                f"{nbytes} bytes were asked for; {self.allocated_bytes} are allocated and "
+                f"{self.reserved_bytes} reserved of {self.limit_bytes:.0f}."
+            )
+        if pool.should_split(block, size):
+            pool.insert(_cut(block, size))
+        block.is_free = False
+        self.allocated_bytes += block.size
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back to its pool (``free_block``)."""
+        self.allocated_bytes -= block.size
+        block.is_free = True
+        pool = block.pool
+        pool.merge(block, block.previous)
+        pool.merge(block, block.next)
+        pool.insert(block)
+
+    def release_cached(self) -> None:
+        """Give back every segment, or page, that is wholly free (``release_cached_blocks``)."""
+        for pool in self._pools.values():
+            for block in list(pool.blocks.values()):
+                if self.settings.expandable_segments:
+                    self._unmap(block)
+                elif block.previous is None and block.next is None:
+                    self._release(block)
+
+    def free_blocks(self) -> Iterator[Block]:
+        """Yield the free blocks that have memory."""
+        for pool in self._pools.values():
+            yield from pool.blocks.values()
+
+    def _pool(self, stream: int, is_small: bool) -> _Pool:
+        key = (stream, is_small)
+        if key not in self._pools:
+            self._pools[key] = _Pool(is_small, self.settings)
+        return self._pools[key]
+
+    # ---- segments ------------------------------------------------------------------------------
+
+    def _reserve(self, pool: _Pool, size: int) -> Block | None:
+        """Return a block from newly reserved memory (``alloc_block``); None if there is no room."""
+        if self.settings.expandable_segments:
+            return self._expand(pool, size)
+        nbytes = segment_bytes(size)
+        if self.reserved_bytes + nbytes > self.limit_bytes:
+            return None
+        self._count_reserved(nbytes)
+        return self._new_range(pool, nbytes)
+
+    def _new_range(self, pool: _Pool, nbytes: int) -> Block:
+        address = self._next_address
+        pages = -(-nbytes // LARGE_BUFFER_BYTES)
+        self._next_address += (pages + 1) * LARGE_BUFFER_BYTES  # aligned, and not beside another
+        return Block(address, nbytes, pool)
+
+    def _count_reserved(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        if self.reserved_bytes > self.peak_reserved_bytes:
+            self.peak_reserved_bytes = self.reserved_bytes
+
+    def _release(self, block: Block) -> None:
+        """Give back a segment that is one free block (``release_block``)."""
+        block.pool.remove(block)
+        self.reserved_bytes -= block.size
+
+    def _release_oversized(self, pool: _Pool, size: int) -> bool:
+        """Give back free blocks that may not be split (``release_available_cached_blocks``).
+
+        Returns:
+            True if they held *size*.
+        """
+        most = self.settings.max_split_bytes
+        if math.isinf(most) or self.settings.expandable_segments:
+            return False
+        wanted, released = max(size, int(most)), 0
+        at = bisect_left(pool.keys, (wanted, 0))
+        if at < len(pool.keys):
+            self._release(pool.blocks[pool.keys[at][1]])
+            return True
+        while released < wanted and pool.keys and pool.keys[-1][0] >= most:
+            block = pool.blocks[pool.keys[-1][1]]
+            released += block.size
+            self._release(block)
+        return released >= wanted
+
+    # ---- expandable segments -------------------------------------------------------------------
+
+    def _expand(self, pool: _Pool, size: int) -> Block | None:
+        """Map memory until a block holds *size* (``try_allocate_expandable_block``)."""
+        block = self._expandable(pool, size)
+        if not block.is_mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next
+            assert following is not None
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following  # which took the free block before it in
+        pool.remove(block)
+        return block
+
+    def _expandable(self, pool: _Pool, size: int) -> Block:
+        """Return where to grow: the lowest addresses with room (``find_expandable_block``)."""
+        for address in pool.unmapped:
+            block = pool.unmapped_blocks[address]
+            if block.previous is not None and block.previous.is_free:
+                block = block.previous
+            room, each = 0, block
+            while room < size and each is not None and each.is_free:
+                room += each.size
+                each = each.next  # type: ignore[assignment]
+            if room >= size:
+                return block
+        most = _EVERYTHING if math.isinf(self.limit_bytes) else 9 * int(self.limit_bytes) // 8
+        pages = -(-max(most, size) // pool.page_bytes)
+        block = self._new_range(pool, pages * pool.page_bytes)
+        block.is_mapped = False
+        pool.insert(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Put memory behind the first *size* bytes, in whole pages (``map_block``)."""
+        pool = block.pool
+        nbytes = min(-(-size // pool.page_bytes) * pool.page_bytes, block.size)
+        if self.reserved_bytes + nbytes > self.limit_bytes:
+            return False
+        pool.remove(block)
+        if nbytes < block.size:
+            pool.insert(_cut(block, nbytes))
+        block.is_mapped = True
+        pool.merge(block, block.previous)
+        pool.merge(block, block.next)
+        pool.insert(block)
+        self._count_reserved(nbytes)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the whole pages of a free block (``unmap_block``)."""
+        pool = block.pool
+        page = pool.page_bytes
+        start = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if start >= end:
+            return
+        pool.remove(block)
+        if end < block.address + block.size:
+            pool.insert(_cut(block, end - block.address))
+        if start > block.address:
+            middle = _cut(block, start - block.address)
+            pool.insert(block)
+            block = middle
+        block.is_mapped = False
+        self.reserved_bytes -= block.size
+        pool.merge(block, block.previous)
+        pool.merge(block, block.next)
+        pool.insert(block)
+
+
+def segment_bytes(size: int) -> int:
+    """Return what is reserved for a rounded request (``get_allocation_size``)."""
+    if size <= SMALL_BYTES:
+        return SMALL_BUFFER_BYTES
+    if size < MIN_LARGE_BYTES:
+        return LARGE_BUFFER_BYTES
+    return -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
+
+
+def _cut(block: Block, size: int) -> Block:
+    """Cut *block* down to *size*; return the rest as a free block behind it."""
+    rest = Block(block.address + size, block.size - size, block.pool)
+    rest.is_mapped = block.is_mapped
+    rest.previous, rest.next = block, block.next
+    if rest.next is not None:
+        rest.next.previous = rest
+    block.next = rest
+    block.size = size
+    return rest
+
+
+def _can_grow_to(block: Block) -> int:
+    following = block.next
+    if following is None or following.is_mapped:
+        return block.size
+    return block.size + following.size
