@@ -31,6 +31,10 @@ OPTIMIZER_BYTES = {"adamw": 4, "adamw-32bit": 8, "adamw-8bit": 2, "sgd": 0}
 """Bytes of an optimizer's states for each trained parameter, where they are on the device."""
 
 
+ATTENTIONS = ("flash", "cudnn")
+"""Kernels of attention that may be assumed."""
+
+
 def add_training_arguments(what: argparse._ArgumentGroup) -> None:
     """Add how a model is trained: LoRA, gradients, optimizer."""
     what.add_argument(
@@ -54,6 +58,59 @@ def add_training_arguments(what: argparse._ArgumentGroup) -> None:
         default="adamw",
         help="its states on the device, with engine plain: two moments in 16 bits (adamw), 32 or "
         "8, or none (default: adamw)",
+    )
+    what.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="torch.use_deterministic_algorithms(True): kernels of attention allocate more",
+    )
+    what.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default="flash",
+        help="the kernel of attention without a mask in 16 bits: FlashAttention-2, or cuDNN's, "
+        "which torch prefers on compute capability 9.0 and 10.0 unless "
+        "torch.backends.cuda.enable_cudnn_sdp(False) is called (default: flash)",
+    )
+
+
+def given_training(args: argparse.Namespace) -> list[str]:
+    """Return the options of :func:`add_training_arguments` that are given."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_training_arguments(parser.add_argument_group())
+    default = vars(parser.parse_args([]))
+    return ["--" + name for name, value in default.items() if getattr(args, name) != value]
+
+
+def training_fields(
+    hardware: Hardware,
+    *,
+    engine: str = "plain",
+    optimizer: str = "adamw",
+    lora_rank: int | None = None,
+    deterministic: bool = False,
+    attention: str = "flash",
+) -> dict[str, Any]:
+    """Return fields of :class:`~hf_pyao.estimate.fake_step.FakeTraining`, as the options say."""
+    return {
+        "training_state": ENGINES[engine],
+        "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
+        "lora_rank": lora_rank,
+        "kernels": hardware.kernels._replace(
+            is_deterministic=deterministic, prefers_cudnn=attention == "cudnn"
+        ),
+    }
+
+
+def training_fields_of(args: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
+    """Return the same for options of :func:`add_training_arguments`."""
+    return training_fields(
+        hardware,
+        engine=args.engine,
+        optimizer=args.optimizer,
+        lora_rank=args.lora,
+        deterministic=args.deterministic,
+        attention=args.attention,
     )
 
 
@@ -139,6 +196,8 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         lora_rank=args.lora,
         engine=args.engine,
         optimizer=args.optimizer,
+        deterministic=args.deterministic,
+        attention=args.attention,
         with_longest=not args.no_longest_sequence,
         num_processes=args.processes or min(2, os.cpu_count() or 1),
         shows_progress=not args.json and sys.stderr.isatty(),
@@ -186,20 +245,11 @@ def _step(args: argparse.Namespace, report: Any, hardware: Hardware) -> Any:
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.estimate.one_step import step_of
 
-    options = _options(args.engine, args.optimizer, args.sequence_length, args.lora)
-    return step_of(report, config_of(parse_model(args.model)), hardware, options, args.step_method)
-
-
-def _options(
-    engine: str, optimizer: str, sequence_length: int, lora_rank: int | None
-) -> dict[str, Any]:
-    """Return keyword arguments of :class:`~hf_pyao.estimate.estimate.Estimator`."""
-    return {
-        "training_state": ENGINES[engine],
-        "sequence_length": sequence_length,
-        "lora_rank": lora_rank,
-        "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
+    options = {
+        "sequence_length": args.sequence_length,
+        **training_fields_of(args, hardware),
     }
+    return step_of(report, config_of(parse_model(args.model)), hardware, options, args.step_method)
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:
@@ -243,6 +293,8 @@ def estimate_report(
     lora_rank: int | None = None,
     engine: str = "plain",
     optimizer: str = "adamw",
+    deterministic: bool = False,
+    attention: str = "flash",
     with_longest: bool = True,
     num_processes: int = 1,
     shows_progress: bool = False,
@@ -257,6 +309,8 @@ def estimate_report(
         lora_rank: train adapters of this rank; None: all parameters.
         engine: a key of :data:`ENGINES`.
         optimizer: a key of :data:`OPTIMIZER_BYTES`.
+        deterministic: whether kernels run in torch's deterministic mode.
+        attention: one of :data:`ATTENTIONS`.
         with_longest: look for the longest sequences too.
         num_processes: how many work at it.
         shows_progress: draw a bar to stderr.
@@ -283,7 +337,17 @@ def estimate_report(
     jobs = all_jobs(
         config=config,
         hardware=hardware,
-        options=_options(engine, optimizer, sequence_length, lora_rank),
+        options={
+            "sequence_length": sequence_length,
+            **training_fields(
+                hardware,
+                engine=engine,
+                optimizer=optimizer,
+                lora_rank=lora_rank,
+                deterministic=deterministic,
+                attention=attention,
+            ),
+        },
         micro_batch=micro_batch,
         with_longest=with_longest,
     )
@@ -302,6 +366,8 @@ def estimate_report(
             "lora_rank": lora_rank,
             "engine": engine,
             "optimizer": optimizer,
+            "deterministic": deterministic,
+            "attention": attention,
             "num_recorded_steps": num_recordings,
         },
         hardware=dataclasses.asdict(hardware),

@@ -162,6 +162,7 @@ class Estimator:
         self.window_bytes = None if isinstance(window, str) else window
         self.limit_bytes = int(hardware.memory_gib * GIB * (1 - RESERVE))
         self.num_recordings = 0
+        more.setdefault("kernels", hardware.kernels)
         self._training = FakeTraining(config=config, training_state=training_state, **more)
         self._recorded: dict[tuple[_Family, int, int], StepProgram] = {}
         self._lines: dict[tuple[_Family, str, int], Callable[[int], StepProgram] | None] = {}

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.model_sizes import build_config, find_size
+from hf_pyao.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.integrations.attach import Offloader, attach
 from hf_pyao.integrations.cuda_choices import answers_without_values, choices_of_cuda
 from hf_pyao.integrations.module_map import find_layers
@@ -104,6 +105,8 @@ class FakeTraining:
     """Train LoRA adapters of this rank on all linear layers; None: all parameters."""
     dtype: str = "bfloat16"
     """Of weights and arithmetic; that of LoRA is bfloat16."""
+    kernels: KernelSettings = ANY_DEVICE
+    """The device and the process that kernels are chosen for, and their workspaces reckoned."""
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
@@ -116,7 +119,7 @@ class FakeTraining:
         config.use_cache = False
         with (
             FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
-            _operations_of(self.operations_of),
+            _operations_of(self.operations_of, self.kernels),
         ):
             if self.lora_rank is None:
                 model = build_model(config, checkpointing=self.checkpointing, dtype=self.dtype)
@@ -173,9 +176,9 @@ class FakeTraining:
         del bucket, outputs
 
 
-def _operations_of(device: str) -> AbstractContextManager[None]:
+def _operations_of(device: str, kernels: KernelSettings) -> AbstractContextManager[None]:
     if device == "cuda":
-        return operations_of_cuda(*choices_of_cuda())
+        return operations_of_cuda(*choices_of_cuda(), kernels=kernels)
     return replaced(*answers_without_values())
 
 
@@ -240,7 +243,7 @@ def peak_of(
             ledger.note([*model.parameters(), *model.buffers()])
             stack = find_layers(model).stack
             stack.register_forward_hook(lambda *_: ledger.end_phase("layers, forward"))
-            with NotingMode(ledger, fake_mode):
+            with NotingMode(ledger, fake_mode, training.kernels):
                 training.run(model, micro_batch, sequence_length, ledger.end_phase)
             figures = offloader.metrics()
             num_chunks = check_head_loss(offloader)

@@ -14,10 +14,10 @@ from typing import Any
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.command import (
     ENGINES,
-    OPTIMIZER_BYTES,
     add_card_arguments,
     add_training_arguments,
     hardware_of,
+    training_fields_of,
 )
 from hf_pyao.estimate.lever_arguments import add_lever_arguments, lever_config_of, levers_of
 from hf_pyao.hardware.presets import HARDWARE, Hardware
@@ -217,6 +217,8 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
             "lora_rank": args.lora,
             "engine": args.engine,
             "optimizer": args.optimizer,
+            "deterministic": args.deterministic,
+            "attention": args.attention,
             **levers.settings(),
             "host_memory": args.host_memory,
             "num_recorded_steps": num_recordings,
@@ -244,7 +246,7 @@ def _micro_batch(
     check_sequence_length(config, length)
     global_batch = args.global_batch or DEFAULT_GLOBAL_BATCH
     sizes = _sizes_of(args.micro_batches)
-    record = _recorder(args, config)
+    record = _recorder(args, config, hardware)
     steps = SizedLevers(
         lambda levers: SizedSteps(lambda size: record(size, length, levers), scales=levers.scales)
     )
@@ -281,7 +283,7 @@ def _longest(
 
     micro_batch = args.micro_batch or 1
     most = most_positions(config)
-    record = _recorder(args, config)
+    record = _recorder(args, config, hardware)
     points = (1, 2, 3)
     has_points = most is None or most >= max(points) * LENGTH_STEP
     steps = SizedLevers(
@@ -315,18 +317,14 @@ def _bar(shows_progress: bool, total: int | None, unit: str) -> Any:
     )
 
 
-def _recorder(args: argparse.Namespace, config: Any) -> Callable[[int, int, Levers], Any]:
+def _recorder(
+    args: argparse.Namespace, config: Any, hardware: Hardware
+) -> Callable[[int, int, Levers], Any]:
     """Return what records the step at a micro-batch and a length, with certain levers."""
     from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.estimate.recorded_step import record_step
 
-    training = FakeTraining(
-        config=config,
-        training_state=ENGINES[args.engine],
-        optimizer_bytes=OPTIMIZER_BYTES[args.optimizer],
-        lora_rank=args.lora,
-    )
-
+    training = FakeTraining(config=config, **training_fields_of(args, hardware))
     configured = levers_of(args)
     from hf_pyao.integrations.quiet import quiet
 

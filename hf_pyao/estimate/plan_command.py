@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.command import add_training_arguments, given_training
 from hf_pyao.estimate.lever_arguments import (
     add_lever_arguments,
     given_levers,
@@ -81,6 +82,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", type=Path, metavar="FILE.json", help="write the plan")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--compare", nargs="+", type=Path, metavar="PLAN.json", help="show plans side by side")
+    add_training_arguments(parser.add_argument_group("how a model is trained"))
     add_lever_arguments(
         parser.add_argument_group(
             "what changes a model's step itself",
@@ -142,9 +144,10 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.settings import Size
 
     is_profile = args.source.endswith(".json")
-    if is_profile and given_levers(args):
+    of_models = [*given_levers(args), *given_training(args)]
+    if is_profile and of_models:
         raise ConfigError(
-            f"{', '.join(given_levers(args))}: of a model's step, and the step of a profile is as "
+            f"{', '.join(of_models)}: of a model's step, and the step of a profile is as "
             "it was recorded. Profile it with these settings, or drop them."
         )
     named = args.device or (None if is_profile else "rtx4070")
@@ -170,7 +173,12 @@ def _plan(args: argparse.Namespace) -> Plan:
         room = LeverRoom(why_no_segments="a profile holds the one step that was measured")
         request = dataclasses.replace(request, room=room)
     device = None if hardware is None else hardware.device
-    planner = request.planner(profile, device=device, link=_link(args, hardware))
+    planner = request.planner(
+        profile,
+        device=device,
+        link=_link(args, hardware),
+        kernels=hardware.kernels if is_profile and hardware is not None else None,
+    )
     is_hidden = args.json or not sys.stderr.isatty()
     with tqdm(disable=is_hidden, leave=False, unit="step", desc="other levers") as bar:
 
@@ -258,9 +266,11 @@ def _read_profile(args: argparse.Namespace) -> Profile:
 
 def _training_of(args: argparse.Namespace) -> FakeTraining:
     """Return the model that is named, as it is trained."""
+    from hf_pyao.estimate.command import training_fields_of
     from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.estimate.positions import check_sequence_length
+    from hf_pyao.hardware.presets import find_hardware
 
     for option, least in (("micro_batch", 1), ("sequence_length", 2)):
         if getattr(args, option) < least:
@@ -268,7 +278,8 @@ def _training_of(args: argparse.Namespace) -> FakeTraining:
             raise ConfigError(f"{flag} is {getattr(args, option)}; expected {least} or more.")
     config = config_of(parse_model(args.source))
     check_sequence_length(config, args.sequence_length)
-    return FakeTraining(config=config)
+    hardware = find_hardware(args.device or "rtx4070")
+    return FakeTraining(config=config, **training_fields_of(args, hardware))
 
 
 def _predicted_profile(args: argparse.Namespace, training: FakeTraining) -> Profile:

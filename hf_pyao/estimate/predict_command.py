@@ -103,6 +103,7 @@ def _report(args: argparse.Namespace) -> Any:
         device=None if hardware is None else hardware.device,
         link=link,
         window_bytes=None if isinstance(window, str) else window,
+        kernels=None if hardware is None else hardware.kernels,
     )
     plans = {str(path): Plan.from_json_file(path) for path in args.plan}
     return prediction_of(

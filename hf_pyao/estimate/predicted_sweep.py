@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, PyAOError
-from hf_pyao.estimate.command import ENGINES, OPTIMIZER_BYTES
+from hf_pyao.estimate.command import training_fields
 from hf_pyao.estimate.estimate import ASSUMPTIONS, RESERVE
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import ModelSpec, config_of
@@ -69,9 +69,8 @@ def predict_sweep(
     training = FakeTraining(
         config=config,
         checkpointing=checkpointing,
-        training_state=ENGINES[engine],
-        optimizer_bytes=OPTIMIZER_BYTES[optimizer],
         dtype=dtype,
+        **training_fields(hardware, engine=engine, optimizer=optimizer),
     )
     program = _record(training, micro_batch, sequence_length, Levers.of(settings))
     points = predict_points(

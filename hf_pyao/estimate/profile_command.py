@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hf_pyao.errors import ConfigError, PyAOError
+from hf_pyao.estimate.command import add_training_arguments
 from hf_pyao.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
 from hf_pyao.report.documents import Document
 from hf_pyao.report.profile_report import Profile
@@ -69,6 +70,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     )
     predicted.add_argument("--micro-batch", type=int, default=1, metavar="N")
     predicted.add_argument("--sequence-length", type=int, default=512, metavar="N")
+    add_training_arguments(predicted)
     add_lever_arguments(predicted)
 
 
@@ -99,6 +101,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 
 def _predicted(args: argparse.Namespace) -> Profile:
+    from hf_pyao.estimate.command import training_fields_of
     from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.estimate.positions import check_sequence_length
@@ -111,7 +114,7 @@ def _predicted(args: argparse.Namespace) -> Profile:
     config = config_of(spec)
     check_sequence_length(config, args.sequence_length)
     profile = predict_profile(
-        FakeTraining(config=config),
+        FakeTraining(config=config, **training_fields_of(args, hardware)),
         hardware,
         args.micro_batch,
         args.sequence_length,

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.fake_step import FakeTraining
+from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.planning.plan import Plan
@@ -25,6 +26,10 @@ class _StepOf:
     training: FakeTraining
     micro_batch: int
     sequence_length: int
+
+    @property
+    def kernels(self) -> KernelSettings:
+        return self.training.kernels
 
     def model(self) -> AbstractContextManager[tuple[nn.Module, FakeTensorMode]]:
         return self.training.model()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
 
 MOST_MULTIPROCESSORS = 192
-"""Assumed where the number is not known; no card in ``presets`` has more, but MI300X (304)."""
+"""Assumed where the number is not known; of the cards in ``presets`` MI300X alone has more."""
 
 
 class KernelSettings(NamedTuple):
@@ -22,6 +23,8 @@ class KernelSettings(NamedTuple):
     flash_version: int = 2
     """Which FlashAttention runs as torch's flash attention: 2 is torch's own, 3 and 4 are those
     that ``torch.nn.attention.activate_flash_attention_impl`` puts in its place."""
+    prefers_cudnn: bool = False
+    """Whether ``scaled_dot_product_attention`` tries cuDNN's kernel before flash attention."""
 
     @property
     def multiprocessors(self) -> int:
@@ -48,9 +51,27 @@ def settings_of(device: torch.device) -> KernelSettings:
     if device.type != "cuda":
         return found
     properties = torch.cuda.get_device_properties(device)
+    capability = 0 if torch.version.hip else 10 * properties.major + properties.minor
     return found._replace(
         num_multiprocessors=properties.multi_processor_count,
-        capability=0 if torch.version.hip else 10 * properties.major + properties.minor,
+        capability=capability,
+        prefers_cudnn=_prefers_cudnn(capability),
+    )
+
+
+def _prefers_cudnn(capability: int) -> bool:
+    """Say whether torch tries cuDNN's attention first.
+
+    As ``check_prefer_cudnn_attention`` in pytorch/pytorch,
+    ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (commit 001f694a).
+    """
+    is_off = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return (
+        not is_off
+        and bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+        and version > 91500
+        and capability in (90, 100, 103)
     )
 
 

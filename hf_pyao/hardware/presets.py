@@ -5,6 +5,11 @@ rate for 16-bit inputs that are summed in 32 bits, and 80 % of its memory bandwi
 source says otherwise; a PCIe 4.0 link of 16 lanes carries 25e9 bytes a second, a PCIe 5.0 link
 50e9, a PCIe 3.0 link of 8 lanes 6.25e9. They are starting points: give measured ones where there
 are any.
+
+Numbers of streaming multiprocessors are those of NVIDIA's data sheets and whitepapers (GA106,
+GA107, GA100: Ampere; AD102, AD104: Ada; GH100: Hopper; GB202: Blackwell), and compute units of
+AMD's; compute capabilities are those of NVIDIA's page "CUDA GPUs". What attention allocates inside
+depends on both (``attention_workspaces``).
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
 
 COMPUTE_SHARE = 0.85
@@ -35,6 +41,10 @@ class Hardware:
     """Memory of the device."""
     source: str
     """Where the speeds are from."""
+    num_multiprocessors: int = 0
+    """Streaming multiprocessors; 0: not known."""
+    capability: int = 0
+    """CUDA compute capability, 10 x major + minor; 0: not known, or no CUDA device."""
 
     def __post_init__(self) -> None:
         """Check the memory.
@@ -46,6 +56,11 @@ class Hardware:
             raise ConfigError(
                 f"memory_gib is {self.memory_gib}; expected a positive number of GiB."
             )
+
+    @property
+    def kernels(self) -> KernelSettings:
+        """How kernels run on it, as far as the card decides."""
+        return KernelSettings(self.num_multiprocessors, self.capability)
 
     def with_link(self, gib_per_s: float) -> Hardware:
         """Return the same device behind a link of another speed in both directions."""
@@ -62,6 +77,8 @@ def _card(
     link_gib_per_s: float,
     copy_engines: int,
     source: str,
+    num_multiprocessors: int,
+    capability: int,
     tflop_per_s: float | None = None,
 ) -> Hardware:
     return Hardware(
@@ -75,6 +92,8 @@ def _card(
         ),
         memory_gib=memory_gib,
         source=source,
+        num_multiprocessors=num_multiprocessors,
+        capability=capability,
     )
 
 
@@ -86,6 +105,8 @@ _CARDS = (
         memory_gib=4,
         link_gib_per_s=PCIE_3_X8_GIB_PER_S,
         copy_engines=1,
+        num_multiprocessors=16,
+        capability=86,
         source="RTX 2050 Laptop at 45 W: 5.1 TFLOP/s of shaders, tensor cores twice that with "
         "32-bit sums; PCIe 3.0 of 8 lanes",
     ),
@@ -96,6 +117,8 @@ _CARDS = (
         memory_gib=12,
         link_gib_per_s=PCIE_4_GIB_PER_S,
         copy_engines=1,
+        num_multiprocessors=28,
+        capability=86,
         source="RTX 3060 12 GB: 12.8 TFLOP/s of shaders, tensor cores twice that with 32-bit sums",
     ),
     _card(
@@ -105,6 +128,8 @@ _CARDS = (
         memory_gib=12,
         link_gib_per_s=PCIE_4_GIB_PER_S,
         copy_engines=1,
+        num_multiprocessors=46,
+        capability=89,
         source="RTX 4070: 29.15 TFLOP/s of shaders, tensor cores twice that with 32-bit sums",
     ),
     _card(
@@ -114,6 +139,8 @@ _CARDS = (
         memory_gib=24,
         link_gib_per_s=PCIE_4_GIB_PER_S,
         copy_engines=1,
+        num_multiprocessors=128,
+        capability=89,
         source="NVIDIA Ada architecture whitepaper",
     ),
     _card(
@@ -123,6 +150,8 @@ _CARDS = (
         memory_gib=32,
         link_gib_per_s=PCIE_5_GIB_PER_S,
         copy_engines=1,
+        num_multiprocessors=170,
+        capability=120,
         source="NVIDIA RTX Blackwell architecture whitepaper",
     ),
     _card(
@@ -132,6 +161,8 @@ _CARDS = (
         memory_gib=80,
         link_gib_per_s=PCIE_4_GIB_PER_S,
         copy_engines=2,
+        num_multiprocessors=108,
+        capability=80,
         source="NVIDIA A100 80 GB SXM data sheet",
     ),
     _card(
@@ -142,6 +173,8 @@ _CARDS = (
         memory_gib=80,
         link_gib_per_s=PCIE_5_GIB_PER_S,
         copy_engines=2,
+        num_multiprocessors=132,
+        capability=90,
         source="NVIDIA H100 SXM data sheet; matrix products of 16 bits reach about 670 TFLOP/s",
     ),
     _card(
@@ -152,6 +185,8 @@ _CARDS = (
         memory_gib=139,
         link_gib_per_s=PCIE_5_GIB_PER_S,
         copy_engines=2,
+        num_multiprocessors=132,
+        capability=90,
         source="NVIDIA H200 data sheet; matrix products of 16 bits reach about 670 TFLOP/s",
     ),
     _card(
@@ -162,6 +197,8 @@ _CARDS = (
         memory_gib=192,
         link_gib_per_s=PCIE_5_GIB_PER_S,
         copy_engines=2,
+        num_multiprocessors=304,
+        capability=0,
         source="AMD MI300X data sheet; matrix products of 16 bits reach about half of it",
     ),
 )

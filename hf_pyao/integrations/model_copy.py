@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.hardware.kernel_settings import KernelSettings, settings_of
 from hf_pyao.integrations.held_interrupts import HeldInterrupts
 from hf_pyao.integrations.wrappers import unwrap_parallel
 from hf_pyao.runtime.layer_inputs import tensors_in
@@ -208,6 +209,12 @@ class CopiedStep:
         self._seen = seen
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._interrupts = HeldInterrupts()
+
+    @property
+    def kernels(self) -> KernelSettings:
+        """The device that the model is on, and this process's settings."""
+        first = next(self._model.parameters(), None)
+        return settings_of(torch.device("cpu") if first is None else first.device)
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:

@@ -13,6 +13,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.integrations.quiet import quiet_fake_tensors
 from hf_pyao.integrations.shrunk_model import remove_equal_layers
@@ -47,6 +48,11 @@ UNLIMITED_BYTES = 2**60
 
 class FakeStep(Protocol):
     """A training step that can be run on fake tensors."""
+
+    @property
+    def kernels(self) -> KernelSettings:
+        """The device and the process that workspaces of kernels are reckoned for."""
+        ...
 
     def model(self) -> AbstractContextManager[tuple[nn.Module, FakeTensorMode]]:
         """Make the model; everything of it happens in here."""
@@ -110,7 +116,7 @@ def record_fake_step(
         runs_all = runs_all or (recomputes and keep_last_layers > 1)
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
-        recorder = StepRecorder(fake_mode)
+        recorder = StepRecorder(fake_mode, step.kernels)
         pool = HostPool(UNLIMITED_BYTES, pin=False)
         link = LinkContext(RecordingTransport(recorder), pool, 0)
         found = find_layers(model, layers)

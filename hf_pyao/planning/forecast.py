@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
 from hf_pyao.levers import Levers
 from hf_pyao.planning.budget import OffloadBudget, leaving
@@ -37,6 +38,7 @@ class Forecast:
         device: speeds of another device than the profile's; None: as it was profiled.
         link: speeds of another link; None: as it was profiled.
         window_bytes: bytes in flight; None: compute and copies meet at each layer's end.
+        kernels: the other device, for what its kernels allocate inside; None: as it was profiled.
 
     Raises:
         ForecastError: the step is not in the profile, or no speed of a link is known.
@@ -50,6 +52,7 @@ class Forecast:
         device: DeviceModel | None = None,
         link: LinkModel | None = None,
         window_bytes: int | None,
+        kernels: KernelSettings | None = None,
     ) -> None:
         if profile.program is None:
             raise ForecastError(
@@ -58,6 +61,13 @@ class Forecast:
             )
         self.profile = profile
         self.program = RecordedStep.from_dict(profile.program).whole()
+        if kernels is not None:
+            was = self.program.kernels  # the process's settings stay
+            self.program = self.program.with_kernels(
+                was._replace(
+                    num_multiprocessors=kernels.num_multiprocessors, capability=kernels.capability
+                )
+            )
         self.times_ms = (
             times_of(profile, self.program)
             if device is None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.planning.calibration import times_like
@@ -84,6 +85,7 @@ class PlanRequest:
         *,
         device: DeviceModel | None = None,
         link: LinkModel | None = None,
+        kernels: KernelSettings | None = None,
         gradient_bytes: int = 0,
         correction: Correction = NO_CORRECTION,
     ) -> Planner:
@@ -93,6 +95,7 @@ class PlanRequest:
             profile: with its step in it.
             device: speeds of another device than the profile's; None: as it was profiled.
             link: speeds of another link.
+            kernels: that device, for what kernels allocate inside; None: as it was profiled.
             gradient_bytes: what leaves beside in each layer's backward.
             correction: by how much times differ from the profile's.
 
@@ -100,7 +103,9 @@ class PlanRequest:
             ForecastError: the profile does not hold what a prediction needs.
             ReportError: the step in it is damaged.
         """
-        forecast = Forecast(profile, device=device, link=link, window_bytes=self.window_bytes)
+        forecast = Forecast(
+            profile, device=device, link=link, window_bytes=self.window_bytes, kernels=kernels
+        )
         return self.planner_of(
             forecast.program,
             correction.times_ms(forecast.program, forecast.times_ms),

@@ -8,12 +8,13 @@ does with it (``predict``) is to close the hole, or to move its edges.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hf_pyao.hardware.kernel_settings import ANY_DEVICE, KernelSettings
-from hf_pyao.hardware.kernel_workspaces import KernelCall
+from hf_pyao.hardware.kernel_workspaces import KernelCall, workspace_of
 from hf_pyao.planning.layer_graph import LayerGraph
 
 FORWARD = "forward"
@@ -163,6 +164,16 @@ class StepProgram:
     def num_operations(self) -> int:
         """Operations of the step."""
         return len(self.operations)
+
+    def with_kernels(self, kernels: KernelSettings) -> StepProgram:
+        """Return the step with what its kernels allocate inside on another device."""
+        if kernels == self.kernels:
+            return self
+        operations = tuple(
+            each._replace(workspace_bytes=workspace_of(each.call, kernels))
+            for each in self.operations
+        )
+        return dataclasses.replace(self, operations=operations, kernels=kernels)
 
     def segment_of(self, operation: int) -> Segment:
         """Return the part of the step that *operation* is in."""

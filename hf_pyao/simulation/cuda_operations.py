@@ -12,6 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from hf_pyao.codecs import bitmask, grouped
+from hf_pyao.hardware.attention_kernels import (
+    CUDNN,
+    FLASH,
+    MATH,
+    AttentionRequest,
+    choose_attention,
+)
+from hf_pyao.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.simulation.codec_kernels import kernels_for
 
 ONE_THREAD = threading.RLock()
@@ -31,24 +39,26 @@ class Replacement(NamedTuple):
 
 
 @contextmanager
-def operations_of_cuda(*more: Replacement) -> Iterator[None]:
+def operations_of_cuda(*more: Replacement, kernels: KernelSettings = ANY_DEVICE) -> Iterator[None]:
     """Let torch's functions, called on a CPU, run the operations that they run on CUDA.
 
-    - Attention without a mask is the flash kernel, which takes grouped heads as they are, and saves
-      its inputs, its result and a float32 statistic per row; what it drops it draws again.
-    - Attention with a mask is the memory-efficient kernel, which saves the mask as a bias besides,
-      and takes grouped heads repeated.
+    - Attention runs the kernel that torch would choose (``hardware/attention_kernels``). Of 16 bits
+      without a mask that is flash attention, which takes grouped heads as they are, and saves its
+      inputs, its result and a float32 statistic per row; heads are padded to a multiple of 8. With
+      a mask, or of 32 bits, it is the memory-efficient kernel, which saves the mask as a bias
+      besides, and takes grouped heads repeated.
     - Dropout saves one byte for each element.
     - Codecs have their kernels, if tensors are fake: one operation each way.
 
     Args:
         more: what else looks at the device and has to be told; for a model of transformers
             :func:`hf_pyao.integrations.cuda_choices.choices_of_cuda`.
+        kernels: the device and the process that kernels are chosen for.
 
     For the whole process, until it ends: nothing else may run meanwhile. Attention on real tensors
     fails under it: no CPU has the kernel.
     """
-    attention = Replacement(F, "scaled_dot_product_attention", _flash_attention)
+    attention = Replacement(F, "scaled_dot_product_attention", _Attention(kernels))
     codecs = [Replacement(module, "kernels_for", kernels_for) for module in (grouped, bitmask)]
     with replaced(attention, Replacement(F, "dropout", _dropout), *codecs, *more):
         yield
@@ -81,45 +91,109 @@ def can_trace_wide_products() -> bool:
     return True
 
 
+class _Attention:
+    """Stands for ``torch.nn.functional.scaled_dot_product_attention``."""
+
+    def __init__(self, kernels: KernelSettings) -> None:
+        self._kernels = kernels
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        tensors = [each for each in (query, key, value, attn_mask) if each is not None]
+        request = AttentionRequest(
+            query.dtype,
+            tuple(query.shape),
+            tuple(key.shape),
+            tuple(value.shape),
+            has_mask=attn_mask is not None,
+            mask_needs_gradient=attn_mask is not None and attn_mask.requires_grad,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            needs_gradient=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
+            is_grouped=enable_gqa,
+        )
+        kernel = choose_attention(request, self._kernels)
+        if kernel == FLASH:
+            return _flash_attention(query, key, value, dropout_p, is_causal, scale)
+        if enable_gqa and kernel != CUDNN:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        if kernel == MATH:
+            aten: Any = torch.ops.aten
+            result: torch.Tensor = aten._scaled_dot_product_attention_math(*given, scale=scale)[0]
+            return result
+        run = _cudnn_attention if kernel == CUDNN else _efficient_attention
+        return run(*given, scale, request.needs_gradient)
+
+
 def _flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> torch.Tensor:
-    if attn_mask is not None:
-        if enable_gqa:
-            repeats = query.shape[-3] // key.shape[-3]
-            key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
-        return _efficient_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    width = query.shape[-1]
+    if width % 8:  # torch pads heads, and slices the result
+        scale = width**-0.5 if scale is None else scale
+        query, key, value = (F.pad(each, (0, 8 - width % 8)) for each in (query, key, value))
     result: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
     )[0]
-    return result
+    return result[..., :width] if width % 8 else result
 
 
 def _efficient_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
+    saves: bool,
 ) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, _bias(mask, query, key), saves, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _cudnn_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    saves: bool,
+) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, _bias(mask, query, key), saves, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return result
+
+
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Return the bias that stands for *mask*, as large as the scores; None without one."""
+    if mask is None:
+        return None
     if mask.dtype == torch.bool:
         unmasked = torch.zeros_like(mask, dtype=query.dtype)
         mask = unmasked.masked_fill(mask.logical_not(), float("-inf"))
-    bias = mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, mask))
-    result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, saves, dropout_p, is_causal, scale=scale
-    )[0]
-    return result
+    return mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
 
 
 def _dropout(

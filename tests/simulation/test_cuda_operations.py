@@ -1,4 +1,4 @@
-"""What is replaced for the whole process is put back, whichever threads replace it."""
+"""Operations of CUDA on a CPU; what is replaced for the whole process is put back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_pyao.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.integrations.quiet import quiet, quiet_fake_tensors
-from hf_pyao.simulation.cuda_operations import Replacement, replaced
+from hf_pyao.simulation.cuda_operations import Replacement, operations_of_cuda, replaced
 
 PLACE = SimpleNamespace(name=len)
 
@@ -46,3 +52,40 @@ def test_two_threads_put_back_what_was_there(
     may_leave.set()
     thread.join()
     assert state() == before
+
+
+class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations of attention, and the width of their queries."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        if "attention" in name:
+            queries = args[1] if name.endswith("backward") else args[0]
+            self.found.append((name.removeprefix("_scaled_dot_product_"), queries.shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "settings", "kernel", "seen_width"),
+    [
+        (torch.bfloat16, 20, KernelSettings(46, 89), "flash_attention", 24),
+        (torch.float32, 20, KernelSettings(46, 89), "efficient_attention", 20),
+        (torch.bfloat16, 64, KernelSettings(132, 90, prefers_cudnn=True), "cudnn_attention", 64),
+        (torch.bfloat16, 264, ANY_DEVICE, "efficient_attention", 264),
+    ],
+)
+def test_attention_runs_the_kernel_of_the_device(
+    dtype: torch.dtype, width: int, settings: KernelSettings, kernel: str, seen_width: int
+) -> None:
+    with FakeTensorMode(), operations_of_cuda(kernels=settings):
+        tensors = [torch.empty(2, 4, 32, width, dtype=dtype, requires_grad=True) for _ in "qkv"]
+        with Names() as seen:
+            result = F.scaled_dot_product_attention(*tensors, is_causal=True)
+            result.sum().backward()
+    assert result.shape == tensors[0].shape
+    assert [each.grad.shape for each in tensors if each.grad is not None] == [result.shape] * 3
+    assert seen.found == [(kernel, seen_width), (f"{kernel}_backward", seen_width)]
