@@ -203,10 +203,13 @@ class Offloader:
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
         self._finalizer: weakref.finalize[..., Offloader] | None = None
-        self._lifecycle: Lifecycle | None = make_lifecycle(self.engine, found, config, self)
+        # The model's hooks own the lifecycle, which owns this object as its `owner`. A strong
+        # reference back would leave host memory to Python's cyclic collector.
+        lifecycle = make_lifecycle(self.engine, found, config, self)
+        self._driver: weakref.ref[Lifecycle] | None = weakref.ref(lifecycle)
         self.micro_batches = MicroBatchRunner(
             model,
-            self._lifecycle,
+            lifecycle,
             config,
             self.device,
             self._deciding.tightening,
@@ -220,10 +223,10 @@ class Offloader:
             if self.head_loss is not None:
                 record.levers_description = f" {self.head_loss.describe()}."
             self.mlp_tiles = put_on_mlp_tiles(model, found, config)
-            self._deciding.switch.bind(self._lifecycle, self.mlp_tiles)
+            self._deciding.switch.bind(lifecycle, self.mlp_tiles)
             if self.mlp_tiles is not None:
                 record.levers_description += f" {self.mlp_tiles.describe()}."
-            self._lifecycle.install()
+            lifecycle.install()
             self._deciding.start(model, self)
             if config.report is not None:
                 # It holds the engine, which therefore goes a collection later than its cycle with
@@ -253,6 +256,11 @@ class Offloader:
     def profile_writer(self) -> ProfileWriter | None:
         """What measures, for a profile that is asked for or for policy ``auto``; None else."""
         return self._deciding.profile_writer
+
+    @property
+    def _lifecycle(self) -> Lifecycle | None:
+        """What drives the engine; None once detached, or once the model is gone."""
+        return None if self._driver is None else self._driver()
 
     @property
     def is_attached(self) -> bool:
@@ -353,7 +361,7 @@ class Offloader:
             return "<Offloader, being made>"
         model = self._model()
         of = "a model that is gone" if model is None else class_name(model)
-        is_attached = self.__dict__.get("_lifecycle") is not None
+        is_attached = self.__dict__.get("_driver") is not None
         state = "attached" if is_attached else "detached"
         return f"<Offloader of {of}, {state}, {record.describe_shortly()}>"
 
@@ -398,7 +406,7 @@ class Offloader:
     def _take_down(self) -> None:
         """Remove what is installed still. It may be called again, also where it was interrupted."""
         try:
-            if self._lifecycle is not None:
+            if self._driver is not None:
                 self.micro_batches.stop()
             self._deciding.end()
         finally:
@@ -411,11 +419,14 @@ class Offloader:
             if self.mlp_tiles is not None:
                 self.mlp_tiles.uninstall()
         finally:
-            if self._lifecycle is not None:
-                self._lifecycle.leave_all()
+            if self._driver is not None:
+                lifecycle = self._lifecycle
+                if lifecycle is not None:
+                    lifecycle.leave_all()
                 self.engine.end()
-                self._lifecycle.remove()
-                self._lifecycle = None
+                if lifecycle is not None:
+                    lifecycle.remove()
+                self._driver = None
 
     def _end_record(self, outcome: str) -> None:
         self.record.report_extra.update(self._deciding.report())

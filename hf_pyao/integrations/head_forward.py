@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,14 +53,16 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 @dataclass
 class _Run:
-    """What one forward needs until its outputs are handed out."""
+    """What the calls of the head in one forward share.
+
+    Each :class:`PutOffCall` refers to it, so it must not refer to them: the hidden states that a
+    call holds would then be freed by Python's cyclic collector alone.
+    """
 
     num_items: Tensor | float | None
     """What the model will divide a summed loss by."""
     smoothing: Smoothing | None
     """Label smoothing that is asked for from outside."""
-    calls: list[PutOffCall] = field(default_factory=list)
-    """Calls of the head that were put off."""
     tied: tuple[Tensor, WaitingGradient] | None = None
     """Alias of the weight that embedding and head share, once the embedding has been called."""
 
@@ -108,18 +110,19 @@ class HeadForward:
             self.counts.add("own")
             return own(*args, **kwargs)
         run = _Run(kwargs.get("num_items_in_batch"), self.smoothings.current())
-        answers = [(head.inner, self._put_off(head, run))]
+        calls: list[PutOffCall] = []
+        answers = [(head.inner, self._put_off(head, run, calls))]
         if (embedding := _tied_embedding(model, head)) is not None:
             answers.append((embedding, _embed(embedding, run)))
         outputs = self._exchanged.during(answers, own, *args, **kwargs)
-        return self._finish(outputs, run.calls)
+        return self._finish(outputs, calls)
 
     def release(self) -> None:
         """Take back every ``forward`` that an interrupted call may have left exchanged."""
         self._exchanged.clear()
 
-    def _put_off(self, head: OutputHead, run: _Run) -> Forward:
-        """Return a ``forward`` for the head that projects nothing."""
+    def _put_off(self, head: OutputHead, run: _Run, calls: list[PutOffCall]) -> Forward:
+        """Return a ``forward`` for the head that projects nothing; it adds its calls to *calls*."""
         own_forward = head.own_forward()
 
         def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +141,7 @@ class HeadForward:
                 compute_loss=functools.partial(self._compute_loss, run),
                 note_reading=self._note_reading,
             )
-            run.calls.append(call)
+            calls.append(call)
             return DeferredLogits(hidden, call)
 
         return forward

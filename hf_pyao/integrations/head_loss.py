@@ -125,16 +125,15 @@ class HeadLoss(LeftBehind):
     ) -> None:
         self.mode = mode
         self.settings = (mode, chunk_tokens, budget_bytes)
-        self._name = type(unwrap_model(model)).__name__
         self._target: weakref.ref[nn.Module] | None = None
         self._labels_position = 0
-        self._notes: dict[str, None] = {}
+        self._notes = _Notes(type(unwrap_model(model)).__name__, mode)
         self._head_forward = HeadForward(
             use_liger=mode == "liger",
             chunk_tokens=chunk_tokens,
             budget_bytes=budget_bytes,
-            stand_back=self.stand_back,
-            warn=self._warn,
+            stand_back=self._notes.stand_back,
+            warn=self._notes.warn,
         )
 
     @property
@@ -144,7 +143,7 @@ class HeadLoss(LeftBehind):
 
     def install(self, target: nn.Module) -> None:
         """Exchange ``target.forward``. Called once, by :func:`install_head_loss`."""
-        self._target, self._name = weakref.ref(target), type(target).__name__
+        self._target, self._notes.name = weakref.ref(target), type(target).__name__
         head = understand_head(output_embeddings(target))
         if isinstance(head, NotUnderstood):
             self.stand_back(head.reason)
@@ -163,21 +162,12 @@ class HeadLoss(LeftBehind):
 
     def stand_back(self, reason: str) -> None:
         """Say once that the model keeps its own loss, and why."""
-        level = logging.INFO if self.mode == "auto" else logging.WARNING
-        self._note(f"it keeps its own loss: {reason}", level)
-
-    def _warn(self, message: str) -> None:
-        self._note(message, logging.WARNING)
-
-    def _note(self, message: str, level: int) -> None:
-        if message not in self._notes:
-            self._notes[message] = None
-            logger.log(level, "Head loss of %s: %s.", self._name, message)
+        self._notes.stand_back(reason)
 
     def describe(self) -> str:
         """Return one line about what the head loss does, with the last chunk sizes."""
         plan = self._head_forward.last_plan
-        parts = [f"head_loss={self.mode}: {self._name}"]
+        parts = [f"head_loss={self.mode}: {self._notes.name}"]
         if not self.is_installed:
             parts.append("not installed")
         if plan is not None:
@@ -185,7 +175,7 @@ class HeadLoss(LeftBehind):
                 f"{plan.num_tokens} tokens in {plan.num_chunks} chunks of up to "
                 f"{plan.chunk_tokens}, {plan.chunk_bytes / 2**20:.1f} MiB each"
             )
-        parts.extend(self._notes)
+        parts.extend(self._notes.said)
         return "; ".join(parts)
 
     def metrics(self) -> dict[str, float]:
@@ -227,3 +217,30 @@ class HeadLoss(LeftBehind):
         position = self._labels_position
         labels = kwargs.get("labels")
         return labels is not None or (len(args) > position and args[position] is not None)
+
+
+class _Notes:
+    """What was said about a head loss, each message once.
+
+    Args:
+        name: of the model's class.
+        mode: as in :func:`install_head_loss`.
+    """
+
+    def __init__(self, name: str, mode: str) -> None:
+        self.name = name
+        self.said: dict[str, None] = {}
+        self._level = logging.INFO if mode == "auto" else logging.WARNING
+
+    def stand_back(self, reason: str) -> None:
+        """Say that the model keeps its own loss, and why."""
+        self._say(f"it keeps its own loss: {reason}", self._level)
+
+    def warn(self, message: str) -> None:
+        """Log *message* as a warning."""
+        self._say(message, logging.WARNING)
+
+    def _say(self, message: str, level: int) -> None:
+        if message not in self.said:
+            self.said[message] = None
+            logger.log(level, "Head loss of %s: %s.", self.name, message)

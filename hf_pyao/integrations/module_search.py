@@ -35,32 +35,33 @@ def walk(root: nn.Module) -> Iterator[Hit]:
     A module that is wrapped follows its wrapper, under the same name.
     """
 
-    def visit(hit: Hit) -> Iterator[Hit]:
-        yield hit
-        parents = (*hit.parents, hit.module)
-        for name, child in hit.module._modules.items():
-            if child is not None and all(child is not parent for parent in parents):
-                yield from visit(Hit(_join(hit.path, name), child, parents))
+    yield from _below(Hit("", root, ()))
 
-    yield from visit(Hit("", root, ()))
+
+def _below(hit: Hit) -> Iterator[Hit]:
+    yield hit
+    parents = (*hit.parents, hit.module)
+    for name, child in hit.module._modules.items():
+        if child is not None and all(child is not parent for parent in parents):
+            yield from _below(Hit(_join(hit.path, name), child, parents))
 
 
 def outermost(root: nn.Module, accept: Accept) -> Iterator[Hit]:
     """Yield the accepted modules, each once, without looking inside an accepted one."""
-    seen: set[int] = set()
+    yield from _outermost_below(Hit("", root, ()), accept, set())
 
-    def visit(hit: Hit) -> Iterator[Hit]:
-        if id(hit.module) in seen:
-            return
-        if accept(hit):
-            seen.add(id(hit.module))
-            yield hit
-            return
-        seen.add(id(hit.module))
-        for name, child in hit.module.named_children():
-            yield from visit(Hit(_join(hit.path, name), child, (*hit.parents, hit.module)))
 
-    yield from visit(Hit("", root, ()))
+def _outermost_below(hit: Hit, accept: Accept, seen: set[int]) -> Iterator[Hit]:
+    """Yield the accepted modules of *hit*; *seen* has the ids of those looked at before."""
+    if id(hit.module) in seen:
+        return
+    seen.add(id(hit.module))
+    if accept(hit):
+        yield hit
+        return
+    for name, child in hit.module.named_children():
+        below = Hit(_join(hit.path, name), child, (*hit.parents, hit.module))
+        yield from _outermost_below(below, accept, seen)
 
 
 def is_called(module: nn.Module) -> bool:

@@ -60,7 +60,7 @@ class MicroBatchRunner:
 
     Args:
         model: held weakly.
-        lifecycle: drives the engine on it.
+        lifecycle: drives the engine on it; held weakly, since the model's hooks own it.
         config: what the user chose.
         device: what the model is on.
         tightening: makes room.
@@ -77,7 +77,7 @@ class MicroBatchRunner:
         on_tightened: Callable[[str], None],
     ) -> None:
         self._model = weakref.ref(model)
-        self._lifecycle = lifecycle
+        self._lifecycle = weakref.ref(lifecycle)
         self._engine = lifecycle.engine
         self._config = config
         self._device = device
@@ -145,7 +145,7 @@ class MicroBatchRunner:
             sentence = self.tightening.tighter(error)
         self._tensors = None  # to be looked for anew: the model may have changed
         _let_go(error, attempt.outer_error)
-        self._lifecycle.give_up(attempt.since)
+        (self._lifecycle() or self._engine).give_up(attempt.since)
         if sentence is not None:
             logger.warning(
                 "a micro-batch did not fit into device memory %s. It runs again: from now on %s.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -33,6 +33,9 @@ class Tightening(Protocol):
         ...
 
 
+_Rung: TypeAlias = Callable[["OffloadLadder"], str | None]
+
+
 class OffloadLadder:
     """Offloads everything; then recomputes all that can be; then waits for every copy.
 
@@ -53,15 +56,16 @@ class OffloadLadder:
         self._everything = OffloadAll(int(config.min_bytes))
         self._paths = paths_of(found)
         self._switch = switch
-        rungs: list[Callable[[], str | None]] = [self._recompute, self._wait_for_copies]
+        # Functions and not bound methods: those would hold this object, which holds them.
+        rungs: list[_Rung] = [OffloadLadder._recompute, OffloadLadder._wait_for_copies]
         # What recomputes already would only come to hold more.
         if not _may_recompute(config) and (config.keep_last_layers or config.policy != "all"):
-            rungs.insert(0, self._offload)
+            rungs.insert(0, OffloadLadder._offload)
         self._rungs = iter(rungs)
 
     def tighter(self, error: torch.OutOfMemoryError) -> str | None:
         """Take the next rung; None behind the last."""
-        return next((done for rung in self._rungs if (done := rung()) is not None), None)
+        return next((done for rung in self._rungs if (done := rung(self)) is not None), None)
 
     def _offload(self) -> str:
         self._engine.use(self._everything)

@@ -24,9 +24,9 @@ from hf_pyao.planning.prediction import Coded, Prediction
 from hf_pyao.planning.pyao_plan import paths_of
 from hf_pyao.planning.step_problem import Conditions, IsForced, chosen_slots, problem_of
 from hf_pyao.planning.step_program import StepProgram
-from hf_pyao.report.plan_report import KEEP, OFFLOAD, RECOMPUTE
+from hf_pyao.report.plan_report import KEEP, KEEP_EVERYTHING, OFFLOAD, RECOMPUTE
 
-KEEP_ALL = "keep everything"
+KEEP_ALL = KEEP_EVERYTHING
 CHECKPOINT = "checkpointing"
 LAYER_INPUTS = "offload the layers' inputs, recompute the rest"
 OFFLOAD_ALL = "offload everything"

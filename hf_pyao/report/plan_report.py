@@ -21,6 +21,20 @@ OFFLOAD = "offload"
 RECOMPUTE = "recompute"
 ACTIONS = (KEEP, OFFLOAD, RECOMPUTE)
 
+KEEP_EVERYTHING = "keep everything"
+"""The plan that does nothing, as figures and points name it."""
+
+PREDICTED = (
+    "step_ms",
+    "peak_bytes",
+    f"step_ms/{KEEP_EVERYTHING}",
+    f"peak_bytes/{KEEP_EVERYTHING}",
+)
+"""Figures of a prediction: a plan has all of them or none."""
+
+FOLLOWED = ("limit_bytes", "beside_bytes", "window_bytes", "num_elements")
+"""Further figures that decide how, and whether, a plan is followed."""
+
 
 class PlanError(PyAOError, ValueError):
     """A plan does not hold for this model, or contradicts itself."""
@@ -86,8 +100,8 @@ class Plan(JsonDocument):
     """What becomes of what the layers of one model save.
 
     Raises:
-        PlanError: an action or a codec is unknown, a slot is named twice for a layer, or slots are
-            recomputed from each other.
+        PlanError: an action or a codec is unknown, a slot is named twice for a layer, slots are
+            recomputed from each other, or figures are negative or lack one of :data:`PREDICTED`.
     """
 
     called: ClassVar[str] = "the plan"
@@ -127,6 +141,23 @@ class Plan(JsonDocument):
         self._check_slots()
         self._check_order()
         self._check_levers()
+        self._check_figures()
+
+    def _check_figures(self) -> None:
+        """Refuse figures that are less than 0, and a prediction of which figures are absent."""
+        for name in (*PREDICTED, *FOLLOWED):
+            if self.figures.get(name, 0.0) < 0:
+                raise PlanError(
+                    f"the plan's figure {name!r} is {self.figures[name]:g}; expected a number that "
+                    "is not negative. Make the plan anew."
+                )
+        absent = [name for name in PREDICTED if name not in self.figures]
+        if absent and len(absent) < len(PREDICTED):
+            raise PlanError(
+                f"the plan's figures lack {absent[0]!r}, which belongs with {PREDICTED[0]!r} and "
+                "the others of its prediction. Make the plan anew, or leave all of them out: "
+                f"{', '.join(PREDICTED)}."
+            )
 
     def _check_levers(self) -> None:
         """Refuse levers that are unknown, or have a value that the configuration would refuse."""
@@ -211,7 +242,12 @@ class Plan(JsonDocument):
         """
         if values.get("kind", KIND) != KIND:
             raise PlanError(f"{where} has kind {echo(values.get('kind'))}; expected 'plan'.")
-        return super().from_dict(values, where)
+        try:
+            return super().from_dict(values, where)
+        except PlanError as error:
+            if where == cls.called:
+                raise
+            raise PlanError(f"{where}: {error}") from error
 
     def check_model(
         self, identity: Mapping[str, Any], layers: Sequence[tuple[str, Sequence[str]]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 
@@ -98,8 +99,8 @@ class OffloadEngine:
         self.unpacker = Unpacker(
             mover=self.mover,
             order=backward_order or Reversed(),
-            waiting=self._waiting_tapes,
-            on_tapes_done=self._end_tapes,
+            waiting=_weakly(self._waiting_tapes, ()),
+            on_tapes_done=_weakly(self._end_tapes, None),
         )
         self.pack: Callable[[LayerCall, torch.Tensor], Handle] = self.packer.pack
         """Takes over a tensor that autograd saves in a layer call."""
@@ -463,3 +464,18 @@ class OffloadEngine:
         self.idle_warnings.nothing_packed(
             have_layers_run=self.num_layer_calls > 0, passed_over=self.passed_over
         )
+
+
+def _weakly(method: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
+    """Return *method* without a reference to its object; *otherwise* is returned once that is gone.
+
+    The unpacker may outlive the engine, in a graph. The engine owns it, so it must not own the
+    engine: host memory would then be freed by Python's cyclic collector alone.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = weak()
+        return otherwise if bound is None else bound(*args)
+
+    return call
