@@ -10,7 +10,7 @@ from torch import nn
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConflictError
 from hf_pyao.integrations.conflicts import check_other_checkpointing
-from hf_pyao.integrations.model_copy import CopiedStep
+from hf_pyao.integrations.model_copy import CopiedStep, is_of_transformers
 from hf_pyao.integrations.module_map import find_layers, is_made_to_run_again
 from hf_pyao.integrations.quiet import quiet
 from hf_pyao.integrations.sharding import KnownSharding
@@ -89,7 +89,7 @@ def _why_not_again(model: nn.Module, named: Sequence[str]) -> str:
             )
         for module in layer.modules():
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-            if not all(isinstance(hook, ModelHook) for hook in hooks):
+            if not all(isinstance(each, ModelHook) or is_of_transformers(each) for each in hooks):
                 return (
                     f"a hook on the {class_name(module)} in layer {path!r} would be called twice; "
                     "give checkpoint_every if it may be"

@@ -427,10 +427,21 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def _forget_hooks(model: nn.Module) -> None:
-    """Take all hooks off a copy: whoever put them on means the model itself."""
+    """Take the hooks off a copy, but for those that belong to the model's own code.
+
+    Whoever put the others on means the model itself. transformers collects hidden states, router
+    logits and attention weights by hooks that it puts on once: without them these are absent.
+    """
     for module in model.modules():
         for name in _HOOKS:
-            getattr(module, f"_{name}").clear()
+            hooks = getattr(module, f"_{name}")
+            for key in [key for key, hook in hooks.items() if not is_of_transformers(hook)]:
+                del hooks[key]
+
+
+def is_of_transformers(hook: object) -> bool:
+    """Say whether a module's hook is one by which transformers collects outputs of modules."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _answers(has_padding: bool) -> AbstractContextManager[None]:
@@ -438,7 +449,7 @@ def _answers(has_padding: bool) -> AbstractContextManager[None]:
 
     Other threads get the answers that they would get without this.
     """
-    from hf_pyao.integrations.cuda_choices import answers_without_values
+    from hf_pyao.integrations.cuda_choices import answers_without_values, grouped_products
     from hf_pyao.simulation.cuda_operations import Replacement, replaced
 
     def under_fake_mode(each: Replacement) -> Replacement:
@@ -451,4 +462,4 @@ def _answers(has_padding: bool) -> AbstractContextManager[None]:
         return each._replace(instead=answer)
 
     answers = answers_without_values(has_padding=has_padding)
-    return replaced(*map(under_fake_mode, answers))
+    return replaced(*map(under_fake_mode, answers), *grouped_products())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 from unittest import mock
 
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ NUM_SHOWN_CHUNKS = 3
 
 UNLIMITED_BYTES = 2**60
 
+Parameters = ParamSpec("Parameters")
+
 
 class FakeStep(Protocol):
     """A training step that can be run on fake tensors."""
@@ -71,6 +74,27 @@ class FakeStep(Protocol):
         ...
 
 
+class _LayersAreMissingError(Exception):
+    """The step failed where some layers stood for others."""
+
+
+def _with_all_layers_if_it_must(
+    record: Callable[Parameters, tuple[RecordedStep, int]],
+) -> Callable[Parameters, tuple[RecordedStep, int]]:
+    """Have *record* run all layers where a step fails without: its code may count its layers."""
+
+    @functools.wraps(record)
+    def recorded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> tuple[RecordedStep, int]:
+        try:
+            return record(*args, **kwargs)
+        except _LayersAreMissingError:
+            kwargs["is_whole"] = True
+            return record(*args, **kwargs)
+
+    return recorded
+
+
+@_with_all_layers_if_it_must
 def record_fake_step(
     step: FakeStep,
     *,
@@ -92,7 +116,8 @@ def record_fake_step(
         keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
             others are kept. With more than one, all layers are run.
         layers: ``PyAOConfig.layers``; where they are named, all are run.
-        is_whole: run all layers, also where some stand for others.
+        is_whole: run all layers, also where some stand for others. They are run too where the
+            step fails without (a model that takes the hidden states of a certain layer).
         must_run_again: with segments, each layer has to take part.
 
     Raises:
@@ -136,6 +161,10 @@ def record_fake_step(
             )
             with RecordingMode(recorder), _few_parts(recorder):
                 step.run(model, recorder.label)
+        except Exception as error:
+            if removed is None:
+                raise
+            raise _LayersAreMissingError from error
         finally:
             if loss is not None:
                 loss.uninstall()
