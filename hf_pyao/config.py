@@ -23,9 +23,9 @@ from hf_pyao.settings import (
     Implied,
     Named,
     Names,
+    Parts,
     Size,
     Switch,
-    Tiles,
     setting,
     settings_of,
 )
@@ -52,6 +52,7 @@ IMPLIED = {
     "checkpoint_every": (0, 1),
     "checkpoint_nested": (False, True),
     "save_attention": (False, True),
+    "attention_groups": ("off", "auto"),
 }
 """By setting that was not given: what it is without ``long_context``, and with it."""
 
@@ -219,14 +220,14 @@ class PyAOConfig:
         False,
         Switch(),
         "Train on the longest sequences that fit: those of {head_loss}, {mlp_tiles}, "
-        "{checkpoint_every}, {checkpoint_nested} and {save_attention} that are not given are set "
-        "for it. What grows "
+        "{checkpoint_every}, {checkpoint_nested}, {save_attention} and {attention_groups} that are "
+        "not given are set for it. What grows "
         "with the number of tokens is then on the device for one layer, or one tile, at a time. "
         "{policy} stays. Costs about the time of one more forward.",
     )
     mlp_tiles: int | str = setting(
         None,
-        Implied(Tiles()),
+        Implied(Parts("tiles")),
         "Run the MLP of each layer over tiles of tokens, forward and backward, so that its "
         "intermediate tensors exist for one tile at a time; norms that are written out in steps, "
         "as Llama's are, too. A number of tiles, or 'auto': as many as keep a tile's tensors small "
@@ -257,6 +258,19 @@ class PyAOConfig:
         "With {checkpoint_every}: what attention returns leaves as well, and its kernel does not "
         "run again, where the host has room for it beside the layers' inputs. Attention takes time "
         "by the square of the length. (default: false; with {long_context}: true)",
+    )
+    attention_groups: int | str = setting(
+        None,
+        Implied(Parts("groups", zero_is_off=True)),
+        "Run flash attention for one group of samples and heads after the other, so that what its "
+        "backward allocates inside (float32 sums for all queries, and with grouped heads expanded "
+        "keys and values) exists for one group at a time. A number of groups, or 'auto': as many "
+        "as keep that small while each group fills the device. Bits stay as they are, but for the "
+        "queries' gradients, which are as reproducible as the kernel's. With deterministic "
+        "algorithms, groups are used only where each has as many samples times heads as the device "
+        "has multiprocessors. "
+        "(default: off; with {long_context}: auto; {policy} 'auto' takes groups where nothing else "
+        "fits, or where that is faster)",
     )
     auto_micro_batch: str = setting(
         "off",

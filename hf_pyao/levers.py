@@ -44,6 +44,7 @@ class Levers:
     checkpoint_every: int = 0
     checkpoint_nested: bool = False
     save_attention: bool = False
+    attention_groups: int | str = "off"
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -59,6 +60,7 @@ class Levers:
             checkpoint_every=config.checkpoint_every,
             checkpoint_nested=config.checkpoint_nested,
             save_attention=config.save_attention,
+            attention_groups=config.attention_groups,
         )
 
     @classmethod
@@ -72,6 +74,7 @@ class Levers:
         if not plans:
             return frozenset()
         found = {"mlp_tiles"} if config.mlp_tiles == "auto" else set()
+        found |= {"attention_groups"} & config.left_open
         if "checkpoint_every" in config.left_open and not config.recompute_modules:
             found |= {"checkpoint_every"}
             found |= {"checkpoint_nested", "save_attention"} & config.left_open
@@ -103,8 +106,12 @@ class Levers:
 
     @property
     def scales(self) -> bool:
-        """True if steps at other sizes follow from a few: chunks and tiles are whole numbers."""
-        return self.head_loss == "off" and self.mlp_tiles == "off"
+        """True if steps at other sizes can be computed from a few recorded sizes.
+
+        The numbers of chunks, tiles and groups are whole numbers that depend on the size.
+        """
+        parts = (self.head_loss, self.mlp_tiles, self.attention_groups)
+        return parts == ("off", "off", "off")
 
     @property
     def less_memory(self) -> str:
@@ -116,11 +123,15 @@ class Levers:
     def described_beside(self, other: Levers) -> str:
         """Return in words what of them differs from *other*; empty if nothing does."""
         parts = []
-        only = dataclasses.replace(self, mlp_tiles="off", head_loss="off")
-        if only != dataclasses.replace(other, mlp_tiles="off", head_loss="off"):
+        apart: dict[str, Any] = {"mlp_tiles": "off", "head_loss": "off", "attention_groups": "off"}
+        only = dataclasses.replace(self, **apart)
+        if only != dataclasses.replace(other, **apart):
             parts.append(only.describe() or "layers do not run again as a whole")
         if self.mlp_tiles != other.mlp_tiles:
             parts.append(Levers(mlp_tiles=self.mlp_tiles).describe() or "MLPs in no tiles")
+        if self.attention_groups != other.attention_groups:
+            groups = Levers(attention_groups=self.attention_groups).describe()
+            parts.append(groups or "attention in no groups")
         if self.head_loss != other.head_loss:
             parts.append(f"{self.head_loss} loss")
         return ", ".join(parts)
@@ -128,6 +139,7 @@ class Levers:
     def describe(self) -> str:
         """Return what they change, in words, such as ``chunked loss, MLPs in 8 tiles``."""
         count = "" if self.mlp_tiles == "auto" else f"{self.mlp_tiles} "
+        groups = "" if self.attention_groups == "auto" else f"{self.attention_groups} "
         every = "each layer" if self.checkpoint_every == 1 else f"{self.checkpoint_every} layers"
         one_by_one = " one by one" if self.checkpoint_nested else ""
         parts = {
@@ -135,6 +147,7 @@ class Levers:
             f"MLPs in {count}tiles": self.mlp_tiles != "off",
             f"{every} run again{one_by_one}": self.checkpoint_every > 0,
             "attention saved": self.save_attention,
+            f"attention in {groups}groups": self.attention_groups != "off",
         }
         return ", ".join(part for part, is_on in parts.items() if is_on)
 

@@ -307,15 +307,19 @@ class Switch(Kind):
         return self.check(label, self._TEXTS.get(text.lower(), text))
 
 
-class Tiles(Kind):
-    """A number of tiles, ``"auto"``, or ``"off"``, which one tile is too."""
+@dataclass(frozen=True)
+class Parts(Kind):
+    """A number of parts, ``"auto"``, or ``"off"``, which one part is too."""
 
+    unit: str
+    """What the parts are called, such as tiles."""
+    zero_is_off: bool = False
     flag_type = int | str
     metavar = "{off,auto,N}"
 
     def check(self, label: str, value: Any) -> int | str:
-        """Return *value* as a number of tiles above one, or as the word that it is."""
-        expected = "expected 'off', 'auto', or a whole number of tiles, such as 8"
+        """Return *value* as a number of parts above one, or as the word that it is."""
+        expected = f"expected 'off', 'auto', or a whole number of {self.unit}, such as 8"
         if isinstance(value, str) and value.strip().isdigit():
             value = int(value)
         if isinstance(value, str):
@@ -324,10 +328,10 @@ class Tiles(Kind):
             return value
         if value is False:
             raise ConfigError(f"{label} is False; did you mean 'off'? In YAML, write it in quotes.")
-        count = _check_whole(label, value, "tiles", expected.removeprefix("expected "))
-        if count == 0:
+        count = _check_whole(label, value, self.unit, expected.removeprefix("expected "))
+        if count == 0 and not self.zero_is_off:
             raise ConfigError(f"{label} is 0; {expected}.")
-        return "off" if count == 1 else count
+        return "off" if count <= 1 else count
 
 
 @dataclass(frozen=True)

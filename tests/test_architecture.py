@@ -20,7 +20,7 @@ LAYERS = (
     ("text",),
     ("errors",),
     ("files", "metrics", "hardware", "gradient_buffer", "module_state"),
-    ("codecs", "stores", "losses", "tiling", "settings"),
+    ("attention", "codecs", "stores", "losses", "tiling", "settings"),
     ("config", "transfer"),
     ("levers",),
     ("runtime",),
@@ -35,7 +35,7 @@ LAYERS = (
 
 ONLY_TORCH = (
     *("text", "errors", "files", "metrics", "hardware", "settings", "config", "levers"),
-    *("gradient_buffer", "module_state", "tiling"),
+    *("attention", "gradient_buffer", "module_state", "tiling"),
     *("codecs", "stores", "transfer", "runtime", "recompute", "simulation", "losses", "planning"),
 )
 """Parts that import neither transformers nor accelerate, not even inside a function."""

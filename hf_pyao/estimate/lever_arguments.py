@@ -57,6 +57,13 @@ def add_lever_arguments(group: argparse._ArgumentGroup) -> None:
         help="with --checkpoint-every: save what attention returns too, so that its kernel does "
         "not run again (default: no; with --long-context: yes)",
     )
+    group.add_argument(
+        "--attention-groups",
+        metavar=SETTINGS["attention_groups"].kind.metavar,
+        help="run flash attention over groups of samples and heads, so that what its backward "
+        "allocates inside exists for one group at a time; auto: as many as keep that small while "
+        "each group fills the device (default: off; with --long-context: auto)",
+    )
 
 
 def flag_of_lever(name: str) -> str:

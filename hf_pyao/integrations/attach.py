@@ -33,6 +33,7 @@ from hf_pyao.integrations.pyao_rule import PyAORule
 from hf_pyao.integrations.run_record import RunRecord
 from hf_pyao.integrations.wiring import (
     make_lifecycle,
+    put_on_attention_groups,
     put_on_head_loss,
     put_on_mlp_tiles,
 )
@@ -51,6 +52,7 @@ from hf_pyao.transfer.link import LinkContext
 from hf_pyao.transfer.transport import Transport
 
 if TYPE_CHECKING:
+    from hf_pyao.integrations.attention_groups import AttentionGroups
     from hf_pyao.integrations.head_loss import HeadLoss
     from hf_pyao.integrations.mlp_tiles import MLPTiles
 
@@ -193,6 +195,7 @@ class Offloader:
         self._is_attached = False
         self.head_loss: HeadLoss | None = None
         self.mlp_tiles: MLPTiles | None = None
+        self.attention_groups: AttentionGroups | None = None
         self.record = record = RunRecord(
             config, self.engine, self.transport, self.device, self.host_pool
         )
@@ -223,9 +226,12 @@ class Offloader:
             if self.head_loss is not None:
                 record.levers_description = f" {self.head_loss.describe()}."
             self.mlp_tiles = put_on_mlp_tiles(model, found, config)
-            self._deciding.switch.bind(lifecycle, self.mlp_tiles)
+            self.attention_groups = put_on_attention_groups(model, found, config)
+            self._deciding.switch.bind(lifecycle, self.mlp_tiles, self.attention_groups)
             if self.mlp_tiles is not None:
                 record.levers_description += f" {self.mlp_tiles.describe()}."
+            if self.attention_groups is not None and (said := self.attention_groups.describe()):
+                record.levers_description += f" {said}."
             lifecycle.install()
             self._deciding.start(model, self)
             if config.report is not None:
@@ -418,6 +424,8 @@ class Offloader:
                 self.head_loss.uninstall()
             if self.mlp_tiles is not None:
                 self.mlp_tiles.uninstall()
+            if self.attention_groups is not None:
+                self.attention_groups.uninstall()
         finally:
             if self._driver is not None:
                 lifecycle = self._lifecycle

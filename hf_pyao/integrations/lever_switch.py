@@ -1,4 +1,4 @@
-"""Changes segments and tiles of an attached model between forwards, as plans want them."""
+"""Changes segments, tiles and groups of an attached model between forwards, as plans want them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
 from hf_pyao.runtime.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
+    from hf_pyao.integrations.attention_groups import AttentionGroups
     from hf_pyao.integrations.mlp_tiles import MLPTiles
 
 
@@ -26,6 +27,7 @@ class LeverSwitch:
         self._wanted = levers
         self._lifecycle: weakref.ref[Lifecycle] | None = None
         self._tiles: weakref.ref[MLPTiles] | None = None
+        self._groups: weakref.ref[AttentionGroups] | None = None
 
     @property
     def levers(self) -> Levers:
@@ -47,9 +49,12 @@ class LeverSwitch:
         lifecycle = None if self._lifecycle is None else self._lifecycle()
         return lifecycle if isinstance(lifecycle, SegmentLifecycle) else None
 
-    def bind(self, lifecycle: Lifecycle, tiles: MLPTiles | None) -> None:
-        """Have *lifecycle* and *tiles* do what the levers say, now and after each change."""
+    def bind(
+        self, lifecycle: Lifecycle, tiles: MLPTiles | None, groups: AttentionGroups | None = None
+    ) -> None:
+        """Have what is given do what the levers say, now and after each change."""
         self._lifecycle = weakref.ref(lifecycle)
+        self._groups = None if groups is None else weakref.ref(groups)
         self._tiles = None if tiles is None else weakref.ref(tiles)
         self.set(self._wanted)
 
@@ -67,3 +72,6 @@ class LeverSwitch:
         tiles = None if self._tiles is None else self._tiles()
         if tiles is not None:
             tiles.set_tiles(levers.mlp_tiles)
+        groups = None if self._groups is None else self._groups()
+        if groups is not None:
+            groups.set_groups(levers.attention_groups)

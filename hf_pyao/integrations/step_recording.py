@@ -21,6 +21,7 @@ from hf_pyao.integrations.shrunk_model import remove_equal_layers
 from hf_pyao.integrations.wiring import (
     make_engine,
     make_lifecycle,
+    put_on_attention_groups,
     put_on_head_loss,
     put_on_mlp_tiles,
     wrapper_of,
@@ -150,6 +151,7 @@ def record_fake_step(
         lifecycle = make_lifecycle(engine, found, config)
         loss = put_on_head_loss(model, config)
         tiles = put_on_mlp_tiles(model, found, config)
+        groups = put_on_attention_groups(model, found, config)
         try:
             lifecycle.install()
             names = [name for name, _ in found.layers]
@@ -170,6 +172,8 @@ def record_fake_step(
                 loss.uninstall()
             if tiles is not None:
                 tiles.uninstall()
+            if groups is not None:
+                groups.uninstall()
             lifecycle.remove()
         num_chunks = 0 if loss is None else int(loss.metrics()["head_loss_num_chunks"])
         if must_run_again and (reason := getattr(lifecycle, "refused", "")):

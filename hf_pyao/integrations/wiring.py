@@ -23,6 +23,7 @@ from hf_pyao.runtime.policy import POINTWISE, KeepLastLayers, Policy, RecomputeS
 from hf_pyao.transfer.link import LinkContext
 
 if TYPE_CHECKING:
+    from hf_pyao.integrations.attention_groups import AttentionGroups
     from hf_pyao.integrations.head_loss import HeadLoss
     from hf_pyao.integrations.mlp_tiles import MLPTiles
 
@@ -93,6 +94,22 @@ def put_on_mlp_tiles(model: nn.Module, found: FoundLayers, config: PyAOConfig) -
     from hf_pyao.integrations.mlp_tiles import install_mlp_tiles
 
     return install_mlp_tiles(model, found, config.mlp_tiles)
+
+
+def put_on_attention_groups(
+    model: nn.Module, found: FoundLayers, config: PyAOConfig
+) -> AttentionGroups | None:
+    """Let attention of *found* run in groups as *config* asks, or as a plan may ask later.
+
+    None where neither does.
+    """
+    if config.attention_groups == "off" and "attention_groups" not in Levers.free_in(config):
+        return None
+    from hf_pyao.integrations.attention_groups import groups_of
+
+    groups = groups_of(model, found)
+    groups.set_groups(config.attention_groups)
+    return groups
 
 
 def recomputed_paths(config: PyAOConfig, found: FoundLayers) -> tuple[str, ...]:

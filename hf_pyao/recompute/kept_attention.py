@@ -7,6 +7,7 @@ again, another mode returns that in place of running the kernel.
 
 Not kept: what a kernel with dropout returns, since the random numbers that it draws must be drawn
 again; and what no kernel computed: attention that is written out, or torch's own formula.
+Attention in groups (``hf_pyao.attention``) counts as one kernel, which returns the whole.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from hf_pyao.attention.one_kernel import KernelWatcher
 from hf_pyao.recompute.dispatch_modes import RemovableMode
 from hf_pyao.recompute.operations import Rule, Rules
 from hf_pyao.runtime.saved_tensor import Handle
@@ -93,12 +95,14 @@ def _layouts(arguments: Sequence[Any]) -> list[Any]:
     ]
 
 
-class _AttentionMode(RemovableMode):  # type: ignore[no-untyped-call]
+class _AttentionMode(RemovableMode, KernelWatcher):  # type: ignore[no-untyped-call]
     """Sees the operations of a layer call."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__()
         self._rules = rules
+        self._is_inside = False
+        """True while kernels run that count as one."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -108,13 +112,30 @@ class _AttentionMode(RemovableMode):  # type: ignore[no-untyped-call]
         rule = self._rules[func]
         if rule.takes_tensor and args and isinstance(args[0], bool | int | float | complex):
             args = (torch.tensor(args[0]), *args[1:])  # see Trace
-        if rule.name in KERNELS:
-            return self.run_kernel(func, rule, args, kwargs)
+        if rule.name in KERNELS and not self._is_inside:
+            return self.run_kernel(func, args, kwargs, draws=_draws(rule, args, kwargs))
         return func(*args, **kwargs)
 
-    def run_kernel(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a kernel of attention."""
+    def run_as_one(self, run: Callable[..., Any], arguments: Sequence[Any], *, draws: bool) -> Any:
+        """Run several kernels as if they were one."""
+        self._is_inside = True
+        try:
+            return self.run_kernel(run, tuple(arguments), {}, draws=draws)
+        finally:
+            self._is_inside = False
+
+    def run_kernel(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, *, draws: bool
+    ) -> Any:
+        """Run a kernel of attention; *draws* says whether it draws random numbers."""
         return func(*args, **kwargs)
+
+
+def _draws(rule: Rule, args: tuple[Any, ...], kwargs: Any) -> bool:
+    position = rule.dropout_at
+    if position is None:
+        return False
+    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 class SeenAttention(_AttentionMode):  # type: ignore[no-untyped-call]
@@ -134,17 +155,17 @@ class SeenAttention(_AttentionMode):  # type: ignore[no-untyped-call]
         """Weak references on the storages that the newest kernel returned, whose addresses no
         others get meanwhile, until autograd has saved them or the next kernel runs."""
 
-    def run_kernel(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run_kernel(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, *, draws: bool
+    ) -> Any:
         """Run a kernel, and see what it returns."""
         outputs = func(*args, **kwargs)
         self._forget()
-        dropout_at = rule.dropout_at
-        draws = dropout_at is not None and bool(
-            args[dropout_at] if dropout_at < len(args) else kwargs.get("dropout_p", 0.0)
-        )
         tensors = [o for o in outputs if isinstance(o, Tensor) and o.numel()]
         nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        if draws or not torch.is_grad_enabled() or not self._has_room(nbytes):
+        # A custom autograd function runs with gradients off, and only where they are wanted.
+        is_graded = self._is_inside or torch.is_grad_enabled()
+        if draws or not is_graded or not self._has_room(nbytes):
             self.calls.append(None)
             return outputs
         self.calls.append(KernelCall(func, (*args, *kwargs.items()), outputs))
@@ -196,7 +217,9 @@ class GivenAttention(_AttentionMode):  # type: ignore[no-untyped-call]
         self._calls = iter(calls)
         self._give = give
 
-    def run_kernel(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run_kernel(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, *, draws: bool
+    ) -> Any:
         """Return what the kernel returned in forward, or run it."""
         call = next(self._calls, None)
         if call is not None:

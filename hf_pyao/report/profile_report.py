@@ -115,7 +115,8 @@ class Profile(JsonDocument):
     settings: dict[str, Any] = field(default_factory=dict)
     """What it ran with: ``policy``, ``window``, ``min_bytes``, ``keep_last_layers``, ``codec``,
     ``recompute_modules``, ``transport``, the name of what copied, and what changes the step itself:
-    ``head_loss``, ``mlp_tiles``, ``checkpoint_every``, ``checkpoint_nested``, ``save_attention``.
+    ``head_loss``, ``mlp_tiles``, ``checkpoint_every``, ``checkpoint_nested``, ``save_attention``,
+    ``attention_groups``.
     Of a predicted one the last five."""
     speeds: dict[str, float] | None = None
     """What a predicted profile assumes of the device: ``tflop_per_s``, ``memory_gib_per_s``,

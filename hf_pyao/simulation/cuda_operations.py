@@ -10,7 +10,10 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
+from hf_pyao.attention import kernels as group_kernels
+from hf_pyao.attention.kernels import AttentionSettings, Kernel, NoKernel, flash_kernel_of
 from hf_pyao.codecs import bitmask, grouped
 from hf_pyao.hardware.attention_kernels import (
     CUDNN,
@@ -58,9 +61,11 @@ def operations_of_cuda(*more: Replacement, kernels: KernelSettings = ANY_DEVICE)
     For the whole process, until it ends: nothing else may run meanwhile. Attention on real tensors
     fails under it: no CPU has the kernel.
     """
-    attention = Replacement(F, "scaled_dot_product_attention", _Attention(kernels))
+    instead = _Attention(kernels)
+    attention = Replacement(F, "scaled_dot_product_attention", instead)
+    groups = Replacement(group_kernels, "chosen_kernel", instead.kernel_in_groups)
     codecs = [Replacement(module, "kernels_for", kernels_for) for module in (grouped, bitmask)]
-    with replaced(attention, Replacement(F, "dropout", _dropout), *codecs, *more):
+    with replaced(attention, groups, Replacement(F, "dropout", _dropout), *codecs, *more):
         yield
 
 
@@ -108,32 +113,65 @@ class _Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        tensors = [each for each in (query, key, value, attn_mask) if each is not None]
-        request = AttentionRequest(
-            query.dtype,
-            tuple(query.shape),
-            tuple(key.shape),
-            tuple(value.shape),
-            has_mask=attn_mask is not None,
-            mask_needs_gradient=attn_mask is not None and attn_mask.requires_grad,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            needs_gradient=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
-            is_grouped=enable_gqa,
-        )
+        if has_torch_function((query, key, value)):  # modes see torch's function too
+            given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            seen: torch.Tensor = handle_torch_function(self, (query, key, value), *given)
+            return seen
+        request = _request(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         kernel = choose_attention(request, self._kernels)
         if kernel == FLASH:
             return _flash_attention(query, key, value, dropout_p, is_causal, scale)
         if enable_gqa and kernel != CUDNN:
             repeats = query.shape[-3] // key.shape[-3]
             key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        call = (query, key, value, attn_mask, dropout_p, is_causal)
         if kernel == MATH:
             aten: Any = torch.ops.aten
-            result: torch.Tensor = aten._scaled_dot_product_attention_math(*given, scale=scale)[0]
+            result: torch.Tensor = aten._scaled_dot_product_attention_math(*call, scale=scale)[0]
             return result
         run = _cudnn_attention if kernel == CUDNN else _efficient_attention
-        return run(*given, scale, request.needs_gradient)
+        return run(*call, scale, request.needs_gradient)
+
+    def kernel_in_groups(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        settings: AttentionSettings,
+        *,
+        enable_gqa: bool,
+    ) -> Kernel | NoKernel:
+        """Stand for :func:`hf_pyao.attention.kernels.chosen_kernel`."""
+        dropout_p, is_causal = settings.dropout_p, settings.is_causal
+        request = _request(query, key, value, None, dropout_p, is_causal, enable_gqa)
+        kernel = choose_attention(request, self._kernels)
+        if kernel == FLASH:
+            return flash_kernel_of(query, self._kernels)
+        return NoKernel(f"torch chooses its {kernel} kernel")
+
+
+def _request(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> AttentionRequest:
+    tensors = [each for each in (query, key, value, attn_mask) if each is not None]
+    return AttentionRequest(
+        query.dtype,
+        tuple(query.shape),
+        tuple(key.shape),
+        tuple(value.shape),
+        has_mask=attn_mask is not None,
+        mask_needs_gradient=attn_mask is not None and attn_mask.requires_grad,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        needs_gradient=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
+        is_grouped=enable_gqa,
+    )
 
 
 def _flash_attention(

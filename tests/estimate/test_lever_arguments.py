@@ -96,7 +96,7 @@ def test_bad_values_are_refused_by_the_name_of_the_option(
 def test_words_for_titles() -> None:
     assert NO_LEVERS.describe() == ""
     assert LONG_CONTEXT.describe() == (
-        "chunked loss, MLPs in tiles, each layer run again, attention saved"
+        "chunked loss, MLPs in tiles, each layer run again, attention saved, attention in groups"
     )
     assert (
         Levers(mlp_tiles=8, checkpoint_every=3).describe() == "MLPs in 8 tiles, 3 layers run again"

@@ -48,6 +48,7 @@ EXAMPLES = {
     "checkpoint_every": 2,
     "checkpoint_nested": True,
     "save_attention": True,
+    "attention_groups": 4,
     "auto_micro_batch": "largest",
     "log_metrics": "all",
     "report": "report.json",
