@@ -88,8 +88,8 @@ def reason_of_wrappers(
 def _has_begun_to_reduce(
     wrapper: nn.Module, traceback: TracebackType | None, *, has_written: bool
 ) -> bool:
-    if not getattr(wrapper, "require_backward_grad_sync", True):
-        return False  # inside no_sync()
+    if not _exchanges(wrapper):
+        return False
     if has_written:
         return True
     # With these two it may count parameters as reduced as soon as its forward ends.
@@ -97,6 +97,17 @@ def _has_begun_to_reduce(
         wrapper, "static_graph", False
     )
     return bool(counts_early) and not is_in(traceback, "/nn/parallel/distributed.py")
+
+
+def _exchanges(wrapper: nn.Module) -> bool:
+    """Say whether the newest forward of a ``DistributedDataParallel`` prepared an exchange.
+
+    None does under ``no_sync()``. An error leaves that context, which takes the first flag back;
+    the second one is of the newest forward that ended (``_post_forward`` in
+    ``torch/nn/parallel/distributed.py``). A forward that fails has prepared nothing.
+    """
+    names = ("require_backward_grad_sync", "require_forward_param_sync")
+    return all(getattr(wrapper, name, True) for name in names)
 
 
 def wrappers_of(model: nn.Module) -> list[nn.Module]:

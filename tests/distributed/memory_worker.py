@@ -31,6 +31,8 @@ CASES: dict[str, tuple[int, int, bool, int]] = {
     "nothing": (0, 0, False, 0),
     "forward without exchange": (2, 0, False, 1),
     "backward without exchange": (2, 0, True, 1),
+    "backward without exchange, context inside": (2, 0, True, 1),
+    "backward of the exchange, context inside": (2, 1, True, 1),
     "backward of the exchange": (2, 1, True, 1),
     "forward of the exchange": (2, 1, False, 1),
     # DistributedDataParallel sends buffers in the first forward after an exchange.
@@ -72,13 +74,21 @@ def train(case: str) -> dict[str, Any]:
     with attach(wrapped, EVERYTHING) as offloader:
         for step in range(NUM_STEPS):
             for index in range(NUM_MICRO_BATCHES):
+                is_last = index == NUM_MICRO_BATCHES - 1
+                no_sync = contextlib.nullcontext if is_last else wrapped.no_sync
+                is_inside = case.endswith("inside")
+                inside, outside = (
+                    (no_sync, contextlib.nullcontext)
+                    if is_inside
+                    else (contextlib.nullcontext, no_sync)
+                )
 
-                def micro_batch(step: int = step, index: int = index) -> None:
-                    wrapped(**batch_of(step, index), use_cache=False).loss.backward()
+                def micro_batch(step: int = step, index: int = index, inside: Any = inside) -> None:
+                    with inside():
+                        wrapped(**batch_of(step, index), use_cache=False).loss.backward()
 
                 bomb.is_armed = (step, index) == (fails_step, fails_index)
-                is_last = index == NUM_MICRO_BATCHES - 1
-                with contextlib.nullcontext() if is_last else wrapped.no_sync():
+                with outside():
                     offloader.run_micro_batch(micro_batch)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)

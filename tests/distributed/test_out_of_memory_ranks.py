@@ -81,6 +81,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     "case",
     [
         "backward without exchange",
+        "backward without exchange, context inside",
         pytest.param("forward without exchange", marks=pytest.mark.thorough),
         pytest.param("forward of the exchange", marks=pytest.mark.thorough),
     ],
@@ -98,6 +99,11 @@ def test_a_rank_runs_its_micro_batch_again_alone(
     ("case", "reason"),
     [
         ("backward of the exchange", "DistributedDataParallel has begun|begun to exchange"),
+        pytest.param(
+            "backward of the exchange, context inside",
+            "DistributedDataParallel has begun|begun to exchange",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             "backward without exchange, after the first",
             "begun to exchange data with other ranks",
