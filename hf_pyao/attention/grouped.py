@@ -97,21 +97,18 @@ def _run_forward(
 ) -> tuple[Tensor, ...]:
     """Return output, logsumexp and the state of dropout."""
     kernel = call.kernel
-    wholes: tuple[Tensor, Tensor] | None = None
-    state: Sequence[Tensor] = ()
+    wholes = kernel.empty_outputs(query)
+    state: Sequence[Tensor] | None = None
     for group in call.plan.groups():
         of_query, of_key = _parts_of(group, query, key)
         out, logsumexp, *state_of_group = kernel.forward(
             query[of_query], key[of_key], value[of_key], call.settings
         )
-        if wholes is None:
-            wholes = kernel.empty_outputs(query)
-            state = state_of_group
+        state = state_of_group if state is None else state
         wholes[0][of_query] = out
         wholes[1][of_query] = logsumexp
         del out, logsumexp
-    assert wholes is not None
-    return *wholes, *state
+    return *wholes, *(state or ())
 
 
 def _run_backward(
@@ -126,26 +123,22 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv."""
     kernel, num_pairs = call.kernel, 0
-    wholes: tuple[Tensor, Tensor, Tensor] | None = None
+    wholes = kernel.empty_gradients(query, key, value)
     for group in call.plan.groups():
         of_query, of_key = _parts_of(group, query, key)
-        found = kernel.backward(
+        query_part = query[of_query]
+        kernel.backward(
             grad[of_query],
-            query[of_query],
+            query_part,
             key[of_key],
             value[of_key],
             out[of_query],
             logsumexp[of_query],
             kernel.state_after(state, num_pairs) if call.settings.dropout_p else state,
             call.settings,
+            into=(wholes[0][of_query], wholes[1][of_key], wholes[2][of_key]),
         )
-        num_pairs += found[0].shape[0] * found[0].shape[1]
-        if wholes is None:
-            wholes = kernel.empty_gradients(query, key, value)
-        for whole, part, where in zip(wholes, found, (of_query, of_key, of_key), strict=True):
-            whole[where] = part
-        del found, part
-    assert wholes is not None
+        num_pairs += query_part.shape[0] * query_part.shape[1]
     return wholes
 
 

@@ -32,6 +32,10 @@ class AttentionSettings:
     dropout_p: float = 0.0
 
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of query, key and value."""
+
+
 class Kernel(Protocol):
     """A kernel of attention. Tensors have shape (batch, heads, length, head_dim)."""
 
@@ -68,8 +72,9 @@ class Kernel(Protocol):
         logsumexp: Tensor,
         state: Sequence[Tensor],
         settings: AttentionSettings,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
+        into: Gradients,
+    ) -> None:
+        """Write the gradients of query, key and value *into* tensors of their shapes."""
         ...
 
     def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
@@ -80,7 +85,7 @@ class Kernel(Protocol):
         """Return output and logsumexp as forward allocates them for all of *query*."""
         ...
 
-    def empty_gradients(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def empty_gradients(self, *inputs: Tensor) -> Gradients:
         """Return the gradients of query, key and value as backward allocates them."""
         ...
 
@@ -95,6 +100,10 @@ class FlashKernel:
     twice the multiprocessors, and the deterministic backward splits its sums where there are fewer
     pairs than multiprocessors. ``least_pairs`` excludes both. The non-deterministic backward adds
     to dq in the order in which blocks finish, divided or not; dk and dv do not depend on it.
+
+    The gradients of a key-value head are summed over its query heads, in 16 bits each. Where one
+    query head of a sample fills the device, the query heads of one key-value head run one after the
+    other too: the float32 sums are then of one head, and the same 16-bit gradients are summed.
 
     Dropout draws the mask of a pair at the generator's offset plus 32 times the pair's position,
     and forward advances the offset by 32 for each pair, so that groups in the order of pairs draw
@@ -156,16 +165,56 @@ class FlashKernel:
         logsumexp: Tensor,
         state: Sequence[Tensor],
         settings: AttentionSettings,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
+        into: Gradients,
+    ) -> None:
+        """Write the gradients of query, key and value *into* tensors of their shapes."""
+        if key.shape[1] > 1 or query.shape[1] == 1 or not self._is_filled_by(query):
+            self._backward_of(grad, query, key, value, out, logsumexp, state, settings, into)
+            return
+        num_heads = query.shape[1]
+        keys, values = (_of_query_heads(each, num_heads) for each in (key, value))
+        for head in range(num_heads):
+            of_head = (slice(None), slice(head, head + 1))
+            self._backward_of(
+                grad[of_head],
+                query[of_head],
+                key,
+                value,
+                out[of_head],
+                logsumexp[of_head],
+                self.state_after(state, head) if settings.dropout_p else state,
+                settings,
+                (into[0][of_head], keys[of_head], values[of_head]),
+            )
+        torch.sum(keys, 1, out=into[1][:, 0])
+        torch.sum(values, 1, out=into[2][:, 0])
+
+    def _is_filled_by(self, query: Tensor) -> bool:
+        """Say whether one query head of each sample fills the device well."""
+        length = query.shape[2]
+        least = max(self.least_pairs(length, 0.0), self.least_pairs_of_auto(length))
+        return query.shape[0] >= least
+
+    def _backward_of(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        state: Sequence[Tensor],
+        settings: AttentionSettings,
+        into: Gradients,
+    ) -> None:
         backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        found: tuple[Tensor, Tensor, Tensor] = backward(
+        found: Gradients = backward(
             *(grad, query, key, value, out, logsumexp, None, None),
             *(query.shape[-2], key.shape[-2], settings.dropout_p, settings.is_causal),
             *state,
             scale=settings.scale,
         )
-        return found
+        _write(found, into)
 
     def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
         """Return the state with the offset behind *num_pairs* pairs; the seed stays."""
@@ -180,7 +229,7 @@ class FlashKernel:
         """Return output and logsumexp as forward allocates them for all of *query*."""
         return _like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
-    def empty_gradients(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def empty_gradients(self, *inputs: Tensor) -> Gradients:
         """Return the gradients of query, key and value as backward allocates them."""
         query, key, value = map(_like, inputs)
         return query, key, value
@@ -221,14 +270,15 @@ class CPUKernel:
         logsumexp: Tensor,
         state: Sequence[Tensor],
         settings: AttentionSettings,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
+        into: Gradients,
+    ) -> None:
+        """Write the gradients of query, key and value *into* tensors of their shapes."""
         backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found: tuple[Tensor, Tensor, Tensor] = backward(
+        found: Gradients = backward(
             *(grad, query, key, value, out, logsumexp, settings.dropout_p, settings.is_causal),
             scale=settings.scale,
         )
-        return found
+        _write(found, into)
 
     def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
         """Return the state, which is none."""
@@ -241,7 +291,7 @@ class CPUKernel:
         strides = (length * heads, 1, heads)
         return _like(query), query.new_empty_strided((batch, heads, length), strides, dtype=dtype)
 
-    def empty_gradients(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def empty_gradients(self, *inputs: Tensor) -> Gradients:
         """Return the gradients of query, key and value as backward allocates them."""
         query, key, value = map(_tokens_first, inputs)
         return query, key, value
@@ -310,6 +360,20 @@ _OTHERS = {
         remedy="torch.backends.cuda.enable_cudnn_sdp(False) makes it choose flash attention",
     ),
 }
+
+
+def _write(found: Gradients, into: Gradients) -> None:
+    for whole, part in zip(into, found, strict=True):
+        whole.copy_(part)
+
+
+def _of_query_heads(tensor: Tensor, num_heads: int) -> Tensor:
+    """Return room for the gradients of a key-value head, one for each query head.
+
+    Laid out as (batch, length, heads, head_dim), as ``mha_bwd`` does.
+    """
+    batch, _, length, width = tensor.shape
+    return tensor.new_empty((batch, length, num_heads, width)).transpose(1, 2)
 
 
 def _like(tensor: Tensor) -> Tensor:
