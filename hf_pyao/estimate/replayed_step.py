@@ -8,6 +8,7 @@ that a replay takes a tenth of a second: it judges predictions where hundreds of
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from hf_pyao.estimate.simulated_step import SimulatedStep
+from hf_pyao.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.hardware.speeds import LinkModel
 from hf_pyao.planning.prediction import Rebuild
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, SlotUse, StepProgram
@@ -34,6 +36,7 @@ def replay_step(
     window_bytes: int | None,
     rebuilds: Mapping[int, Rebuild] | None = None,
     gradient_bytes: int = 0,
+    host: HostModel = FAR_AHEAD,
 ) -> SimulatedStep:
     """Replay a step.
 
@@ -45,8 +48,10 @@ def replay_step(
         window_bytes: as ``PyAOConfig.window``; None: ``"layer"``.
         rebuilds: what it takes to rebuild slots that are dropped, by number.
         gradient_bytes: what leaves for the host beside whenever a layer's backward ends.
+        host: how far the host runs ahead of the device.
     """
-    replay = _Replay(program, leaves, times_ms, VirtualLink(link), window_bytes, rebuilds or {})
+    virtual_link = VirtualLink(link, host=host)
+    replay = _Replay(program, leaves, times_ms, virtual_link, window_bytes, rebuilds or {})
     replay.gradient_bytes = gradient_bytes
     return replay.run()
 
@@ -56,6 +61,8 @@ class _Ticket:
     """A copy on the virtual link."""
 
     booking: Booking
+    order: int
+    queue: str = "offload"
     compute: None = None
 
 
@@ -72,6 +79,17 @@ class _Clock:
         self._link.wait(ticket.booking)
 
 
+class _Payload:
+    """Stands for a device copy that waits to leave."""
+
+    def __init__(self, let_go: Callable[[], None]) -> None:
+        self._let_go = let_go
+
+    def __del__(self) -> None:
+        """Let go of the memory: neither the bytes nor the window hold it any more."""
+        self._let_go()
+
+
 class _Bytes:
     """Stands for moved bytes that there are not; it has what windows ask of them."""
 
@@ -79,16 +97,19 @@ class _Bytes:
     home = None
     is_consumed = False
     is_read_in_place = False
-    is_over = False
+    aim: object = None
 
-    def __init__(self, slot: SlotUse, ticket: _Ticket, has_left: Callable[[_Bytes], None]) -> None:
+    def __init__(self, slot: SlotUse, ticket: _Ticket, payload: _Payload) -> None:
         self.slot = slot
         self.offload_ticket = ticket
         self.reload_ticket: _Ticket | None = None
         self.device_bytes = slot.link_bytes
-        self.payload: tuple[Any, ...] = (slot,)
+        self.payload: tuple[_Payload, ...] = (payload,)
         self.residency: Residency = OFFLOADING
-        self._has_left = has_left
+
+    def is_aimed_at(self, aim: object) -> None:
+        """Note that it is to be read in place."""
+        self.aim = aim
 
     @property
     def moved(self) -> _Bytes:
@@ -99,10 +120,9 @@ class _Bytes:
         """Let go of the device copy."""
         self.residency = HOST
         self.payload = ()
-        self._has_left(self)
 
     def consumed(self) -> None:
-        """Take note that it no longer counts as ahead."""
+        """Note that it no longer counts as ahead."""
         self.is_consumed = True
 
 
@@ -128,6 +148,7 @@ class _Replay:
         self.offloads = OffloadWindow(clock, window_bytes, ComputeStreams())
         self.reloads = ReloadWindow(window_bytes)
         self.by_layer: defaultdict[int, dict[int, _Bytes]] = defaultdict(dict)
+        self.orders = itertools.count()
         self.holders: defaultdict[int, int] = defaultdict(int)
         """What holds a buffer beside the operations: saved tensors, and copies under way."""
         self.is_dead: set[int] = set()
@@ -209,6 +230,7 @@ class _Replay:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside_bytes)
         for event in self.events[self.program.num_operations]:
             event()
+        self.offloads.drain()  # as the engine does when backward ends
         return SimulatedStep(
             self.link.compute_ms, self.link.stall_ms, self.peak_bytes, self.offloaded_bytes
         )
@@ -228,13 +250,11 @@ class _Replay:
         self.holders[buffer] += 1
 
     def _let_go(self, buffer: int) -> None:
+        if buffer < 0:
+            return
         self.holders[buffer] -= 1
         if buffer in self.is_dead and not self.holders[buffer]:
             self.live_bytes -= self.program.buffers[buffer].nbytes
-
-    def _has_left(self, moved: _Bytes) -> None:
-        if moved.slot.source >= 0:
-            self._let_go(moved.slot.source)
 
     # ---- what the engine does ------------------------------------------------------------------
 
@@ -244,8 +264,9 @@ class _Replay:
             self._hold(slot.source)
         if not leaves:
             return
-        ticket = _Ticket(self.link.book("offload", slot.link_bytes))
-        moved[number] = _Bytes(slot, ticket, self._has_left)
+        ticket = _Ticket(self.link.book("offload", slot.link_bytes), next(self.orders))
+        payload = _Payload(partial(self._let_go, slot.source))
+        moved[number] = _Bytes(slot, ticket, payload)
         self.by_layer[slot.layer][number] = moved[number]
         self.offloaded_bytes += slot.link_bytes
         window: Any = self.offloads
@@ -266,18 +287,18 @@ class _Replay:
         return [moved for _, moved in sorted(self.by_layer[layer].items())]
 
     def _prefetch(self) -> None:
-        self.offloads.release_done()
         reloads: Any = self.reloads
-        while (moved := reloads.next_bytes(self.offloads.waiting_bytes)) is not None:
-            if moved.is_over:
-                continue
+        while (moved := reloads.next_bytes()) is not None:
+            lacking_bytes = reloads.lacks_bytes(self.offloads.waiting_bytes)
+            if self.offloads.make_room(lacking_bytes, reloads.aim) < lacking_bytes:
+                return
             self._reload(moved)
 
     def _reload(self, moved: _Bytes) -> None:
         self._make(moved.device_bytes)
         moved.residency = RELOADING
         booking = self.link.book("reload", moved.device_bytes, [moved.offload_ticket.booking])
-        moved.reload_ticket = _Ticket(booking)
+        moved.reload_ticket = _Ticket(booking, next(self.orders), "reload")
         reloads: Any = self.reloads
         reloads.loaded(moved)
 
@@ -292,6 +313,8 @@ class _Replay:
             if not moved.is_read_in_place and moved.slot.source >= 0:
                 self._hold(moved.slot.source)
             moved.is_read_in_place = True
+            if not self.reloads.is_exhausted:
+                self._prefetch()
             return
         if moved.is_consumed:
             return
@@ -301,7 +324,7 @@ class _Replay:
             self._wait(moved)
         reloads: Any = self.reloads
         reloads.consumed(moved)
-        if not self.reloads.is_exhausted or self.offloads.waiting_bytes:
+        if not self.reloads.is_exhausted:
             self._prefetch()
 
     def _rebuild(self, number: int) -> None:
@@ -329,8 +352,9 @@ class _Replay:
             if slot.source >= 0:
                 self._let_go(slot.source)
             return
-        moved = all_moved[number]
-        moved.is_over = True
+        # The windows hold weak references: nothing else may hold what is over.
+        moved = all_moved.pop(number)
+        del self.by_layer[slot.layer][number]
         if moved.reload_ticket is not None:
             self.live_bytes -= moved.device_bytes
         if moved.is_read_in_place and slot.source >= 0:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.estimate.fake_step import FakeTraining, check_head_loss
+from hf_pyao.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.integrations.attach import attach
 from hf_pyao.simulation.clocked_transport import ClockedTransport
@@ -30,6 +31,7 @@ def simulate_step(
     hardware: Hardware,
     micro_batch: int,
     sequence_length: int,
+    host: HostModel = FAR_AHEAD,
 ) -> SimulatedStep:
     """Run the real engine through a step of the whole model, on *hardware*'s clock.
 
@@ -39,8 +41,9 @@ def simulate_step(
         hardware: speeds of device and link.
         micro_batch: samples.
         sequence_length: tokens of each, without padding.
+        host: how far the host runs ahead of the device.
     """
-    transport = ClockedTransport(hardware.link)
+    transport = ClockedTransport(hardware.link, host=host)
     with training.model() as (model, fake_mode):
         state_bytes = training.state_bytes(model)
         training.let_gradients_go(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Copy:
     """A copy that has to end before this one starts."""
     slot: int = -1
     """Number of the slot that it is of; -1: of none."""
+    order: int = -1
+    """Position in the queue of its direction; -1 until it is booked."""
     start_ms: float = math.inf
     """Infinite until it is known."""
     end_ms: float = math.inf
@@ -42,7 +45,7 @@ class Lanes(Protocol):
         ...
 
     def is_done(self, copy: Copy, now_ms: float) -> bool:
-        """Say whether *copy* has ended by now."""
+        """Say whether *copy* has ended by *now_ms*, as far as the host knows."""
         ...
 
     def wait(self, copy: Copy, now_ms: float) -> float:
@@ -62,14 +65,16 @@ class LateLanes:
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[Copy]] = {name: deque() for name in _ORDER}
+        self._orders = itertools.count()
 
     def book(self, copy: Copy) -> None:
         """Queue *copy*."""
+        copy.order = next(self._orders)
         self._queues[copy.direction].append(copy)
 
     def is_done(self, copy: Copy, now_ms: float) -> bool:
         """Say whether something has waited for *copy*, or for one behind it."""
-        return copy.end_ms <= now_ms
+        return copy.end_ms < math.inf
 
     def wait(self, copy: Copy, now_ms: float) -> float:
         """End *copy*, and those before it."""
@@ -98,6 +103,7 @@ class TimedLanes:
         alone = max(link.d2h_gib_per_s, link.h2d_gib_per_s) / link.host_memory_gib_per_s
         self._slowdown_alone = max(1.0, alone)
         self._queues: dict[str, deque[Copy]] = {name: deque() for name in _ORDER}
+        self._orders = itertools.count()
         shared = link.copy_engines == 1
         out = (OFFLOAD, GRADIENT)
         self._engines = [(RELOAD, *out)] if shared else [(RELOAD,), out]
@@ -105,10 +111,11 @@ class TimedLanes:
 
     def book(self, copy: Copy) -> None:
         """Queue *copy*."""
+        copy.order = next(self._orders)
         self._queues[copy.direction].append(copy)
 
     def is_done(self, copy: Copy, now_ms: float) -> bool:
-        """Say whether *copy* has ended by now."""
+        """Say whether *copy* has ended by *now_ms*, which may lie before compute's own time."""
         self._run(now_ms)
         return copy.end_ms <= now_ms
 

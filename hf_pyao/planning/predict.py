@@ -11,11 +11,11 @@ A step of twenty layers takes some tens of milliseconds to predict.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from hf_pyao.hardware.host_model import FAR_AHEAD, HostClock, HostModel
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.planning.copy_lanes import (
     GRADIENT,
@@ -51,6 +51,7 @@ from hf_pyao.planning.step_program import (
     SlotUse,
     StepProgram,
 )
+from hf_pyao.planning.windows import Windows
 from hf_pyao.stores.slabs import ALIGNMENT_BYTES
 
 
@@ -65,6 +66,7 @@ def predict(
     rebuilds: Mapping[int, Rebuild] | None = None,
     gradient_bytes: int = 0,
     coded: Mapping[int, Coded] | None = None,
+    host: HostModel = FAR_AHEAD,
 ) -> Prediction:
     """Predict the step.
 
@@ -81,6 +83,8 @@ def predict(
         gradient_bytes: what leaves for the host beside whenever a layer's backward ends, as for an
             optimizer there.
         coded: slots that a codec writes smaller where they leave, by number.
+        host: how far the host runs ahead of the device. The default sees no copy done, so that it
+            gives the most memory.
 
     Raises:
         ValueError: *leaves* is not as long as the program's slots, or *times_ms* not as its
@@ -97,6 +101,7 @@ def predict(
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
     walk = _Walk(program, leaves, window_bytes, times_ms, lanes, rebuilds or {}, gradient_bytes)
     walk.coded = coded or {}
+    walk.host = HostClock(host)
     prediction = walk.run()
     if times_ms is None or link is None:
         return prediction
@@ -129,7 +134,7 @@ class _Walk:
         self.program = program
         self.gradient_bytes = gradient_bytes
         self.coded: Mapping[int, Coded] = {}
-        self.window_bytes = window_bytes
+        self.host = HostClock(FAR_AHEAD)
         self.times_ms = times_ms
         self.lanes = lanes
         self.rebuilds = rebuilds
@@ -161,18 +166,12 @@ class _Walk:
         self.is_dead = [False] * len(program.buffers)
         self.offloads: dict[int, Copy] = {}
         self.reloads: dict[int, Copy] = {}
-        self.waiting: deque[int] = deque()
-        self.waiting_bytes = 0
-        self.ahead_bytes = 0
-        self.upcoming: deque[int] = deque()
-        self.groups: Iterator[list[int]] = iter(())
-        self.is_exhausted = True
-        self.is_waiting = [False] * len(program.slots)
         self.is_read_in_place = [False] * len(program.slots)
         self.is_consumed: set[int] = set()
         self.is_over = [False] * len(program.slots)
         """Backward is done with the slot."""
         self._index()
+        self.windows = Windows(window_bytes, self.by_layer)
 
     def _index(self) -> None:
         """Sort what happens by operation."""
@@ -230,9 +229,12 @@ class _Walk:
             self.number = number
             self.peak_here = 0
             self._before(number)
+            if self.times_ms is not None and self.times_ms[number]:
+                self.now_ms = self.host.launch(self.now_ms)
             self.start_ms.append(self.now_ms)
-            if self.times_ms is not None:
+            if self.times_ms is not None and self.times_ms[number]:
                 self.now_ms += self.times_ms[number]
+                self.host.ends(self.now_ms)
                 compute_ms += self.times_ms[number]
             for buffer in self.deaths[number]:
                 self._source_dies(buffer)
@@ -246,6 +248,7 @@ class _Walk:
             peaks.append(max(self.peak_here, self.live_bytes))
         self.number = program.num_operations
         self._before(self.number)
+        self._release_all(list(self.windows.waiting))  # as the engine does when backward ends
         for buffer, copy in enumerate(program.buffers):
             if copy.death >= self.number and not self._is_reloaded[buffer]:
                 self.lifetimes.append(Lifetime(buffer, copy.birth, self.number))
@@ -340,25 +343,20 @@ class _Walk:
         self.offloaded_bytes += copied_bytes
         self.host_bytes += _in_pool(copied_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
-        if (
-            self.window_bytes is not None
-            and not self.waiting
-            and self.lanes.is_done(copy, self.now_ms)
-        ):
+        windows = self.windows
+        if windows.limit_bytes is not None and not windows.waiting and self._is_known_done(number):
             if coded is not None:
                 self._deallocate((PAYLOAD, number))
             return
         if coded is None:
             self._hold(slot)
-        self.is_waiting[number] = True
-        self.waiting.append(number)
-        self.waiting_bytes += copied_bytes
-        if self.window_bytes is None:
+        windows.add(number, copied_bytes)
+        if windows.limit_bytes is None:
             return
         self._release_done()
-        while self.waiting_bytes > self.window_bytes:
-            self._wait(self.offloads[self.waiting[0]])
-            self._release_oldest()
+        while windows.is_overfull:
+            self._wait(self.offloads[windows.oldest])
+            self._release(windows.oldest)
 
     def _link_bytes(self, number: int) -> int:
         """Return what crosses the link for a slot, and is there of it when it is back."""
@@ -378,26 +376,34 @@ class _Walk:
             self.now_ms += coded.coding_ms
             self.coding_ms += coded.coding_ms
 
-    def _release_done(self) -> None:
-        while self.waiting and self.lanes.is_done(self.offloads[self.waiting[0]], self.now_ms):
-            self._release_oldest()
+    def _is_known_done(self, number: int) -> bool:
+        """Say whether the host knows that the copy of a slot has left."""
+        return self.lanes.is_done(self.offloads[number], self.host.seen_ms(self.now_ms))
 
-    def _release_oldest(self) -> None:
-        number = self.waiting.popleft()
-        self.waiting_bytes -= self._link_bytes(number)
-        self.is_waiting[number] = False
+    def _release_done(self) -> None:
+        waiting = self.windows.waiting
+        while waiting and self._is_known_done(self.windows.oldest):
+            self._release(self.windows.oldest)
+
+    def _release_all(self, numbers: Sequence[int]) -> None:
+        """Wait for the newest of some copies, which stands for all, and let their payloads go."""
+        if numbers:
+            self._wait(max((self.offloads[each] for each in numbers), key=lambda copy: copy.order))
+        for number in numbers:
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        self.windows.remove(number)
         if number in self.coded:
             self._deallocate((PAYLOAD, number))
         else:
             self._let_go(self.program.slots[number])
 
     def _layer_end(self) -> None:
-        if self.window_bytes is not None:
+        if self.windows.limit_bytes is not None:
             self._release_done()
-        elif self.waiting:
-            self._wait(self.offloads[self.waiting[-1]])
-            while self.waiting:
-                self._release_oldest()
+        else:
+            self._release_all(list(self.windows.waiting))
 
     def _send_gradients(self) -> None:
         self.lanes.book(Copy(GRADIENT, self.gradient_bytes, self.now_ms))
@@ -412,50 +418,29 @@ class _Walk:
     # ---- backward ------------------------------------------------------------------------------
 
     def _backward_start(self, layer: int) -> None:
-        if self.window_bytes is None:
+        if self.windows.limit_bytes is None:
             for number in self.by_layer.get(layer, ()):
                 copy = self.reloads.get(number)
                 if copy is not None and not self.is_over[number]:
                     self._wait(copy)
-        self.upcoming = deque(reversed(self.by_layer.get(layer, [])))
-        self.groups = (self.by_layer.get(each, []) for each in range(layer - 1, -1, -1))
-        self.is_exhausted = False
-        if self.window_bytes is None:
-            self._extend()
+        self.windows.start(layer)
         self._prefetch()
 
-    def _extend(self) -> bool:
-        for group in self.groups:
-            if group:
-                self.upcoming.extend(reversed(group))
-                return True
-        return False
-
     def _prefetch(self) -> None:
-        self._release_done()
-        while True:
-            number = self._next()
-            if number is None:
+        windows = self.windows
+        while (number := windows.next_slot(self._is_on_host)) is not None:
+            meant, suffices = windows.make_room(windows.lacking_bytes)
+            self._release_all(meant)
+            if not suffices:
                 return
             self._reload(number)
-
-    def _next(self) -> int | None:
-        limit = self.window_bytes
-        while limit is None or self.ahead_bytes + self.waiting_bytes < limit:
-            if not self.upcoming and not (limit is not None and self._extend()):
-                self.is_exhausted = True
-                return None
-            number = self.upcoming.popleft()
-            if self._is_on_host(number):
-                return number
-        return None
 
     def _is_on_host(self, number: int) -> bool:
         return not (
             number in self.reloads
             or number not in self.offloads
             or self.is_over[number]
-            or self.is_waiting[number]
+            or number in self.windows.waiting
         )
 
     def _reload(self, number: int) -> None:
@@ -466,7 +451,7 @@ class _Walk:
         self._allocate((ENCODED if number in self.coded else RELOADED, number), copied_bytes)
         self.reloaded_at[number] = self.number
         self.lanes.book(copy)
-        self.ahead_bytes += copied_bytes
+        self.windows.ahead_bytes += copied_bytes
 
     def _unpack(self, number: int) -> None:
         slot = self.program.slots[number]
@@ -478,12 +463,14 @@ class _Walk:
             return
         if not self.leaves[number] or number in self.is_consumed:
             return
-        if self.is_waiting[number]:
+        if number in self.windows.waiting:
             if not self.is_read_in_place[number]:
                 if not self._decoded(number):
                     self._hold(slot)
                 self.is_read_in_place[number] = True
                 self.read_in_place_bytes += slot.link_bytes
+            if not self.windows.is_exhausted:
+                self._prefetch()
             return
         if number not in self.reloads:
             self._reload(number)
@@ -491,8 +478,8 @@ class _Walk:
         if self._decoded(number):
             self._deallocate((ENCODED, number))
         self.is_consumed.add(number)
-        self.ahead_bytes -= self._link_bytes(number)
-        if not self.is_exhausted or self.waiting_bytes:
+        self.windows.ahead_bytes -= self._link_bytes(number)
+        if not self.windows.is_exhausted:
             self._prefetch()
 
     def _decoded(self, number: int) -> bool:
@@ -532,6 +519,7 @@ class _Walk:
         """Backward is done with a slot."""
         slot = self.program.slots[number]
         self.is_over[number] = True
+        self.windows.ends(number)
         if number in self.rebuilds:
             if number in self.reloaded_at:
                 self._deallocate((RELOADED, number))

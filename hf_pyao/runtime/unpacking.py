@@ -102,7 +102,11 @@ class Unpacker:
         residency = moved.residency
         if residency is OFFLOADING:
             tensor = handle.layout.view_of(*mover.read_payload(moved))
-            return tensor if self._task == NO_TASK else record.hand_out(tensor, handle)
+            if self._task == NO_TASK:
+                return tensor
+            if not self._reloads.is_exhausted:
+                mover.prefetch()
+            return record.hand_out(tensor, handle)
         if residency is not DEVICE:
             if residency is HOST:
                 mover.reload(moved)
@@ -114,7 +118,7 @@ class Unpacker:
             tensor = record.hand_out(record.tensor_on_device(handle), handle)
         if not moved.is_consumed:
             self._reloads.consumed(moved)
-            if not self._reloads.is_exhausted or self._offloads.waiting_bytes:
+            if not self._reloads.is_exhausted:
                 mover.prefetch()
         if self._task == NO_TASK:
             record.drop_device_copy()  # looked at outside a backward pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_pyao.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.hardware.speeds import LinkModel
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.simulation.virtual_link import Booking, VirtualLink
@@ -34,13 +36,17 @@ class ClockedTransport(BlockingTransport):
     Args:
         link: speeds.
         copy_streams: 2 has a queue for each direction, 1 a single one.
+        host: how far the host runs ahead of the device.
     """
 
     name = "clocked"
 
-    def __init__(self, link: LinkModel, *, copy_streams: int = 2) -> None:
+    def __init__(
+        self, link: LinkModel, *, copy_streams: int = 2, host: HostModel = FAR_AHEAD
+    ) -> None:
         super().__init__()
-        self.link = VirtualLink(link, copy_streams)
+        self.link = VirtualLink(link, copy_streams, host)
+        self._orders = itertools.count()
 
     def offload(
         self,
@@ -74,7 +80,7 @@ class ClockedTransport(BlockingTransport):
         ticket.times.add_stall(stall_ms, in_backward=is_in_backward())
 
     def is_done(self, ticket: DoneTicket) -> bool:
-        """Say whether the copy has ended on the virtual clock."""
+        """Say whether the host knows that the copy has ended on the virtual clock."""
         assert isinstance(ticket, ClockedTicket)
         return self.link.is_done(ticket.booking)
 
@@ -117,4 +123,6 @@ class ClockedTransport(BlockingTransport):
         booking = self.link.book(direction, src.nbytes, needs, str(label))
         times = self._own_times if times is None else times
         times.transfer_ms += self.link.model.copy_ms(direction, src.nbytes)
-        return ClockedTicket(src.nbytes, queue=direction, booking=booking, times=times)
+        return ClockedTicket(
+            src.nbytes, queue=direction, order=next(self._orders), booking=booking, times=times
+        )

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.attention import kernels as group_kernels
 from hf_pyao.attention.kernels import AttentionSettings, Kernel, NoKernel, flash_kernel_of
@@ -51,6 +52,8 @@ def operations_of_cuda(*more: Replacement, kernels: KernelSettings = ANY_DEVICE)
       a mask, or of 32 bits, it is the memory-efficient kernel, which saves the mask as a bias
       besides, and takes grouped heads repeated.
     - Dropout saves one byte for each element.
+    - Layer normalization saves its statistics in float32, whatever it normalizes
+      (``aten/src/ATen/native/cuda/layer_norm_kernel.cu``); on a CPU they have the input's dtype.
     - Codecs have their kernels, if tensors are fake: one operation each way.
 
     Args:
@@ -66,7 +69,8 @@ def operations_of_cuda(*more: Replacement, kernels: KernelSettings = ANY_DEVICE)
     groups = Replacement(group_kernels, "chosen_kernel", instead.kernel_in_groups)
     codecs = [Replacement(module, "kernels_for", kernels_for) for module in (grouped, bitmask)]
     with replaced(attention, groups, Replacement(F, "dropout", _dropout), *codecs, *more):
-        yield
+        with _ResultsOfCuda():  # type: ignore[no-untyped-call]
+            yield
 
 
 @contextmanager
@@ -94,6 +98,19 @@ def can_trace_wide_products() -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
+
+
+class _ResultsOfCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives results the dtypes that they have on CUDA."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_layer_norm.default and args[0].dtype.itemsize == 2:
+            wide = (torch.empty_like(each, dtype=torch.float32) for each in result[1:])
+            result = (result[0], *wide)
+        return result
 
 
 class _Attention:

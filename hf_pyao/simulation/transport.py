@@ -24,6 +24,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.hardware.speeds import LinkModel
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.simulation.virtual_link import Booking, VirtualLink
@@ -94,6 +95,7 @@ class SimulatedTransport:
             the compute stream.
         link: speeds of the virtual link; times are then in the metrics, on a virtual clock that
             :class:`~hf_pyao.simulation.device.SimulatedDevice` advances.
+        host: how far the host runs ahead of that clock.
 
     Raises:
         SimulatedRaceError: from any call, when a copy finds its source released or changed, or its
@@ -104,12 +106,17 @@ class SimulatedTransport:
     needs_pinned_memory = False
 
     def __init__(
-        self, seed: int = 0, *, copy_streams: int = 2, link: LinkModel | None = None
+        self,
+        seed: int = 0,
+        *,
+        copy_streams: int = 2,
+        link: LinkModel | None = None,
+        host: HostModel = FAR_AHEAD,
     ) -> None:
         self.seed = seed
         self.violations: list[str] = []
         self.num_copies = {"offload": 0, "reload": 0}
-        self.link = VirtualLink(link, copy_streams) if link is not None else None
+        self.link = VirtualLink(link, copy_streams, host) if link is not None else None
         self._random = random.Random(seed)
         # How eager this schedule is: some complete nothing before they must, some nearly all.
         self._eagerness = self._random.choice((0.0, 0.05, 0.3, 0.7))

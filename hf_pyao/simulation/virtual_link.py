@@ -5,7 +5,8 @@ copy engine runs one copy at a time at the link's speed in its direction, and al
 memory (both directions, and gradient traffic) shares the host's memory bandwidth in proportion.
 Times follow from bytes and speeds alone, so they are the same on every machine.
 
-Assumptions: launching costs nothing, copies of one queue run in order, a copy engine is not
+Assumptions: launching costs what the host model says (by default nothing, and the host is far ahead
+of the device), copies of one queue run in order, a copy engine is not
 preempted inside a copy, and compute does not slow down while copies run.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from hf_pyao.hardware.host_model import FAR_AHEAD, HostClock, HostModel
 from hf_pyao.hardware.speeds import GIB, LinkModel
 
 
@@ -56,10 +58,12 @@ _ENGINES = {"offload": "d2h", "gradient": "d2h", "reload": "h2d", "host": "host"
 
 @dataclass
 class VirtualLink:
-    """The clock of one device: its compute lane, and the copies on its link."""
+    """The clock of one device: its compute lane, the copies on its link, and the host."""
 
     model: LinkModel
     copy_streams: int = 2
+    host: HostModel = FAR_AHEAD
+    """How far the host runs ahead: what it knows of copies when it asks."""
     compute_ms: float = 0.0
     """Where the compute lane has got to."""
     stall_ms: float = 0.0
@@ -69,10 +73,15 @@ class VirtualLink:
     _queues: dict[str, list[Booking]] = field(default_factory=dict)
     _num_booked: int = 0
 
+    def __post_init__(self) -> None:
+        """Set the host's clock."""
+        self._host_clock = HostClock(self.host)
+
     def advance(self, elapsed_ms: float, label: str = "") -> None:
-        """Let compute run for *elapsed_ms*."""
-        start = self.compute_ms
-        self.compute_ms += elapsed_ms
+        """Let compute run a kernel for *elapsed_ms*, once the host has queued it."""
+        start = self._host_clock.launch(self.compute_ms)
+        self.compute_ms = start + elapsed_ms
+        self._host_clock.ends(self.compute_ms)
         if label:
             self.timeline.append(Interval("compute", label, start, self.compute_ms))
 
@@ -112,10 +121,11 @@ class VirtualLink:
         return stall_ms
 
     def is_done(self, booking: object) -> bool:
-        """Say whether a copy has ended by the time that compute has got to."""
+        """Say whether the host knows that a copy has ended."""
         assert isinstance(booking, Booking)
         self._run(self.compute_ms)
-        return booking.end_ms is not None and booking.end_ms <= self.compute_ms
+        seen_ms = self._host_clock.seen_ms(self.compute_ms)
+        return booking.end_ms is not None and booking.end_ms <= seen_ms
 
     def finish(self) -> float:
         """Run all copies to their end and return when the last thing ended."""

@@ -98,6 +98,8 @@ class MovedBytes:
     """Its source, which others held yet when it was let go; with several compute streams only."""
     late_codec: Codec | None = None
     """While the copy to the host is put off: how it will be written."""
+    aim: object = None
+    """:attr:`ReloadWindow.aim` for which it is needed sooner than what is brought back next."""
     owner: Owner | None = None
 
     def __init__(
@@ -211,6 +213,10 @@ class MovedBytes:
     def let_go_of_source(self) -> None:
         """Let go of the source's memory; the tensor goes on sharing its version counter."""
         self.source.data = self.layout.blank
+
+    def is_aimed_at(self, aim: object) -> None:
+        """Note that it is to be read in place, before what is brought back next for *aim*."""
+        self.aim = aim
 
     def linger(self, lingering: Lingering | None) -> None:
         """Hold on to the source that others hold yet."""

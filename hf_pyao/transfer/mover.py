@@ -222,16 +222,13 @@ class Mover:
     # ---- back to the device --------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Bring back ahead what the window has room for."""
-        self._offloads.release_done()
-        reloads = self.reloads
-        while (moved := reloads.next_bytes(self._offloads.waiting_bytes)) is not None:
+        """Bring back ahead what the window has room for; see [Note: Window] in ``transport``."""
+        reloads, offloads = self.reloads, self._offloads
+        while (moved := reloads.next_bytes()) is not None:
+            lacking_bytes = reloads.lacks_bytes(offloads.waiting_bytes)
+            if lacking_bytes and offloads.make_room(lacking_bytes, reloads.aim) < lacking_bytes:
+                return
             self.reload(moved)
-
-    @property
-    def has_work(self) -> bool:
-        """False if :meth:`prefetch` would find nothing to do."""
-        return not self.reloads.is_exhausted or self._offloads.waiting_bytes > 0
 
     def bring_back(self, moved: MovedBytes) -> None:
         """Order the home of *moved* behind its reload, which is queued first if it was not."""

@@ -15,7 +15,8 @@ what that stream runs next may write to it at once. Hence:
 - A copy to the device starts behind what its compute stream has queued, which may still use the
   memory of its target, and behind the copy that filled its host buffer (``after``).
 - ``wait`` orders the copy's compute stream behind it, before that reads a reloaded buffer, or
-  before memory that the copy uses is let go.
+  before memory that the copy uses is let go. Copies of one queue run in order: for one compute
+  stream a wait for the newest of them stands for all that were queued from it before.
 - Other streams may ask for a storage, too (nodes on two streams saved it, or a prefetch): visitors.
   A visitor waits for the home before it reads; the home waits for its visitors before memory of the
   home's is let go.
@@ -27,6 +28,27 @@ what that stream runs next may write to it at once. Hence:
   transport that queue belongs to ([Note: Buffer lifetime] in ``stores.host_pool``).
 Every wait is an event wait on a stream. Nothing here stops the host. What is not covered: a stream
 that allocates what layers save and never runs anything of a layer that is saved is not known.
+
+[Note: Window]
+The host queues work long before the device runs it: often the whole backward while the device is
+still in forward. The answer to ``is_done`` is then nearly always False, and says nothing about what
+will be in flight when the device gets there. So the window (``window.py``) bounds what is in flight
+in the order of the streams, and its decisions follow from the order of the calls alone:
+- A payload is in flight from the call that queues its copy to the host until compute is ordered
+  behind that copy (and nothing else holds the memory): only then may an allocation on the compute
+  stream reuse it. Bytes that were brought back are in flight until they are asked for.
+- Forward: before more than the window waits to leave, compute is ordered behind the oldest copy. An
+  event wait on a copy that the device has finished costs the device nothing.
+- Backward reads in place what still waits to leave: those are the newest tensors, which it needs
+  first. They fill the window as tensors do that were brought back ahead, and nothing is brought
+  back in their place.
+- As soon as backward is done with one of them, a reload may take its place: compute is ordered
+  behind that copy, its payload is let go, and the reload is queued. This happens at each point
+  where something may be brought back, and for as many payloads as the next reload needs. If room
+  were made for all reloads at once, backward would have to bring back what it could read in place.
+- What waits for a later backward than the one that runs (interleaved micro-batches, other engines
+  that share the link) makes room, too, the oldest first.
+``is_done`` is asked in forward only. Where the host is not ahead, payloads are then let go earlier.
 """
 
 from __future__ import annotations
@@ -177,7 +199,10 @@ class Transport(Protocol):
         ...
 
     def is_done(self, ticket: Any) -> bool:
-        """Say whether the copy has finished, as far as the host knows, without waiting."""
+        """Say whether the copy has finished, as far as the host knows, without waiting.
+
+        A host that runs ahead hears False nearly always: see [Note: Window].
+        """
         ...
 
     def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:

@@ -2,14 +2,15 @@
 
 PyAO synchronises compute and copies at the end of every layer (PyAO paper, section 4.2), which
 bounds memory but stops compute at each layer. A window in bytes bounds memory without that: the
-oldest copies are waited for only when more than the window is on its way.
+oldest copies are waited for only when more than the window is on its way. The rules are in
+[Note: Window] in ``transport``; ``planning.windows`` has them as arithmetic.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +34,8 @@ class OffloadWindow:
     """Device copies that wait to leave, oldest first.
 
     It owns the payloads: a device copy is let go only once compute is ordered behind the copy that
-    reads it, or the copy is known to be done. See [Note: Stream order].
+    reads it, or the copy is known to be done. See [Note: Stream order] and [Note: Window] in
+    ``transport``.
     """
 
     def __init__(
@@ -44,7 +46,12 @@ class OffloadWindow:
         self.waiting_bytes = 0
         self._transport = transport
         self._streams = streams
-        self._queue: deque[Leaving] = deque()
+        self._queue: OrderedDict[int, Leaving] = OrderedDict()
+        """By the id of the weak reference, oldest first."""
+        self._over: deque[weakref.ref[MovedBytes]] = deque()
+        """References on bytes that no one can ask for any more, in the order of their end."""
+        self._fruitless: object = None
+        """The aim for which no entry was found that is needed later than a reload."""
         self._lock = threading.RLock()  # forwards may run on several threads
 
     def set_limit(self, limit_bytes: int) -> None:
@@ -65,27 +72,73 @@ class OffloadWindow:
             return
         nbytes = moved.device_bytes
         with self._lock:
-            self._queue.append(Leaving(weakref.ref(moved), ticket, moved.payload, nbytes))
+            ref = weakref.ref(moved, self._over.append)  # on any thread, inside any other call
+            self._queue[id(ref)] = Leaving(ref, ticket, moved.payload, nbytes)
             self.waiting_bytes += nbytes
+            self._fruitless = None
             if limit_bytes is None:
                 return
             self.release_done()
             while self.waiting_bytes > limit_bytes:
-                self._transport.wait(self._queue[0].ticket)
-                self._release_oldest()
+                key, oldest = self._oldest()
+                self._transport.wait(oldest.ticket)
+                self._release(key)
 
     def let_nothing_wait(self) -> None:
         """Have compute wait for each copy that is queued from now on."""
         self.limit_bytes = 0
 
     def release_done(self) -> None:
-        """Let go of what is known to have left."""
+        """Let go of what the host knows to have left.
+
+        This only lowers memory where the host does not run ahead of the device.
+        """
         if not self._queue and not self._streams.has_lingering:
             return
         with self._lock:
-            while self._queue and self._transport.is_done(self._queue[0].ticket):
-                self._release_oldest()
+            while self._queue:
+                key, oldest = self._oldest()
+                if not self._transport.is_done(oldest.ticket):
+                    break
+                self._release(key)
             self._streams.release_lingering()
+
+    def make_room(self, nbytes: int, aim: object) -> int:
+        """Order compute behind as few copies as free *nbytes*, and let their payloads go.
+
+        Payloads that no one can ask for any more go first, then those that backward needs later
+        than what the room is for, oldest first. What backward reads in place before that stays.
+
+        Args:
+            nbytes: bytes to free.
+            aim: :attr:`ReloadWindow.aim` of the window that asks: it has marked what it needs
+                sooner.
+
+        Returns:
+            Bytes that were freed: fewer than *nbytes* if the rest is needed sooner.
+        """
+        with self._lock:
+            meant: list[int] = []
+            freed_bytes = 0
+            while freed_bytes < nbytes and self._over:
+                key = id(self._over.popleft())
+                if key in self._queue:
+                    meant.append(key)
+                    freed_bytes += self._queue[key].nbytes
+            if freed_bytes < nbytes and self._fruitless is not aim:
+                for key, leaving in self._queue.items():
+                    moved = leaving.moved()
+                    if moved is not None and moved.aim is not aim:
+                        meant.append(key)
+                        freed_bytes += leaving.nbytes
+                        if freed_bytes >= nbytes:
+                            break
+                else:
+                    self._fruitless = aim
+            self._wait_for([self._queue[key] for key in meant])
+            for key in meant:
+                self._release(key)
+            return freed_bytes
 
     def layer_end(self) -> None:
         """Meet the copies at the end of a layer, if that is the rule; else see what has left."""
@@ -102,35 +155,37 @@ class OffloadWindow:
         """
         with self._lock:
             meant = [
-                leaving
-                for leaving in self._queue
+                key
+                for key, leaving in self._queue.items()
                 if is_meant is None or (moved := leaving.moved()) is None or is_meant(moved)
             ]
-            self._wait_for(meant)
-            if len(meant) == len(self._queue):
-                while self._queue:
-                    self._release_oldest()
-                self.waiting_bytes = 0  # an interrupt may have come between the queue and the count
-            else:
-                self._release_some(meant)
+            self._wait_for([self._queue[key] for key in meant])
+            for key in meant:
+                self._release(key)
+            # An interrupt may have come between the queue and the count.
+            self.waiting_bytes = sum(leaving.nbytes for leaving in self._queue.values())
             self._streams.release_lingering()
 
+    def _oldest(self) -> tuple[int, Leaving]:
+        key = next(iter(self._queue))
+        return key, self._queue[key]
+
     def _wait_for(self, leaving: Sequence[Leaving]) -> None:
-        # Copies to the host run in one queue: for one compute stream the newest stands for all
-        # before it.
-        for each in leaving if self._streams.are_several else leaving[-1:]:
-            self._transport.wait(each.ticket)
+        # Copies of one queue run in order: for one compute stream the newest stands for all.
+        newest: dict[tuple[int, torch.Stream | None], Any] = {}
+        for each in leaving:
+            ticket = each.ticket
+            key = (id(ticket.queue), ticket.compute)
+            if key not in newest or newest[key].order < ticket.order:
+                newest[key] = ticket
+        for ticket in newest.values():
+            self._transport.wait(ticket)
 
-    def _release_some(self, meant: Sequence[Leaving]) -> None:
-        ids = {id(leaving) for leaving in meant}
-        staying = [leaving for leaving in self._queue if id(leaving) not in ids]
-        self._queue = deque((*meant, *staying))
-        for _ in meant:
-            self._release_oldest()
-        self.waiting_bytes = sum(leaving.nbytes for leaving in self._queue)
-
-    def _release_oldest(self) -> None:
-        ref, ticket, payload, nbytes = self._queue.popleft()
+    def _release(self, key: int) -> None:
+        queue, over = self._queue, self._over
+        ref, ticket, payload, nbytes = queue.pop(key)
+        while over and id(over[0]) not in queue:
+            over.popleft()
         self.waiting_bytes -= nbytes
         moved = ref()
         if moved is None or moved.residency is not OFFLOADING:
@@ -164,12 +219,15 @@ class ReloadWindow:
 
     They come in groups, one for each layer call: those of the call whose backward begins, newest
     first, as backward consumes them; then those of the call that backward comes to next; and so
-    on, as far as the window reaches.
+    on, as far as the window reaches. What still waits to leave is read in place and is passed over.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
         """Bound what is brought back ahead to *limit_bytes*; None: one group ahead, whole."""
         self.limit_bytes = limit_bytes
+        self.aim: object = None
+        """Changes with each :meth:`start`. What waits to leave and is needed sooner than the next
+        reload carries it (``MovedBytes.aim``)."""
         self._upcoming: deque[weakref.ref[HasMoved]] = deque()
         self._groups: Iterator[Group] = iter(())
         self.ahead_bytes = 0
@@ -182,27 +240,41 @@ class ReloadWindow:
 
     def start(self, own: Group, others: Iterator[Group]) -> None:
         """Aim at the group *own*, which backward asks for now, and at *others* behind it."""
+        self.aim = object()
         self._upcoming = deque(reversed(own))
         self._groups = others
         self.is_exhausted = False
         if self.limit_bytes is None:
             self._extend()
 
-    def next_bytes(self, waiting_bytes: int = 0) -> MovedBytes | None:
-        """Return what to bring back now, or None if the window is full.
+    def next_bytes(self) -> MovedBytes | None:
+        """Return what to bring back next; None if nothing is left, or enough is ahead.
 
-        *waiting_bytes* still wait to leave: where backward begins, both share the window.
+        It stays next until its reload is queued.
         """
-        while self.limit_bytes is None or self.ahead_bytes + waiting_bytes < self.limit_bytes:
-            if not self._upcoming and not (self.limit_bytes is not None and self._extend()):
+        upcoming = self._upcoming
+        while self.limit_bytes is None or self.ahead_bytes < self.limit_bytes:
+            if not upcoming and not (self.limit_bytes is not None and self._extend()):
                 self.is_exhausted = True
                 return None
-            holder = self._upcoming.popleft()()
+            holder = upcoming[0]()
             if holder is not None:
                 moved = holder.moved
                 if moved.residency is HOST:
                     return moved
+                if moved.residency is OFFLOADING:
+                    moved.is_aimed_at(self.aim)
+            upcoming.popleft()
         return None
+
+    def lacks_bytes(self, waiting_bytes: int) -> int:
+        """Return how much more room the next reload needs, where *waiting_bytes* wait to leave.
+
+        A reload may begin while less than the window is in flight; both directions share it.
+        """
+        if self.limit_bytes is None:
+            return 0
+        return max(0, self.ahead_bytes + waiting_bytes + 1 - self.limit_bytes)
 
     def bring_nothing_ahead(self) -> None:
         """Leave it to whoever needs bytes to bring them back, from now on."""

@@ -96,8 +96,8 @@ def test_operations_start_one_after_the_other() -> None:
     assert prediction.start_ms[-1] <= prediction.step_ms
 
 
-def test_a_copy_may_end_after_the_step() -> None:
-    """Backward never asks for the slot, and the link is slow."""
+def test_a_step_ends_behind_copies_that_no_one_asked_for() -> None:
+    """Their device copies are let go when backward ends, behind the copies that read them."""
     slot = SlotUse(
         name="a:0",
         layer=0,
@@ -124,9 +124,11 @@ def test_a_copy_may_end_after_the_step() -> None:
     (copy,) = prediction.copies
     assert (copy.direction, copy.slot) == ("offload", 0)
     assert copy.start_ms == prediction.start_ms[1]
-    assert prediction.step_ms < copy.end_ms < math.inf
-    step = step_of(program, prediction)
-    assert step.end_ms == copy.end_ms
+    compute_end_ms = prediction.start_ms[1] + prediction.compute_ms / 2
+    assert compute_end_ms < prediction.step_ms == copy.end_ms < math.inf
+    (stall,) = prediction.stalls
+    assert (stall.slot, stall.end_ms) == (0, copy.end_ms)
+    assert step_of(program, prediction).end_ms == copy.end_ms
 
 
 def test_without_speeds_there_are_no_times_to_show() -> None:

@@ -96,8 +96,8 @@ def _no_meeting_at_layer_end() -> Any:
     """Sources are let go at the layer's end without waiting for the copies."""
 
     def drain(self: OffloadWindow, is_meant: Any = None) -> None:
-        while self._queue:
-            self._release_oldest()
+        for key in list(self._queue):
+            self._release(key)
 
     return mock.patch.object(OffloadWindow, "drain", drain)
 
@@ -107,9 +107,9 @@ def _waits_for_the_oldest_only() -> Any:
 
     def drain(self: OffloadWindow, is_meant: Any = None) -> None:
         if self._queue:
-            self._transport.wait(self._queue[0].ticket)
-        while self._queue:
-            self._release_oldest()
+            self._transport.wait(self._oldest()[1].ticket)
+        for key in list(self._queue):
+            self._release(key)
 
     return mock.patch.object(OffloadWindow, "drain", drain)
 
@@ -123,6 +123,32 @@ def _window_overrun_without_wait() -> Any:
             add(self, moved)
 
     return mock.patch.object(OffloadWindow, "add", overrun)
+
+
+def _room_made_without_wait() -> Any:
+    """Room for reloads is made without ordering compute behind the copies of what is let go."""
+    make_room = OffloadWindow.make_room
+
+    def unordered(self: OffloadWindow, nbytes: int, aim: object) -> int:
+        with mock.patch.object(self._transport, "wait", return_value=None):
+            return make_room(self, nbytes, aim)
+
+    return mock.patch.object(OffloadWindow, "make_room", unordered)
+
+
+def _room_made_behind_the_oldest_copy() -> Any:
+    """Room for reloads is made behind the oldest copy, not behind those of what is let go."""
+    make_room = OffloadWindow.make_room
+
+    def early(self: OffloadWindow, nbytes: int, aim: object) -> int:
+        def wait_for(leaving: Any) -> None:
+            if leaving:
+                self._transport.wait(self._oldest()[1].ticket)
+
+        with mock.patch.object(self, "_wait_for", wait_for):
+            return make_room(self, nbytes, aim)
+
+    return mock.patch.object(OffloadWindow, "make_room", early)
 
 
 def _prefetch_into_a_buffer_in_use() -> Any:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_pyao.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.integrations.quiet import quiet, quiet_fake_tensors
 from hf_pyao.simulation.cuda_operations import Replacement, operations_of_cuda, replaced
+from hf_pyao.simulation.ledger import MemoryLedger, NotingMode
 
 PLACE = SimpleNamespace(name=len)
 
@@ -89,3 +90,26 @@ def test_attention_runs_the_kernel_of_the_device(
     assert result.shape == tensors[0].shape
     assert [each.grad.shape for each in tensors if each.grad is not None] == [result.shape] * 3
     assert seen.found == [(kernel, seen_width), (f"{kernel}_backward", seen_width)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_layer_norm_saves_its_statistics_in_float32(dtype: torch.dtype) -> None:
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    norm = torch.nn.LayerNorm(64, dtype=dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode, operations_of_cuda():
+        ledger = MemoryLedger()
+        with NotingMode(ledger, fake_mode):
+            x = torch.zeros(5, 7, 64, dtype=dtype, requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                y = norm(x)
+            statistics = [each for each in saved if each.numel() == 35]
+            assert [each.dtype for each in statistics] == [torch.float32] * 2
+            assert ledger.live_bytes == 2 * 5 * 7 * 64 * dtype.itemsize + 2 * 35 * 4
+            y.sum().backward()
+            assert x.grad is not None
+            assert x.grad.dtype == dtype
