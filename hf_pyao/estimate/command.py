@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.model_sizes import MODEL_SIZES
+from hf_pyao.hardware.beside_step import FUSED, IMPLEMENTATIONS
 from hf_pyao.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.hardware.speeds import GIB
 from hf_pyao.text import one_line, say
@@ -60,6 +61,14 @@ def add_training_arguments(what: argparse._ArgumentGroup) -> None:
         "8, or none (default: adamw)",
     )
     what.add_argument(
+        "--optimizer-step",
+        choices=IMPLEMENTATIONS,
+        default=FUSED,
+        help="how torch's optimizer goes over weights on the device: fused takes nothing more "
+        "(transformers' default), foreach as much as all weights (torch's), for-loop as much as "
+        "the two largest (default: fused)",
+    )
+    what.add_argument(
         "--deterministic",
         action="store_true",
         help="torch.use_deterministic_algorithms(True): kernels of attention allocate more",
@@ -79,7 +88,11 @@ def given_training(args: argparse.Namespace) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False)
     add_training_arguments(parser.add_argument_group())
     default = vars(parser.parse_args([]))
-    return ["--" + name for name, value in default.items() if getattr(args, name) != value]
+    return [
+        "--" + name.replace("_", "-")
+        for name, value in default.items()
+        if getattr(args, name) != value
+    ]
 
 
 def training_fields(
@@ -87,6 +100,7 @@ def training_fields(
     *,
     engine: str = "plain",
     optimizer: str = "adamw",
+    optimizer_step: str = FUSED,
     lora_rank: int | None = None,
     deterministic: bool = False,
     attention: str = "flash",
@@ -95,6 +109,7 @@ def training_fields(
     return {
         "training_state": ENGINES[engine],
         "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
+        "implementation": optimizer_step,
         "lora_rank": lora_rank,
         "kernels": hardware.kernels._replace(
             is_deterministic=deterministic, prefers_cudnn=attention == "cudnn"
@@ -108,6 +123,7 @@ def training_fields_of(args: argparse.Namespace, hardware: Hardware) -> dict[str
         hardware,
         engine=args.engine,
         optimizer=args.optimizer,
+        optimizer_step=args.optimizer_step,
         lora_rank=args.lora,
         deterministic=args.deterministic,
         attention=args.attention,
@@ -196,6 +212,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         lora_rank=args.lora,
         engine=args.engine,
         optimizer=args.optimizer,
+        optimizer_step=args.optimizer_step,
         deterministic=args.deterministic,
         attention=args.attention,
         with_longest=not args.no_longest_sequence,
@@ -293,6 +310,7 @@ def estimate_report(
     lora_rank: int | None = None,
     engine: str = "plain",
     optimizer: str = "adamw",
+    optimizer_step: str = FUSED,
     deterministic: bool = False,
     attention: str = "flash",
     with_longest: bool = True,
@@ -309,6 +327,7 @@ def estimate_report(
         lora_rank: train adapters of this rank; None: all parameters.
         engine: a key of :data:`ENGINES`.
         optimizer: a key of :data:`OPTIMIZER_BYTES`.
+        optimizer_step: one of :data:`~hf_pyao.hardware.beside_step.IMPLEMENTATIONS`.
         deterministic: whether kernels run in torch's deterministic mode.
         attention: one of :data:`ATTENTIONS`.
         with_longest: look for the longest sequences too.
@@ -323,6 +342,7 @@ def estimate_report(
     """
     from tqdm import tqdm
 
+    from hf_pyao.estimate.card_memory import card_memory
     from hf_pyao.estimate.estimate import ASSUMPTIONS
     from hf_pyao.estimate.jobs import all_jobs, run_jobs
     from hf_pyao.estimate.model_specs import config_of, parse_model
@@ -334,20 +354,20 @@ def estimate_report(
     spec = parse_model(model)
     config = config_of(spec)
     check_sequence_length(config, sequence_length)
+    fields = training_fields(
+        hardware,
+        engine=engine,
+        optimizer=optimizer,
+        optimizer_step=optimizer_step,
+        lora_rank=lora_rank,
+        deterministic=deterministic,
+        attention=attention,
+    )
+    memory = card_memory(hardware, fields["kernels"])
     jobs = all_jobs(
         config=config,
         hardware=hardware,
-        options={
-            "sequence_length": sequence_length,
-            **training_fields(
-                hardware,
-                engine=engine,
-                optimizer=optimizer,
-                lora_rank=lora_rank,
-                deterministic=deterministic,
-                attention=attention,
-            ),
-        },
+        options={"sequence_length": sequence_length, **fields},
         micro_batch=micro_batch,
         with_longest=with_longest,
     )
@@ -366,12 +386,15 @@ def estimate_report(
             "lora_rank": lora_rank,
             "engine": engine,
             "optimizer": optimizer,
+            "optimizer_step": optimizer_step,
             "deterministic": deterministic,
             "attention": attention,
             "num_recorded_steps": num_recordings,
         },
         hardware=dataclasses.asdict(hardware),
         assumptions=list(ASSUMPTIONS),
+        memory=[each._asdict() for each in memory.beside],
+        limit_bytes=memory.limit_bytes,
         verdict=verdict(rows, hardware, sequence_length),
         provenance=collect_provenance(),
         rows=rows,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.estimate.card_memory import card_memory
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.positions import most_positions
 from hf_pyao.estimate.recorded_step import record_step
@@ -26,7 +27,7 @@ from hf_pyao.planning.activation_throughput import by_pack_intervals
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.lever_choice import ChosenLevers, LeverChoice, LeverRoom
-from hf_pyao.planning.peak_cause import peak_cause
+from hf_pyao.planning.peak_cause import largest_workspace, peak_cause
 from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.planner import Planner
 from hf_pyao.planning.predict import operation_times_ms, predict
@@ -36,9 +37,6 @@ from hf_pyao.planning.scaling import OtherOperationsError, interpolate
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import FORWARD, StepProgram
 from hf_pyao.report.estimate_report import EstimateRow
-
-RESERVE = 0.04
-"""Share of a card's memory for what is not counted: context, workspaces, fragmentation."""
 
 LONGEST = 2**24
 """Where the search for the longest sequence ends."""
@@ -55,7 +53,8 @@ ASSUMPTIONS = (
     "run at the link's speed; the optimizer's step and communication are not in the time",
     "the outputs live on during backward, logits included where there are any; a storage counts "
     "from the end of the operation that makes it until its last tensor is gone",
-    f"{RESERVE:.0%} of the card is set aside for the context, workspaces and fragmentation",
+    "what kernels allocate inside is counted while they run, as their sources have it "
+    "(hf_pyao/hardware/attention_workspaces.py and kernel_workspaces.py)",
     "autograd adds gradients out of place, so that the count is on the high side",
 )
 
@@ -160,9 +159,11 @@ class Estimator:
         self.sequence_length = sequence_length
         window = PyAOConfig(window=window).window
         self.window_bytes = None if isinstance(window, str) else window
-        self.limit_bytes = int(hardware.memory_gib * GIB * (1 - RESERVE))
         self.num_recordings = 0
-        more.setdefault("kernels", hardware.kernels)
+        kernels = more.setdefault("kernels", hardware.kernels)
+        self.memory = card_memory(hardware, kernels)
+        """What of the card a step may take, and what the rest is for."""
+        self.limit_bytes = self.memory.limit_bytes
         self._training = FakeTraining(config=config, training_state=training_state, **more)
         self._recorded: dict[tuple[_Family, int, int], StepProgram] = {}
         self._lines: dict[tuple[_Family, str, int], Callable[[int], StepProgram] | None] = {}
@@ -195,7 +196,7 @@ class Estimator:
         length = self.sequence_length
 
         def peak_at(size: int) -> int:
-            return self._predict(way, self.program(family, size, length)).peak_bytes
+            return self._needed(way, self.program(family, size, length))
 
         search = largest_fitting if family.levers.scales else largest_on_a_line
         largest = search(peak_at, self.limit_bytes)
@@ -207,19 +208,25 @@ class Estimator:
         stall_ms = prediction.stall_forward_ms + prediction.stall_backward_ms
         hidden = max(0.0, 1 - stall_ms / transfer_ms) if prediction.offloaded_bytes else None
         cause = peak_cause(predicted.program, late)
+        inside = largest_workspace(predicted.program)
+        later_bytes = self._training.optimizer_step_bytes(predicted.program)
         return EstimateRow(
             method=way.name_with(head_loss),
             largest_micro_batch=largest,
             longest_sequence=longest,
             is_length_limited_by_positions=longest is not None and longest == self.most_length,
             micro_batch=shown,
-            fits=late.peak_bytes <= self.limit_bytes,
+            fits=max(late.peak_bytes, later_bytes) <= self.limit_bytes,
             peak_bytes=late.peak_bytes,
             peak_phase=cause.phase,
             peak_where=cause.where,
             peak_tensor=cause.tensor,
             peak_tensor_bytes=cause.nbytes,
             next_peak_bytes=cause.next_peak_bytes,
+            workspace_bytes=sum(inside.parts.values()),
+            workspace_of=inside.name,
+            workspace_parts=inside.parts,
+            optimizer_step_bytes=later_bytes,
             step_ms=prediction.step_ms,
             compute_ms=prediction.compute_ms,
             tokens_per_s=shown * length / prediction.step_ms * 1e3,
@@ -327,7 +334,7 @@ class Estimator:
         def peak_at(multiple: int) -> int:
             length = multiple * LENGTH_STEP
             program = self._record(family, 1, length) if line is None else line(length)
-            return self._predict(way, program).peak_bytes
+            return self._needed(way, program)
 
         search = largest_fitting if line is not None else largest_on_a_line
         return search(peak_at, self.limit_bytes, most=max(most, 1)) * LENGTH_STEP
@@ -367,6 +374,11 @@ class Estimator:
             device=self.hardware.device if timed else None,
             link=self.hardware.link if timed else None,
         )
+
+    def _needed(self, way: Way, program: StepProgram) -> int:
+        """Return the most bytes on the device over a step, the optimizer's included."""
+        peak_bytes = self._predict(way, program).peak_bytes
+        return max(peak_bytes, self._training.optimizer_step_bytes(program))
 
     def leaves(self, way: Way, program: StepProgram) -> list[bool]:
         """Return which slots of *program* are offloaded."""

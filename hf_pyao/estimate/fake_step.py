@@ -19,16 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.model_sizes import build_config, find_size
+from hf_pyao.hardware.beside_step import FUSED, zero_bucket
 from hf_pyao.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.integrations.attach import Offloader, attach
 from hf_pyao.integrations.cuda_choices import answers_without_values, choices_of_cuda
 from hf_pyao.integrations.module_map import find_layers
+from hf_pyao.planning.optimizer_step import optimizer_step_bytes
+from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.simulation.cuda_operations import operations_of_cuda, replaced
 from hf_pyao.simulation.late_transport import LateTransport
 from hf_pyao.simulation.ledger import MemoryLedger, NotingMode
 from hf_pyao.transfer.transport import Transport
 
-BUCKET_BYTES = 10**9
+BUCKET_BYTES = zero_bucket().nbytes
 """What ZeRO-2 reduces gradients in: 5e8 elements of half precision."""
 
 UNLIMITED_HOST_GIB = 2.0**20
@@ -105,6 +108,9 @@ class FakeTraining:
     """Train LoRA adapters of this rank on all linear layers; None: all parameters."""
     dtype: str = "bfloat16"
     """Of weights and arithmetic; that of LoRA is bfloat16."""
+    implementation: str = FUSED
+    """How the optimizer goes over parameters, where it is torch's and on the device; see
+    :func:`~hf_pyao.hardware.beside_step.optimizer_temporaries`."""
     kernels: KernelSettings = ANY_DEVICE
     """The device and the process that kernels are chosen for, and their workspaces reckoned."""
 
@@ -142,6 +148,18 @@ class FakeTraining:
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return self.optimizer_bytes * num_trained
 
+    @property
+    def bucket_bytes(self) -> int:
+        """What gradients are reduced in, in backward; 0 where they stay."""
+        return BUCKET_BYTES if self.training_state == "host" else 0
+
+    def optimizer_step_bytes(self, program: StepProgram) -> int:
+        """Return the most bytes on the device while the optimizer steps; 0 if it is elsewhere."""
+        if self.training_state == "host":
+            return 0
+        has_moments = self.optimizer_bytes > 0
+        return optimizer_step_bytes(program, self.implementation, has_moments=has_moments)
+
     def run(
         self,
         model: nn.Module,
@@ -164,8 +182,8 @@ class FakeTraining:
         outputs = model(input_ids=ids, labels=ids)
         end_phase("head and loss")
         bucket = None
-        if self.training_state == "host":
-            bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+        if self.bucket_bytes:
+            bucket = torch.empty(self.bucket_bytes, dtype=torch.uint8)
             label(bucket, "the bucket that gradients are reduced in")
         label(outputs.loss, "the loss")
         logits = dict.get(outputs, "logits")  # not as users read it: they would be computed then

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.command import (
@@ -21,9 +21,11 @@ from hf_pyao.estimate.command import (
 )
 from hf_pyao.estimate.lever_arguments import add_lever_arguments, lever_config_of, levers_of
 from hf_pyao.hardware.presets import HARDWARE, Hardware
-from hf_pyao.hardware.speeds import GIB
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.text import describe_error, one_line, say
+
+if TYPE_CHECKING:
+    from hf_pyao.estimate.fake_step import FakeTraining
 
 DESCRIPTION = """\
 Choose a micro-batch without a GPU: the fastest or the largest that fits a card, with gradient
@@ -186,14 +188,16 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
     Raises:
         ConfigError: an option is bad, or the model cannot be run on fake tensors.
     """
-    from hf_pyao.estimate.estimate import ASSUMPTIONS, RESERVE
+    from hf_pyao.estimate.card_memory import card_memory
+    from hf_pyao.estimate.estimate import ASSUMPTIONS
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.planning.microbatch import accumulation_of
     from hf_pyao.report.microbatch_report import MicroBatchReport
     from hf_pyao.report.provenance import collect_provenance
 
     hardware = hardware_of(args)
-    limit_bytes = int(hardware.memory_gib * GIB * (1 - RESERVE))
+    memory = card_memory(hardware, training_fields_of(args, hardware)["kernels"])
+    limit_bytes = memory.limit_bytes
     spec = parse_model(args.model)
     config = config_of(spec)
     is_sequence = args.find == "sequence"
@@ -217,6 +221,7 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
             "lora_rank": args.lora,
             "engine": args.engine,
             "optimizer": args.optimizer,
+            "optimizer_step": args.optimizer_step,
             "deterministic": args.deterministic,
             "attention": args.attention,
             **levers.settings(),
@@ -224,7 +229,7 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
             "num_recorded_steps": num_recordings,
         },
         hardware=dataclasses.asdict(hardware),
-        assumptions=[*ASSUMPTIONS, ASSUMPTION],
+        assumptions=[*ASSUMPTIONS, ASSUMPTION, str(memory)],
         provenance=collect_provenance(),
         rows=list(choice.rows),
     )
@@ -246,11 +251,12 @@ def _micro_batch(
     check_sequence_length(config, length)
     global_batch = args.global_batch or DEFAULT_GLOBAL_BATCH
     sizes = _sizes_of(args.micro_batches)
-    record = _recorder(args, config, hardware)
+    training = _training(args, config, hardware)
+    record = _recorder(args, training)
     steps = SizedLevers(
         lambda levers: SizedSteps(lambda size: record(size, length, levers), scales=levers.scales)
     )
-    best = _best(args, hardware, limit_bytes)
+    best = _best(args, hardware, training, limit_bytes)
     with _bar(shows_progress, len(sizes or divisors_of(global_batch)), "size") as bar:
 
         def best_at(size: int) -> Any:
@@ -283,7 +289,8 @@ def _longest(
 
     micro_batch = args.micro_batch or 1
     most = most_positions(config)
-    record = _recorder(args, config, hardware)
+    training = _training(args, config, hardware)
+    record = _recorder(args, training)
     points = (1, 2, 3)
     has_points = most is None or most >= max(points) * LENGTH_STEP
     steps = SizedLevers(
@@ -293,7 +300,7 @@ def _longest(
             scales=levers.scales and has_points,
         )
     )
-    best = _best(args, hardware, limit_bytes)
+    best = _best(args, hardware, training, limit_bytes)
     is_accumulating = args.global_batch is None or args.global_batch > micro_batch
     with _bar(shows_progress, None, "length") as bar:
 
@@ -317,14 +324,19 @@ def _bar(shows_progress: bool, total: int | None, unit: str) -> Any:
     )
 
 
+def _training(args: argparse.Namespace, config: Any, hardware: Hardware) -> FakeTraining:
+    """Return the model, as the options train it."""
+    from hf_pyao.estimate.fake_step import FakeTraining
+
+    return FakeTraining(config=config, **training_fields_of(args, hardware))
+
+
 def _recorder(
-    args: argparse.Namespace, config: Any, hardware: Hardware
+    args: argparse.Namespace, training: FakeTraining
 ) -> Callable[[int, int, Levers], Any]:
     """Return what records the step at a micro-batch and a length, with certain levers."""
-    from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.estimate.recorded_step import record_step
 
-    training = FakeTraining(config=config, **training_fields_of(args, hardware))
     configured = levers_of(args)
     from hf_pyao.integrations.quiet import quiet
 
@@ -342,14 +354,16 @@ def _recorder(
             raise
         except Exception as error:  # of the model's own code, which may look at values
             raise ConfigError(
-                f"the model {config.model_type} cannot be run on fake tensors, which have no "
-                f"values: {describe_error(error)}"
+                f"the model {training.config.model_type} cannot be run on fake tensors, which "
+                f"have no values: {describe_error(error)}"
             ) from error
 
     return record
 
 
-def _best(args: argparse.Namespace, hardware: Hardware, limit_bytes: int) -> Callable[..., Any]:
+def _best(
+    args: argparse.Namespace, hardware: Hardware, training: FakeTraining, limit_bytes: int
+) -> Callable[..., Any]:
     """Return what finds the best plan for a step."""
     from hf_pyao.planning.plan_request import PlanRequest
     from hf_pyao.planning.predict import operation_times_ms
@@ -371,6 +385,11 @@ def _best(args: argparse.Namespace, hardware: Hardware, limit_bytes: int) -> Cal
         program = record(request.levers)
         times_ms = operation_times_ms(program, device)
         planner = request.planner_of(program, times_ms, hardware.link, {})
-        return best_plan(request.choice(planner, record, device=device), limit_bytes)
+        found = best_plan(request.choice(planner, record, device=device), limit_bytes)
+        later_bytes = training.optimizer_step_bytes(step_with(request.levers))
+        if later_bytes <= found.peak_bytes:
+            return found
+        fits = found.fits and later_bytes <= limit_bytes
+        return dataclasses.replace(found, peak_bytes=later_bytes, fits=fits)
 
     return best

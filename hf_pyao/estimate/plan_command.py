@@ -133,10 +133,9 @@ def _compare(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> Plan:
     from tqdm import tqdm
 
+    from hf_pyao.estimate.card_memory import card_memory
     from hf_pyao.estimate.command import link_gib_per_s
-    from hf_pyao.estimate.estimate import RESERVE
     from hf_pyao.hardware.presets import find_hardware
-    from hf_pyao.hardware.speeds import GIB
     from hf_pyao.planning.auto_plan import plan_of_choice
     from hf_pyao.planning.lever_choice import LeverRoom
     from hf_pyao.planning.plan_request import PlanRequest
@@ -160,7 +159,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.device_memory is not None:
         limit_bytes = float(Size().check("--device-memory", args.device_memory))
     elif hardware is not None:
-        limit_bytes = hardware.memory_gib * GIB * (1 - RESERVE)
+        limit_bytes = float(card_memory(hardware).limit_bytes)
     else:
         raise ConfigError(
             "how much memory the device has is not in a profile: give --device-memory, as 11GiB."
@@ -194,6 +193,8 @@ def _plan(args: argparse.Namespace) -> Plan:
             dtypes={slot.name: slot.dtype for slot in profile.slots},
         )
         chosen = choice.best(limit_bytes)
+    if training is not None:
+        _check_optimizer_step(training.optimizer_step_bytes(planner.program), limit_bytes)
     if not chosen.fits:
         raise NoPlanFitsError(
             f"{chosen.error} What would help: {chosen.levers.less_memory}.",
@@ -204,7 +205,35 @@ def _plan(args: argparse.Namespace) -> Plan:
         limit_bytes=limit_bytes,
         model=profile.model,
         num_front_points=NUM_FRONT_POINTS,
+        figures=None if training is None else _beside_figures(training, planner.program),
     )
+
+
+def _beside_figures(training: FakeTraining, program: StepProgram) -> dict[str, float]:
+    """Return what the peaks of a plan hold beside what is planned, by name."""
+    found = {
+        "bucket_bytes": float(training.bucket_bytes),
+        "workspace_bytes": float(max(each.workspace_bytes for each in program.operations)),
+        "optimizer_step_bytes": float(training.optimizer_step_bytes(program)),
+    }
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _check_optimizer_step(nbytes: int, limit_bytes: float) -> None:
+    """Refuse where the optimizer's step does not fit, whatever is offloaded.
+
+    Raises:
+        NoPlanFitsError: it takes more.
+    """
+    from hf_pyao.planning.planner import NoPlanFitsError
+
+    if nbytes > limit_bytes:
+        raise NoPlanFitsError(
+            f"the optimizer's step takes {nbytes / 1e9:.2f} GB: weights, gradients, states and its "
+            f"temporaries; a step may take {limit_bytes / 1e9:.2f} GB. What would help: "
+            "--optimizer-step fused, an --optimizer with smaller states, --lora, --engine zero2.",
+            nbytes,
+        )
 
 
 def _config_for(args: argparse.Namespace, profile: Profile) -> PyAOConfig:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, PyAOError
+from hf_pyao.estimate.card_memory import card_memory
 from hf_pyao.estimate.command import training_fields
-from hf_pyao.estimate.estimate import ASSUMPTIONS, RESERVE
+from hf_pyao.estimate.estimate import ASSUMPTIONS
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import ModelSpec, config_of
 from hf_pyao.estimate.positions import check_sequence_length
@@ -187,7 +188,7 @@ def _predict(
         program, leaves, window_bytes=window_bytes, device=hardware.device, link=hardware.link
     )
     bound_bytes = predict(program, leaves, window_bytes=window_bytes).peak_bytes
-    limit_bytes = int(hardware.memory_gib * GIB * (1 - RESERVE))
+    limit_bytes = card_memory(hardware).limit_bytes
     fits = bound_bytes <= limit_bytes
     return SweepPoint(
         budget=budget,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MOST_MULTIPROCESSORS = 192
 """Assumed where the number is not known; of the cards in ``presets`` MI300X alone has more."""
@@ -43,6 +44,8 @@ def settings_of(device: torch.device) -> KernelSettings:
         device: where a model trains. Of one that is not CUDA's only the process's settings are
             known.
     """
+    import torch
+
     is_deterministic = (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -65,6 +68,8 @@ def _prefers_cudnn(capability: int) -> bool:
     As ``check_prefer_cudnn_attention`` in pytorch/pytorch,
     ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (commit 001f694a).
     """
+    import torch
+
     is_off = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
     return (
@@ -76,6 +81,8 @@ def _prefers_cudnn(capability: int) -> bool:
 
 
 def _flash_version() -> int:
+    import torch
+
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # torch 2.11
     name = current() if current is not None else None
     return {"FA3": 3, "FA4": 4}.get(name or "", 2)

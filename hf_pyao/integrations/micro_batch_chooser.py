@@ -30,7 +30,7 @@ from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.integrations.quiet import quiet
 from hf_pyao.integrations.sample_batches import SampleBatches
 from hf_pyao.integrations.step_recording import record_fake_step
-from hf_pyao.integrations.training_state import bytes_besides, nbytes_of
+from hf_pyao.integrations.training_state import library_bytes, memory_beside, nbytes_of
 from hf_pyao.integrations.trial_step import try_step
 from hf_pyao.integrations.wiring import recomputed_paths
 from hf_pyao.integrations.wrappers import unwrap_parallel
@@ -84,7 +84,7 @@ class MicroBatchChooser:
         self._model: nn.Module = unwrap_parallel(trainer.model)
         self._old = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
         self._global_batch = self._old[0] * self._old[1]
-        self._more_bytes = bytes_besides(trainer, self._model)
+        self._more_bytes = sum(each.nbytes for each in memory_beside(trainer, self._model))
         self._is_auto = config.policy == "auto"
         self._found: dict[int, SizedPlan] = {}
 
@@ -214,7 +214,8 @@ class MicroBatchChooser:
             )
         program = recorded.whole()
         return dataclasses.replace(
-            program, resident_bytes=program.resident_bytes + self._more_bytes
+            program,
+            resident_bytes=program.resident_bytes + self._more_bytes + library_bytes(self._device),
         )
 
     def _inputs(self, batches: SampleBatches, size: int) -> dict[str, Any]:

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
+from hf_pyao.hardware.beside_step import (
+    ZERO_BUCKET_ELEMENTS,
+    Beside,
+    blas_workspaces,
+    ddp_buckets,
+    zero_bucket,
+)
+from hf_pyao.hardware.kernel_settings import settings_of
 from hf_pyao.integrations.micro_batch_checks import deepspeed_plugin
 
 _OPTIMIZER_STATES: tuple[tuple[str, float], ...] = (
@@ -22,25 +31,51 @@ _OPTIMIZER_STATES: tuple[tuple[str, float], ...] = (
 others, such as AdamW."""
 
 
-def bytes_besides(trainer: Any, model: nn.Module) -> int:
+def memory_beside(trainer: Any, model: nn.Module) -> list[Beside]:
     """Return what training will have on the device besides weights, gradients and activations.
 
-    The optimizer's states, which come with its first step, and the buckets in which data-parallel
-    ranks reduce gradients.
+    The optimizer's states, which come with its first step, and what data-parallel ranks reduce
+    gradients in, DDP's buckets or ZeRO's. What comes with any step is not among them
+    (:func:`library_bytes`).
     """
-    trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    num_ranks = trainer.accelerator.num_processes
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trained_bytes = sum(p.nbytes for p in trained)
     plugin = deepspeed_plugin(trainer)
+    found = [
+        Beside("states of the optimizer", _state_bytes(trainer, plugin, trained_bytes)),
+        _buckets(trainer, plugin, trained_bytes),
+    ]
+    return [each for each in found if each.nbytes]
+
+
+def library_bytes(device: torch.device) -> int:
+    """Return what libraries allocate on *device* in the first step, and keep: cuBLAS."""
+    return blas_workspaces(settings_of(device)).nbytes if device.type == "cuda" else 0
+
+
+def _state_bytes(trainer: Any, plugin: Any, trained_bytes: int) -> int:
+    if getattr(trainer.optimizer, "state", None):
+        return 0  # they are there already
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim)).lower()
     share = next((each for part, each in _OPTIMIZER_STATES if part in name), 2.0)
-    state_bytes = share * trained_bytes
     if plugin is not None and int(plugin.zero_stage) >= 1:
         place = str(getattr(plugin, "offload_optimizer_device", "none")).lower()
-        state_bytes = 0.0 if place != "none" else state_bytes / num_ranks
-    if getattr(trainer.optimizer, "state", None):
-        state_bytes = 0.0  # they are there already
-    bucket_bytes = trained_bytes if num_ranks > 1 else 0
-    return int(state_bytes) + bucket_bytes
+        share = 0.0 if place != "none" else share / trainer.accelerator.num_processes
+    return int(share * trained_bytes)
+
+
+def _buckets(trainer: Any, plugin: Any, trained_bytes: int) -> Beside:
+    stage = 0 if plugin is None else int(plugin.zero_stage)
+    if stage in (1, 2):
+        zero = dict(plugin.deepspeed_config.get("zero_optimization", {}))
+        size = zero.get("reduce_bucket_size")
+        elements = int(size) if isinstance(size, int | float) else ZERO_BUCKET_ELEMENTS
+        return zero_bucket(num_elements=elements, overlaps=bool(zero.get("overlap_comm")))
+    if trainer.accelerator.num_processes < 2:
+        return Beside("", 0)
+    handler = getattr(trainer.accelerator, "ddp_handler", None)
+    is_view = bool(getattr(handler, "gradient_as_bucket_view", False)) and not stage
+    return ddp_buckets(trained_bytes, is_view=is_view)
 
 
 def nbytes_of(model: nn.Module) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
+from hf_pyao.hardware.kernel_workspaces import parts_of
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import OUTSIDE, StepProgram
 
@@ -32,6 +33,23 @@ class PeakCause:
             f"{self.tensor}, {self.nbytes / 1e9:.2f} GB, in {self.phase} of {self.where}; without "
             f"it the peak would be {self.next_peak_bytes / 1e9:.2f} GB"
         )
+
+
+class Workspace(NamedTuple):
+    """What the kernel that allocates most inside takes."""
+
+    name: str
+    """Of its operation; empty if none allocates anything."""
+    parts: dict[str, int]
+    """Bytes, by the name that the kernel's source gives them."""
+
+
+def largest_workspace(program: StepProgram) -> Workspace:
+    """Return the operation of *program* whose kernel allocates most inside."""
+    largest = max(program.operations, key=lambda each: each.workspace_bytes, default=None)
+    if largest is None or largest.call is None:
+        return Workspace("", {})
+    return Workspace(largest.name.strip("_"), parts_of(largest.call, program.kernels))
 
 
 _WORKSPACE = -1

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.levers import Levers
 from hf_pyao.planning.lever_choice import ChosenLevers, LeverChoice
+from hf_pyao.planning.optimizer_step import gradients_of
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
 from hf_pyao.planning.step_problem import Conditions
-from hf_pyao.planning.step_program import BACKWARD, StepProgram
+from hf_pyao.planning.step_program import StepProgram
 
 
 class SizedSteps:
@@ -93,16 +94,7 @@ def gradients_held(program: StepProgram) -> StepProgram:
     The parameters' gradients are there from the start, and what backward makes of them is added
     and let go.
     """
-    first = next((s.start for s in program.segments if s.phase == BACKWARD), None)
-    if first is None:
-        return program
-    end = program.num_operations
-    stay = [
-        number
-        for number, buffer in enumerate(program.buffers)
-        if buffer.birth >= first and buffer.death >= end
-    ]
-    gradients = set(stay) - _summands(program, stay)
+    gradients, end = gradients_of(program), program.num_operations
     held_bytes = sum(program.buffers[number].nbytes for number in gradients)
     buffers = tuple(
         buffer._replace(death=min(buffer.birth + 1, end)) if number in gradients else buffer
@@ -111,22 +103,6 @@ def gradients_held(program: StepProgram) -> StepProgram:
     return dataclasses.replace(
         program, buffers=buffers, resident_bytes=program.resident_bytes + held_bytes
     )
-
-
-def _summands(program: StepProgram, stay: Sequence[int]) -> set[int]:
-    """Return those of the buffers at the end that are let go there: summands of a gradient.
-
-    A tied embedding has a gradient from the head and one from the tokens; the last operation adds
-    them, and until it is over all three are there.
-    """
-    by_birth = sorted(stay, key=lambda number: program.buffers[number].birth)
-    if not by_birth or program.operations[-1].name != "add":
-        return set()
-    last = program.buffers[by_birth[-1]]
-    if last.birth != program.num_operations - 1:
-        return set()
-    alike = [n for n in by_birth[:-1] if program.buffers[n].nbytes == last.nbytes]
-    return {alike[0], alike[-1]} if len(alike) > 1 else set()
 
 
 @dataclass(frozen=True, kw_only=True)

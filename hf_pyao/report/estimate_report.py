@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,15 @@ class EstimateRow:
     """What leaves the device in a step."""
     hidden: float | None = None
     """Share of the copies' time that passes under compute; None if nothing is copied."""
+    workspace_bytes: int = 0
+    """What the kernel that allocates most inside takes, while it runs. :attr:`peak_bytes` holds
+    what of it is there at the peak."""
+    workspace_of: str = ""
+    """Its operation."""
+    workspace_parts: dict[str, int] = field(default_factory=dict)
+    """The same by the names that the kernel's source gives the tensors."""
+    optimizer_step_bytes: int = 0
+    """Most on the device while the optimizer steps; 0 if it is not there."""
     recomputed_modules: list[str] = field(default_factory=list)
     """What PyAO's rule flags."""
 
@@ -69,6 +79,10 @@ class EstimateReport(JsonDocument):
     """Speeds and memory of the card, and where they are from."""
     is_measured: bool = False
     assumptions: list[str]
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    """What of the card is set aside beside a step: names and bytes."""
+    limit_bytes: int = 0
+    """What is left for a step; 0: it is not known."""
     verdict: str
     provenance: Provenance
     rows: list[EstimateRow]
@@ -76,7 +90,12 @@ class EstimateReport(JsonDocument):
 
 def estimate_view(report: EstimateReport) -> View:
     """Return one table row for each way to train, the verdict, and what sets each peak."""
-    notes = [*map(_cause, report.rows), *map(_assumed, report.assumptions)]
+    notes = [
+        *map(_cause, report.rows),
+        *_inside(report.rows),
+        *_limit(report),
+        *map(_assumed, report.assumptions),
+    ]
     return View(
         title=report.title,
         tables=[estimate_table(report)],
@@ -94,6 +113,7 @@ def estimate_table(report: EstimateReport) -> Table:
         "longest sequence",
         "at micro-batch",
         "peak, GB",
+        "inside kernels, GB",
         "step, ms",
         "tokens/s",
         "copies hidden",
@@ -106,6 +126,7 @@ def estimate_table(report: EstimateReport) -> Table:
             _length(row),
             str(row.micro_batch),
             f"{row.peak_bytes / 1e9:.2f}" + ("" if row.fits else " (too much)"),
+            f"{row.workspace_bytes / 1e9:.2f}" if row.workspace_of else ABSENT,
             f"{row.step_ms:,.1f}",
             f"{row.tokens_per_s:,.0f}",
             ABSENT if row.hidden is None else f"{row.hidden:.0%}",
@@ -136,6 +157,31 @@ def _cause(row: EstimateRow) -> str:
         f"({row.peak_tensor_bytes / 1e9:.2f} GB), in {row.peak_phase} of {row.peak_where}; without "
         f"it, it would be {row.next_peak_bytes / 1e9:.2f} GB.{recomputed}"
     )
+
+
+def _inside(rows: Sequence[EstimateRow]) -> list[str]:
+    """Say what the largest workspaces are made of, and what the optimizer's step takes."""
+    methods: dict[str, list[str]] = {}
+    for row in rows:
+        if row.workspace_parts:
+            parts = ", ".join(f"{n} {b / 1e9:.3f} GB" for n, b in row.workspace_parts.items())
+            said = f"{row.workspace_of} allocates inside, at micro-batch {row.micro_batch}: {parts}"
+            methods.setdefault(said, []).append(row.method)
+        if row.optimizer_step_bytes > row.peak_bytes:
+            said = f"the optimizer's step takes {row.optimizer_step_bytes / 1e9:.2f} GB"
+            methods.setdefault(said, []).append(row.method)
+    return [
+        f"{'all rows' if len(of) == len(rows) else ', '.join(of)}: {said}."
+        for said, of in methods.items()
+    ]
+
+
+def _limit(report: EstimateReport) -> list[str]:
+    """Say what of the card a step may take, and what the rest is for."""
+    if not report.limit_bytes:
+        return []
+    aside = ", ".join(f"{each['nbytes'] / 1e9:.2f} GB {each['name']}" for each in report.memory)
+    return [f"a step may take {report.limit_bytes / 1e9:.2f} GB of the card; set aside: {aside}"]
 
 
 def _assumed(text: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
 from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.card_memory import card_memory
 from hf_pyao.estimate.command import ENGINES
 from hf_pyao.estimate.estimate import WAYS, Estimator
 from hf_pyao.estimate.fake_step import FakeTraining, peak_of
@@ -45,7 +46,7 @@ def rows() -> dict[str, EstimateRow]:
 @pytest.mark.thorough
 def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, EstimateRow]) -> None:
     config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
-    limit_bytes = int(SMALL.memory_gib * 2**30 * 0.96)
+    limit_bytes = card_memory(SMALL).limit_bytes
     for name, policy, checkpointing in (
         ("none", "off", False),
         ("checkpointing", "off", True),

@@ -30,7 +30,7 @@ from hf_pyao.integrations import auto_micro_batch
 from hf_pyao.integrations.auto_micro_batch import choose_batch
 from hf_pyao.integrations.micro_batch_chooser import ChosenBatch
 from hf_pyao.integrations.sample_batches import SampleBatches
-from hf_pyao.integrations.training_state import bytes_besides, take_batch
+from hf_pyao.integrations.training_state import library_bytes, memory_beside, take_batch
 from hf_pyao.integrations.trial_step import check_undoable, try_step
 from tests.integrations.test_trainer import (
     EVERYTHING,
@@ -487,30 +487,26 @@ def test_deepspeed_is_told() -> None:
 
 def test_what_comes_beside_a_step_is_counted() -> None:
     model = nn.Linear(10, 10, bias=False)  # 400 bytes
-    assert bytes_besides(fake_trainer(), model) == 800
-    assert bytes_besides(fake_trainer(num_processes=2), model) == 1200
-    assert bytes_besides(fake_trainer(zero_stage=2, num_processes=2), model) == 800
+
+    def beside(trainer: Any) -> dict[str, int]:
+        return {each.name: each.nbytes for each in memory_beside(trainer, model)}
+
+    states = "states of the optimizer"
+    assert beside(fake_trainer()) == {states: 800}
+    trainer = fake_trainer(num_processes=2)
+    assert beside(trainer) == {states: 800, "DDP's buckets": 400}
+    trainer.accelerator.ddp_handler = SimpleNamespace(gradient_as_bucket_view=True)
+    assert beside(trainer) == {states: 800}  # gradients lie in the buckets
+    trainer = fake_trainer(zero_stage=2, num_processes=2)
+    assert beside(trainer) == {states: 400, "ZeRO's bucket": 10**9}
+    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    config["zero_optimization"] = {"reduce_bucket_size": 50, "overlap_comm": True}
+    assert beside(trainer) == {states: 400, "ZeRO's bucket": 200}
     trainer = fake_trainer()
     trainer.args.optim = "adamw_bnb_8bit"
-    assert bytes_besides(trainer, model) == 200
+    assert beside(trainer) == {states: 200}
     trainer.args.optim = "sgd"
-    assert bytes_besides(trainer, model) == 0
+    assert beside(trainer) == {}
     trainer.args.optim, trainer.optimizer = "adamw_torch", SimpleNamespace(state={1: 2})
-    assert bytes_besides(trainer, model) == 0
-
-
-def test_all_ranks_take_the_smallest_or_all_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told_by_the_others(other: Any) -> None:
-        monkeypatch.setattr("accelerate.utils.gather_object", lambda own: [*own, other])
-
-    own = ChosenBatch(micro_batch=8, accumulation=1, words="mine")
-    theirs = ChosenBatch(micro_batch=2, accumulation=4, words="theirs")
-    trainer = fake_trainer(num_processes=2)
-    told_by_the_others((theirs, ""))
-    assert auto_micro_batch._agreed(trainer, own, None) == theirs
-    told_by_the_others((None, "nothing fits"))
-    with pytest.raises(ConfigError, match="rank 1 could not choose a micro-batch: nothing fits"):
-        auto_micro_batch._agreed(trainer, own, None)
-    told_by_the_others((theirs, ""))
-    with pytest.raises(ConflictError, match="my own"):
-        auto_micro_batch._agreed(trainer, None, ConflictError("my own"))
+    assert beside(trainer) == {}
+    assert library_bytes(torch.device("cpu")) == 0

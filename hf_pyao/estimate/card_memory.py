@@ -1,0 +1,47 @@
+"""What of a card's memory a step may take, and what the rest is for, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_pyao.hardware.beside_step import Beside, blas_workspaces
+from hf_pyao.hardware.kernel_settings import KernelSettings
+from hf_pyao.hardware.presets import Hardware
+from hf_pyao.hardware.speeds import GIB
+
+RESERVE = 0.04
+"""Share of a card's memory for the context and for fragmentation, which are not known."""
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """A card's memory, divided."""
+
+    total_bytes: int
+    beside: tuple[Beside, ...]
+    """What is there beside a step throughout."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most that a step may take: weights, states, activations, gradients, workspaces."""
+        return max(0, self.total_bytes - sum(each.nbytes for each in self.beside))
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        parts = ", ".join(f"{each.nbytes / 1e9:.2f} GB {each.name}" for each in self.beside)
+        return (
+            f"of {self.total_bytes / 1e9:.2f} GB of the card a step may take "
+            f"{self.limit_bytes / 1e9:.2f} GB; set aside: {parts}"
+        )
+
+
+def card_memory(hardware: Hardware, kernels: KernelSettings | None = None) -> CardMemory:
+    """Return how the memory of *hardware* is divided.
+
+    Args:
+        hardware: the card.
+        kernels: the settings of the process on it; None: those of the card alone.
+    """
+    total_bytes = int(hardware.memory_gib * GIB)
+    margin = Beside(f"context and fragmentation ({RESERVE:.0%})", int(total_bytes * RESERVE))
+    return CardMemory(total_bytes, (margin, blas_workspaces(kernels or hardware.kernels)))
