@@ -42,6 +42,8 @@ HEADS = {"num_attention_heads": 4, "vocab_size": 128, "bos_token_id": 1, "eos_to
 class EmptyMode(TorchDispatchMode):
     """Sees every operation and notes nothing."""
 
+    only_watches = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 

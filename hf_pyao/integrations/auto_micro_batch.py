@@ -8,7 +8,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.micro_batch_checks import check_sharding
 from hf_pyao.integrations.micro_batch_chooser import ChosenBatch, MicroBatchChooser
-from hf_pyao.recompute.random_state import RandomState
+from hf_pyao.rerun.generators import RandomState
 from hf_pyao.text import describe_error
 
 

@@ -89,6 +89,7 @@ class AutoPolicy:
             host_limit_bytes=pool.capacity_bytes or math.inf,
             is_link_shared=is_link_shared,
         )
+        self._switch = switch
         self._files = PlanFiles(config, device, check_plan)
         self._watch: ForwardWatch | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -104,8 +105,9 @@ class AutoPolicy:
             patience=2 * config.profile_steps,
         )
         self._num_elements = 0
-        self._looked_at: tuple[Plan, int] | None = None
-        """The plan with which layers may run again, and how many hooks the model had then."""
+        self._looked_at: tuple[Plan, int, str] | None = None
+        """The plan with which layers may run again, how many hooks the model had then, and why a
+        layer did not run again."""
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
         """Shows a line to the user."""
         self.cancel_profile: Callable[[], None] = lambda: None
@@ -220,7 +222,12 @@ class AutoPolicy:
     def _room(self) -> LeverRoom:
         """Return which levers may be chosen."""
         model = None if self._model is None else self._model()
-        return FIXED if model is None else room_for(self._config, model)
+        if model is None:
+            return FIXED
+        room, why = room_for(self._config, model), self._switch.refused
+        if room.segments and why:
+            return dataclasses.replace(room, segments=False, why_no_segments=why)
+        return room
 
     def measures_again(self) -> None:
         """Take note that what was measured is of no use; before a forward."""
@@ -337,9 +344,9 @@ class AutoPolicy:
         plan, model = self.plan, None if self._model is None else self._model()
         if plan is None or model is None or not plan.levers.get("checkpoint_every"):
             return
-        seen = (plan, num_hooks_in(model))
+        seen = (plan, num_hooks_in(model), self._switch.refused)
         before = self._looked_at
-        if before is not None and before[0] is plan and before[1] == seen[1]:
+        if before is not None and before[0] is plan and before[1:] == seen[1:]:
             return
         self._looked_at = seen
         why = self._why_not_again(plan)

@@ -20,6 +20,7 @@ from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.planning.lever_choice import LeverRoom
 from hf_pyao.planning.plan_request import room_of
 from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.runtime.model_hooks import ModelHook
 
 
@@ -81,6 +82,9 @@ def _why_not_again(model: nn.Module, named: Sequence[str]) -> str:
     A layer of any class may keep state that no one sees. Those that are made for checkpointing do
     not; and a hook of the user's should be called as often as without a plan.
     """
+    of_modes = reason_of_modes_and_hooks()
+    if of_modes:
+        return of_modes
     for path, layer in find_layers(model, named).layers:
         if not is_made_to_run_again(layer):
             return (

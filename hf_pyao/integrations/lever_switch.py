@@ -45,6 +45,12 @@ class LeverSwitch:
             save_attention=lifecycle.saves_attention,
         )
 
+    @property
+    def refused(self) -> str:
+        """Why a layer did not run again, where it should have; empty if none was refused."""
+        lifecycle = self._segments()
+        return "" if lifecycle is None else lifecycle.refused
+
     def _segments(self) -> SegmentLifecycle | None:
         lifecycle = None if self._lifecycle is None else self._lifecycle()
         return lifecycle if isinstance(lifecycle, SegmentLifecycle) else None

@@ -38,6 +38,8 @@ class KnownMLP:
     """Bytes of its weights; where they are sharded, when whole."""
     width: int
     """Features of a token of its input."""
+    draws: bool = False
+    """Whether it draws random numbers."""
 
     @property
     def is_wide(self) -> bool:
@@ -86,6 +88,7 @@ def _prove(mlp: FoundMLP) -> KnownMLP | str:
     dtype = torch.bfloat16 if first is None or first.dtype.itemsize < 2 else first.dtype
     device = weights[0].device
     function, num_inputs = function_of(mlp), mlp.num_inputs
+    draws: list[bool] = []
     reasons = {
         num_lead: reason_not_token_wise(
             function,
@@ -94,6 +97,7 @@ def _prove(mlp: FoundMLP) -> KnownMLP | str:
             dtype=dtype,
             device=device,
             num_lead=num_lead,
+            on_draw=lambda: draws.append(True),
         )
         for num_lead in (1, 2)
     }
@@ -110,6 +114,7 @@ def _prove(mlp: FoundMLP) -> KnownMLP | str:
         leads=leads,
         itemsize=dtype.itemsize,
         width=width,
+        draws=bool(draws),
         token_bytes=token_bytes,
         weight_bytes=sum(
             torch.Size(whole_shape(weight) or weight.shape).numel() * weight.element_size()

@@ -111,7 +111,7 @@ class MLPTiles:
         """Cut into another number of tiles, from the next call of each MLP on.
 
         What answers for a module is exchanged, and not changed: a layer that runs again in
-        backward finds what it had in forward (see [Note: State of modules] in ``module_state``).
+        backward finds what it had in forward (see [Note: State of modules] in ``rerun.inventory``).
         """
         if tiles == self.tiles:
             return

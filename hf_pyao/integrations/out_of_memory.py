@@ -39,7 +39,7 @@ from hf_pyao.integrations.noted_tensors import ModelTensors, NotedTensors
 from hf_pyao.integrations.other_gradients import find_other, newest_backward
 from hf_pyao.integrations.rank_alarm import RankAlarm
 from hf_pyao.integrations.tightening import Tightening
-from hf_pyao.recompute.random_state import RandomState
+from hf_pyao.rerun.generators import RandomState
 from hf_pyao.runtime.lifecycle import Lifecycle
 from hf_pyao.transfer.graph_task import NO_TASK
 

@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_pyao.integrations.lasting_forward import LeftBehind, Method
 from hf_pyao.integrations.mlp_proof import KnownMLP
 from hf_pyao.integrations.sharding import KnownSharding, is_sharded_by_zero
-from hf_pyao.module_state import ModuleState
+from hf_pyao.rerun.generators import may_be_disturbed
+from hf_pyao.rerun.inventory import Inventory, Noted
+from hf_pyao.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.runtime.model_hooks import ModelHook
 from hf_pyao.tiling import TiledCall, TilePlan, plan_tiles, run_in_tiles
 from hf_pyao.tiling.endings import Ending
@@ -88,6 +90,7 @@ class TiledMLP(Part):
         self._is_compiled = is_compiled
         self._part_names = part_names
         self._ending = Ending()
+        self._inventory = Inventory(())
 
     def with_tiles(self, tiles: int | str) -> TiledMLP:
         """Return the same with another number of tiles."""
@@ -140,6 +143,8 @@ class TiledMLP(Part):
         reason = reason_now(parts, also_itself=also_itself)
         if reason is None and min(len(lead), 2) not in self._known.leads:
             reason = f"it is not known to treat tokens in {len(lead)} dimensions one by one"
+        if reason is None and self._known.draws and may_be_disturbed():
+            reason = "it draws random numbers, from generators that other threads may draw from too"
         if reason is not None:
             self._notes.say(self._path, reason)
             return None
@@ -154,11 +159,17 @@ class TiledMLP(Part):
             function=function,
             weights=partial(weights_of, parts),
             plan=plan,
-            state=partial(state_of, parts),
+            state=partial(self._state_of, parts),
             is_compiled=self._is_compiled,
             ending=self._ending,
         )
         return run_in_tiles(call, *inputs)
+
+    def _state_of(self, parts: Sequence[nn.Module]) -> Noted:
+        """Return the state of *parts*; nothing in them is written, as ``token_wise`` has proved."""
+        if self._inventory.living_roots() != list(parts):
+            self._inventory = Inventory(parts, copies=False)
+        return self._inventory.note()
 
     def say(self, reason: str) -> None:
         """Say, once, why a call is not cut."""
@@ -191,6 +202,8 @@ def reason_now(
         also_itself: look at hooks of *parts* themselves too, and not only of what is inside.
         is_running: they are about to be called: what is gathered for their layer is whole.
     """
+    if is_running and (of_modes := reason_of_modes_and_hooks()):
+        return of_modes
     for part in parts:
         for module in part.modules():
             if (module is not part or also_itself) and (reason := _reason_of_hooks(module)):
@@ -229,8 +242,3 @@ def _weights(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
     for part in parts:
         for module in part.modules():
             yield from sharding.weights_of(module)
-
-
-def state_of(parts: Sequence[nn.Module]) -> ModuleState:
-    """Return what *parts* go by at the moment."""
-    return ModuleState(module for part in parts for module in part.modules())

@@ -20,7 +20,7 @@ from hf_pyao.errors import ConflictError
 from hf_pyao.integrations.attach import attach
 from hf_pyao.integrations.model_copy import loss_of
 from hf_pyao.integrations.quiet import quiet
-from hf_pyao.recompute.random_state import RandomState
+from hf_pyao.rerun.generators import RandomState
 
 
 @dataclass(frozen=True, kw_only=True)

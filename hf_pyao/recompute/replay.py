@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from hf_pyao.errors import PyAOError
-from hf_pyao.recompute.numeric_settings import Settings, apply_settings, current_settings
 from hf_pyao.recompute.operations import Kind
 from hf_pyao.recompute.trace_values import Operation, Ref, Source, TensorSource, Value
 from hf_pyao.recompute.tracing import Trace
+from hf_pyao.rerun.generators import exclusive_draws
+from hf_pyao.rerun.modes import default_device, modes_of_forward
+from hf_pyao.rerun.settings import Settings, apply_settings, current_settings
 from hf_pyao.runtime.saved_tensor import RebuiltStorage, SavedStorage
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.runtime.tape import LayerCall
@@ -217,7 +219,7 @@ class _Run:
         try:
             torch._C._set_grad_enabled(False)
             # Operations are noted below autocast: their arguments have been cast already.
-            with torch._C._DisableAutocast():
+            with torch._C._DisableAutocast(), modes_of_forward(default_device()):
                 for operation in operations:
                     if operation.settings is not settings:
                         apply_settings(settings, operation.settings)
@@ -301,12 +303,13 @@ def _call(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
     generator = operation.generator
     if generator is None or operation.state is None:
         return operation.func(*args, **kwargs)
-    now = generator.get_state()
-    try:
-        generator.set_state(operation.state)
-        return operation.func(*args, **kwargs)
-    finally:
-        generator.set_state(now)
+    with exclusive_draws():
+        now = generator.get_state()
+        try:
+            generator.set_state(operation.state)
+            return operation.func(*args, **kwargs)
+        finally:
+            generator.set_state(now)
 
 
 def _view(ref: Ref, storage: torch.UntypedStorage, start: int = 0) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
-from hf_pyao.module_state import version_of
+from hf_pyao.rerun.values import version_of
 from hf_pyao.runtime.saved_tensor_hooks import Pack, pack_hook, pop_hooks, push_hooks
 from hf_pyao.transfer.graph_task import NO_TASK, current_graph_task
 
@@ -60,9 +60,20 @@ class Part:
     def pack(self, segment: RunsAgain, tensor: Tensor) -> PlaceHolder:
         """Return what stands for *tensor*, which one of its calls saves."""
         place_holder = PlaceHolder(segment, self)
+        place_holder.fill(tensor.detach(), NO_TASK)
         self.place_holders.append(weakref.ref(place_holder))
         self.metas.append((tensor.shape, tensor.dtype, tensor.device))
         return place_holder
+
+    def taken_off(self, start: int) -> list[PlaceHolder]:
+        """Take those of its place holders off that come from number *start* on; return the living.
+
+        They are of its last call, which is not to run again.
+        """
+        refs = self.place_holders[start:]
+        del self.place_holders[start:], self.metas[start:]
+        self.stop -= 1
+        return [place_holder for ref in refs if (place_holder := ref()) is not None]
 
     def forget(self, *, is_used_only: bool) -> bool:
         """Let go of what its place holders hold; say whether they hold more, not yet used."""
@@ -81,9 +92,14 @@ class Part:
 class PlaceHolder:
     """Stands for a tensor that autograd saves in *part* of *segment*."""
 
-    __slots__ = ("__weakref__", "_part", "_segment", "_task", "_tensor", "_version", "is_used")
+    __slots__ = (
+        *("__weakref__", "_give", "_part", "_segment", "_task", "_tensor", "_version"),
+        "is_used",
+    )
 
     def __init__(self, segment: RunsAgain, part: Part) -> None:
+        self._give: Callable[[], Tensor] | None = None
+        """Returns the tensor of a call that is not to run again."""
         self._segment = segment
         self._part = part
         self._tensor: Tensor | None = None
@@ -103,8 +119,25 @@ class PlaceHolder:
         """Let go of the tensor."""
         self._tensor = None
 
+    def keep(self, keep: Callable[[Tensor], Callable[[], Tensor]]) -> None:
+        """Have its call not run again: *keep* takes the tensor of forward, which is still held.
+
+        It returns what gives the tensor back.
+        """
+        tensor = self._tensor
+        assert tensor is not None
+        if version_of(tensor) == self._version:
+            self._give = keep(tensor)
+            self._tensor = None
+        else:
+            self._give = lambda: tensor  # reading it raises, as without hf_pyao
+
     def read(self) -> Tensor:
         """Return the tensor, for which its part runs again if need be."""
+        if self._give is not None:
+            if self._tensor is not None:
+                raise self._modified()
+            return self._give()
         task = current_graph_task()
         segment = self._segment
         with segment.lock:
@@ -117,12 +150,15 @@ class PlaceHolder:
             assert tensor is not None
             self.is_used = True
         if version_of(tensor) != self._version:
-            raise SavedTensorModifiedError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation, in {segment.name_of(self._part)}. Use the out-of-place form "
-                "of the operation. (It fails in the same way without hf_pyao.)"
-            )
+            raise self._modified()
         return tensor
+
+    def _modified(self) -> SavedTensorModifiedError:
+        return SavedTensorModifiedError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation, in {self._segment.name_of(self._part)}. Use the out-of-place form "
+            "of the operation. (It fails in the same way without hf_pyao.)"
+        )
 
 
 class KeptParameter:

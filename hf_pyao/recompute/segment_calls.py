@@ -8,18 +8,18 @@ noted as [Note: Caches] in ``noted_caches`` describes. A tensor is held without 
 would hold the graph that holds it; backward goes through the graph of the first run, and asks the
 second for values alone, so that its gradients arrive all the same.
 
+Objects that are no plain containers (dataclasses, model outputs) are given again as they are, and
+what they hold is noted like the layer's own state.
+
 [Note: State of layers]
-Parameters must not change between the two runs; if one did, that raises. Buffers may: where one
-was written in forward or since (statistics of batches, what ranks broadcast), the second run gets
-a copy of what the first one found, and what it writes goes there. For all else see [Note: State of
-modules] in ``module_state``.
+Parameters must not change between the two runs; if one did, that raises. All else that a call
+finds is put back for the second run: see [Note: State of modules] in ``rerun.inventory``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,14 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _NormBase
 
-from hf_pyao.errors import SavedTensorModifiedError
-from hf_pyao.module_state import ModuleState, NotedParameter, version_of
+from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
 from hf_pyao.recompute.kept_attention import GivenAttention, KernelCall
 from hf_pyao.recompute.noted_caches import Held, NotedCache, is_known_cache
 from hf_pyao.recompute.operations import Rules
-from hf_pyao.recompute.segment_conditions import Conditions
+from hf_pyao.rerun.inventory import Inventory, Noted
+from hf_pyao.rerun.kinds import Kind, Kinds
+from hf_pyao.rerun.surroundings import Surroundings
+from hf_pyao.rerun.values import version_of
 from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.runtime.saved_tensor import Handle
 
@@ -58,6 +59,8 @@ def noted(value: Any, stand_in: Callable[[Tensor], Any]) -> Any:
         return stand_in(value)
     if is_known_cache(value):
         return NotedCache(value)
+    if _has_attributes(value):
+        return value
     if isinstance(value, dict):
         return _like(value, {key: noted(item, stand_in) for key, item in value.items()})
     if isinstance(value, UserDict):  # keys and values that layers share, in transformers
@@ -71,6 +74,30 @@ def _with_data(value: UserDict[Any, Any], data: dict[Any, Any]) -> UserDict[Any,
     other = copy.copy(value)
     other.data = data
     return other
+
+
+def _has_attributes(value: Any) -> bool:
+    """Say whether a container has attributes that hold more than a number or a text."""
+    attributes = getattr(value, "__dict__", None) if isinstance(value, dict | list) else None
+    return any(
+        not (each is None or isinstance(each, str | int | float))
+        for each in (attributes or {}).values()
+    )
+
+
+def objects_in(values: Any, kinds: Kinds) -> list[object]:
+    """Return the objects in *values* that may change, apart from tensors and plain containers."""
+    found: list[object] = []
+    pending = [values]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, UserDict) or is_known_cache(value):
+            continue
+        if isinstance(value, dict | list | tuple) and not _has_attributes(value):
+            pending.extend(value.values() if isinstance(value, dict) else value)
+        elif kinds[type(value)] > Kind.MODULE:
+            found.append(value)
+    return found
 
 
 def _like(value: Any, items: Any) -> Any:
@@ -101,7 +128,7 @@ class RecordedCall:
         kwargs: the same.
         inner_hooks: module hooks of others, before and after the layer's forward, which run where
             what autograd saves is the segment's.
-        state: the layer's parameters and buffers.
+        state: that of the layer and of its arguments, as the call begins.
         devices: accelerators that its tensors are on.
     """
 
@@ -112,7 +139,7 @@ class RecordedCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         inner_hooks: InnerHooks,
-        state: LayerState,
+        state: StateOfCall,
         devices: Iterable[torch.device],
     ) -> None:
         self.module = module
@@ -120,8 +147,8 @@ class RecordedCall:
         self._args = args
         self._kwargs = kwargs
         self._inner_hooks = inner_hooks
-        self._state = state.now()
-        self._conditions = Conditions(devices)
+        self._state = state
+        self._surroundings = Surroundings(devices)
         self._attention: Sequence[KernelCall | None] = ()
         """What its kernels of attention returned, where that is kept."""
 
@@ -139,11 +166,14 @@ class RecordedCall:
         """Return what it gets from layers before it in the segment."""
         return {each for each in self._stand_ins() if isinstance(each, MadeBefore)}
 
-    def forward_ended(self) -> None:
-        """See whether the layer writes its buffers, and which entries of a cache it reads."""
+    def reason_not_again(self) -> str:
+        """Return why what its forward has changed cannot be put back, or an empty string.
+
+        It is seen, too, which entries of a cache the forward reads.
+        """
         for cache in self._caches():
             cache.forward_ended()
-        self._state.forward_ended()
+        return self._state.reason_not_again() or self._surroundings.reason_not_again()
 
     def run(
         self,
@@ -184,7 +214,7 @@ class RecordedCall:
 
         args, kwargs = _refilled(self._args, value), _refilled(self._kwargs, value)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._conditions.put_back())
+            stack.enter_context(self._surroundings.put_back())
             stack.enter_context(self._state.put_back(self.name))
             stack.enter_context(while_it_runs)
             if self._attention:
@@ -280,115 +310,66 @@ class InnerHooks:
         return outputs
 
 
-class _Named(NamedTuple):
-    """A buffer where a module has it."""
-
-    home: dict[str, Any]
-    name: str
-    tensor: Tensor
-    version: int
-    copy: Tensor | None
-    """What it held, where that may be another thing by the time of backward."""
-
-
 class LayerState:
-    """Knows the modules of a layer, where it has its buffers, and whether these change."""
+    """Knows what calls of a layer may change: in its modules, and in objects that it is given."""
 
     def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
-        self._modules = [weakref.ref(m) for m in modules]
-        self._buffers = [m._buffers for m in modules if m._buffers]
-        self.is_written = any(isinstance(m, _NormBase) and m.track_running_stats for m in modules)
-        """True once a buffer was seen to change: by the layer, or between its calls."""
-        self._seen: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
+        self._of_modules = Inventory([module])
+        self._of_arguments = Inventory(())
 
-    def now(self) -> StateOfCall:
-        """Note the state with which a call begins."""
-        modules = ModuleState(m for ref in self._modules if (m := ref()) is not None)
-        return StateOfCall(self, modules, self._buffers_now() if self._buffers else [])
-
-    def _buffers_now(self) -> list[_Named]:
-        is_first = not self._seen
-        found = []
-        for home in self._buffers:
-            for name, tensor in home.items():
-                if tensor is None:
-                    continue
-                key, version = (id(home), name), version_of(tensor)
-                seen = self._seen.get(key)
-                if seen is not None and (seen[0]() is not tensor or seen[1] != version):
-                    self.is_written = True
-                self._seen[key] = (weakref.ref(tensor), version)
-                found.append(_Named(home, name, tensor, version, None))
-        if not (self.is_written or is_first):
-            return found
-        return [each._replace(copy=each.tensor.detach().clone()) for each in found]
+    def now(self, arguments: Sequence[object]) -> StateOfCall:
+        """Note the state with which a call begins; *arguments* are the objects that it is given."""
+        given = self._of_arguments.note(arguments) if arguments else None
+        return StateOfCall(self._of_modules.note(), given)
 
 
 class StateOfCall:
-    """A layer's modules and buffers as one of its calls found them."""
+    """What one call of a layer has found; see [Note: State of modules] in ``rerun.inventory``."""
 
-    def __init__(self, layer: LayerState, modules: ModuleState, buffers: list[_Named]) -> None:
-        self._layer = layer
+    def __init__(self, modules: Noted, arguments: Noted | None) -> None:
         self._modules = modules
-        self._buffers = buffers
+        self._arguments = arguments
 
-    def forward_ended(self) -> None:
-        """See whether the call wrote a buffer.
+    def reason_unknown(self) -> str:
+        """Return why it cannot be noted, or an empty string."""
+        if self._arguments is None:
+            return self._modules.reason_unknown()
+        if self._arguments.has_graph:
+            return "an object that it is given holds a tensor that backward goes through"
+        return self._modules.reason_unknown() or self._arguments.reason_unknown()
 
-        Raises:
-            SavedTensorModifiedError: it did, as none of the layer's calls had before.
-        """
-        if not any(map(_is_changed, self._buffers)):
-            return
-        if any(each.copy is None for each in self._buffers):
-            raise SavedTensorModifiedError(
-                "a layer that has to run again in backward (checkpoint_every) has written one of "
-                "its buffers in forward, as it had not before. Give checkpoint_every=0 for this "
-                "model."
-            )
-        self._layer.is_written = True
+    def reason_not_again(self) -> str:
+        """Return why what the call has changed cannot be put back, or an empty string."""
+        arguments = self._arguments
+        given = "" if arguments is None else arguments.reason_not_again()
+        return self._modules.reason_not_again() or given
 
     @contextlib.contextmanager
     def put_back(self, layer: str) -> Iterator[None]:
-        """Have the layer find the same again, and write nothing but copies.
+        """Have the layer find the same again; nothing that it changes lasts.
 
         Raises:
-            SavedTensorModifiedError: a parameter was changed since.
+            SavedTensorModifiedError: a parameter was changed since, or a tensor that the layer or
+                an argument holds, of which there is no copy.
         """
-        with self._modules.put_back():
-            for each in self._modules.parameters:
-                if each.home.get(each.name) is each.tensor and _is_changed(each):
-                    raise _changed_since(layer, "parameter", each.name)
-            with self._put_back_buffers(layer):
-                yield
-
-    @contextlib.contextmanager
-    def _put_back_buffers(self, layer: str) -> Iterator[None]:
-        changed = [each for each in self._buffers if self._layer.is_written or _is_changed(each)]
-        for each in changed:
-            if each.copy is None and _is_changed(each):
-                raise _changed_since(layer, "buffer", each.name)
-        before = [(each, each.home.get(each.name)) for each in changed if each.copy is not None]
-        try:
-            for each, _ in before:
-                assert each.copy is not None
-                each.home[each.name] = each.copy.clone()
+        changed = self._modules.changed_parameter()
+        if changed:
+            raise _changed_since(layer, f"{changed}, a parameter,")
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._modules.put_back())
+                if self._arguments is not None:
+                    stack.enter_context(self._arguments.put_back())
+            except RecomputationError as error:
+                raise _changed_since(layer, str(error)) from error
             yield
-        finally:
-            for each, tensor in before:
-                each.home[each.name] = tensor
 
 
-def _is_changed(each: _Named | NotedParameter) -> bool:
-    return each.home.get(each.name) is not each.tensor or version_of(each.tensor) != each.version
-
-
-def _changed_since(layer: str, kind: str, name: str) -> SavedTensorModifiedError:
+def _changed_since(layer: str, what: str) -> SavedTensorModifiedError:
     return SavedTensorModifiedError(
-        f"{kind} {name!r} of layer {layer!r} was changed in place after the layer's forward, and "
-        "the layer has to run again in backward (checkpoint_every). Run backward before the "
-        "optimizer steps, or give checkpoint_every=0."
+        f"layer {layer!r} has to run again in backward (checkpoint_every), and {what} was changed "
+        "in place after its forward. Run backward before the optimizer steps, or give "
+        "checkpoint_every=0."
     )
 
 

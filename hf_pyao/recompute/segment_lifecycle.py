@@ -29,10 +29,15 @@ from hf_pyao.recompute.segment_calls import (
     MadeBefore,
     RecordedCall,
     SegmentInput,
+    StateOfCall,
     devices_of,
     noted,
+    objects_in,
 )
-from hf_pyao.recompute.segments import FilledSegments, Segment
+from hf_pyao.recompute.segments import CHANGES_INPUT, FilledSegments, Segment
+from hf_pyao.rerun.generators import ExclusiveDraws
+from hf_pyao.rerun.kinds import Kinds
+from hf_pyao.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.runtime.lifecycle import COMPILED, Lifecycle, is_compiled
@@ -96,6 +101,8 @@ class _Here(threading.local):
     """That of the layer that runs."""
     attention: SeenAttention | None = None
     """What sees its kernels of attention."""
+    draws: ExclusiveDraws | None = None
+    """What keeps other threads from drawing random numbers while the layer runs."""
     is_running_again = False
     """True while a segment runs again, whose modules are to call no hooks of ours."""
 
@@ -132,6 +139,11 @@ class SegmentLifecycle(Lifecycle):
         self._keeper = EngineKeeper(self.engine)
         self._here = _Here()
         self._states: weakref.WeakKeyDictionary[nn.Module, LayerState] = weakref.WeakKeyDictionary()
+        self._kinds = Kinds()
+        self._refused_late: set[Layer] = set()
+        """Layers of which a call was refused when it ended."""
+        self._refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        """Layers that do not run again any more, and why."""
         self._has_looked_for_sharding = False
         self._said: set[str] = set()
 
@@ -226,23 +238,46 @@ class SegmentLifecycle(Lifecycle):
                 raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=self.length))
             self.engine.passed_over = reason
             return None
-        refused = _reason_to_refuse(module, args, kwargs, is_compiling)
-        if refused is not None:
-            self.refused = refused
-            self._say_once(f"layer {layer.fqn!r} does not run again: {refused}")
+        refused = self._refusals.get(module) or reason_of_modes_and_hooks()
+        refused = refused or _reason_to_refuse(module, args, kwargs, is_compiling) or ""
+        state = None if refused else self._state_of(module, args, kwargs)
+        refused = refused or (state.reason_unknown() if state is not None else "")
+        if refused or state is None:
+            self._refuse(layer, refused)
             super().enter(module, args, kwargs, is_compiling=is_compiling)
             return None
         if self.running.tokens:
             self._warn_abandoned(self.running.tokens[-1].call.fqn, layer.fqn)
             self.leave_all()
-        self._enter_segment(module, layer, args, kwargs)
+        self._enter_segment(module, layer, args, kwargs, state)
         return None
 
+    def _state_of(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StateOfCall:
+        state = self._states.get(module)
+        if state is None:
+            state = self._states[module] = LayerState(module)
+        return state.now(objects_in((args, kwargs), self._kinds))
+
+    def _refuse(self, layer: Layer, reason: str) -> None:
+        """Take note, and say once, that a call of *layer* does not run again."""
+        self.refused = reason
+        self._say_once(f"layer {layer.fqn!r} does not run again: {reason}", reason)
+
     def _enter_segment(
-        self, module: nn.Module, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        layer: Layer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: StateOfCall,
     ) -> None:
         call = None
+        draws = ExclusiveDraws()
         try:
+            self._here.draws = draws
+            draws.start()
             call = self.engine.forward_start(
                 layer,
                 is_last_run=self.running.count_run(layer),
@@ -252,7 +287,7 @@ class SegmentLifecycle(Lifecycle):
             )
             segment = self._segment_for(call, args, kwargs)
             attention = self._attention_of(layer, args, kwargs) if self.saves_attention else None
-            segment.add(call, self._record(segment, module, layer, args, kwargs), attention)
+            segment.add(call, self._record(segment, module, layer, args, kwargs, state), attention)
             hook = pack_hook(segment.pack, call)
             self._here.entered = segment
             self.running.enter(Token(module, call, hook, False))
@@ -276,19 +311,49 @@ class SegmentLifecycle(Lifecycle):
         attention = self._here.attention if is_meant else None
         if attention is not None:
             self._stop_attention()
-        super().leave(module, outputs, is_checkpointed=is_checkpointed)
-        if segment is not None:
-            self._here.entered = None
+        if segment is None:
+            super().leave(module, outputs, is_checkpointed=is_checkpointed)
+            return
+        self._stop_draws()
+        is_to_go_on = False
+        try:
             if outputs is not None:
-                segment.layer_ended(list(tensors_in(outputs)))
-                self._look_for_attention(attention)
-                self._here.segment = weakref.ref(segment) if segment.has_saved else None
+                is_to_go_on = self._end_call(segment, module, outputs)
+        except BaseException:
+            self.leave_all()
+            raise
+        super().leave(module, outputs, is_checkpointed=is_checkpointed)
+        self._here.entered = None
+        if outputs is not None:
+            self._look_for_attention(attention)
+            self._here.segment = weakref.ref(segment) if is_to_go_on else None
+
+    def _end_call(self, segment: Segment, module: nn.Module, outputs: Any) -> bool:
+        """End the segment's newest call; say whether the segment may go on."""
+        reason = segment.layer_ended(list(tensors_in(outputs)))
+        if not reason:
+            return segment.has_saved
+        layer = self._layers[module]
+        if reason == CHANGES_INPUT or layer in self._refused_late:
+            self._refusals[module] = reason
+            self._refuse(layer, reason)
+        else:
+            # What has changed is copied from the next call on.
+            self._refused_late.add(layer)
+            self._say_once(f"layer {layer.fqn!r} does not run again this time: {reason}", reason)
+        return False
+
+    def _stop_draws(self) -> None:
+        draws, self._here.draws = self._here.draws, None
+        if draws is not None:
+            draws.stop()
 
     def leave_all(self) -> None:
         """Take down what an interrupted forward left behind on this thread."""
         here = self._here
         here.entered = here.segment = None
         self._stop_attention()
+        self._stop_draws()
         super().leave_all()
 
     # ---- attention -----------------------------------------------------------------------------
@@ -365,6 +430,7 @@ class SegmentLifecycle(Lifecycle):
         layer: Layer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        state: StateOfCall,
     ) -> RecordedCall:
         """Return what *module* needs to run again with these arguments."""
         hidden = None if segment.calls else _hidden_states(args, kwargs)
@@ -374,9 +440,6 @@ class SegmentLifecycle(Lifecycle):
                 return SegmentInput()
             return segment.made_by(tensor) or hold(tensor)
 
-        state = self._states.get(module)
-        if state is None:
-            state = self._states[module] = LayerState(module)
         return RecordedCall(
             module,
             layer.fqn,
@@ -400,10 +463,15 @@ class SegmentLifecycle(Lifecycle):
         finally:
             here.is_running_again = before
 
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
-            logger.warning("checkpoint_every=%d: %s.", self.length, sentence)
+    def _say_once(self, sentence: str, cause: str = "") -> None:
+        """Log *sentence*, if nothing was said yet of *cause* (of the same sentence, if empty)."""
+        cause = cause or sentence
+        if cause not in self._said:
+            self._said.add(cause)
+            if self._is_asked_for:
+                logger.warning("checkpoint_every=%d: %s.", self.length, sentence)
+            else:
+                logger.info("policy 'auto': %s.", sentence)
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

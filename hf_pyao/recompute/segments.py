@@ -14,6 +14,13 @@ more, in the same pass or another, has the segment run again.
 
 Parameters are held as they are, and have no number.
 
+[Note: Refused late]
+Whether a layer call can run again is known for certain when it ends: it may have changed what it
+was given, or a state that was not expected to change. So its place holders hold their tensors until
+then. No more is alive at once than in backward, where the layer's tensors are all there. If the
+call cannot run again, the engine takes them over as it does without segments, and the segment ends
+before that call. Otherwise they are let go of.
+
 [Note: One by one]
 A segment that is nested fills the place holders of one layer at a time, so that the tensors of one
 layer are there at once. Backward asks for its last layer first. The layers before it run again for
@@ -36,10 +43,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.errors import SavedTensorModifiedError
-from hf_pyao.module_state import version_of
 from hf_pyao.recompute.kept_attention import SeenAttention
 from hf_pyao.recompute.operations import Rules
-from hf_pyao.recompute.random_state import RandomState
 from hf_pyao.recompute.second_run import (
     AllCollectedError,
     Collector,
@@ -49,9 +54,13 @@ from hf_pyao.recompute.second_run import (
     for_no_one,
 )
 from hf_pyao.recompute.segment_calls import MadeBefore, RecordedCall
+from hf_pyao.rerun.generators import RandomState, exclusive_draws
+from hf_pyao.rerun.values import version_of
 from hf_pyao.runtime.saved_tensor import Handle
 from hf_pyao.runtime.tape import LayerCall
 from hf_pyao.transfer.graph_task import NO_TASK
+
+CHANGES_INPUT = "it changes in place what it is given"
 
 
 class Keeper(Protocol):
@@ -140,10 +149,14 @@ class Segment:
         """What parts get that did not fill their place holders yet, from layers before them."""
         self._task = NO_TASK
         """The backward pass in which it ran again last."""
+        self._reason = ""
+        """Why its newest call cannot run again; empty if it can, for all that is known."""
+        self._num_packed_before = 0
+        """Place holders of the newest part that are not of the newest call."""
 
     def name_of(self, part: Part) -> str:
         """Name the layers of *part*, for messages."""
-        first, last = self.calls[part.start].name, self.calls[part.stop - 1].name
+        first, last = self.calls[part.start].name, self.calls[max(part.start, part.stop - 1)].name
         return f"layer {first!r}" if first == last else f"layers {first!r} to {last!r}"
 
     # ---- forward -------------------------------------------------------------------------------
@@ -158,8 +171,10 @@ class Segment:
     ) -> None:
         """Append a layer call, which begins; *attention* sees its kernels."""
         self._attention = attention
+        self._reason = ""
         if not self._parts or self._is_nested:
             self._parts.append(Part(len(self.calls)))
+        self._num_packed_before = len(self._parts[-1].place_holders)
         self._layer_calls.append(call)
         self.calls.append(recorded)
         self._parts[-1].stop = len(self.calls)
@@ -184,27 +199,36 @@ class Segment:
         return self._parts[-1].pack(self, tensor)
 
     def _keep_input(self, hidden: Tensor) -> None:
-        self._check_hidden(hidden)
         self._hidden = None
+        if version_of(hidden) != self._hidden_version:
+            self._reason = CHANGES_INPUT
+            return
         self._kept_hidden = weakref.ref(hidden)
         self._input = self._keeper.keep_input(self._first, hidden)
 
-    def layer_ended(self, outputs: Sequence[Tensor]) -> None:
+    def layer_ended(self, outputs: Sequence[Tensor]) -> str:
         """Take note of what the newest of its layers returned.
 
-        Raises:
-            SavedTensorModifiedError: the layer changed what it was given, or a buffer for the first
-                time.
+        Returns:
+            Why that call cannot run again, empty if it can. If not, the engine has taken over what
+            it saved, and the segment has ended: see [Note: Refused late].
         """
         self._hidden = None  # if nothing was saved, there is nothing to run again for
-        recorded = self.calls[-1]
-        if self.has_saved:
+        recorded, part = self.calls[-1], self._parts[-1]
+        if len(part.place_holders) > self._num_packed_before:
             kept = self._kept_hidden() if len(self.calls) == 1 else None
-            if kept is not None:
-                self._check_hidden(kept)
+            if kept is not None and version_of(kept) != self._hidden_version:
+                self._reason = CHANGES_INPUT
             if recorded.changed_argument() or (self._is_nested and self._is_changed_by(recorded)):
-                raise _changes_its_input(recorded.name)
-            recorded.forward_ended()
+                self._reason = CHANGES_INPUT
+            self._reason = self._reason or recorded.reason_not_again()
+            if self._reason:
+                self._hand_over(part)
+                return self._reason
+            for ref in part.place_holders[self._num_packed_before :]:
+                place_holder = ref()
+                if place_holder is not None:
+                    place_holder.clear()
             if self._attention is not None:
                 recorded.keeps_attention(self._attention.calls)
         self._attention = None
@@ -213,10 +237,21 @@ class Segment:
             (weakref.ref(tensor), version_of(tensor), MadeBefore(index, ordinal))
             for ordinal, tensor in enumerate(outputs)
         ]
+        return ""
 
-    def _check_hidden(self, hidden: Tensor) -> None:
-        if version_of(hidden) != self._hidden_version:
-            raise _changes_its_input(self.calls[-1].name)
+    def _hand_over(self, part: Part) -> None:
+        """Have the engine keep what the newest call saved, which does not run again."""
+        self._attention = None
+        call, keeper = self._layer_calls[-1], self._keeper
+
+        def keep(tensor: Tensor) -> Callable[[], Tensor]:
+            handle = keeper.keep(call, tensor)
+            return lambda: keeper.give(handle, call)
+
+        for place_holder in part.taken_off(self._num_packed_before):
+            place_holder.keep(keep)
+        if len(self.calls) == 1:
+            self._input = None
 
     def _is_changed_by(self, recorded: RecordedCall) -> bool:
         """Say whether a call has changed in place what a layer before it returned.
@@ -247,13 +282,13 @@ class Segment:
             each.forget(is_used_only=each is not part)
         self._filled.add(self)
         call = self._layer_calls[part.stop - 1]
-        random_state = RandomState(self._devices)
-        with self._running():
-            try:
-                with torch.enable_grad():
-                    self._fill(part, task, call)
-            finally:
-                random_state.restore()
+        with (
+            exclusive_draws(),
+            RandomState(self._devices).kept(),
+            self._running(),
+            torch.enable_grad(),
+        ):
+            self._fill(part, task, call)
 
     def _fill(self, part: Part, task: int, call: LayerCall) -> None:
         """Run the layers of *part*, in the backward of *call*."""
@@ -355,11 +390,3 @@ def _forget(ref: weakref.ref[Segment]) -> None:
     segment = ref()
     if segment is not None:
         segment.forget(is_used_only=False)
-
-
-def _changes_its_input(layer: str) -> SavedTensorModifiedError:
-    return SavedTensorModifiedError(
-        f"layer {layer!r} changes what it is given in place, so that it cannot run again in "
-        "backward from the same (checkpoint_every). Use the out-of-place form of the operation, "
-        "or give checkpoint_every=0."
-    )

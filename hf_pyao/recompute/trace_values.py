@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from hf_pyao.errors import SavedTensorModifiedError
-from hf_pyao.recompute.numeric_settings import Settings
 from hf_pyao.recompute.operations import Kind, Rule
+from hf_pyao.rerun.settings import Settings
 from hf_pyao.transfer.layout import bytes_view
 
 

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from hf_pyao.recompute.dispatch_modes import RemovableMode
-from hf_pyao.recompute.numeric_settings import Settings, current_settings
 from hf_pyao.recompute.operations import NOTHING, Kind, Rule, Rules, generator_for
 from hf_pyao.recompute.trace_values import (
     Operation,
@@ -33,6 +32,8 @@ from hf_pyao.recompute.trace_values import (
     copied_source,
     source_of,
 )
+from hf_pyao.rerun.generators import exclusive_draws, may_be_disturbed
+from hf_pyao.rerun.settings import Settings, current_settings
 from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.transfer.layout import has_bytes
 from hf_pyao.transfer.watcher import CopyWatcher
@@ -146,11 +147,14 @@ class Trace(RemovableMode):
             self._paths[-1],
             self._settings_for(kind),
         )
-        if rule.is_random:
-            self._note_state(operation, args, kwargs)
         if rule.is_mutable:
             self._keep_content(args[0])
-        out = run(*args, **kwargs)
+        if rule.is_random:
+            with exclusive_draws():
+                self._note_state(operation, args, kwargs)
+                out = run(*args, **kwargs)
+        else:
+            out = run(*args, **kwargs)
         self.operations.append(operation)
         if rule.is_mutable:
             self._bind(operation, 0, out, is_changed=True)
@@ -266,6 +270,9 @@ class Trace(RemovableMode):
     def _note_state(self, operation: Operation, args: Any, kwargs: dict[str, Any]) -> None:
         tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         if isinstance(tensor, FakeTensor) or not self.may_replay(operation):
+            return
+        if may_be_disturbed():
+            operation.is_repeatable = False
             return
         position = operation.rule.dropout_at
         if position is not None:

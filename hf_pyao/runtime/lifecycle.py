@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pyao.rerun.modes import reason_of_dispatch_modes
 from hf_pyao.runtime.compile_guard import uncompiled
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.equal_casts import casts_its_input
@@ -296,7 +297,7 @@ class Lifecycle:
         """Say why a layer's operations cannot be recorded for recomputation; None if they can."""
         if is_compiling or any(is_compiled(child) for child in module.modules()):
             return COMPILED
-        return self._sharding.reason_not_traceable(module)
+        return reason_of_dispatch_modes() or self._sharding.reason_not_traceable(module)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -1,65 +1,40 @@
-"""What a forward ran under, for running it again in backward: autocast, random numbers, hooks."""
+"""What a function in tiles ran under, for running it again in backward: random numbers, hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-Result = TypeVar("Result")
-
-
-class AutocastState:
-    """Autocast as it is when this is made, for the CPU and one device.
-
-    Args:
-        device_type: the device besides the CPU; may be the CPU.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        self._states = {
-            each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
-            for each in {"cpu", device_type}
-        }
-        self.is_on = any(is_enabled for is_enabled, _ in self._states.values())
-        """Whether it is on for any of them."""
-        self._is_cached = torch.is_autocast_cache_enabled()
-
-    def around(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """Return *function* run under this state."""
-        if not self.is_on and not torch._C._is_any_autocast_enabled():
-            return function
-        for device_type, (is_enabled, dtype) in self._states.items():
-            context = torch.autocast(
-                device_type, dtype=dtype, enabled=is_enabled, cache_enabled=self._is_cached
-            )
-            function = context(function)
-        return function
+from hf_pyao.rerun.generators import RandomState
 
 
 class RandomStates:
-    """The random numbers' state before each of several calls, kept only if any were drawn.
+    """The state of torch's random numbers before each of several calls, if any were drawn.
+
+    Those of Python and numpy are left out: no function that draws from them runs in tiles.
 
     Args:
         tensor: what the calls are of; its device has the generator.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        # Fake tensors draw nothing.
-        self._device = None if isinstance(tensor, FakeTensor) else tensor.device
-        self._states: list[tuple[Tensor, Tensor | None]] = []
+        self._devices = [] if tensor.device.type in ("cpu", "meta") else [tensor.device]
+        self._has_values = not isinstance(tensor, FakeTensor)  # fake tensors draw nothing
+        self._states: list[RandomState] = []
 
     def note(self) -> None:
-        """Take down the state; before each call, and after the last one."""
-        if self._device is not None:
-            self._states.append(_state_of(self._device))
+        """Note the state; before each call, and after the last one."""
+        if self._has_values:
+            self._states.append(RandomState(self._devices, torch_only=True))
 
     def forget_if_unchanged(self) -> None:
         """Drop the states if nothing was drawn since the first."""
-        if self._states and _are_equal(self._states[0], self._states[-1]):
+        if self._states and self._states[0].is_equal(self._states[-1]):
             self._states = []
 
     @property
@@ -69,45 +44,17 @@ class RandomStates:
 
     def set(self, index: int) -> None:
         """Make the state what it was before call *index*."""
-        if self._states and self._device is not None:
-            _set_state(self._device, self._states[index])
+        if self._states:
+            self._states[index].restore()
 
-    def kept(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """Return *function*, after which the state is as before it, if it will be set inside."""
-        device = self._device
-        if not self._states or device is None:
-            return function
-
-        def run(*args: Any) -> Result:
-            before = _state_of(device)
-            try:
-                return function(*args)
-            finally:
-                _set_state(device, before)
-
-        return run
-
-
-def _state_of(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    if device.type == "cpu":
-        return torch.get_rng_state(), None
-    return torch.get_rng_state(), _module_of(device).get_rng_state(device)
-
-
-def _set_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        _module_of(device).set_rng_state(state[1], device)
-
-
-def _module_of(device: torch.device) -> Any:
-    return getattr(torch, device.type)
-
-
-def _are_equal(left: tuple[Tensor, Tensor | None], right: tuple[Tensor, Tensor | None]) -> bool:
-    if not torch.equal(left[0], right[0]):
-        return False
-    return left[1] is None or right[1] is None or torch.equal(left[1], right[1])
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Have the state at the end be that at the beginning, if it is set inside."""
+        if not self._states:
+            yield
+            return
+        with self._states[0].now().kept():
+            yield
 
 
 def without_hooks(function: Callable[..., None]) -> Callable[..., None]:

@@ -22,14 +22,11 @@ import torch
 from torch import Tensor
 
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
-from hf_pyao.module_state import ModuleState
+from hf_pyao.rerun.generators import exclusive_draws
+from hf_pyao.rerun.inventory import Inventory, Noted
+from hf_pyao.rerun.surroundings import Surroundings
 from hf_pyao.tiling.endings import Ending, NeedsValuesError, SeenEnding
-from hf_pyao.tiling.surroundings import (
-    AutocastState,
-    NoTensorHooks,
-    RandomStates,
-    without_hooks,
-)
+from hf_pyao.tiling.surroundings import NoTensorHooks, RandomStates, without_hooks
 from hf_pyao.tiling.tile_plan import TilePlan
 from hf_pyao.tiling.weight_sums import SummedProducts, WeightSums
 
@@ -47,7 +44,7 @@ class TiledCall:
     plan: TilePlan
     is_compiled: bool = False
     """Whether the function runs compiled code, which has its own linear layers."""
-    state: Callable[[], ModuleState] = lambda: ModuleState(())
+    state: Callable[[], Noted] = Inventory(()).note
     """Returns what else the function goes by, such as whether it trains: put back in backward."""
     ending: Ending = field(default_factory=Ending)
     """What is known of the function's end; one for all calls of it."""
@@ -126,16 +123,18 @@ class _RunTiles(torch.autograd.Function):
         inputs = tensors[:num_inputs]
         ctx.set_materialize_grads(False)
         ctx.saved, ctx.call, ctx.versions = saved, call, versions
-        ctx.autocast = AutocastState(inputs[0].device.type)
+        device = inputs[0].device
+        devices = () if device.type in ("cpu", "meta") else (device,)
+        ctx.surroundings = Surroundings(devices, with_random=False)
         ctx.states = RandomStates(inputs[0])
         ctx.state = call.state()
-        if ctx.autocast.is_on:
-            # What autocast casts here has no graph: nobody else may find it in its cache.
-            try:
+        try:
+            with exclusive_draws():
                 return _run_forward(call, ctx.states, inputs)
-            finally:
+        finally:
+            if ctx.surroundings.autocast.is_on:
+                # What autocast casts here has no graph: nobody else may find it in its cache.
                 torch.clear_autocast_cache()
-        return _run_forward(call, ctx.states, inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -175,8 +174,13 @@ def _run_backward(
         trained = [weight for weight in weights if weight.requires_grad]
         backward = _Backward(call, inputs, trained, needs, ctx.states)
         run = torch.enable_grad()(without_hooks(backward.run))
-        with NoTensorHooks(trained):
-            ctx.autocast.around(ctx.states.kept(run))(grad_output)
+        with (
+            NoTensorHooks(trained),
+            exclusive_draws(),
+            ctx.surroundings.put_back(),
+            ctx.states.kept(),
+        ):
+            run(grad_output)
     return backward.results()
 
 

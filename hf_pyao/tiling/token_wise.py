@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_pyao.module_state import ModuleState
+from hf_pyao.rerun.generators import shared_generators
+from hf_pyao.rerun.inventory import Inventory
 from hf_pyao.text import describe_error
 from hf_pyao.tiling.row_rules import (
     NUMBERS_OF_SIZES,
@@ -48,6 +49,8 @@ class TokenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outside: set[int] = set()
         self.numbers: list[tuple[str, tuple[Any, ...]]] = []
         """Each operation with the numbers that it reckons with."""
+        self.draws = False
+        """Whether random numbers were drawn."""
         self.refusal: NotTokenWise | None = None
         """Why the tokens could not be followed further; None if they could."""
 
@@ -77,6 +80,7 @@ class TokenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = f"{func.namespace}.{func._opname}"
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         named = [argument.name for argument in func._schema.arguments]
         arguments = dict(zip(named, args, strict=False)) | kwargs
         self._check_arguments(func, name, arguments)
@@ -162,6 +166,7 @@ def reason_not_token_wise(
     dtype: torch.dtype,
     device: torch.device,
     num_lead: int,
+    on_draw: Callable[[], None] = lambda: None,
 ) -> str | None:
     """Return why *function* may not run on a part of the tokens at a time; None if it may.
 
@@ -172,13 +177,14 @@ def reason_not_token_wise(
         dtype: of the inputs.
         device: of the inputs.
         num_lead: dimensions of the inputs before the last one, 1 or 2.
+        on_draw: called if it draws random numbers.
     """
     traces = []
     try:
         for sizes in _SIZES:
             with faked(modules) as fake_mode, torch.enable_grad():
                 known = [weight for module in modules for weight in module.parameters()]
-                run = partial(_trace, function, fake_mode, sizes[:num_lead], known)
+                run = partial(_trace, function, fake_mode, sizes[:num_lead], known, on_draw)
                 traces.append(run(widths, dtype, device))
         if traces[0] != traces[1]:
             return "it reckons with the number of tokens"
@@ -194,6 +200,7 @@ def _trace(
     fake_mode: FakeTensorMode,
     leads: Sequence[int],
     known: Sequence[Tensor],
+    on_draw: Callable[[], None],
     widths: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
@@ -208,6 +215,8 @@ def _trace(
         watch.begin(inputs, known)
         with watch:
             result = function(*inputs)
+    if watch.draws:
+        on_draw()
     if watch.refusal is not None:
         raise watch.refusal
     if not isinstance(result, Tensor):
@@ -234,7 +243,8 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
         (vars(m)[n], dict(vars(m)[n])) for m in everything for n in ("_parameters", "_buffers")
     ]
     device_types = {"cpu", *(weight.device.type for weight in weights)}
-    state = ModuleState(everything, also_global=True)
+    inventory = Inventory(everything, copies=False)
+    state = inventory.note(shared_generators())
     try:
         with ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
@@ -249,15 +259,16 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
                             whole = torch.empty(shape, dtype=weight.dtype, device=weight.device)
                         whole.requires_grad_(weight.requires_grad)
                         module._parameters[name] = whole  # type: ignore[assignment]
+            as_run = inventory.note()
             yield fake_mode
-            changed, has_drawn = _first_change(before), state.drew()
+            changed, has_drawn = as_run.first_change(), state.drew()
     finally:
         for table, kept in (*tables, *((vars(module), kept) for module, kept in before)):
             table.update(kept)
             for name in table.keys() - kept.keys():
                 del table[name]
-    if changed is not None:
-        raise NotTokenWise(f"it changes its attribute {changed!r}, which is a state")
+    if changed:
+        raise NotTokenWise(f"it changes its attribute {changed}, which is a state")
     if has_drawn:
         raise NotTokenWise("it draws random numbers that are not torch's")
 
@@ -269,16 +280,6 @@ def whole_shape(weight: Tensor) -> torch.Size | None:
     return getattr(weight, "ds_shape", None)
 
 
-def _first_change(before: Sequence[tuple[nn.Module, dict[str, Any]]]) -> str | None:
-    for module, kept in before:
-        now = vars(module)
-        for name in {**kept, **now}:
-            if name != "training" and now.get(name, _GONE) is not kept.get(name, _GONE):
-                return name
-    return None
-
-
-_GONE = object()
 _ABOUT_SHAPES = {
     f"aten.{name}" for name in ("sym_size", "sym_numel", "sym_stride", "is_contiguous")
 }

@@ -17,6 +17,8 @@ SHAPE = (2, 4, 64, 16)
 class Costs(TorchDispatchMode):
     """Adds up the arithmetic of attention, forward and backward."""
 
+    only_watches = True
+
     def __init__(self) -> None:
         super().__init__()
         self.flops: list[float] = []

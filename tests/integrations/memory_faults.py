@@ -24,6 +24,8 @@ class MemoryFaults(TorchDispatchMode):
         allocations: from the run before; by number of the operation, the number of its allocation.
     """
 
+    only_watches = True
+
     def __init__(self, at: Container[int] = (), allocations: dict[int, int] | None = None) -> None:
         super().__init__()
         self.at = at

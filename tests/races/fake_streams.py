@@ -221,6 +221,8 @@ _NO_ACCESS = ("empty", "empty_like", "new_empty", "new_empty_strided", "empty_st
 class _Operations(TorchDispatchMode):
     """Shows every operation's reads and writes to the world."""
 
+    only_watches = True
+
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
@@ -268,6 +270,8 @@ def _written(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
 
 class _Nodes(TorchFunctionMode):
     """Lets backward run each node on the stream that is current when its forward runs."""
+
+    only_watches = True
 
     def __init__(self, world: World) -> None:
         super().__init__()

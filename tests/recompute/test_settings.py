@@ -14,7 +14,7 @@ import torch
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.codecs.narrow import NarrowCodec
 from hf_pyao.recompute import replay
-from hf_pyao.recompute.numeric_settings import apply_settings, current_settings
+from hf_pyao.rerun.settings import apply_settings, current_settings
 from tests.helpers import EVERY_LAYER, Stack, assert_same_tensors, gradients_of
 
 RECOMPUTING = replace(EVERY_LAYER, recompute_modules=("pointwise", "*"))
@@ -71,21 +71,20 @@ def test_another_default_dtype(
     assert torch.get_default_dtype() is torch.float32
 
 
+def other_than(value: Any) -> Any:
+    """Return another value of the same setting; the default dtype stays."""
+    if isinstance(value, tuple):
+        return tuple_like(value, not value[0])
+    return {bool: lambda: not value, str: lambda: "medium", int: lambda: value + 1}.get(
+        type(value), lambda: value
+    )()
+
+
 def test_settings_are_forwards_in_a_replay_and_then_as_they_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All settings differ between forward and backward; each operation sees forward's."""
-    others = (
-        torch.get_default_dtype(),
-        (True, True),
-        "medium",
-        False,
-        True,
-        True,
-        False,
-        tuple_like(torch._C._get_cublas_allow_fp16_reduced_precision_reduction(), False),
-        tuple_like(torch._C._get_cublas_allow_bf16_reduced_precision_reduction(), False),
-    )
+    others = tuple(map(other_than, current_settings()))
     before = current_settings()
     seen: list[Any] = []
 

@@ -239,6 +239,8 @@ class LiveStorages(TorchDispatchMode):
     *model*'s own storages, those of *offloader*'s host pool and of *others* were there before.
     """
 
+    only_watches = True
+
     def __init__(
         self, model: nn.Module, offloader: Offloader | None = None, others: Any = ()
     ) -> None:

@@ -44,6 +44,8 @@ STATISTICS_BYTES = 2 * 8 * 4 * 4
 class Kernels(TorchDispatchMode):
     """Counts the kernels that run."""
 
+    only_watches = True
+
     num_runs = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -196,6 +198,8 @@ def test_as_fast_as_checkpointing_where_nothing_is_saved() -> None:
     """The number of operations that run, which no clock disturbs."""
 
     class Operations(TorchDispatchMode):
+        only_watches = True
+
         num_products = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):

@@ -65,14 +65,24 @@ def _set_parts(setter: Callable[..., object], value: Any) -> None:
     setter(*value) if isinstance(value, tuple) else setter(value)
 
 
+def _of_torch(*names: str) -> list[Setting]:
+    """Return the settings of these names that this release of torch has."""
+    found = []
+    for name in names:
+        get = getattr(torch._C, f"_get_{name}", None)
+        put = getattr(torch._C, f"_set_{name}", None)
+        if get is not None and put is not None:
+            found.append((get, put))
+    return found
+
+
 _SETTINGS: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),
+    (torch.get_num_threads, torch.set_num_threads),
     (_matmul_precision, _set_matmul_precision),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    *_of_torch("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
+    *_of_torch("mkldnn_enabled", "mkldnn_deterministic", "cublas_allow_fp16_accumulation"),
     (
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
         functools.partial(_set_parts, torch._C._set_cublas_allow_fp16_reduced_precision_reduction),

@@ -1,0 +1,189 @@
+"""The states of random number generators: of torch, Python and numpy, shared ones and others.
+
+[Note: Shared generators]
+All threads draw from the same default generators. A second run sets their state, draws, and sets
+the state back. If another thread draws in between, or between the note of a state and the draw in
+forward, the second run draws other numbers than forward did. Two things prevent that. Attached
+models keep each other out: :func:`exclusive_draws` is held during a layer call that notes a state,
+during a second run, and around a single operation that is recorded with its state. And where other
+threads may draw that know nothing of this (:func:`may_be_disturbed`), what draws runs only once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_DRAWS = threading.RLock()
+_MOST_WAIT_S = 60.0
+
+
+def may_be_disturbed() -> bool:
+    """Say whether other threads may draw from the default generators.
+
+    They may if this is not the main thread, or if threads run that Python waits for at its end.
+    Daemons are left out: those that watch (progress bars, writers of logs) are daemons.
+    """
+    main = threading.main_thread()
+    if threading.active_count() == 1:
+        return False
+    if threading.current_thread() is not main and not _is_of_torch():
+        return True
+    return any(not each.daemon and each is not main for each in threading.enumerate())
+
+
+def _is_of_torch() -> bool:
+    """Say whether the calling thread is one on which torch runs backward."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+class ExclusiveDraws:
+    """Holds the default generators of the process for the calling thread, from `start` to `stop`.
+
+    ``stop`` may be called again, also by whoever takes down what an interrupt has left.
+    """
+
+    def __init__(self) -> None:
+        self._is_held = False
+
+    def start(self) -> None:
+        """Wait for the other threads that hold them.
+
+        The wait is bounded: a thread may wait for this one while it holds them (a backward that is
+        run inside of a layer's forward, on torch's thread of the device).
+        """
+        self._is_held = _DRAWS.acquire(timeout=_MOST_WAIT_S)
+
+    def stop(self) -> None:
+        """Let other threads draw."""
+        if self._is_held:
+            self._is_held = False
+            _DRAWS.release()
+
+
+@contextlib.contextmanager
+def exclusive_draws() -> Iterator[None]:
+    """Hold the default generators of the process for the calling thread."""
+    draws = ExclusiveDraws()
+    draws.start()
+    try:
+        yield
+    finally:
+        draws.stop()
+
+
+class RandomState:
+    """Where the default generators of torch, Python and numpy are.
+
+    Args:
+        devices: accelerators whose generators count, beside the CPU's.
+        torch_only: leave out those of Python and numpy.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], *, torch_only: bool = False) -> None:
+        self._torch = torch.get_rng_state()
+        self._devices = [
+            (device, torch.get_device_module(device).get_rng_state(device)) for device in devices
+        ]
+        self._torch_only = torch_only
+        self._python = None if torch_only else random.getstate()
+        numpy = None if torch_only else _numpy_random()
+        self._numpy = None if numpy is None else numpy.get_state(legacy=False)
+
+    def restore(self) -> None:
+        """Put the generators back to where they were."""
+        torch.set_rng_state(self._torch)
+        for device, state in self._devices:
+            torch.get_device_module(device).set_rng_state(state, device)
+        if self._python is not None:
+            random.setstate(self._python)
+        numpy = _numpy_random()
+        if numpy is not None and self._numpy is not None:
+            numpy.set_state(self._numpy)
+
+    def now(self) -> RandomState:
+        """Return the states of the same generators at the moment."""
+        return RandomState([device for device, _ in self._devices], torch_only=self._torch_only)
+
+    def is_equal(self, other: RandomState) -> bool:
+        """Say whether *other*, of the same generators, has the same states."""
+        return (
+            torch.equal(self._torch, other._torch)
+            and all(torch.equal(a, b) for (_, a), (_, b) in zip(self._devices, other._devices))  # noqa: B905
+            and self._python == other._python
+            and str(self._numpy) == str(other._numpy)
+        )
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put the generators back at the end of this context."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+
+class GeneratorKind(NamedTuple):
+    """How the state of a kind of generator is read and written."""
+
+    get: Callable[[Any], Any]
+    set: Callable[[Any, Any], None]
+
+
+def generator_kinds() -> dict[type, GeneratorKind]:
+    """Return the kinds of generators that an object may own."""
+    kinds: dict[type, GeneratorKind] = {
+        torch.Generator: GeneratorKind(torch.Generator.get_state, _set_torch),
+        random.Random: GeneratorKind(random.Random.getstate, random.Random.setstate),
+    }
+    numpy = _numpy_random()
+    if numpy is not None:
+        kinds[numpy.Generator] = GeneratorKind(_state_of_numpy, _set_numpy)
+        kinds[numpy.RandomState] = GeneratorKind(_state_of_old_numpy, _set_old_numpy)
+    return kinds
+
+
+def shared_generators() -> list[Any]:
+    """Return the generators behind the functions of ``random`` and ``numpy.random``."""
+    numpy = _numpy_random()
+    found: list[Any] = [random.random, *([numpy.get_state] if numpy is not None else [])]
+    return [function.__self__ for function in found]
+
+
+def same_state(left: Any, right: Any) -> bool:
+    """Compare two states of a generator."""
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    return str(left) == str(right)  # numpy's contain arrays
+
+
+def _numpy_random() -> Any:
+    """Return numpy's module of random numbers, if anyone has imported it."""
+    return sys.modules.get("numpy.random")
+
+
+def _set_torch(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _state_of_numpy(generator: Any) -> Any:
+    return generator.bit_generator.state
+
+
+def _set_numpy(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _state_of_old_numpy(generator: Any) -> Any:
+    return generator.get_state(legacy=False)
+
+
+def _set_old_numpy(generator: Any, state: Any) -> None:
+    generator.set_state(state)

@@ -1,0 +1,132 @@
+"""Modes and hooks on all modules: what of others stands between a call and its operations.
+
+A mode (``TorchFunctionMode``, ``TorchDispatchMode``) or a hook on all modules may change what an
+operation computes, and may keep a state that no one else can see. So while one of another package
+is on, nothing runs a second time. Those of torch itself and of this package only watch, or do the
+same each time. A mode that only watches may say so with a class attribute ``only_watches = True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn, overrides
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+
+_function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+_dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+GLOBAL_HOOKS = tuple(
+    f"_global_{name}"
+    for name in (
+        *("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"),
+        *("forward_hooks_with_kwargs", "forward_hooks_always_called"),
+    )
+    if hasattr(nn.modules.module, f"_global_{name}")
+)
+"""Names of torch's tables of hooks on all modules."""
+
+_HARMLESS = ("torch.", "hf_pyao.")
+"""Packages whose modes and hooks only watch, or do the same in a second run."""
+
+
+def reason_of_dispatch_modes() -> str:
+    """Return why operations may be others than they seem to be, or an empty string."""
+    if not torch._C._len_torch_dispatch_stack():
+        return ""
+    return _reason_of("dispatch mode", _dispatch_modes())
+
+
+def reason_of_modes_and_hooks() -> str:
+    """Return why a layer that is called now cannot run a second time, or an empty string."""
+    if torch._C._len_torch_function_stack():
+        reason = _reason_of("function mode", _function_modes())
+        if reason:
+            return reason
+    return reason_of_dispatch_modes() or _reason_of_hooks()
+
+
+def _reason_of(kind: str, modes: list[Any]) -> str:
+    for mode in modes:
+        if not _is_harmless(type(mode)) and not getattr(mode, "only_watches", False):
+            return (
+                f"the {kind} {type(mode).__name__} is on, which may change what operations compute"
+            )
+    return ""
+
+
+def _reason_of_hooks() -> str:
+    tables = vars(nn.modules.module)
+    for name in GLOBAL_HOOKS[:4]:
+        for hook in tables[name].values():
+            if not _is_harmless(getattr(hook, "__func__", hook)):
+                called = getattr(hook, "__qualname__", type(hook).__name__)
+                return f"the hook {called} on all modules would be called twice"
+    return ""
+
+
+def _is_harmless(defined: Any) -> bool:
+    return str(getattr(defined, "__module__", "")).startswith(_HARMLESS)
+
+
+def default_device() -> torch.device | None:
+    """Return the device on which the calling thread makes tensors; None if none was set."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    for mode in reversed(_function_modes()):
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    return None
+
+
+@contextlib.contextmanager
+def modes_of_forward(device: torch.device | None) -> Iterator[None]:
+    """Leave only harmless modes on inside of this context, and have tensors made on *device*.
+
+    Args:
+        device: :func:`default_device` in forward.
+    """
+    with contextlib.ExitStack() as stack:
+        if _reason_of("function mode", _function_modes()):
+            stack.enter_context(_without_function_modes())
+        if reason_of_dispatch_modes():
+            stack.enter_context(_without_dispatch_modes())
+        if default_device() != device:
+            stack.enter_context(torch.device(device or "cpu"))
+        yield
+
+
+@contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    modes = [torch._C._pop_torch_function_stack() for _ in _function_modes()]
+    try:
+        for mode in reversed(modes):
+            if _is_harmless(type(mode)):
+                torch._C._push_on_torch_function_stack(mode)
+        yield
+    finally:
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def _without_dispatch_modes() -> Iterator[None]:
+    """Take the modes of others off; torch's own (of fake tensors) stay where they are."""
+    modes: list[Any] = []
+    while reason_of_dispatch_modes():
+        modes.append(torch._C._pop_torch_dispatch_stack(None))
+    kept = [mode for mode in reversed(modes) if _is_harmless(type(mode))]
+    try:
+        for mode in kept:
+            torch._C._push_on_torch_dispatch_stack(mode)
+        yield
+    finally:
+        for _ in kept:
+            torch._C._pop_torch_dispatch_stack(None)
+        for mode in reversed(modes):
+            torch._C._push_on_torch_dispatch_stack(mode)
