@@ -54,6 +54,8 @@ CONFIGS = {
 class Kernels(TorchDispatchMode):
     """Counts the kernels that run, forward and backward."""
 
+    only_watches = True
+
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
