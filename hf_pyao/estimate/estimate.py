@@ -350,7 +350,7 @@ class Estimator:
             return self._planner(step, levers)
 
         configured = self._planner(program, family.levers)
-        room = LeverRoom(segments=True, nested=True, attention=True)
+        room = LeverRoom(segments=True, nested=True, attention=True, groups=True)
         return LeverChoice(family.levers, configured, planner_with, room).best(self.limit_bytes)
 
     def _planner(self, program: StepProgram, levers: Levers) -> Planner:

@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hf_pyao.attention.group_plan import TARGET_BYTES as GROUP_BYTES
 from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.planning.planner import KEEP_ALL, OFFLOAD_ALL, Candidate, NoPlanFitsError, Planner
 from hf_pyao.planning.step_program import FORWARD, OUTSIDE, StepProgram
@@ -52,6 +53,8 @@ class LeverRoom:
     """``save_attention``, where layers run again."""
     tiles: bool = False
     """The number of tiles."""
+    groups: bool = False
+    """``attention_groups``, ``"auto"`` where they are off."""
     longest_segment: int | None = None
     """Most layers of a segment; None: half of the model's."""
     why_no_segments: str = ""
@@ -175,10 +178,12 @@ class _Search:
         """Look at what may pay, and choose."""
         configured = self._look(self._given)
         assert configured.planner is not None
+        self._look_at_groups()
         if self._choice.room.segments:
             self._look_at_segments()
         if self._choice.room.tiles:
             self._look_at_tiles()
+        self._look_at_groups()
         chosen = self._chosen()
         assert chosen.planner is not None
         assert chosen.candidate is not None
@@ -319,6 +324,19 @@ class _Search:
                     )
             length *= 2
 
+    def _look_at_groups(self) -> None:
+        """Look at attention in groups, with what is best so far, where its kernels take much."""
+        near = self._chosen()
+        assert near.planner is not None
+        if not self._choice.room.groups or near.levers.attention_groups != "off":
+            return
+        saved_bytes = _attention_workspace_bytes(near.planner.program)  # at most
+        if self._is_good_enough() or saved_bytes <= GROUP_BYTES:
+            return
+        if not near.fits and _peak_of(near) - saved_bytes > self._limit_bytes:
+            return
+        self._look(dataclasses.replace(near.levers, attention_groups="auto"))
+
     def _look_at_tiles(self) -> None:
         """Look at other numbers of tiles, with the segments that are best so far."""
         near = self._chosen()
@@ -365,7 +383,7 @@ class _Search:
     def _reason(self, configured: LookedAt, chosen: LookedAt) -> str:
         """Say why the levers are what they are."""
         room = self._choice.room
-        if not (room.segments or room.tiles):
+        if not (room.segments or room.tiles) and (not room.groups or chosen is configured):
             why = room.why_no_segments
             return f"layers do not run again as a whole: {why}" if why else ""
         if chosen is configured:
@@ -429,6 +447,12 @@ def forward_ms(
         for number in range(segment.start, segment.end)
         if not (without_attention and program.operations[number].name in KERNELS)
     )
+
+
+def _attention_workspace_bytes(program: StepProgram) -> int:
+    """Return the most that a kernel of attention allocates inside."""
+    kernels = (each for each in program.operations if "flash_attention" in each.name)
+    return max((each.workspace_bytes for each in kernels), default=0)
 
 
 def _more_tiles(program: StepProgram) -> list[int]:

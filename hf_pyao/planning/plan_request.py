@@ -229,6 +229,7 @@ def room_of(config: PyAOConfig) -> LeverRoom:
         nested="checkpoint_nested" in free,
         attention="save_attention" in free,
         tiles="mlp_tiles" in free,
+        groups="attention_groups" in free,
         why_no_segments=why,
     )
 

@@ -127,7 +127,8 @@ class Plan(JsonDocument):
     """What else was looked at: plans that need no solver, and the fastest at other peaks."""
     levers: dict[str, Any] = field(default_factory=dict)
     """What changes the step itself, by field of the configuration (``checkpoint_every``,
-    ``save_attention``, ``mlp_tiles``, ``head_loss``); what is absent is as configured."""
+    ``save_attention``, ``mlp_tiles``, ``attention_groups``, ``head_loss``); what is absent is as
+    configured."""
     levers_reason: str = ""
     """Why these, in words."""
     lever_settings: list[LeverSetting] = field(default_factory=list)

@@ -18,6 +18,7 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.attention import kernels
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.grouped_attention import KEY
+from hf_pyao.levers import Levers
 from hf_pyao.recompute.kept_attention import KERNELS
 from tests.helpers import (
     EVERY_LAYER,
@@ -148,6 +149,26 @@ def test_the_number_changes_between_forward_and_backward() -> None:
                 loss.backward()
             assert_same_tensors(gradients_of(model), gradients_of(plain), "")
             assert len(seen.shapes) in (NUM_LAYERS, 2 * NUM_LAYERS, 4 * NUM_LAYERS)
+
+
+def test_a_plan_may_switch_them() -> None:
+    """Where they were not given; policy "auto" begins without."""
+    model = tiny_model("llama", attention="sdpa")
+    expected = train(copy.deepcopy(model), STEP * 3)
+    seen_heads = []
+    with attach(model, PyAOConfig(policy="auto")) as offloader, Kernels() as seen:
+        switch = offloader._deciding.switch
+        assert switch.levers == Levers()
+        settings: list[int | str] = [4, "off"]
+
+        def between() -> None:
+            seen_heads.append(set(seen.shapes))
+            seen.shapes.clear()
+            switch.set(Levers(attention_groups=settings.pop(0) if settings else "off"))
+
+        assert_same_trajectory(train(model, STEP * 3, between=between), expected)
+    assert seen_heads == [{(2, 4)}, {(1, 2)}, {(2, 4)}][: len(seen_heads)]
+    assert len(seen_heads) >= 2
 
 
 def test_copies_and_pickles_are_plain() -> None:

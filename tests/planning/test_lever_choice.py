@@ -37,12 +37,12 @@ FREE = LeverRoom(segments=True, attention=True)
 ATTENTION = "_scaled_dot_product_flash_attention"
 
 
-def program(num_tiles: int = 0, num_tiled_tokens: int = 0) -> StepProgram:
+def program(num_tiles: int = 0, num_tiled_tokens: int = 0, workspace_bytes: int = 0) -> StepProgram:
     """Return a step of one forward: 30 ms outside of attention, and 10 in it."""
     return StepProgram(
         operations=(
             Operation("mm", "", 0.0, 0, True),
-            Operation(ATTENTION, "", 0.0, 0, True),
+            Operation(ATTENTION, "", 0.0, 0, True, workspace_bytes=workspace_bytes),
         ),
         buffers=(),
         slots=(),
@@ -221,6 +221,55 @@ def test_what_refuses_is_not_chosen_and_said() -> None:
     chosen = LeverChoice(Levers(), cast(Planner, plans), refuse, FREE).best(200)
     assert not chosen.fits and chosen.levers == Levers()
     assert {each.note for each in chosen.looked_at[1:]} == {"its layers count their calls"}
+
+
+GROUPS = LeverRoom(groups=True)
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("workspace", "plain", "grouped", "limit", "is_recorded", "chosen"),
+    [
+        (3 * GIB, (100, 9), (101, 7), 8, True, "auto"),  # nothing else fits
+        (3 * GIB, (100, 9), (101, 7), 9, False, "off"),  # everything is kept
+        (3 * GIB, (100, 12), (101, 9), 8, False, "off"),  # they cannot win that much
+        (3 * GIB, (130, 8), (104, 8), 8, True, "auto"),  # less has to leave
+        (2**20, (100, 9), (101, 9), 8, False, "off"),  # kernels allocate little inside
+    ],
+)
+def test_groups_are_taken_where_memory_needs_them(
+    workspace: int,
+    plain: tuple[int, int],
+    grouped: tuple[int, int],
+    limit: int,
+    is_recorded: bool,
+    chosen: str,
+) -> None:
+    def plans(ms: int, peak_gib: int) -> Plans:
+        step = program(workspace_bytes=workspace)
+        rows = [(100.0, 15 * GIB, 0)] if ms > 100 else []
+        return Plans([*rows, (float(ms), peak_gib * GIB, 0)], math.inf, step)
+
+    in_groups = Levers(attention_groups="auto")
+    choice, recorded = choice_of({Levers(): plans(*plain), in_groups: plans(*grouped)}, GROUPS)
+    found = choice.best(limit * GIB)
+    assert recorded == ([in_groups] if is_recorded else [])
+    assert found.levers == Levers(attention_groups=chosen)
+    assert ("attention in groups" in found.reason) == (chosen == "auto")
+
+
+@pytest.mark.parametrize(
+    ("config", "is_free"),
+    [
+        (PyAOConfig(), True),
+        (PyAOConfig(attention_groups="off"), False),
+        (PyAOConfig(attention_groups=4), False),
+        (PyAOConfig(recompute_modules=("mlp",)), True),
+        (PyAOConfig(policy="all"), False),
+    ],
+)
+def test_groups_that_were_given_are_not_changed(config: PyAOConfig, is_free: bool) -> None:
+    assert room_of(config).groups == is_free
 
 
 def test_no_setting_but_the_free_ones_is_looked_at() -> None:
