@@ -46,6 +46,9 @@ LOG_METRICS_NAMES = ("off", "summary", "all")
 AUTO_MICRO_BATCH_NAMES = ("off", "fastest", "largest")
 """Names that ``auto_micro_batch`` takes."""
 
+VERIFY_RECOMPUTE_NAMES = ("auto", "always", "off")
+"""Names that ``verify_recompute`` takes."""
+
 IMPLIED = {
     "head_loss": ("off", "chunked"),
     "mlp_tiles": ("off", "auto"),
@@ -271,6 +274,15 @@ class PyAOConfig:
         "has multiprocessors. "
         "(default: off; with {long_context}: auto; {policy} 'auto' takes groups where nothing else "
         "fits, or where that is faster)",
+    )
+    verify_recompute: str = setting(
+        "auto",
+        Choice(VERIFY_RECOMPUTE_NAMES, alone="always"),
+        "Whether fingerprints of what layers save are compared with those of their second runs, "
+        "where layers run again ({checkpoint_every}, {mlp_tiles}, {recompute_modules}, plans). A "
+        "difference is an error before the optimizer steps, which names the layer; where the "
+        "micro-batch can run again, it does so without second runs. 'auto': in the first "
+        "micro-batches with second runs, and in one of 61 later. 'always': in each. 'off': never.",
     )
     auto_micro_batch: str = setting(
         "off",

@@ -31,6 +31,7 @@ from hf_pyao.integrations.out_of_memory import MicroBatchRunner
 from hf_pyao.integrations.profiling import ProfileWriter
 from hf_pyao.integrations.pyao_rule import PyAORule
 from hf_pyao.integrations.run_record import RunRecord
+from hf_pyao.integrations.second_run_guard import SecondRunGuard
 from hf_pyao.integrations.wiring import (
     make_lifecycle,
     put_on_attention_groups,
@@ -41,6 +42,7 @@ from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.levers import Levers
 from hf_pyao.planning.plan import Plan
 from hf_pyao.recompute.dispatch_modes import stop_left_behind
+from hf_pyao.recompute.verification import Sampler, SecondRunCheck
 from hf_pyao.report import check_report_path
 from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.backward_order import BackwardOrder
@@ -182,6 +184,8 @@ class Offloader:
         self._model = weakref.ref(model)
         self._num_packs_seen = 0
         check_roles(found)
+        check = SecondRunCheck(config.verify_recompute)
+        sampler = Sampler(check)
         self._deciding = Deciding(
             model,
             found,
@@ -190,6 +194,7 @@ class Offloader:
             self.device,
             backward_order,
             is_link_shared=link is not None,
+            sampler=sampler,
         )
         self.engine = self._deciding.engine
         self._is_attached = False
@@ -208,8 +213,9 @@ class Offloader:
         self._finalizer: weakref.finalize[..., Offloader] | None = None
         # The model's hooks own the lifecycle, which owns this object as its `owner`. A strong
         # reference back would leave host memory to Python's cyclic collector.
-        lifecycle = make_lifecycle(self.engine, found, config, self)
+        lifecycle = make_lifecycle(self.engine, found, config, self, sampler)
         self._driver: weakref.ref[Lifecycle] | None = weakref.ref(lifecycle)
+        self._guard = SecondRunGuard(check, _without_second_runs(weakref.ref(self._deciding)))
         self.micro_batches = MicroBatchRunner(
             model,
             lifecycle,
@@ -217,6 +223,7 @@ class Offloader:
             self.device,
             self._deciding.tightening,
             _noting(record, self._deciding),
+            self._guard,
         )
         """What runs micro-batches again that do not fit; its ``tightening`` may be exchanged."""
         _forget_compiled_code()
@@ -225,7 +232,7 @@ class Offloader:
             self.head_loss = put_on_head_loss(model, config)
             if self.head_loss is not None:
                 record.levers_description = f" {self.head_loss.describe()}."
-            self.mlp_tiles = put_on_mlp_tiles(model, found, config)
+            self.mlp_tiles = put_on_mlp_tiles(model, found, config, Sampler(check))
             self.attention_groups = put_on_attention_groups(model, found, config)
             self._deciding.switch.bind(lifecycle, self.mlp_tiles, self.attention_groups)
             if self.mlp_tiles is not None:
@@ -234,6 +241,7 @@ class Offloader:
                 record.levers_description += f" {said}."
             lifecycle.install()
             self._deciding.start(model, self)
+            self._guard.start()
             if config.report is not None:
                 # It holds the engine, which therefore goes a collection later than its cycle with
                 # us: only where there is something to write.
@@ -414,6 +422,7 @@ class Offloader:
         try:
             if self._driver is not None:
                 self.micro_batches.stop()
+                self._guard.end()
             self._deciding.end()
         finally:
             self._take_down_hooks()
@@ -468,6 +477,16 @@ def _summary_of(deciding: weakref.ref[Deciding]) -> Callable[[], str]:
         return "" if found is None else found.summary()
 
     return summary
+
+
+def _without_second_runs(deciding: weakref.ref[Deciding]) -> Callable[[], str]:
+    """Return what has layers run once; it does not hold the offloader."""
+
+    def stop() -> str:
+        found = deciding()
+        return "nothing is offloaded" if found is None else found.without_second_runs()
+
+    return stop
 
 
 def _levers_of(switch: LeverSwitch) -> Callable[[], Levers]:

@@ -30,10 +30,11 @@ from hf_pyao.levers import Levers
 from hf_pyao.planning.plan import Plan, PlanPolicy
 from hf_pyao.planning.plan_levers import followed_config
 from hf_pyao.planning.policies import make_policy
+from hf_pyao.recompute.verification import Sampler
 from hf_pyao.report import check_report_path
 from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.lifecycle import is_compiled
-from hf_pyao.runtime.policy import Policy
+from hf_pyao.runtime.policy import OffloadAll, Policy
 from hf_pyao.transfer.link import LinkContext
 
 
@@ -48,6 +49,7 @@ class Deciding:
         device: where the model is.
         backward_order: as in :func:`~hf_pyao.attach`.
         is_link_shared: another model's engine uses the link too.
+        sampler: checks what the engine rebuilds.
 
     Raises:
         ConfigError: a role or module name is unknown to this model.
@@ -65,6 +67,7 @@ class Deciding:
         backward_order: BackwardOrder | None,
         *,
         is_link_shared: bool,
+        sampler: Sampler | None = None,
     ) -> None:
         self._config = config
         self._link = link
@@ -77,7 +80,7 @@ class Deciding:
             policy = PlanPolicy(kept, int(config.min_bytes), "pyao")
         _check_plan(policy, identity, found)
         wrap = wrapper_of(config, found)
-        self.engine = make_engine(model, config, wrap(policy), link, backward_order)
+        self.engine = make_engine(model, config, wrap(policy), link, backward_order, sampler)
         self.pyao_rule: PyAORule | None = None
         """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
         if config.policy == "pyao" and kept is None:
@@ -188,6 +191,20 @@ class Deciding:
         """Take note that something tighter is done: the rule's plan would hold more."""
         if self.pyao_rule is not None:
             self.pyao_rule.stop()
+
+    def without_second_runs(self) -> str:
+        """Have layers run once from the next forward on: nothing is recomputed, nor tiled.
+
+        Returns:
+            What is done from then on, to follow "from now on".
+        """
+        if self.auto is not None:
+            self.auto.stop_planning()
+        if self.pyao_rule is not None:
+            self.pyao_rule.stop()
+        self.switch.set(Levers(head_loss=self.switch.levers.head_loss))
+        self.engine.use(OffloadAll(int(self._config.min_bytes)))
+        return "no layer runs again in backward, and everything that the layers save is offloaded"
 
     def summary(self) -> str:
         """Say what policy ``auto`` does; empty with others, and before it has decided."""

@@ -19,8 +19,16 @@ from hf_pyao.integrations.lasting_forward import exchange, give_back
 from hf_pyao.integrations.mlp_proof import KnownMLP, Proofs
 from hf_pyao.integrations.mlp_search import FoundMLP, NotFound, find_mlps, find_norms
 from hf_pyao.integrations.spread_mlp import ActPart, DownPart, UpPart
-from hf_pyao.integrations.tiled_mlp import KEY, Notes, Part, TiledMLP, reason_now
+from hf_pyao.integrations.tiled_mlp import (
+    KEY,
+    Notes,
+    Part,
+    TiledForwards,
+    TiledMLP,
+    reason_now,
+)
 from hf_pyao.integrations.wrappers import class_name, wrapped_module
+from hf_pyao.recompute.verification import Sampler
 from hf_pyao.tiling.tile_plan import TilePlan
 
 logger = logging.getLogger(__name__)
@@ -28,18 +36,21 @@ logger = logging.getLogger(__name__)
 _MOST_REASONS = 3
 
 
-def install_mlp_tiles(model: nn.Module, found: FoundLayers, tiles: int | str) -> MLPTiles:
+def install_mlp_tiles(
+    model: nn.Module, found: FoundLayers, tiles: int | str, sampler: Sampler | None = None
+) -> MLPTiles:
     """Let the MLPs of *model*'s layers run in tiles, forward and backward, in training.
 
     Args:
         model: the model, wrapped or not.
         found: its layers.
         tiles: a number of tiles, or ``"auto"`` (see ``tiling.plan_tiles``).
+        sampler: says in which forwards the tiles that run again are checked; None: in none.
 
     Returns:
         The handle; its ``uninstall`` gives the modules their methods back.
     """
-    handle = MLPTiles(class_name(model), tiles)
+    handle = MLPTiles(class_name(model), tiles, sampler)
     try:
         handle.install(model, found)
     except BaseException:
@@ -55,10 +66,12 @@ class MLPTiles:
     Args:
         name: of the model, for messages.
         tiles: as in :func:`install_mlp_tiles`.
+        sampler: likewise.
     """
 
-    def __init__(self, name: str, tiles: int | str) -> None:
+    def __init__(self, name: str, tiles: int | str, sampler: Sampler | None = None) -> None:
         self.tiles = tiles
+        self._forwards = TiledForwards(sampler)
         self.num_tiled = 0
         """MLPs that run in tiles."""
         self.num_norms_tiled = 0
@@ -116,6 +129,7 @@ class MLPTiles:
         if tiles == self.tiles:
             return
         self.tiles = tiles
+        self._forwards.begin_anew()
         for number, (ref, method, part) in enumerate(list(self._exchanged)):
             module, other = ref(), part.with_tiles(tiles)
             if module is None or other is part or module.__dict__.get(KEY) is not part:
@@ -175,6 +189,7 @@ class MLPTiles:
             self.tiles,
             mlp.path,
             self._notes_of_norms if mlp.is_norm else self._notes,
+            self._forwards,
             is_compiled=mlp.is_compiled,
             part_names=mlp.part_names,
         )

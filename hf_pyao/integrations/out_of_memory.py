@@ -38,6 +38,7 @@ from hf_pyao.integrations.memory_failure import MemoryFailure
 from hf_pyao.integrations.noted_tensors import ModelTensors, NotedTensors
 from hf_pyao.integrations.other_gradients import find_other, newest_backward
 from hf_pyao.integrations.rank_alarm import RankAlarm
+from hf_pyao.integrations.second_run_guard import SecondRunGuard
 from hf_pyao.integrations.tightening import Tightening
 from hf_pyao.rerun.generators import RandomState
 from hf_pyao.runtime.lifecycle import Lifecycle
@@ -65,6 +66,7 @@ class MicroBatchRunner:
         device: what the model is on.
         tightening: makes room.
         on_tightened: told what is done from now on, each time.
+        guard: says whether second runs gave backward other bits than forward had.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class MicroBatchRunner:
         device: torch.device,
         tightening: Tightening,
         on_tightened: Callable[[str], None],
+        guard: SecondRunGuard,
     ) -> None:
+        self._guard = guard
         self._model = weakref.ref(model)
         self._lifecycle = weakref.ref(lifecycle)
         self._engine = lifecycle.engine
@@ -116,7 +120,10 @@ class MicroBatchRunner:
         del model
         while True:
             try:
-                return attempt.run(function)
+                result = attempt.run(function)
+                if not self._must_run_again(attempt):
+                    return result
+                del result
             except OutOfDeviceMemoryError as error:
                 self._end(str(error))
                 raise
@@ -128,6 +135,20 @@ class MicroBatchRunner:
             # Only here, where the error is gone, and all that it held.
             self._release(tensors)
             attempt.undo()
+
+    def _must_run_again(self, attempt: _Attempt) -> bool:
+        """Say whether *attempt*, which has ended, must run again, without second runs of layers.
+
+        Raises:
+            RecomputationError: it must, and cannot.
+        """
+        found = self._guard.find_wrong()
+        if found is None:
+            return False
+        self._guard.do_without_second_runs(found, attempt.reason_not_undone(self._model()))
+        self._tensors = None
+        (self._lifecycle() or self._engine).give_up(attempt.since)
+        return True
 
     def _make_room(
         self, error: torch.OutOfMemoryError, attempt: _Attempt, tensors: ModelTensors
@@ -145,6 +166,7 @@ class MicroBatchRunner:
             sentence = self.tightening.tighter(error)
         self._tensors = None  # to be looked for anew: the model may have changed
         _let_go(error, attempt.outer_error)
+        self._guard.forget()
         (self._lifecycle() or self._engine).give_up(attempt.since)
         if sentence is not None:
             logger.warning(
@@ -239,6 +261,17 @@ class _Attempt:
             or of_tensors
             or self._reason_of_others(trace, in_backward=in_backward)
         )
+
+    def reason_not_undone(self, model: nn.Module | None) -> str:
+        """Say why what it has done, to its end, cannot be undone, or return an empty string."""
+        if model is None:
+            return "the model is gone"
+        if num_ranks() > 1 and num_collectives() != self._collectives:
+            return "it has exchanged data with other ranks"
+        reason = self._noted.reason_not_undone(model, in_backward=True)
+        if not reason and self._noted.added:
+            reason = "gradients that were there before it have been added to"
+        return reason
 
     def _reason_of_others(self, trace: TracebackType | None, *, in_backward: bool) -> str:
         """Look for gradients of others that it may have written."""

@@ -16,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_pyao.integrations.lasting_forward import LeftBehind, Method
 from hf_pyao.integrations.mlp_proof import KnownMLP
 from hf_pyao.integrations.sharding import KnownSharding, is_sharded_by_zero
+from hf_pyao.recompute.verification import ForwardCheck, Sampler
 from hf_pyao.rerun.generators import may_be_disturbed
 from hf_pyao.rerun.inventory import Inventory, Noted
 from hf_pyao.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.runtime.model_hooks import ModelHook
 from hf_pyao.tiling import TiledCall, TilePlan, plan_tiles, run_in_tiles
 from hf_pyao.tiling.endings import Ending
+from hf_pyao.transfer.graph_task import NO_TASK, current_graph_task
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,33 @@ class Notes:
             logger.warning("MLP tiles of %s: %s.", self._name, message)
 
 
+class TiledForwards:
+    """Counts the forwards of a model by the calls of the MLP that runs first, for its checks.
+
+    Args:
+        sampler: says which forwards are checked; None: none is.
+    """
+
+    def __init__(self, sampler: Sampler | None) -> None:
+        self._sampler = sampler
+        self._first = ""
+        self._number = 0
+
+    def begin_anew(self) -> None:
+        """Check the next forwards as the first ones: the tiles are others from now on."""
+        if self._sampler is not None:
+            self._sampler.begin_anew()
+
+    def check_of(self, path: str) -> ForwardCheck | None:
+        """Return the check of the forward in which the MLP *path* runs; None if there is none."""
+        if self._sampler is None:
+            return None
+        if current_graph_task() == NO_TASK:  # else a layer runs again in backward
+            self._first = self._first or path
+            self._number += path == self._first
+        return self._sampler.of_forward(self._number)
+
+
 class Part(LeftBehind, abc.ABC):
     """Answers for a method of one module; holds no module."""
 
@@ -69,6 +98,7 @@ class TiledMLP(Part):
         tiles: a number of tiles, or ``"auto"``.
         path: its name, for messages.
         notes: where things are said.
+        forwards: says which calls are checked.
         is_compiled: whether its module is compiled code.
         part_names: where the MLP is a method of a larger module, the modules that it calls there.
     """
@@ -79,11 +109,13 @@ class TiledMLP(Part):
         tiles: int | str,
         path: str,
         notes: Notes,
+        forwards: TiledForwards,
         *,
         is_compiled: bool = False,
         part_names: Sequence[str] = (),
     ) -> None:
         self._known = known
+        self._forwards = forwards
         self._tiles = tiles
         self._path = path
         self._notes = notes
@@ -99,6 +131,7 @@ class TiledMLP(Part):
             1 if tiles == "off" else tiles,
             self._path,
             self._notes,
+            self._forwards,
             is_compiled=self._is_compiled,
             part_names=self._part_names,
         )
@@ -162,6 +195,8 @@ class TiledMLP(Part):
             state=partial(self._state_of, parts),
             is_compiled=self._is_compiled,
             ending=self._ending,
+            name=self._path,
+            check=self._forwards.check_of(self._path),
         )
         return run_in_tiles(call, *inputs)
 

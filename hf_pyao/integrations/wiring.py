@@ -16,6 +16,7 @@ from hf_pyao.integrations.sharding import KnownSharding
 from hf_pyao.levers import Levers
 from hf_pyao.recompute.recomputer import LayerRecomputer
 from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
+from hf_pyao.recompute.verification import Sampler
 from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.lifecycle import Lifecycle
@@ -34,13 +35,14 @@ def make_engine(
     policy: Policy,
     link: LinkContext,
     backward_order: BackwardOrder | None = None,
+    sampler: Sampler | None = None,
 ) -> OffloadEngine:
-    """Return an engine that follows *policy* over *link*."""
+    """Return an engine that follows *policy* over *link*; *sampler* checks what it rebuilds."""
     return OffloadEngine(
         policy=policy,
         codec=get_codec(config.codec),
         link=link,
-        recomputer=LayerRecomputer(),
+        recomputer=LayerRecomputer(sampler),
         backward_order=backward_order,
         buffer_keys=BufferKeys(model),
         enters_always=bool(config.checkpoint_every),
@@ -48,11 +50,16 @@ def make_engine(
 
 
 def make_lifecycle(
-    engine: OffloadEngine, found: FoundLayers, config: PyAOConfig, owner: Any = None
+    engine: OffloadEngine,
+    found: FoundLayers,
+    config: PyAOConfig,
+    owner: Any = None,
+    sampler: Sampler | None = None,
 ) -> Lifecycle:
     """Return what drives *engine* by hooks on *found*, once it is installed.
 
-    It can put layers into segments where *config* asks for that, or leaves it to policy ``auto``.
+    It can put layers into segments where *config* asks for that, or leaves it to policy ``auto``;
+    *sampler* checks what these give to backward.
     """
     make: Callable[..., Lifecycle] = Lifecycle
     is_free = config.policy == "auto" and "checkpoint_every" in Levers.free_in(config)
@@ -63,6 +70,7 @@ def make_lifecycle(
             is_nested=config.checkpoint_nested,
             saves_attention=config.save_attention,
             is_asked_for=bool(config.checkpoint_every),
+            sampler=sampler,
         )
     return make(
         engine,
@@ -87,13 +95,18 @@ def put_on_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
     return install_head_loss(model, config.head_loss)
 
 
-def put_on_mlp_tiles(model: nn.Module, found: FoundLayers, config: PyAOConfig) -> MLPTiles | None:
-    """Let the MLPs of *found* run in tiles as *config* asks; None if it asks for none."""
+def put_on_mlp_tiles(
+    model: nn.Module, found: FoundLayers, config: PyAOConfig, sampler: Sampler | None = None
+) -> MLPTiles | None:
+    """Let the MLPs of *found* run in tiles as *config* asks; None if it asks for none.
+
+    *sampler* checks the tiles that run again in backward.
+    """
     if config.mlp_tiles == "off":
         return None
     from hf_pyao.integrations.mlp_tiles import install_mlp_tiles
 
-    return install_mlp_tiles(model, found, config.mlp_tiles)
+    return install_mlp_tiles(model, found, config.mlp_tiles, sampler)
 
 
 def put_on_attention_groups(

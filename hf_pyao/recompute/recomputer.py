@@ -14,6 +14,7 @@ from hf_pyao.recompute.recipes import RecipeFinder, settle
 from hf_pyao.recompute.replay import DroppedStorage, Replay
 from hf_pyao.recompute.trace_values import Source
 from hf_pyao.recompute.tracing import Trace
+from hf_pyao.recompute.verification import Sampler
 from hf_pyao.runtime.policy import LayerRun, Policy, products_to_replay
 from hf_pyao.runtime.recomputation import Anchor, Recipe, Recomputation, Refused
 from hf_pyao.runtime.slots import Slot
@@ -24,10 +25,15 @@ from hf_pyao.transfer.watcher import CopyWatcher
 
 
 class LayerRecomputer:
-    """Traces the layers of which a policy may recompute something."""
+    """Traces the layers of which a policy may recompute something.
 
-    def __init__(self) -> None:
+    Args:
+        sampler: says in which forwards what is rebuilt is checked; None: in none.
+    """
+
+    def __init__(self, sampler: Sampler | None = None) -> None:
         self._rules = Rules()
+        self._sampler = sampler
 
     def open(
         self,
@@ -48,7 +54,7 @@ class LayerRecomputer:
         trace = None
         if reason is None:
             trace = Trace(paths, products, is_constant, self._rules, watcher)
-        return CallRecomputation(trace, reason or "", streams, watcher)
+        return CallRecomputation(trace, reason or "", streams, watcher, self._sampler)
 
 
 class CallRecomputation:
@@ -60,7 +66,9 @@ class CallRecomputation:
         reason_not_traced: str,
         streams: ComputeStreams,
         watcher: CopyWatcher | None,
+        sampler: Sampler | None = None,
     ) -> None:
+        self._sampler = sampler
         self.trace = trace
         """What it computed so far, while it runs; None if that is not seen."""
         self._reason_not_traced = reason_not_traced
@@ -157,7 +165,8 @@ class CallRecomputation:
         """Let go of *tensor*'s storage; return what stands for it."""
         settle(recipe.value)
         replay = self._replay
-        record = DroppedStorage(replay, recipe.value, call, slot, tensor, layout)
+        check = None if self._sampler is None else self._sampler.of_forward(call.tape.number)
+        record = DroppedStorage(replay, recipe.value, call, slot, tensor, layout, check)
         replay.add(record)
         stream = replay.stream_on(record.device)
         if stream is not None:

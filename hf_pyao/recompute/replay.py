@@ -16,6 +16,7 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.recompute.operations import Kind
 from hf_pyao.recompute.trace_values import Operation, Ref, Source, TensorSource, Value
 from hf_pyao.recompute.tracing import Trace
+from hf_pyao.recompute.verification import ForwardCheck
 from hf_pyao.rerun.generators import exclusive_draws
 from hf_pyao.rerun.modes import default_device, modes_of_forward
 from hf_pyao.rerun.settings import Settings, apply_settings, current_settings
@@ -38,10 +39,16 @@ class DroppedStorage(RebuiltStorage):
         slot: Slot,
         tensor: torch.Tensor,
         layout: TensorLayout,
+        check: ForwardCheck | None = None,
     ) -> None:
-        """Let go of *tensor*'s storage, which holds *value*; *replay* rebuilds it."""
+        """Let go of *tensor*'s storage, which holds *value*; *replay* rebuilds it.
+
+        *check* compares what is rebuilt with what *tensor* holds; None: nothing is compared.
+        """
         self.value = value  # first: the destructor asks for it
         self.replay = replay
+        self._check = check
+        self._noted = None if check is None else check.note(call.fqn, tensor)
         self.lingering: Lingering | None = None
         counter = tensor.detach()
         super().__init__(call, slot, value.nbytes, tensor, layout, counter)
@@ -63,7 +70,12 @@ class DroppedStorage(RebuiltStorage):
 
     def rebuild(self) -> torch.UntypedStorage:
         """Return its bytes, replaying what is needed and was not replayed yet."""
-        return self.replay.rebuild(self)
+        storage = self.replay.rebuild(self)
+        if self._noted is not None and self._check is not None:
+            now = self._check.note_again(self._noted, self.layout.view_of(storage, 0))
+            self._check.compare([self._noted], [now])
+            self._noted = None
+        return storage
 
     def forget_rebuilt(self) -> None:
         """Let go of what was rebuilt, and of what was brought back for it."""

@@ -5,9 +5,10 @@ Which layers run, and when, is in ``segments``: see [Note: Segments].
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
+from hf_pyao.recompute.verification import ForwardCheck, Noted
 from hf_pyao.rerun.values import version_of
 from hf_pyao.runtime.saved_tensor_hooks import Pack, pack_hook, pop_hooks, push_hooks
 from hf_pyao.transfer.graph_task import NO_TASK, current_graph_task
@@ -29,6 +31,11 @@ class RunsAgain(Protocol):
     @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
         """Held while a place holder is read."""
+        ...
+
+    @property
+    def check(self) -> ForwardCheck | None:
+        """Compares second runs with the first one; None in a forward that is not checked."""
         ...
 
     def name_of(self, part: Part) -> str:
@@ -56,9 +63,13 @@ class Part:
         self.place_holders: list[weakref.ref[PlaceHolder]] = []
         """For what its calls save, in order."""
         self.metas: list[Meta] = []
+        self.noted: list[Noted] = []
+        """What is known of the bits of what its calls save, where the forward is checked."""
 
-    def pack(self, segment: RunsAgain, tensor: Tensor) -> PlaceHolder:
-        """Return what stands for *tensor*, which one of its calls saves."""
+    def pack(self, segment: RunsAgain, layer: str, tensor: Tensor) -> PlaceHolder:
+        """Return what stands for *tensor*, which its call of *layer* saves."""
+        if segment.check is not None:
+            self.noted.append(segment.check.note(layer, tensor))
         place_holder = PlaceHolder(segment, self)
         place_holder.fill(tensor.detach(), NO_TASK)
         self.place_holders.append(weakref.ref(place_holder))
@@ -71,7 +82,7 @@ class Part:
         They are of its last call, which is not to run again.
         """
         refs = self.place_holders[start:]
-        del self.place_holders[start:], self.metas[start:]
+        del self.place_holders[start:], self.metas[start:], self.noted[start:]
         self.stop -= 1
         return [place_holder for ref in refs if (place_holder := ref()) is not None]
 
@@ -197,19 +208,17 @@ class AllCollectedError(Exception):
         self.collector = collector
 
 
-class Collector:
-    """Gets what the layers of *part* save as they run again, for graph task *task*.
+class Collector(abc.ABC):
+    """Gets what the layers of *part* save as they run again.
 
     Args:
         name: of its layers, for messages.
         part: has the place holders.
-        task: the backward pass that asks for them.
     """
 
-    def __init__(self, name: str, part: Part, task: int) -> None:
+    def __init__(self, name: str, part: Part) -> None:
         self._name = name
         self._part = part
-        self._task = task
         living = [index for index, ref in enumerate(part.place_holders) if ref() is not None]
         self._last = living[-1] if living else -1
         self._num_seen = 0
@@ -234,20 +243,79 @@ class Collector:
                 f"tensor {index} that it saves has {_described(meta)}; in forward it had "
                 f"{_described(before)}",
             )
-        place_holder = self._part.place_holders[index]()
-        if place_holder is not None:
-            place_holder.fill(held, self._task)
+        held = self._take(index, held)
         if index == self._last:
             raise AllCollectedError(self)
         return held
 
-    def check(self) -> None:
-        """Raise if the run has ended before all was saved that was to be."""
+    @abc.abstractmethod
+    def _take(self, index: int, held: Tensor) -> Tensor:
+        """Take over the tensor with number *index*; return what the graph is to hold."""
+
+    def end(self) -> None:
+        """End the run: raise if not all was saved that was to be."""
         if self._num_seen <= self._last:
             raise _other_tensors(
                 self._name,
                 f"it saved {self._num_seen} tensors, and in forward at least {self._last + 1}",
             )
+
+
+class Filler(Collector):
+    """Fills the place holders that live, for graph task *task*, and compares if *check* is given.
+
+    Args:
+        name: of the layers, for messages.
+        part: has the place holders.
+        task: the backward pass that asks for them.
+        check: compares the tensors with those of the first run.
+        rehearsed: what was noted of a second run before this one, by number of the tensor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        part: Part,
+        task: int,
+        check: ForwardCheck | None,
+        rehearsed: Sequence[Noted] = (),
+    ) -> None:
+        super().__init__(name, part)
+        self._task = task
+        self._check = check
+        self._rehearsed = rehearsed
+        self._noted: dict[int, Noted] = {}
+
+    def _take(self, index: int, held: Tensor) -> Tensor:
+        place_holder = self._part.place_holders[index]()
+        if place_holder is not None:
+            place_holder.fill(held, self._task)
+            if self._check is not None:
+                self._noted[index] = self._check.note_again(self._part.noted[index], held)
+        return held
+
+    def end(self) -> None:
+        """Compare what was taken."""
+        super().end()
+        if self._check is None:
+            return
+        indices, now = list(self._noted), list(self._noted.values())
+        self._check.compare([self._part.noted[index] for index in indices], now)
+        if self._rehearsed:
+            self._check.compare_second_runs([self._rehearsed[index] for index in indices], now)
+
+
+class Rehearsal(Collector):
+    """Takes the fingerprints of what a second run saves, and holds none of its tensors."""
+
+    def __init__(self, name: str, part: Part, check: ForwardCheck) -> None:
+        super().__init__(name, part)
+        self._check = check
+        self.noted: list[Noted] = []
+
+    def _take(self, index: int, held: Tensor) -> Tensor:
+        self.noted.append(self._check.note_again(self._part.noted[index], held))
+        return held.new_empty(0)  # no backward goes through this run's graph
 
 
 def for_no_one(layer: str) -> contextlib.AbstractContextManager[None]:

@@ -35,6 +35,7 @@ from hf_pyao.recompute.segment_calls import (
     objects_in,
 )
 from hf_pyao.recompute.segments import CHANGES_INPUT, FilledSegments, Segment
+from hf_pyao.recompute.verification import Sampler
 from hf_pyao.rerun.generators import ExclusiveDraws
 from hf_pyao.rerun.kinds import Kinds
 from hf_pyao.rerun.modes import reason_of_modes_and_hooks
@@ -116,6 +117,7 @@ class SegmentLifecycle(Lifecycle):
         saves_attention: what kernels of attention return is saved too.
         is_asked_for: the user asked for segments: what cannot go together with them is an error.
             Else they give way to it.
+        sampler: says in which forwards second runs are checked; None: in none.
     """
 
     def __init__(
@@ -125,9 +127,11 @@ class SegmentLifecycle(Lifecycle):
         is_nested: bool = False,
         saves_attention: bool = False,
         is_asked_for: bool = True,
+        sampler: Sampler | None = None,
         **kwargs: Any,
     ) -> None:
         self.length = length
+        self._sampler = sampler
         self.is_nested = is_nested
         self.saves_attention = saves_attention
         self._is_asked_for = is_asked_for
@@ -164,6 +168,8 @@ class SegmentLifecycle(Lifecycle):
         self.is_nested = is_nested
         self.saves_attention = saves_attention
         self._has_looked_for_sharding = False
+        if self._sampler is not None:
+            self._sampler.begin_anew()
         self.engine.enter_always(length > 0)
 
     # ---- moments -------------------------------------------------------------------------------
@@ -421,6 +427,7 @@ class SegmentLifecycle(Lifecycle):
             devices,
             self._running_again,
             is_nested=self.is_nested,
+            check=None if self._sampler is None else self._sampler.of_forward(call.tape.number),
         )
 
     def _record(

@@ -48,12 +48,15 @@ from hf_pyao.recompute.operations import Rules
 from hf_pyao.recompute.second_run import (
     AllCollectedError,
     Collector,
+    Filler,
     KeptParameter,
     Part,
     PlaceHolder,
+    Rehearsal,
     for_no_one,
 )
 from hf_pyao.recompute.segment_calls import MadeBefore, RecordedCall
+from hf_pyao.recompute.verification import ForwardCheck, Noted, may_be_unsteady
 from hf_pyao.rerun.generators import RandomState, exclusive_draws
 from hf_pyao.rerun.values import version_of
 from hf_pyao.runtime.saved_tensor import Handle
@@ -114,6 +117,7 @@ class Segment:
         devices: accelerators whose random numbers its layers may draw.
         running: entered while it runs again.
         is_nested: the tensors of one layer at a time are there; see [Note: One by one].
+        check: compares what runs again with the first run; None if this forward is not checked.
     """
 
     def __init__(
@@ -126,7 +130,9 @@ class Segment:
         running: Callable[[], contextlib.AbstractContextManager[Any]],
         *,
         is_nested: bool = False,
+        check: ForwardCheck | None = None,
     ) -> None:
+        self.check = check
         self.lock = threading.RLock()  # see [Note: Threads] in runtime/unpacking.py
         self.calls: list[RecordedCall] = []
         self.tape = first.tape
@@ -196,7 +202,7 @@ class Segment:
             self._keep_input(self._hidden)
         if self._attention is not None:
             self._attention.packed(tensor, functools.partial(self._keeper.keep, call))
-        return self._parts[-1].pack(self, tensor)
+        return self._parts[-1].pack(self, call.fqn, tensor)
 
     def _keep_input(self, hidden: Tensor) -> None:
         self._hidden = None
@@ -293,7 +299,18 @@ class Segment:
     def _fill(self, part: Part, task: int, call: LayerCall) -> None:
         """Run the layers of *part*, in the backward of *call*."""
         made = self._inputs_of(part, call)
-        collector = Collector(self.name_of(part), part, task)
+        name, check = self.name_of(part), self.check
+        rehearsed: Sequence[Noted] = ()
+        if check is not None and check.runs_twice and may_be_unsteady(self._devices):
+            rehearsal = Rehearsal(name, part, check)
+            self._run_part(part, dict(made), rehearsal, call)
+            rehearsed = rehearsal.noted
+        self._run_part(part, made, Filler(name, part, task, check, rehearsed), call)
+
+    def _run_part(
+        self, part: Part, made: dict[MadeBefore, Tensor], collector: Collector, call: LayerCall
+    ) -> None:
+        """Run the layers of *part*, which get *made*; *collector* gets what they save."""
         try:
             for index in range(part.start, part.stop):
                 layer = self.calls[index].name
@@ -302,7 +319,7 @@ class Segment:
         except AllCollectedError as end:
             if end.collector is not collector:
                 raise
-        collector.check()
+        collector.end()
 
     def _inputs_of(self, part: Part, call: LayerCall) -> dict[MadeBefore, Tensor]:
         """Return what layers before *part* made that it gets; they run again if that is gone.

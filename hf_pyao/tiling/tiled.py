@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,22 @@ from hf_pyao.tiling.endings import Ending, NeedsValuesError, SeenEnding
 from hf_pyao.tiling.surroundings import NoTensorHooks, RandomStates, without_hooks
 from hf_pyao.tiling.tile_plan import TilePlan
 from hf_pyao.tiling.weight_sums import SummedProducts, WeightSums
+
+
+class TileCheck(Protocol):
+    """Compares tensors of a second run with those of the first."""
+
+    def note(self, layer: str, tensor: Tensor) -> Any:
+        """Return what is to be known of *tensor* of *layer*, which is dropped now."""
+        ...
+
+    def note_again(self, noted: Any, tensor: Tensor) -> Any:
+        """Return the same of *tensor*, which a second run made where the first one was *noted*."""
+        ...
+
+    def compare(self, first: Sequence[Any], second: Sequence[Any]) -> None:
+        """Compare what was noted of tensors of a first run with the same of a second run."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +64,10 @@ class TiledCall:
     """Returns what else the function goes by, such as whether it trains: put back in backward."""
     ending: Ending = field(default_factory=Ending)
     """What is known of the function's end; one for all calls of it."""
+    name: str = ""
+    """Of the function, for messages of *check*."""
+    check: TileCheck | None = None
+    """Compares the tiles' outputs in backward with those of forward; None: nothing does."""
 
 
 def run_in_tiles(call: TiledCall, *inputs: Tensor) -> Tensor:
@@ -128,9 +148,10 @@ class _RunTiles(torch.autograd.Function):
         ctx.surroundings = Surroundings(devices, with_random=False)
         ctx.states = RandomStates(inputs[0])
         ctx.state = call.state()
+        ctx.noted = []
         try:
             with exclusive_draws():
-                return _run_forward(call, ctx.states, inputs)
+                return _run_forward(call, ctx.states, inputs, ctx.noted)
         finally:
             if ctx.surroundings.autocast.is_on:
                 # What autocast casts here has no graph: nobody else may find it in its cache.
@@ -172,7 +193,7 @@ def _run_backward(
                 "after backward."
             )
         trained = [weight for weight in weights if weight.requires_grad]
-        backward = _Backward(call, inputs, trained, needs, ctx.states)
+        backward = _Backward(call, inputs, trained, needs, ctx.states, ctx.noted)
         run = torch.enable_grad()(without_hooks(backward.run))
         with (
             NoTensorHooks(trained),
@@ -184,8 +205,10 @@ def _run_backward(
     return backward.results()
 
 
-def _run_forward(call: TiledCall, states: RandomStates, inputs: Sequence[Tensor]) -> Tensor:
-    """Return the function's output, of all tokens."""
+def _run_forward(
+    call: TiledCall, states: RandomStates, inputs: Sequence[Tensor], noted: list[Any]
+) -> Tensor:
+    """Return the function's output, of all tokens; *noted* gets what the call's check notes."""
     lead = inputs[0].shape[:-1]
     rows = [rows_of(tensor) for tensor in inputs]
     whole: Tensor | None = None  # no view: what comes next may write to it
@@ -195,6 +218,8 @@ def _run_forward(call: TiledCall, states: RandomStates, inputs: Sequence[Tensor]
         if whole is None:
             whole = tile.new_empty(*lead, tile.shape[-1])
         rows_of(whole)[start:stop] = tile
+        if call.check is not None:
+            noted.append(call.check.note(call.name, tile))
         del tile
     states.note()
     states.forget_if_unchanged()
@@ -222,9 +247,13 @@ class _Backward:
         trained: Sequence[Tensor],
         needs: Sequence[bool],
         states: RandomStates,
+        noted: Sequence[Any],
     ) -> None:
         self._call = call
         self._states = states
+        self._noted = noted
+        # Outputs that are compared must be there: no product is left out.
+        self._ending = call.ending if call.check is None else Ending()
         self._inputs = inputs
         self._needs = needs[: len(inputs)]
         self._weights = [
@@ -245,9 +274,11 @@ class _Backward:
         grad_rows = rows_of(grad_output)
         for index, (start, stop) in enumerate(self._call.plan.slices()):
             self._states.set(index)
-            self._run_tile(rows, grad_rows, start, stop)
+            self._run_tile(index, rows, grad_rows, start, stop)
 
-    def _run_tile(self, rows: Sequence[Tensor], grad_rows: Tensor, start: int, stop: int) -> None:
+    def _run_tile(
+        self, index: int, rows: Sequence[Tensor], grad_rows: Tensor, start: int, stop: int
+    ) -> None:
         num_lead = self._inputs[0].dim() - 1
         tiles = [
             tile_of(each, start, stop, num_lead).detach().requires_grad_(need)
@@ -259,9 +290,12 @@ class _Backward:
         if call.is_compiled:
             output = call.function(*tiles)
         else:
-            with SummedProducts(self._sums, call.ending) as products:
+            with SummedProducts(self._sums, self._ending) as products:
                 output = call.function(*tiles)
             products.check(output)
+        if call.check is not None:
+            noted = self._noted[index]
+            call.check.compare([noted], [call.check.note_again(noted, rows_of(output))])
         found = _gradients(output, grad, [*wanted, *self._weights])
         del output
         self._sums.add(found[len(wanted) :])

@@ -49,6 +49,7 @@ EXAMPLES = {
     "checkpoint_nested": True,
     "save_attention": True,
     "attention_groups": 4,
+    "verify_recompute": "always",
     "auto_micro_batch": "largest",
     "log_metrics": "all",
     "report": "report.json",
