@@ -1,4 +1,4 @@
-"""What of a card's memory a step may take, and what the rest is for, by name."""
+"""What of a card's memory may be reserved for a step, and what the rest is for, by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from hf_pyao.hardware.beside_step import Beside, blas_workspaces
 from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import GIB
-
-RESERVE = 0.04
-"""Share of a card's memory for the context and for fragmentation, which are not known."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +20,16 @@ class CardMemory:
 
     @property
     def limit_bytes(self) -> int:
-        """Most that a step may take: weights, states, activations, gradients, workspaces."""
+        """Most that may be reserved: weights, states, activations, gradients, workspaces, and what
+        fragmentation takes of it, see ``planning/step_memory.py``."""
         return max(0, self.total_bytes - sum(each.nbytes for each in self.beside))
 
     def __str__(self) -> str:
         """Say it in one line."""
         parts = ", ".join(f"{each.nbytes / 1e9:.2f} GB {each.name}" for each in self.beside)
         return (
-            f"of {self.total_bytes / 1e9:.2f} GB of the card a step may take "
-            f"{self.limit_bytes / 1e9:.2f} GB; set aside: {parts}"
+            f"of {self.total_bytes / 1e9:.2f} GB of the card {self.limit_bytes / 1e9:.2f} GB may "
+            f"be reserved for a step; set aside: {parts}"
         )
 
 
@@ -43,5 +41,5 @@ def card_memory(hardware: Hardware, kernels: KernelSettings | None = None) -> Ca
         kernels: the settings of the process on it; None: those of the card alone.
     """
     total_bytes = int(hardware.memory_gib * GIB)
-    margin = Beside(f"context and fragmentation ({RESERVE:.0%})", int(total_bytes * RESERVE))
-    return CardMemory(total_bytes, (margin, blas_workspaces(kernels or hardware.kernels)))
+    context = Beside("for the driver and the CUDA context", int(hardware.context_gib * GIB))
+    return CardMemory(total_bytes, (context, blas_workspaces(kernels or hardware.kernels)))

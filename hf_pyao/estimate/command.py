@@ -16,6 +16,7 @@ from hf_pyao.estimate.model_sizes import MODEL_SIZES
 from hf_pyao.hardware.beside_step import FUSED, IMPLEMENTATIONS
 from hf_pyao.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.hardware.speeds import GIB
+from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.text import one_line, say
 
 DESCRIPTION = """\
@@ -130,6 +131,17 @@ def training_fields_of(args: argparse.Namespace, hardware: Hardware) -> dict[str
     )
 
 
+def add_allocator_argument(group: argparse._ActionsContainer) -> None:
+    """Add the settings of PyTorch's allocator."""
+    group.add_argument(
+        "--alloc-conf",
+        default="",
+        metavar="SETTINGS",
+        help="what PYTORCH_CUDA_ALLOC_CONF is to be, such as expandable_segments:True (default: "
+        "PyTorch's default)",
+    )
+
+
 def add_card_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the card, its memory and its link; return their group."""
     card = parser.add_argument_group("what it is trained on")
@@ -137,13 +149,16 @@ def add_card_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         "--device", default="rtx4070", metavar="NAME", help="see below (default: rtx4070)"
     )
     card.add_argument(
-        "--device-memory", metavar="SIZE", help="memory of the card, such as 12GiB, if another"
+        "--device-memory",
+        metavar="SIZE",
+        help="memory of the card, such as 12GiB, if another; the CUDA context is taken off",
     )
     card.add_argument(
         "--link",
         metavar="SPEED",
         help="speed of the link in each direction, such as 25GiB/s, if another",
     )
+    add_allocator_argument(card)
     return card
 
 
@@ -215,6 +230,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         optimizer_step=args.optimizer_step,
         deterministic=args.deterministic,
         attention=args.attention,
+        allocator=AllocatorSettings.parse(args.alloc_conf),
         with_longest=not args.no_longest_sequence,
         num_processes=args.processes or min(2, os.cpu_count() or 1),
         shows_progress=not args.json and sys.stderr.isatty(),
@@ -264,6 +280,7 @@ def _step(args: argparse.Namespace, report: Any, hardware: Hardware) -> Any:
 
     options = {
         "sequence_length": args.sequence_length,
+        "allocator": AllocatorSettings.parse(args.alloc_conf),
         **training_fields_of(args, hardware),
     }
     return step_of(report, config_of(parse_model(args.model)), hardware, options, args.step_method)
@@ -313,6 +330,7 @@ def estimate_report(
     optimizer_step: str = FUSED,
     deterministic: bool = False,
     attention: str = "flash",
+    allocator: AllocatorSettings | None = None,
     with_longest: bool = True,
     num_processes: int = 1,
     shows_progress: bool = False,
@@ -330,6 +348,7 @@ def estimate_report(
         optimizer_step: one of :data:`~hf_pyao.hardware.beside_step.IMPLEMENTATIONS`.
         deterministic: whether kernels run in torch's deterministic mode.
         attention: one of :data:`ATTENTIONS`.
+        allocator: settings of PyTorch's allocator; None: its default.
         with_longest: look for the longest sequences too.
         num_processes: how many work at it.
         shows_progress: draw a bar to stderr.
@@ -367,7 +386,7 @@ def estimate_report(
     jobs = all_jobs(
         config=config,
         hardware=hardware,
-        options={"sequence_length": sequence_length, **fields},
+        options={"sequence_length": sequence_length, "allocator": allocator, **fields},
         micro_batch=micro_batch,
         with_longest=with_longest,
     )
@@ -389,6 +408,7 @@ def estimate_report(
             "optimizer_step": optimizer_step,
             "deterministic": deterministic,
             "attention": attention,
+            "alloc_conf": str(allocator or ""),
             "num_recorded_steps": num_recordings,
         },
         hardware=dataclasses.asdict(hardware),

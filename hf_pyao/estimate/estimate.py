@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
@@ -25,6 +25,7 @@ from hf_pyao.integrations.quiet import quiet
 from hf_pyao.levers import NO_LEVERS, Levers, or_refuse
 from hf_pyao.planning.activation_throughput import by_pack_intervals
 from hf_pyao.planning.budget import OffloadBudget, leaving
+from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.lever_choice import ChosenLevers, LeverChoice, LeverRoom
 from hf_pyao.planning.peak_cause import largest_workspace, peak_cause
@@ -34,6 +35,7 @@ from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
+from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import FORWARD, StepProgram
 from hf_pyao.report.estimate_report import EstimateRow
@@ -55,6 +57,9 @@ ASSUMPTIONS = (
     "from the end of the operation that makes it until its last tensor is gone",
     "what kernels allocate inside is counted while they run, as their sources have it "
     "(hf_pyao/hardware/attention_workspaces.py and kernel_workspaces.py)",
+    "a step fits if PyTorch's caching allocator serves it from the card's memory less the CUDA "
+    "context (context_gib): its rules are replayed over three steps, with copies as late as can "
+    "be; memory that others take on the same card is not counted",
     "autograd adds gradients out of place, so that the count is on the high side",
 )
 
@@ -115,6 +120,8 @@ class PredictedWay:
     """On the card and its link."""
     late: Prediction
     """With copies as late as can be: its peak holds for every link."""
+    memory: StepMemory
+    """What the allocator reserves for it."""
     flagged: tuple[str, ...]
     """What PyAO's rule recomputes."""
 
@@ -141,6 +148,7 @@ class Estimator:
             :class:`~hf_pyao.estimate.fake_step.FakeTraining`.
         sequence_length: tokens of each sample.
         window: ``PyAOConfig.window``.
+        allocator: settings of PyTorch's allocator; None: its default.
         more: further fields of :class:`~hf_pyao.estimate.fake_step.FakeTraining`.
     """
 
@@ -152,8 +160,10 @@ class Estimator:
         training_state: str = "host",
         sequence_length: int = 512,
         window: int | str = PyAOConfig.window,
+        allocator: AllocatorSettings | None = None,
         **more: Any,
     ) -> None:
+        self.allocator = allocator or AllocatorSettings()
         self.config = config
         self.hardware = hardware
         self.sequence_length = sequence_length
@@ -161,9 +171,9 @@ class Estimator:
         self.window_bytes = None if isinstance(window, str) else window
         self.num_recordings = 0
         kernels = more.setdefault("kernels", hardware.kernels)
-        self.memory = card_memory(hardware, kernels)
-        """What of the card a step may take, and what the rest is for."""
-        self.limit_bytes = self.memory.limit_bytes
+        self.card_memory = card_memory(hardware, kernels)
+        """What of the card may be reserved for a step, and what the rest is for."""
+        self.limit_bytes = self.card_memory.limit_bytes
         self._training = FakeTraining(config=config, training_state=training_state, **more)
         self._recorded: dict[tuple[_Family, int, int], StepProgram] = {}
         self._lines: dict[tuple[_Family, str, int], Callable[[int], StepProgram] | None] = {}
@@ -192,14 +202,12 @@ class Estimator:
         Raises:
             ConfigError: the model has no head that the chunked loss understands.
         """
-        family = self._family(way, head_loss)
         length = self.sequence_length
-
-        def peak_at(size: int) -> int:
-            return self._needed(way, self.program(family, size, length))
-
-        search = largest_fitting if family.levers.scales else largest_on_a_line
-        largest = search(peak_at, self.limit_bytes)
+        largest = self.largest_micro_batch(way, head_loss, self.allocator)
+        growing = None
+        if not self.allocator.expandable_segments:
+            expandable = replace(self.allocator, expandable_segments=True)
+            growing = self.largest_micro_batch(way, head_loss, expandable, at_least=largest)
         shown = micro_batch or max(largest, 1)
         predicted = self.predicted(way, head_loss, shown)
         prediction, late = predicted.timed, predicted.late
@@ -213,11 +221,13 @@ class Estimator:
         return EstimateRow(
             method=way.name_with(head_loss),
             largest_micro_batch=largest,
+            largest_with_expandable_segments=growing,
             longest_sequence=longest,
             is_length_limited_by_positions=longest is not None and longest == self.most_length,
             micro_batch=shown,
-            fits=max(late.peak_bytes, later_bytes) <= self.limit_bytes,
+            fits=predicted.memory.fits(self.limit_bytes) and later_bytes <= self.limit_bytes,
             peak_bytes=late.peak_bytes,
+            reserved_bytes=predicted.memory.reserved_within(self.limit_bytes),
             peak_phase=cause.phase,
             peak_where=cause.where,
             peak_tensor=cause.tensor,
@@ -236,6 +246,34 @@ class Estimator:
             recomputed_modules=list(predicted.flagged),
         )
 
+    def largest_micro_batch(
+        self,
+        way: Way,
+        head_loss: str,
+        allocator: AllocatorSettings,
+        *,
+        at_least: int = 0,
+    ) -> int:
+        """Return the most samples that fit; 0 if not even one does.
+
+        Args:
+            way: how it is trained.
+            head_loss: ``PyAOConfig.head_loss``.
+            allocator: settings of PyTorch's allocator.
+            at_least: samples that are known to fit.
+
+        Raises:
+            ConfigError: the model has no head that the chunked loss understands.
+        """
+        family = self._family(way, head_loss)
+
+        def needed_at(size: int) -> int:
+            program = self.program(family, size, self.sequence_length)
+            return self._needed(way, program, allocator)
+
+        search = largest_fitting if family.levers.scales else largest_on_a_line
+        return max(at_least, search(needed_at, self.limit_bytes))
+
     def predicted(self, way: Way, head_loss: str, micro_batch: int) -> PredictedWay:
         """Predict one step.
 
@@ -251,13 +289,10 @@ class Estimator:
         program = self._record(family, micro_batch, self.sequence_length)
         if way.is_auto:
             chosen = self._chosen(program, family, micro_batch).candidate
-            return PredictedWay(chosen.step.program, chosen.timed, chosen.late, ())
-        return PredictedWay(
-            program,
-            self._predict(way, program, timed=True),
-            self._predict(way, program),
-            self.flagged() if way.is_pyao else (),
-        )
+            return PredictedWay(chosen.step.program, chosen.timed, chosen.late, chosen.memory, ())
+        timed, late = self._predict(way, program, timed=True), self._predict(way, program)
+        memory = StepMemory(program, late, timed, self.allocator)
+        return PredictedWay(program, timed, late, memory, self.flagged() if way.is_pyao else ())
 
     def _family(self, way: Way, head_loss: str) -> _Family:
         follows_rule = way.is_pyao and bool(self.rule_plan().slots)
@@ -331,13 +366,27 @@ class Estimator:
         most = (self.most_length or LONGEST) // LENGTH_STEP
         line = self._line(family, "length", 1) if most >= 3 else None
 
-        def peak_at(multiple: int) -> int:
+        def needed_at(multiple: int) -> int:
             length = multiple * LENGTH_STEP
             program = self._record(family, 1, length) if line is None else line(length)
-            return self._needed(way, program)
+            return self._needed(way, program, self.allocator)
 
         search = largest_fitting if line is not None else largest_on_a_line
-        return search(peak_at, self.limit_bytes, most=max(most, 1)) * LENGTH_STEP
+        return search(needed_at, self.limit_bytes, most=max(most, 1)) * LENGTH_STEP
+
+    def _memory(self, way: Way, program: StepProgram, allocator: AllocatorSettings) -> StepMemory:
+        """Return what *program* makes the allocator reserve."""
+        if way.is_auto:  # what fits: without solving anything
+            plans = sorted(
+                self._planner(program, NO_LEVERS, allocator).simple().values(),
+                key=lambda each: each.peak_bytes,
+            )
+            fitting = (each for each in plans if each.memory.fits(self.limit_bytes))
+            return next(fitting, plans[0]).memory
+        late = self._predict(way, program)
+        if late.peak_bytes > self.limit_bytes:  # it does not fit, whatever is reserved
+            return StepMemory(program, late, None, allocator)
+        return StepMemory(program, late, self._predict(way, program, timed=True), allocator)
 
     # ---- plans ---------------------------------------------------------------------------------
 
@@ -353,20 +402,20 @@ class Estimator:
         room = LeverRoom(segments=True, nested=True, attention=True, groups=True)
         return LeverChoice(family.levers, configured, planner_with, room).best(self.limit_bytes)
 
-    def _planner(self, program: StepProgram, levers: Levers) -> Planner:
+    def _planner(
+        self, program: StepProgram, levers: Levers, allocator: AllocatorSettings | None = None
+    ) -> Planner:
         conditions = Conditions(
             link=self.hardware.link,
             window_bytes=self.window_bytes,
             min_bytes=int(PyAOConfig().min_bytes),
             keep_last_layers=levers.kept_layers(program.num_layers, PyAOConfig.keep_last_layers),
+            allocator=allocator or self.allocator,
         )
         times_ms = operation_times_ms(program, self.hardware.device)
         return Planner(program, times_ms, conditions)
 
     def _predict(self, way: Way, program: StepProgram, *, timed: bool = False) -> Prediction:
-        if way.is_auto:  # what fits: without solving anything
-            simple = self._planner(program, NO_LEVERS).simple().values()
-            return min(simple, key=lambda each: each.peak_bytes).late
         return predict(
             program,
             self.leaves(way, program),
@@ -375,10 +424,10 @@ class Estimator:
             link=self.hardware.link if timed else None,
         )
 
-    def _needed(self, way: Way, program: StepProgram) -> int:
-        """Return the most bytes on the device over a step, the optimizer's included."""
-        peak_bytes = self._predict(way, program).peak_bytes
-        return max(peak_bytes, self._training.optimizer_step_bytes(program))
+    def _needed(self, way: Way, program: StepProgram, allocator: AllocatorSettings) -> int:
+        """Return what a step needs of the device, the optimizer's part included."""
+        needed_bytes = self._memory(way, program, allocator).needed_within(self.limit_bytes)
+        return max(needed_bytes, self._training.optimizer_step_bytes(program))
 
     def leaves(self, way: Way, program: StepProgram) -> list[bool]:
         """Return which slots of *program* are offloaded."""

@@ -365,6 +365,7 @@ def _best(
     args: argparse.Namespace, hardware: Hardware, training: FakeTraining, limit_bytes: int
 ) -> Callable[..., Any]:
     """Return what finds the best plan for a step."""
+    from hf_pyao.planning.caching_allocator import AllocatorSettings
     from hf_pyao.planning.plan_request import PlanRequest
     from hf_pyao.planning.predict import operation_times_ms
     from hf_pyao.planning.sized_steps import best_plan, gradients_held
@@ -373,7 +374,11 @@ def _best(
     host_bytes = float("inf")
     if args.host_memory is not None:
         host_bytes = float(Size().check("--host-memory", args.host_memory))
-    request = PlanRequest.of_config(lever_config_of(args), host_limit_bytes=host_bytes)
+    request = PlanRequest.of_config(
+        lever_config_of(args),
+        host_limit_bytes=host_bytes,
+        allocator=AllocatorSettings.parse(args.alloc_conf),
+    )
     device = hardware.device
 
     def best(step_with: Callable[[Levers], Any], *, is_accumulating: bool) -> Any:

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.command import add_training_arguments, given_training
+from hf_pyao.estimate.command import (
+    add_allocator_argument,
+    add_training_arguments,
+    given_training,
+)
 from hf_pyao.estimate.lever_arguments import (
     add_lever_arguments,
     given_levers,
@@ -59,8 +63,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--device-memory",
         metavar="SIZE",
-        help="what tensors may take, as 11GiB (default: the device's, less a margin)",
+        help="what may be reserved for tensors, as 11GiB (default: the device's memory less the "
+        "CUDA context)",
     )
+    add_allocator_argument(parser)
     add("--host-memory", metavar="SIZE", help="most on the host, as 32GiB (default: no bound)")
     add(
         "--device",
@@ -137,6 +143,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.estimate.command import link_gib_per_s
     from hf_pyao.hardware.presets import find_hardware
     from hf_pyao.planning.auto_plan import plan_of_choice
+    from hf_pyao.planning.caching_allocator import AllocatorSettings
     from hf_pyao.planning.lever_choice import LeverRoom
     from hf_pyao.planning.plan_request import PlanRequest
     from hf_pyao.planning.planner import NoPlanFitsError
@@ -167,7 +174,9 @@ def _plan(args: argparse.Namespace) -> Plan:
     training = None if is_profile else _training_of(args)
     profile = _read_profile(args) if training is None else _predicted_profile(args, training)
     config = _config_for(args, profile)
-    request = PlanRequest.of_config(config, host_limit_bytes=host)
+    request = PlanRequest.of_config(
+        config, host_limit_bytes=host, allocator=AllocatorSettings.parse(args.alloc_conf)
+    )
     if training is None:
         room = LeverRoom(why_no_segments="a profile holds the one step that was measured")
         request = dataclasses.replace(request, room=room)

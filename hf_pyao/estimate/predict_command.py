@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
+from hf_pyao.estimate.command import add_allocator_argument
 from hf_pyao.text import echo, one_line, say
 
 DESCRIPTION = """\
@@ -38,7 +39,13 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="NAME", help="another device, as for pyao estimate, in place of times"
     )
-    parser.add_argument("--device-memory", metavar="SIZE", help="memory of the device, as 12GiB")
+    parser.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="what may be reserved for tensors, as 11GiB (default: the memory of --device less the "
+        "CUDA context)",
+    )
+    add_allocator_argument(parser)
     parser.add_argument(
         "--link", metavar="SPEED", help="speed of the link in each direction, as 25GiB/s"
     )
@@ -73,9 +80,11 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> Any:
+    from hf_pyao.estimate.card_memory import card_memory
     from hf_pyao.estimate.command import link_gib_per_s
     from hf_pyao.hardware.presets import find_hardware
-    from hf_pyao.hardware.speeds import GIB, LinkModel
+    from hf_pyao.hardware.speeds import LinkModel
+    from hf_pyao.planning.caching_allocator import AllocatorSettings
     from hf_pyao.planning.forecast import Forecast
     from hf_pyao.planning.plan import Plan
     from hf_pyao.planning.predicted_plans import prediction_of
@@ -94,7 +103,7 @@ def _report(args: argparse.Namespace) -> Any:
     if args.link is not None:
         speed = link_gib_per_s(args.link)
         link = LinkModel(d2h_gib_per_s=speed, h2d_gib_per_s=speed)
-    limit_bytes = None if hardware is None else int(hardware.memory_gib * GIB)
+    limit_bytes = None if hardware is None else card_memory(hardware).limit_bytes
     if args.device_memory is not None:
         limit_bytes = int(Size().check("--device-memory", args.device_memory))
     window = PyAOConfig.from_dict({"window": _number_or_text(args.window)}).window
@@ -104,6 +113,7 @@ def _report(args: argparse.Namespace) -> Any:
         link=link,
         window_bytes=None if isinstance(window, str) else window,
         kernels=None if hardware is None else hardware.kernels,
+        allocator=AllocatorSettings.parse(args.alloc_conf),
     )
     plans = {str(path): Plan.from_json_file(path) for path in args.plan}
     return prediction_of(

@@ -18,7 +18,9 @@ from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import GIB
 from hf_pyao.levers import Levers
 from hf_pyao.planning.budget import OffloadBudget, leaving
+from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.predict import predict
+from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.planning.sweep import Budgets, with_points
 from hf_pyao.report.bench_report import OK, OUT_OF_MEMORY
@@ -187,19 +189,21 @@ def _predict(
     timed = predict(
         program, leaves, window_bytes=window_bytes, device=hardware.device, link=hardware.link
     )
-    bound_bytes = predict(program, leaves, window_bytes=window_bytes).peak_bytes
+    late = predict(program, leaves, window_bytes=window_bytes)
+    memory = StepMemory(program, late, timed, AllocatorSettings())
     limit_bytes = card_memory(hardware).limit_bytes
-    fits = bound_bytes <= limit_bytes
+    fits = memory.fits(limit_bytes)
+    reserved_bytes = memory.reserved_within(limit_bytes)
     return SweepPoint(
         budget=budget,
         position=position,
         status=OK if fits else OUT_OF_MEMORY,
         reason=""
         if fits
-        else f"the peak may be {bound_bytes / GIB:.2f} GiB, and {limit_bytes / GIB:.2f} GiB of "
-        f"{hardware.name} can be used",
+        else f"the allocator may reserve {reserved_bytes / GIB:.2f} GiB, and "
+        f"{limit_bytes / GIB:.2f} GiB of {hardware.name} can be used",
         memory_bytes=timed.peak_bytes,
-        bound_bytes=bound_bytes,
+        bound_bytes=late.peak_bytes,
         host_bytes=timed.host_peak_bytes,
         offloaded_bytes=timed.offloaded_bytes,
         step_ms=timed.step_ms,

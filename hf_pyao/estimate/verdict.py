@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_pyao.hardware.presets import Hardware
+from hf_pyao.planning.caching_allocator import EXPANDABLE_SEGMENTS
 from hf_pyao.report.estimate_report import EstimateRow
 
 CHUNKED = " + chunked loss"
@@ -19,13 +20,19 @@ def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: in
         least = best
         return (
             f"Nothing fits into {hardware.memory_gib:g} GiB at {sequence_length} tokens: the least "
-            f"is {least.peak_bytes / 1e9:.1f} GB with {least.method}, set by "
+            f"that is allocated is {least.peak_bytes / 1e9:.1f} GB with {least.method}, set by "
             f"{least.peak_tensor}. Take shorter sequences, LoRA, or a larger card."
         )
     words = [
         f"Fastest: {best.method}, {best.tokens_per_s:,.0f} tokens/s at micro-batch "
         f"{best.micro_batch}."
     ]
+    grown = best.largest_with_expandable_segments
+    if grown is not None and grown > best.largest_micro_batch:
+        words.append(
+            f"Its largest micro-batch is {grown} with {EXPANDABLE_SEGMENTS} instead of "
+            f"{best.largest_micro_batch}."
+        )
     for kind, name in (("", "without the chunked loss"), (CHUNKED, "with it")):
         plain = {row.method.removesuffix(kind): row for row in fitting if _kind(row) == kind}
         checkpointing, offloading = plain.get("checkpointing"), plain.get("policy all")

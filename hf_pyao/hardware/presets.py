@@ -10,6 +10,26 @@ Numbers of streaming multiprocessors are those of NVIDIA's data sheets and white
 GA107, GA100: Ampere; AD102, AD104: Ada; GH100: Hopper; GB202: Blackwell), and compute units of
 AMD's; compute capabilities are those of NVIDIA's page "CUDA GPUs". What attention allocates inside
 depends on both (``attention_workspaces``).
+
+What of a card's memory no tensor can have, ``context_gib``, is what the driver keeps (the memory
+that is sold less the "total capacity" of PyTorch's out-of-memory messages) and the CUDA context of
+one process (memory "in use" less what is allocated and reserved in such a message). Both are from
+messages that users have posted:
+
+========  =========================================================  ========  =======
+card      posted in                                                  capacity  context
+========  =========================================================  ========  =======
+rtx4070   GitHub, Kwai-Kolors/Kolors, issue 11 (a 4070 Ti)           11.70      0.33
+rtx4090   GitHub, 3DTopia/Phidias-Diffusion, issue 8                 23.64      0.49
+rtx5090   GitHub, Wan-Video/Wan2.1, issue 465                        31.37      0.58
+a100      GitHub, lianqi1008/Control-GIC, issue 6                    79.14      0.49
+h100      GitHub, Tianhao-Qi/Mask2DiT, issue 4 (card not named)      79.33      0.50
+========  =========================================================  ========  =======
+
+PyTorch's developers name 300 to 400 MB for a context since CUDA 11.7 loads kernels when they first
+run (GitHub, pytorch/pytorch, issues 107667 and 109888). For cards that are not in the table 0.65
+GiB are taken in all. The memory of the H200 is its capacity; 0.65 GiB is the largest context that
+was seen. ``pyao doctor`` says what it is on a card that is there.
 """
 
 from __future__ import annotations
@@ -25,6 +45,8 @@ from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
 
 COMPUTE_SHARE = 0.85
 MEMORY_SHARE = 0.80
+CONTEXT_GIB = 0.65
+"""What no tensor can have of a card of which nothing was measured."""
 PCIE_3_X8_GIB_PER_S = 6.25e9 / GIB
 PCIE_4_GIB_PER_S = 25e9 / GIB
 PCIE_5_GIB_PER_S = 50e9 / GIB
@@ -39,6 +61,8 @@ class Hardware:
     link: LinkModel
     memory_gib: float
     """Memory of the device."""
+    context_gib: float = 0.0
+    """What of it no tensor can have: the driver's part, and the context of one process."""
     source: str
     """Where the speeds are from."""
     num_multiprocessors: int = 0
@@ -50,11 +74,16 @@ class Hardware:
         """Check the memory.
 
         Raises:
-            ConfigError: it is not positive.
+            ConfigError: it is not positive, or the context takes all of it.
         """
         if not self.memory_gib > 0:
             raise ConfigError(
                 f"memory_gib is {self.memory_gib}; expected a positive number of GiB."
+            )
+        if not 0 <= self.context_gib < self.memory_gib:
+            raise ConfigError(
+                f"context_gib is {self.context_gib}; expected 0 or more, and less than the "
+                f"{self.memory_gib:g} GiB of the device."
             )
 
     @property
@@ -79,6 +108,7 @@ def _card(
     source: str,
     num_multiprocessors: int,
     capability: int,
+    context_gib: float = CONTEXT_GIB,
     tflop_per_s: float | None = None,
 ) -> Hardware:
     return Hardware(
@@ -91,6 +121,7 @@ def _card(
             d2h_gib_per_s=link_gib_per_s, h2d_gib_per_s=link_gib_per_s, copy_engines=copy_engines
         ),
         memory_gib=memory_gib,
+        context_gib=context_gib,
         source=source,
         num_multiprocessors=num_multiprocessors,
         capability=capability,
@@ -137,6 +168,7 @@ _CARDS = (
         sheet_tflop_per_s=165.2,
         sheet_gb_per_s=1008,
         memory_gib=24,
+        context_gib=0.85,
         link_gib_per_s=PCIE_4_GIB_PER_S,
         copy_engines=1,
         num_multiprocessors=128,
@@ -148,6 +180,7 @@ _CARDS = (
         sheet_tflop_per_s=209.5,
         sheet_gb_per_s=1792,
         memory_gib=32,
+        context_gib=1.2,
         link_gib_per_s=PCIE_5_GIB_PER_S,
         copy_engines=1,
         num_multiprocessors=170,
@@ -159,6 +192,7 @@ _CARDS = (
         sheet_tflop_per_s=312,
         sheet_gb_per_s=2039,
         memory_gib=80,
+        context_gib=1.35,
         link_gib_per_s=PCIE_4_GIB_PER_S,
         copy_engines=2,
         num_multiprocessors=108,
@@ -171,6 +205,7 @@ _CARDS = (
         tflop_per_s=670,
         sheet_gb_per_s=3350,
         memory_gib=80,
+        context_gib=1.2,
         link_gib_per_s=PCIE_5_GIB_PER_S,
         copy_engines=2,
         num_multiprocessors=132,
@@ -182,7 +217,7 @@ _CARDS = (
         sheet_tflop_per_s=989,
         tflop_per_s=670,
         sheet_gb_per_s=4800,
-        memory_gib=139,
+        memory_gib=139.8,
         link_gib_per_s=PCIE_5_GIB_PER_S,
         copy_engines=2,
         num_multiprocessors=132,

@@ -33,7 +33,7 @@ GAIN = 1.01
 times turned out otherwise than predicted."""
 
 TIGHTER = 0.92
-"""Share of the peak that is planned for after the device ran out of memory all the same."""
+"""Share of what the plan needs that is planned for after the device ran out of memory with it."""
 
 AFTER_RUNNING_OUT = "what the device was planned to hold since it ran out of memory"
 
@@ -119,7 +119,7 @@ class PlanMaker:
     def fallback(self) -> Candidate | None:
         """Offloading everything of the step as configured, if that fits and is not followed."""
         found = None if self._choice is None else self._choice.configured.simple().get(OFFLOAD_ALL)
-        if found is None or found.peak_bytes > self._limit_bytes:
+        if found is None or not found.memory.fits(self._limit_bytes):
             return None
         is_it = self.chosen is not None and self.chosen.name == OFFLOAD_ALL
         is_followed = is_it and self.levers == self._request.levers
@@ -260,13 +260,15 @@ class PlanMaker:
         choice, chosen = self._choice, self.chosen
         if choice is None or chosen is None:
             return None
-        limit_bytes = TIGHTER * chosen.peak_bytes
+        before_bytes = chosen.memory.needed_bytes
+        limit_bytes = TIGHTER * before_bytes
         found = choice.best(limit_bytes)
         if not found.fits:
             # Whatever is tighter at all, of all settings that were looked at just now.
-            if found.candidate.peak_bytes >= chosen.peak_bytes:
+            least_bytes = found.candidate.memory.needed_bytes
+            if least_bytes >= before_bytes:
                 return None
-            limit_bytes = found.candidate.peak_bytes
+            limit_bytes = least_bytes
             found = choice.best(limit_bytes)
         self._limit_bytes = self._most_bytes = limit_bytes
         self._before = None

@@ -30,6 +30,7 @@ from hf_pyao.integrations.auto_correction import LEAST_TIMED, beside
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
 from hf_pyao.integrations.auto_phases import Phase, Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
+from hf_pyao.integrations.device_limit import allocator_settings
 from hf_pyao.integrations.lever_recording import LeverRecorder, num_hooks_in, room_for
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
@@ -88,6 +89,7 @@ class AutoPolicy:
             recomputed_paths=recomputed_paths,
             host_limit_bytes=pool.capacity_bytes or math.inf,
             is_link_shared=is_link_shared,
+            allocator=allocator_settings(device),
         )
         self._switch = switch
         self._files = PlanFiles(config, device, check_plan)

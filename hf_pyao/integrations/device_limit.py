@@ -1,21 +1,28 @@
-"""How many bytes of tensors a device may hold: what is given, or what it has free."""
+"""How many bytes may be reserved on a device for tensors: what is given, or what it has free."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.errors import ConfigError
 from hf_pyao.metrics import format_bytes
+from hf_pyao.planning.caching_allocator import AllocatorSettings
 
-MARGIN = 0.04
-"""Share of what is free that is left alone: workspaces, fragmentation."""
+MARGIN = 0.01
+"""Share of what is free that is left alone: modules that the CUDA context loads when a kernel first
+runs. What the allocator loses to fragmentation is replayed, see ``planning/step_memory.py``."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where a process's allocator settings are read from, the first that is set."""
 
 
 class DeviceLimit(NamedTuple):
-    """Most bytes of tensors on a device."""
+    """Most bytes that may be reserved for tensors on a device."""
 
     nbytes: int
     """For the process's tensors in all."""
@@ -32,7 +39,8 @@ def device_limit(
 
     Args:
         device: where the model is.
-        device_memory_gib: what is given, in GiB; None: what is free, less :data:`MARGIN`.
+        device_memory_gib: what is given, in GiB; None: what is free or reserved already, less
+            :data:`MARGIN`. The CUDA context is there by then, and not a part of it.
         label: how messages call what is given.
     """
     allocated = _allocated_bytes(device)
@@ -46,6 +54,26 @@ def device_limit(
     reserved = torch.cuda.memory_reserved(device)
     nbytes = int((free + reserved) * (1 - MARGIN))
     return DeviceLimit(nbytes, allocated, f"{format_bytes(nbytes)} free on {device}")
+
+
+def allocator_settings(device: torch.device) -> AllocatorSettings | None:
+    """Return the settings of *device*'s caching allocator; None if it has none that is known.
+
+    Accelerators other than CUDA are taken to follow the same rules, as torch's allocator for XPU
+    does. On a CPU nothing is reserved, and CUDA's ``cudaMallocAsync`` backend has other rules.
+    """
+    if device.type in ("cpu", "mps", "meta"):
+        return None
+    if device.type == "cuda" and torch.cuda.get_allocator_backend() != "native":
+        return None
+    known = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    text = known() if known is not None else ""
+    if not text:
+        text = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
+    try:
+        return AllocatorSettings.parse(text)
+    except ConfigError:  # torch has taken it, and knows settings that are not replayed
+        return AllocatorSettings()
 
 
 def why_unlimited(device: torch.device, config: PyAOConfig) -> str:

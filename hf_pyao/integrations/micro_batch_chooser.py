@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.errors import ConfigError
-from hf_pyao.integrations.device_limit import beside_bytes, device_limit
+from hf_pyao.integrations.device_limit import allocator_settings, beside_bytes, device_limit
 from hf_pyao.integrations.device_speeds import hardware_of
 from hf_pyao.integrations.lever_recording import room_for
 from hf_pyao.integrations.micro_batch_checks import SETTING
@@ -193,6 +193,7 @@ class MicroBatchChooser:
             config,
             recomputed_paths=recomputed_paths(config, find_layers(self._model, config.layers)),
             host_limit_bytes=share_bytes,
+            allocator=allocator_settings(self._device),
         )
         return dataclasses.replace(request, room=room_for(config, self._model))
 
@@ -289,7 +290,7 @@ class MicroBatchChooser:
         """Say whether offloading everything would not fit."""
         chosen = self._found[size].chosen
         everything = None if chosen is None else chosen.configured.simple().get(OFFLOAD_ALL)
-        return everything is not None and everything.peak_bytes > limit_bytes
+        return everything is not None and not everything.memory.fits(limit_bytes)
 
     def _chosen(
         self, size: int, choice: SizeChoice, limit_bytes: float, tried: str, failed: Sequence[int]

@@ -15,6 +15,7 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.device_limit import device_limit
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.metrics import format_bytes
+from hf_pyao.planning.auto_plan import needed_bytes
 from hf_pyao.planning.plan import Plan, PlanError
 from hf_pyao.planning.plan_levers import levers_of_plan
 from hf_pyao.text import echo
@@ -99,9 +100,9 @@ class PlanFiles:
         """Return *plan* unless there is less memory than it was made for, and than it needs."""
         given = self._config.device_memory_gib
         limit = device_limit(self._device, given, self._config.label("device_memory_gib"))
-        figures = plan.figures
-        needed = figures.get("peak_bytes", 0.0) + figures.get("beside_bytes", 0.0)
-        if limit is None or needed <= limit.nbytes or figures.get("limit_bytes", 0) <= limit.nbytes:
+        needed = needed_bytes(plan)
+        planned_for = plan.figures.get("limit_bytes", 0)
+        if limit is None or needed <= limit.nbytes or planned_for <= limit.nbytes:
             return plan
         logger.warning(
             "%s is made anew: it needs %s on the device, and there is less now (%s).",

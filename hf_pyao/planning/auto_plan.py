@@ -145,6 +145,7 @@ def _figures(
         "stall_forward_ms": timed.stall_forward_ms,
         "stall_backward_ms": timed.stall_backward_ms,
         "peak_bytes": float(chosen.peak_bytes),
+        "needed_bytes": float(chosen.memory.needed_within(limit_bytes or math.inf)),
         "host_bytes": float(chosen.host_bytes),
         "offloaded_bytes": float(timed.offloaded_bytes),
         "keep_last_layers": float(chosen.keep_last_layers),
@@ -165,7 +166,7 @@ class _Reasons:
 
     def __init__(self, planner: Planner, chosen: Candidate, limit_bytes: float | None) -> None:
         self._planner = planner
-        self._fits = limit_bytes is None or chosen.peak_bytes <= limit_bytes
+        self._fits = limit_bytes is None or chosen.memory.fits(limit_bytes)
         self._chosen = chosen
         self._link = planner.conditions.link
         program = planner.program
@@ -206,6 +207,13 @@ class _Reasons:
         return f"there is room for {size} of {len(layers)} layers"
 
 
+def needed_bytes(plan: Plan) -> float:
+    """Return what *plan* needs of the device, other tensors' memory included; 0 if unknown."""
+    figures = plan.figures
+    own = figures.get("needed_bytes", figures.get("peak_bytes", 0.0))
+    return own + figures.get("beside_bytes", 0.0)
+
+
 def described_levers(plan: Plan) -> str:
     """Say in words what changes the step itself; empty if nothing does, or it is not known."""
     levers = {name: value for name, value in plan.levers.items() if value is not None}
@@ -221,8 +229,7 @@ def describe(plan: Plan) -> str:
     figures = plan.figures
     every = plan.levers.get("checkpoint_every")
     if not set(counts) - {KEEP} and plan.otherwise == KEEP and not every:
-        needed = figures.get("peak_bytes", 0.0) + figures.get("beside_bytes", 0.0)
-        if needed > figures.get("limit_bytes", math.inf):
+        if needed_bytes(plan) > figures.get("limit_bytes", math.inf):
             return "it offloads nothing, since no plan has a lower peak"
         return "it offloads nothing, since everything fits"
     name = plan.source.removeprefix(SOURCE).removeprefix(": ")

@@ -13,11 +13,17 @@ Nothing is allocated. An event takes a few microseconds.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from hf_pyao.errors import PyAOError
+from hf_pyao.errors import ConfigError, PyAOError
+from hf_pyao.text import echo
+
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""What a user sets where fragmentation costs memory."""
 
 MIB = 2**20
 MIN_BLOCK_BYTES = 512
@@ -50,6 +56,53 @@ class AllocatorSettings:
     """``max_split_size_mb``: larger blocks are not split."""
     max_non_split_rounding_bytes: int = LARGE_BUFFER_BYTES
     """``max_non_split_rounding_mb``: by how much such a block may exceed the request it serves."""
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorSettings:
+        """Read what ``PYTORCH_CUDA_ALLOC_CONF`` holds, such as ``expandable_segments:True``.
+
+        Settings that do not change which memory is reserved, or are not replayed, are passed over.
+
+        Raises:
+            ConfigError: *text* is no list of ``name:value``, or a value is none.
+        """
+        values: dict[str, Any] = {}
+        for name, value in _SETTING.findall(text):
+            if name == "expandable_segments":
+                if value not in ("True", "False"):
+                    raise _bad_setting(name, value, "True or False")
+                values[name] = value == "True"
+            elif name in _SIZES:
+                if not value.isdigit():
+                    raise _bad_setting(name, value, "a whole number of MiB")
+                values[_SIZES[name]] = int(value) * MIB
+        if text.strip() and not _SETTING.search(text):
+            raise ConfigError(
+                f"{echo(text)} are no settings of PyTorch's allocator; expected name:value, such "
+                "as expandable_segments:True."
+            )
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """Return them as ``PYTORCH_CUDA_ALLOC_CONF`` has them; empty for the default."""
+        found = ["expandable_segments:True"] if self.expandable_segments else []
+        default = AllocatorSettings()
+        for name, field in _SIZES.items():
+            if getattr(self, field) != getattr(default, field):
+                found.append(f"{name}:{getattr(self, field) // MIB}")
+        return ",".join(found)
+
+
+_SIZES = {
+    "max_split_size_mb": "max_split_bytes",
+    "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
+}
+
+_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\s]+)")
+
+
+def _bad_setting(name: str, value: str, expected: str) -> ConfigError:
+    return ConfigError(f"{name} is {echo(value)}; expected {expected}.")
 
 
 class Block:
@@ -196,7 +249,7 @@ class CachingAllocator:
                 f"{nbytes} bytes were asked for; {self.allocated_bytes} are allocated and "
                 f"{self.reserved_bytes} reserved of {self.limit_bytes:.0f}."
             )
-        if pool.should_split(block, size):
+        if block.size != size and pool.should_split(block, size):
             pool.insert(_cut(block, size))
         block.is_free = False
         self.allocated_bytes += block.size
@@ -209,9 +262,12 @@ class CachingAllocator:
         self.allocated_bytes -= block.size
         block.is_free = True
         pool = block.pool
-        pool.merge(block, block.previous)
-        pool.merge(block, block.next)
-        pool.insert(block)
+        if block.previous is not None and block.previous.is_free:
+            pool.merge(block, block.previous)
+        if block.next is not None and block.next.is_free:
+            pool.merge(block, block.next)
+        insort(pool.keys, (block.size, block.address))
+        pool.blocks[block.address] = block
 
     def release_cached(self) -> None:
         """Give back every segment, or page, that is wholly free (``release_cached_blocks``)."""

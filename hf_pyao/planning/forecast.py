@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from hf_pyao.errors import PyAOError
@@ -10,6 +11,7 @@ from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
 from hf_pyao.levers import Levers
 from hf_pyao.planning.budget import OffloadBudget, leaving
+from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.calibration import times_of
 from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.planning.peak_cause import peak_cause
@@ -18,6 +20,7 @@ from hf_pyao.planning.planned_step import PlannedStep, StepPlanner
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.recorded_step import RecordedStep
+from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_program import FORWARD
 from hf_pyao.report.prediction_report import ComparedFigure, PredictedPlan
 from hf_pyao.report.profile_report import Profile
@@ -39,6 +42,7 @@ class Forecast:
         link: speeds of another link; None: as it was profiled.
         window_bytes: bytes in flight; None: compute and copies meet at each layer's end.
         kernels: the other device, for what its kernels allocate inside; None: as it was profiled.
+        allocator: settings of the device's caching allocator; None: it has none.
 
     Raises:
         ForecastError: the step is not in the profile, or no speed of a link is known.
@@ -53,6 +57,7 @@ class Forecast:
         link: LinkModel | None = None,
         window_bytes: int | None,
         kernels: KernelSettings | None = None,
+        allocator: AllocatorSettings | None = None,
     ) -> None:
         if profile.program is None:
             raise ForecastError(
@@ -80,6 +85,7 @@ class Forecast:
         self.is_blocking = not self.is_elsewhere and profile.settings.get("transport") == BLOCKING
         """True if compute stands still while copies run, as where the host is the device."""
         self.window_bytes = window_bytes
+        self.allocator = allocator
 
     def leaves(self, *, min_bytes: int, keep_last_layers: int) -> list[bool]:
         """Return which slots leave with policy ``all``."""
@@ -174,11 +180,12 @@ class Forecast:
         step: PlannedStep | Sequence[bool],
         limit_bytes: int | None = None,
     ) -> PredictedPlan:
-        """Return a plan's row."""
+        """Return a plan's row; *limit_bytes*: what may be reserved, if that is known."""
         if not isinstance(step, PlannedStep):
             step = self.with_leaves(step)
         timed, late = self.predict(step), self.predict(step, late=True)
         cause = peak_cause(step.program, late)
+        memory = StepMemory(step.program, late, timed, self.allocator)
         return PredictedPlan(
             name=name,
             step_ms=timed.step_ms,
@@ -189,7 +196,8 @@ class Forecast:
             peak_where=f"{cause.phase} of {cause.where}",
             peak_tensor=cause.tensor,
             next_peak_bytes=cause.next_peak_bytes,
-            fits=None if limit_bytes is None else late.peak_bytes <= limit_bytes,
+            reserved_bytes=memory.reserved_within(math.inf if limit_bytes is None else limit_bytes),
+            fits=None if limit_bytes is None else memory.fits(limit_bytes),
             host_bytes=timed.host_peak_bytes,
             offloaded_bytes=timed.offloaded_bytes,
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.metrics import format_bytes
+from hf_pyao.planning.caching_allocator import EXPANDABLE_SEGMENTS
 from hf_pyao.planning.sized_steps import SizedPlan
 from hf_pyao.report.microbatch_report import MicroBatchRow
 from hf_pyao.report.quantities import number
@@ -158,7 +159,7 @@ def longest_sequence(
     )
     reason = (
         f"Longest: {chosen.sequence_length:,} tokens at micro-batch {micro_batch} within "
-        f"{_size(limit_bytes)}, by {chosen.plan!r} (peak {_size(chosen.peak_bytes)}, "
+        f"{_size(limit_bytes)}, by {chosen.plan!r} ({_memory(chosen)}, "
         f"{number(_sample_ms(chosen))} ms a sample); {end}."
     )
     return SizeChoice(chosen=chosen, rows=found, reason=reason)
@@ -176,6 +177,8 @@ def _row(
         accumulation=accumulation,
         fits=found.fits,
         peak_bytes=found.peak_bytes,
+        reserved_bytes=found.reserved_bytes,
+        fits_if_expandable=found.fits_if_expandable,
         step_ms=found.step_ms if found.fits else None,
         plan=found.plan,
     )
@@ -193,7 +196,7 @@ def _why(
     what = in_words(chosen.micro_batch, chosen.accumulation or 1)
     words = [
         f"{find.capitalize()}: {what}, {number(_sample_ms(chosen))} ms a sample by "
-        f"{chosen.plan!r}, peak {_size(chosen.peak_bytes)} of {_size(limit_bytes)}"
+        f"{chosen.plan!r}, {_memory(chosen)} of {_size(limit_bytes)}"
     ]
     if find == FASTEST:
         others = [row for row in fitting if row.micro_batch > chosen.micro_batch][-1:]
@@ -212,17 +215,31 @@ def _compared(row: MicroBatchRow, chosen: MicroBatchRow) -> str:
 
 
 def _too_large(row: MicroBatchRow, what: str) -> str:
-    return f"{what} would take {_size(row.peak_bytes)} at least"
+    would = f"{what} would take {_size(_needed_bytes(row))} at least"
+    return f"{would}, and fits with {EXPANDABLE_SEGMENTS}" if row.fits_if_expandable else would
 
 
 def _nothing_fits(rows: Sequence[MicroBatchRow], limit_bytes: float) -> str:
     row = rows[0]
+    remedy = f"{EXPANDABLE_SEGMENTS}, " if row.fits_if_expandable else ""
     return (
         f"Nothing fits {_size(limit_bytes)}: micro-batch {row.micro_batch} of "
-        f"{row.sequence_length:,} tokens takes {_size(row.peak_bytes)} at least, by {row.plan!r}. "
-        "What would help: head_loss='chunked' (--head-loss chunked), shorter sequences, LoRA, an "
-        "optimizer with smaller states."
+        f"{row.sequence_length:,} tokens takes {_size(_needed_bytes(row))} at least, by "
+        f"{row.plan!r}. What would help: {remedy}head_loss='chunked' (--head-loss chunked), "
+        "shorter sequences, LoRA, an optimizer with smaller states."
     )
+
+
+def _needed_bytes(row: MicroBatchRow) -> int:
+    return row.peak_bytes if row.reserved_bytes is None else row.reserved_bytes
+
+
+def _memory(row: MicroBatchRow) -> str:
+    """Say what is allocated at the peak, and what the allocator reserves where that is more."""
+    peak = f"peak {_size(row.peak_bytes)}"
+    if row.reserved_bytes is None or row.reserved_bytes <= row.peak_bytes:
+        return peak
+    return f"{peak}, reserved {_size(row.reserved_bytes)}"
 
 
 def in_words(micro_batch: int, accumulation: int) -> str:

@@ -12,6 +12,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.calibration import times_like
 from hf_pyao.planning.coding import CodedWays
 from hf_pyao.planning.correction import NO_CORRECTION, Correction
@@ -45,6 +46,8 @@ class PlanRequest:
     codec: str = "identity"
     allow_lossy: bool = False
     host_limit_bytes: float = math.inf
+    allocator: AllocatorSettings | None = None
+    """Of the device's caching allocator; None: what is allocated decides what fits."""
 
     @classmethod
     def of_config(
@@ -54,6 +57,7 @@ class PlanRequest:
         recomputed_paths: tuple[str, ...] = (),
         host_limit_bytes: float = math.inf,
         is_link_shared: bool = False,
+        allocator: AllocatorSettings | None = None,
     ) -> PlanRequest:
         """Return what *config* binds.
 
@@ -62,6 +66,7 @@ class PlanRequest:
             recomputed_paths: what its ``recompute_modules`` stand for in a layer.
             host_limit_bytes: most bytes on the host.
             is_link_shared: the window is another model's too.
+            allocator: settings of the device's caching allocator; None: it has none.
         """
         window = config.window
         codec = config.codec if isinstance(config.codec, str) else config.codec.name
@@ -77,6 +82,7 @@ class PlanRequest:
             codec=codec,
             allow_lossy=config.allow_lossy,
             host_limit_bytes=host_limit_bytes,
+            allocator=allocator,
         )
 
     def planner(
@@ -192,6 +198,7 @@ class PlanRequest:
             gradient_bytes=gradient_bytes,
             may_shrink_window=self.may_shrink_window,
             may_keep_fewer=self.may_keep_fewer,
+            allocator=self.allocator,
         )
 
     def _forced(self, program: StepProgram) -> Callable[[str], bool] | None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.planning.caching_allocator import EXPANDABLE_SEGMENTS
 from hf_pyao.planning.proposals import CHECKPOINT as CHECKPOINT
 from hf_pyao.planning.proposals import KEEP_ALL as KEEP_ALL
 from hf_pyao.planning.proposals import LAYER_INPUTS as LAYER_INPUTS
@@ -51,7 +52,7 @@ class Planner(Proposals):
     """Of the same step, without codecs that lose; made where it is needed."""
 
     def best(self, limit_bytes: float) -> Candidate:
-        """Return the fastest plan whose peak is within *limit_bytes*.
+        """Return the fastest plan that fits *limit_bytes*, see :class:`StepMemory`.
 
         One that loses something is taken only if it is faster by more than :data:`LOSSY_GAIN` than
         the best that loses nothing.
@@ -97,11 +98,13 @@ class Planner(Proposals):
                 break
         if not found:
             least = self.least()
+            needed_bytes = least.memory.needed_within(limit_bytes)
+            would_fit = least.memory.fits_if_expandable(limit_bytes)
             raise NoPlanFitsError(
-                f"no plan's peak is within {_size(limit_bytes)}; the lowest is "
-                f"{_size(least.peak_bytes - limit_bytes)} more ({least.name}: "
-                f"{_size(least.peak_bytes)}).",
-                least.peak_bytes,
+                f"no plan fits {_size(limit_bytes)}; the least is "
+                f"{_size(needed_bytes - limit_bytes)} more ({least.name}: {_size(needed_bytes)})."
+                + (f" It fits with {EXPANDABLE_SEGMENTS}." if would_fit else ""),
+                needed_bytes,
             )
         return min(found, key=_rank)
 
@@ -167,7 +170,9 @@ class Planner(Proposals):
         return min(fitting, key=_rank)
 
     def _fits(self, candidate: Candidate, limit_bytes: float) -> bool:
-        return candidate.peak_bytes <= limit_bytes and candidate.host_bytes <= self.host_limit_bytes
+        if candidate.host_bytes > self.host_limit_bytes:
+            return False
+        return candidate.memory.fits(limit_bytes)
 
     def front(self, num_points: int = 9) -> list[Candidate]:
         """Return plans from the lowest peak to keeping everything, none beaten in both."""

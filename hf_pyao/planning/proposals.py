@@ -13,7 +13,9 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.coding import CodedWays
 from hf_pyao.planning.optimal import InfeasibleError, solve
 from hf_pyao.planning.placement import place
@@ -22,6 +24,7 @@ from hf_pyao.planning.planned_step import PlannedStep, StepPlanner
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.prediction import Coded, Prediction
 from hf_pyao.planning.pyao_plan import paths_of
+from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_problem import Conditions, IsForced, chosen_slots, problem_of
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.report.plan_report import KEEP, KEEP_EVERYTHING, OFFLOAD, RECOMPUTE
@@ -62,6 +65,8 @@ class Candidate:
     """With the link's speed."""
     late: Prediction
     """With copies that are never early: its peak holds on every link."""
+    allocator: AllocatorSettings | None = None
+    """As :attr:`~hf_pyao.planning.step_problem.Conditions.allocator`."""
     problem: PlanProblem | None = None
     """What was solved, if anything was."""
     choice: PlanChoice | None = None
@@ -73,8 +78,13 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak on the device."""
+        """Predicted peak of what is allocated on the device."""
         return self.late.peak_bytes
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """What the device's allocator reserves for it, and whether that fits."""
+        return StepMemory(self.step.program, self.late, self.timed, self.allocator)
 
     @property
     def host_bytes(self) -> int:
@@ -266,6 +276,7 @@ class Proposals:
             step=step,
             timed=timed,
             late=late,
+            allocator=conditions.allocator,
             problem=problem,
             choice=choice,
         )

@@ -12,6 +12,7 @@ from hf_pyao.planning.lever_choice import ChosenLevers, LeverChoice
 from hf_pyao.planning.optimizer_step import gradients_of
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
+from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import StepProgram
 
@@ -114,8 +115,12 @@ class SizedPlan:
     step_ms: float
     """Of the micro-batch."""
     peak_bytes: int
-    """Where no plan fits, the lowest of all plans."""
+    """Of what is allocated; where no plan fits, the lowest of all plans."""
     fits: bool
+    reserved_bytes: int | None = None
+    """What the device's allocator reserves for it, within the limit if it fits."""
+    fits_if_expandable: bool = False
+    """It does not fit, and would with expandable segments."""
     chosen: ChosenLevers | None = None
     """The plan, and with which levers, where it was looked for."""
 
@@ -129,7 +134,9 @@ def best_plan(choice: LeverChoice, limit_bytes: float) -> SizedPlan:
         plan=f"{found.name}, {changes}" if changes else found.name,
         step_ms=found.step_ms,
         peak_bytes=found.peak_bytes,
+        reserved_bytes=found.memory.reserved_within(limit_bytes),
         fits=chosen.fits,
+        fits_if_expandable=found.memory.fits_if_expandable(limit_bytes),
         chosen=chosen,
     )
 
@@ -147,14 +154,20 @@ def fixed_plan(
     Args:
         program: the step.
         device: its speeds.
-        conditions: link and window.
+        conditions: link, window, and the device's allocator.
         leaves: by slot.
         name: of what is done.
         limit_bytes: most bytes on the device.
     """
     window_bytes = conditions.window_bytes
     timed = predict(program, leaves, window_bytes=window_bytes, device=device, link=conditions.link)
-    peak_bytes = predict(program, leaves, window_bytes=window_bytes).peak_bytes
+    late = predict(program, leaves, window_bytes=window_bytes)
+    memory = StepMemory(program, late, timed, conditions.allocator)
     return SizedPlan(
-        plan=name, step_ms=timed.step_ms, peak_bytes=peak_bytes, fits=peak_bytes <= limit_bytes
+        plan=name,
+        step_ms=timed.step_ms,
+        peak_bytes=late.peak_bytes,
+        reserved_bytes=memory.reserved_within(limit_bytes),
+        fits=memory.fits(limit_bytes),
+        fits_if_expandable=memory.fits_if_expandable(limit_bytes),
     )

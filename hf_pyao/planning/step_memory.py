@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from hf_pyao.planning.caching_allocator import (
@@ -34,8 +35,11 @@ second left room."""
 MOST_RETRIES = 4
 """Most times that cached segments may be given back within a step: each waits for the device."""
 
-ACCURACY = 1 / 512
+ACCURACY = 1 / 256
 """Of :attr:`StepMemory.needed_bytes`, as a share of it."""
+
+ROUGHLY = 1 / 48
+"""The same where a search for the largest size goes by it."""
 
 
 class Reserved(NamedTuple):
@@ -86,12 +90,26 @@ class StepMemory:
             return self.peak_bytes <= limit_bytes
         return self.reserved(limit_bytes).fits
 
+    def fits_if_expandable(self, limit_bytes: float) -> bool:
+        """Say whether the step does not fit as it is, and does with expandable segments."""
+        settings = self.settings
+        if settings is None or settings.expandable_segments or self.fits(limit_bytes):
+            return False
+        if self.peak_bytes > limit_bytes:
+            return False
+        expandable = replace(settings, expandable_segments=True)
+        return all(self._replay(first, expandable, limit_bytes).fits for first in self._firsts)
+
     def reserved(self, limit_bytes: float = math.inf) -> Reserved:
         """Return what is reserved where at most *limit_bytes* may be."""
         if self.settings is None:
             return Reserved(self.peak_bytes, self.peak_bytes, 0, self.peak_bytes <= limit_bytes)
         if limit_bytes not in self._known:
-            found = [self._replay(first, self.settings, limit_bytes) for first in self._firsts]
+            found = []
+            for first in self._firsts:
+                found.append(self._replay(first, self.settings, limit_bytes))
+                if not found[-1].fits:
+                    break
             self._known[limit_bytes] = Reserved(
                 max(each.allocated_bytes for each in found),
                 max(each.reserved_bytes for each in found),
@@ -104,17 +122,17 @@ class StepMemory:
     def needed_bytes(self) -> int:
         """The least memory, beside the context, in which the step runs."""
         if self._needed_bytes is None:
-            self._needed_bytes = self._least()
+            self._needed_bytes = self._least(ACCURACY)
         return self._needed_bytes
 
-    def _least(self) -> int:
+    def _least(self, accuracy: float) -> int:
         if self.settings is None:
             return self.peak_bytes
         most = self.reserved().reserved_bytes  # where it runs without giving anything back
         least = self.peak_bytes
         if self.fits(least):
             return least
-        while most - least > ACCURACY * most:
+        while most - least > accuracy * most:
             middle = (least + most) // 2
             if self.fits(middle):
                 most = middle
@@ -123,12 +141,18 @@ class StepMemory:
         return most
 
     def needed_within(self, limit_bytes: float) -> int:
-        """Return :attr:`needed_bytes`, above *limit_bytes* exactly if the step does not fit it."""
-        if self.peak_bytes > limit_bytes:
+        """Return about :attr:`needed_bytes`, above *limit_bytes* if the step does not fit it."""
+        if self.settings is None or self.peak_bytes > limit_bytes:
             return self.peak_bytes
+        about = self._least(ROUGHLY) if self._needed_bytes is None else self._needed_bytes
         if self.fits(limit_bytes):
-            return int(min(self.needed_bytes, limit_bytes))
-        return int(max(self.needed_bytes, limit_bytes + 1))
+            return int(min(about, limit_bytes))
+        return int(max(about, limit_bytes + 1))
+
+    def reserved_within(self, limit_bytes: float) -> int:
+        """Return what is reserved within *limit_bytes*; where it does not fit, without a limit."""
+        found = self.reserved(limit_bytes) if self.fits(limit_bytes) else self.reserved()
+        return found.reserved_bytes
 
     def _replay(
         self, first: Sequence[_Event], settings: AllocatorSettings, limit_bytes: float
@@ -139,12 +163,14 @@ class StepMemory:
             for nbytes in self._residents:
                 allocator.allocate(nbytes)
             for number in range(NUM_STEPS):
-                before = allocator.num_retries
+                before, reserved = allocator.num_retries, allocator.peak_reserved_bytes
                 _run(first if number == 0 else self._last, allocator)
                 num_retries = allocator.num_retries - before
                 if number == 0:
                     for nbytes in self._states:
                         allocator.allocate(nbytes)
+                elif not num_retries and allocator.peak_reserved_bytes == reserved:
+                    break  # the next one would find the same
         except DeviceFullError:
             return Reserved(
                 allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, num_retries, False

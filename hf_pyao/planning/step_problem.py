@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hf_pyao.hardware.speeds import GIB, LinkModel
+from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.layer_graph import PARAMETER
 from hf_pyao.planning.layer_recipes import Making, RecipeSearch
 from hf_pyao.planning.plan_problem import (
@@ -46,6 +47,9 @@ class Conditions:
     """A tighter window may be taken where nothing else fits."""
     may_keep_fewer: bool = True
     """Fewer last layers may be kept where nothing else fits."""
+    allocator: AllocatorSettings | None = None
+    """Of the device's caching allocator, by which a plan fits or not; None: what is allocated
+    counts, and nothing of what an allocator reserves beside."""
     rebuild_factor: float = 1.0
     """What operations take that run again, by what they took the first time."""
 

@@ -24,6 +24,9 @@ class EstimateRow:
     method: str
     largest_micro_batch: int
     """Samples of the asked length that fit; 0: not even one."""
+    largest_with_expandable_segments: int | None = None
+    """The same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``; None where that is set
+    already."""
     longest_sequence: int | None = None
     """Tokens of a single sample that fit; None: it was not looked for."""
     is_length_limited_by_positions: bool = False
@@ -32,7 +35,9 @@ class EstimateRow:
     """What the figures below are for: the one that was asked for, else the largest."""
     fits: bool
     peak_bytes: int
-    """Most on the device at once; an upper bound for every link."""
+    """Most that is allocated at once; an upper bound for every link."""
+    reserved_bytes: int | None = None
+    """What PyTorch's allocator reserves; None in estimates of earlier versions."""
     peak_phase: str
     """``"forward"`` or ``"backward"``."""
     peak_where: str
@@ -110,10 +115,12 @@ def estimate_table(report: EstimateReport) -> Table:
     header = [
         "method",
         "largest micro-batch",
+        "with expandable segments",
         "longest sequence",
         "at micro-batch",
-        "peak, GB",
+        "allocated, GB",
         "inside kernels, GB",
+        "reserved, GB",
         "step, ms",
         "tokens/s",
         "copies hidden",
@@ -123,10 +130,14 @@ def estimate_table(report: EstimateReport) -> Table:
         [
             row.method,
             str(row.largest_micro_batch) if row.largest_micro_batch else "none",
+            _with_expandable_segments(row),
             _length(row),
             str(row.micro_batch),
-            f"{row.peak_bytes / 1e9:.2f}" + ("" if row.fits else " (too much)"),
+            f"{row.peak_bytes / 1e9:.2f}" + _too_much(row, row.reserved_bytes is None),
             f"{row.workspace_bytes / 1e9:.2f}" if row.workspace_of else ABSENT,
+            ABSENT
+            if row.reserved_bytes is None
+            else f"{row.reserved_bytes / 1e9:.2f}" + _too_much(row, True),
             f"{row.step_ms:,.1f}",
             f"{row.tokens_per_s:,.0f}",
             ABSENT if row.hidden is None else f"{row.hidden:.0%}",
@@ -136,6 +147,17 @@ def estimate_table(report: EstimateReport) -> Table:
     ]
     filled = [column for column in range(len(header)) if any(r[column] != ABSENT for r in rows)]
     return Table([header[c] for c in filled], [[row[c] for c in filled] for row in rows])
+
+
+def _with_expandable_segments(row: EstimateRow) -> str:
+    found = row.largest_with_expandable_segments
+    if found is None:
+        return ABSENT
+    return str(found) if found else "none"
+
+
+def _too_much(row: EstimateRow, is_shown_here: bool) -> str:
+    return " (too much)" if is_shown_here and not row.fits else ""
 
 
 def _length(row: EstimateRow) -> str:

@@ -41,8 +41,12 @@ class MicroBatchRow:
     """Micro-batches for one optimizer step; None where lengths were looked at."""
     fits: bool
     peak_bytes: int
-    """Most on the device at once under the plan; where none fits, under the one with the lowest
-    peak."""
+    """Most that is allocated at once under the plan; where none fits, under the one with the
+    lowest peak."""
+    reserved_bytes: int | None = None
+    """What the device's allocator reserves; None where that was not looked at."""
+    fits_if_expandable: bool = False
+    """It does not fit, and would with ``expandable_segments:True``."""
     step_ms: float | None = None
     """Forward and backward of the micro-batch; None where no plan fits."""
     plan: str
@@ -56,11 +60,13 @@ class MicroBatchRow:
                 raise ReportError(
                     f"a row has {name} {echo(value)}; expected 1 to {MOST_SAMPLES:,}."
                 )
-        if self.peak_bytes < 0 or (self.step_ms is not None and self.step_ms < 0):
-            raise ReportError(
-                f"the row of micro-batch {self.micro_batch} has peak_bytes {echo(self.peak_bytes)} "
-                f"and step_ms {echo(self.step_ms)}; expected 0 or more."
-            )
+        for name in ("peak_bytes", "reserved_bytes", "step_ms"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ReportError(
+                    f"the row of micro-batch {self.micro_batch} has {name} {echo(value)}; expected "
+                    "0 or more."
+                )
         if self.fits and self.step_ms is None:
             raise ReportError(
                 f"the row of micro-batch {self.micro_batch} fits, and has no step_ms: the file is "
@@ -128,7 +134,8 @@ def microbatch_table(report: MicroBatchReport) -> Table:
         "sequence" if is_length else "micro-batch",
         "micro-batch" if is_length else "accumulation",
         "fits",
-        "peak, GiB",
+        "allocated, GiB",
+        "reserved, GiB",
         "step, ms",
         "ms/sample",
         "plan",
@@ -140,6 +147,7 @@ def microbatch_table(report: MicroBatchReport) -> Table:
             str(row.micro_batch if is_length else row.accumulation),
             "yes" if row.fits else "no",
             f"{row.peak_bytes / GIB:.2f}" + ("" if row.fits else " at least"),
+            ABSENT if row.reserved_bytes is None else f"{row.reserved_bytes / GIB:.2f}",
             ABSENT if row.step_ms is None else number(row.step_ms),
             ABSENT if row.sample_ms is None else number(row.sample_ms),
             row.plan,

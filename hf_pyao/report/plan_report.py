@@ -32,7 +32,7 @@ PREDICTED = (
 )
 """Figures of a prediction: a plan has all of them or none."""
 
-FOLLOWED = ("limit_bytes", "beside_bytes", "window_bytes", "num_elements")
+FOLLOWED = ("limit_bytes", "beside_bytes", "window_bytes", "num_elements", "needed_bytes")
 """Further figures that decide how, and whether, a plan is followed."""
 
 

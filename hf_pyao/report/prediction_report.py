@@ -14,6 +14,8 @@ SCHEMA_VERSION = 1
 
 KIND = "prediction"
 ABSENT = "–"
+MEMORY = ("allocated, GB", "reserved, GB", "host, GB")
+"""Columns of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,10 @@ class PredictedPlan:
     stall_forward_ms: float
     stall_backward_ms: float
     peak_bytes: int
-    """Most on the device at once, with weights and gradients, for copies that are always late."""
+    """Most that is allocated at once, with weights and gradients, for copies that are always
+    late."""
+    reserved_bytes: int | None = None
+    """What the device's allocator reserves; None where that was not looked at."""
     peak_where: str
     """Phase and layer of the peak."""
     peak_tensor: str
@@ -75,14 +80,15 @@ def prediction_view(report: PredictionReport) -> View:
     """Return plans, and the comparison."""
     tables = [
         Table(
-            ["plan", "step, ms", "compute, ms", "stalls, ms", "peak, GB", "host, GB", "leaves, GB"],
+            ["plan", "step, ms", "compute, ms", "stalls, ms", *MEMORY, "leaves, GB"],
             [
                 [
                     plan.name,
                     f"{plan.step_ms:,.2f}",
                     f"{plan.compute_ms:,.2f}",
                     f"{plan.stall_forward_ms + plan.stall_backward_ms:,.2f}",
-                    f"{plan.peak_bytes / 1e9:.3f}" + (" (too much)" if plan.fits is False else ""),
+                    f"{plan.peak_bytes / 1e9:.3f}",
+                    _reserved(plan) + (" (too much)" if plan.fits is False else ""),
                     f"{plan.host_bytes / 1e9:.3f}",
                     f"{plan.offloaded_bytes / 1e9:.3f}",
                 ]
@@ -117,6 +123,10 @@ def prediction_view(report: PredictionReport) -> View:
         notes=[*dict.fromkeys(causes), *report.notes],
         provenance=report.provenance,
     )
+
+
+def _reserved(plan: PredictedPlan) -> str:
+    return ABSENT if plan.reserved_bytes is None else f"{plan.reserved_bytes / 1e9:.3f}"
 
 
 def _difference(figure: ComparedFigure) -> str:

@@ -47,6 +47,8 @@ def rows() -> dict[str, EstimateRow]:
 def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, EstimateRow]) -> None:
     config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
     limit_bytes = card_memory(SMALL).limit_bytes
+    estimator = Estimator(config, SMALL, training_state="device", sequence_length=64, window=WINDOW)
+    ways = {way.name: way for way in WAYS}
     for name, policy, checkpointing in (
         ("none", "off", False),
         ("checkpointing", "off", True),
@@ -55,12 +57,13 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, Esti
         training = FakeTraining(config=config, training_state="device", checkpointing=checkpointing)
         settings = PyAOConfig(policy=policy, window=WINDOW, host_memory_gib=2.0**20)
         row = rows[name]
-        peaks = [
-            peak_of(training, settings, row.largest_micro_batch + more, 64).peak_bytes
-            for more in (0, 1)
-        ]
-        assert peaks[0] == row.peak_bytes
-        assert peaks[0] <= limit_bytes < peaks[1], name
+        peak_bytes = peak_of(training, settings, row.largest_micro_batch, 64).peak_bytes
+        assert row.peak_bytes == peak_bytes
+        assert row.reserved_bytes is not None
+        assert peak_bytes <= row.reserved_bytes <= limit_bytes
+        next_one = estimator.predicted(ways[name], "off", row.largest_micro_batch + 1)
+        assert not next_one.memory.fits(limit_bytes), name
+        assert (row.largest_with_expandable_segments or 0) >= row.largest_micro_batch
 
 
 @pytest.mark.thorough

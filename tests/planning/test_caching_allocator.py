@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_pyao.errors import ConfigError
 from hf_pyao.planning.caching_allocator import (
     AllocatorSettings,
     Block,
@@ -330,3 +331,33 @@ def test_a_limit_at_the_peak_changes_nothing(
     bound = run(free.peak_reserved_bytes)
     assert bound.peak_reserved_bytes == free.peak_reserved_bytes
     assert (bound.peak_allocated_bytes, bound.num_retries) == (free.peak_allocated_bytes, 0)
+
+
+# ---- PYTORCH_CUDA_ALLOC_CONF --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", AllocatorSettings()),
+        ("expandable_segments:True", EXPANDABLE),
+        ("expandable_segments:False", AllocatorSettings()),
+        ("max_split_size_mb:128", AllocatorSettings(max_split_bytes=128 * MIB)),
+        (
+            "backend:native, expandable_segments : True,roundup_power2_divisions:[64:8,>:1]",
+            EXPANDABLE,
+        ),
+    ],
+)
+@pytest.mark.sampled(every=1)
+def test_settings_are_read(text: str, expected: AllocatorSettings) -> None:
+    found = AllocatorSettings.parse(text)
+    assert found == expected
+    assert AllocatorSettings.parse(str(found)) == found
+
+
+@pytest.mark.parametrize("text", ["expandable_segments:yes", "max_split_size_mb:-1", "fast"])
+@pytest.mark.sampled(every=1)
+def test_settings_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        AllocatorSettings.parse(text)
