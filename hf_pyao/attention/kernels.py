@@ -7,12 +7,14 @@ What is known of them is from PyTorch's source: ``aten/src/ATen/native/transform
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
 from hf_pyao.hardware.attention_workspaces import AttentionShape, flash_backward
@@ -318,21 +320,34 @@ def chosen_kernel(
         settings: what the call says besides.
         enable_gqa: as ``scaled_dot_product_attention`` takes it.
     """
-    backend = torch._fused_sdp_choice(
-        query,
-        key,
-        value,
-        None,
-        settings.dropout_p,
-        settings.is_causal,
-        scale=settings.scale,
-        enable_gqa=enable_gqa,
-    )
+    try:
+        backend = _choice(query, key, value, settings, enable_gqa)
+    except (RuntimeError, NotImplementedError):
+        device = query.device.type
+        return NoKernel(f"torch does not say which kernel it chooses on {device!r}")
     if backend != SDPBackend.FLASH_ATTENTION.value:
         return _OTHERS.get(backend, NoKernel("torch chooses a kernel that is not known"))
     if query.device.type == "cpu":
         return CPUKernel()
     return flash_kernel_of(query, settings_of(query.device))
+
+
+def _choice(
+    query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, enable_gqa: bool
+) -> int:
+    """Return the number of the backend that torch chooses, unseen by dispatch modes."""
+    is_fake = any(isinstance(each, FakeTensor) for each in (query, key, value))
+    with contextlib.nullcontext() if is_fake else torch._C._DisableTorchDispatch():
+        return torch._fused_sdp_choice(
+            query,
+            key,
+            value,
+            None,
+            settings.dropout_p,
+            settings.is_causal,
+            scale=settings.scale,
+            enable_gqa=enable_gqa,
+        )
 
 
 def flash_kernel_of(query: Tensor, device: KernelSettings) -> FlashKernel | NoKernel:

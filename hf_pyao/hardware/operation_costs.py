@@ -70,8 +70,9 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def is_question(func: Any) -> bool:
-    """Say whether an operation only asks for a tensor's device or size, which fake modes see."""
-    return bool(func.namespace == "prim" or func._overloadpacket.__name__.startswith("sym_"))
+    """Say whether an operation only asks about tensors, such as their device, which modes see."""
+    name = func._overloadpacket.__name__
+    return bool(func.namespace == "prim" or name.startswith("sym_") or name == "_fused_sdp_choice")
 
 
 _FREE = frozenset(
