@@ -26,13 +26,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from hf_pyao.estimate.estimate import (
-    ASSUMPTIONS,
-    LONG_CONTEXT,
-    WAYS,
-    Estimator,
-    Way,
-)
+from hf_pyao.estimate.assumptions import ASSUMPTIONS
+from hf_pyao.estimate.estimate import LONG_CONTEXT, WAYS, Estimator, Way
 from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.hardware.presets import find_hardware
 from hf_pyao.levers import Levers

@@ -361,8 +361,8 @@ def estimate_report(
     """
     from tqdm import tqdm
 
+    from hf_pyao.estimate.assumptions import assumptions_for
     from hf_pyao.estimate.card_memory import card_memory
-    from hf_pyao.estimate.estimate import ASSUMPTIONS
     from hf_pyao.estimate.jobs import all_jobs, run_jobs
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.estimate.positions import check_sequence_length
@@ -412,7 +412,7 @@ def estimate_report(
             "num_recorded_steps": num_recordings,
         },
         hardware=dataclasses.asdict(hardware),
-        assumptions=list(ASSUMPTIONS),
+        assumptions=assumptions_for(fields["kernels"]),
         memory=[each._asdict() for each in memory.beside],
         limit_bytes=memory.limit_bytes,
         verdict=verdict(rows, hardware, sequence_length),

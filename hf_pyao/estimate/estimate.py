@@ -1,7 +1,7 @@
 """What a model's training would take on a card, by each way to save memory.
 
 Steps are recorded on fake tensors at a few sizes (``recorded_step``), and reckoned at all others
-(``planning``). What is assumed is in :data:`ASSUMPTIONS`.
+(``planning``). What is assumed is in ``assumptions``.
 """
 
 from __future__ import annotations
@@ -45,23 +45,6 @@ LONGEST = 2**24
 
 LENGTH_STEP = 64
 """Sequence lengths are looked for in multiples of this."""
-
-ASSUMPTIONS = (
-    "weights and arithmetic in bfloat16, dropout as the configuration has it, no padding, eager "
-    "layers, flash attention",
-    "engine 'plain': gradients stay until the step ends. 'zero2': a gradient leaves when it is "
-    "complete, through a bucket of 1e9 bytes, and the optimizer is on the host",
-    "each operation takes the longer of its arithmetic and its memory traffic, and 3 us; copies "
-    "run at the link's speed; the optimizer's step and communication are not in the time",
-    "the outputs live on during backward, logits included where there are any; a storage counts "
-    "from the end of the operation that makes it until its last tensor is gone",
-    "what kernels allocate inside is counted while they run, as their sources have it "
-    "(hf_pyao/hardware/attention_workspaces.py and kernel_workspaces.py)",
-    "a step fits if PyTorch's caching allocator serves it from the card's memory less the CUDA "
-    "context (context_gib): its rules are replayed over three steps, with copies as late as can "
-    "be; memory that others take on the same card is not counted",
-    "autograd adds gradients out of place, so that the count is on the high side",
-)
 
 
 @dataclass(frozen=True)

@@ -188,15 +188,16 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
     Raises:
         ConfigError: an option is bad, or the model cannot be run on fake tensors.
     """
+    from hf_pyao.estimate.assumptions import assumptions_for
     from hf_pyao.estimate.card_memory import card_memory
-    from hf_pyao.estimate.estimate import ASSUMPTIONS
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.planning.microbatch import accumulation_of
     from hf_pyao.report.microbatch_report import MicroBatchReport
     from hf_pyao.report.provenance import collect_provenance
 
     hardware = hardware_of(args)
-    memory = card_memory(hardware, training_fields_of(args, hardware)["kernels"])
+    kernels = training_fields_of(args, hardware)["kernels"]
+    memory = card_memory(hardware, kernels)
     limit_bytes = memory.limit_bytes
     spec = parse_model(args.model)
     config = config_of(spec)
@@ -229,7 +230,7 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
             "num_recorded_steps": num_recordings,
         },
         hardware=dataclasses.asdict(hardware),
-        assumptions=[*ASSUMPTIONS, ASSUMPTION, str(memory)],
+        assumptions=[*assumptions_for(kernels), ASSUMPTION, str(memory)],
         provenance=collect_provenance(),
         rows=list(choice.rows),
     )

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, PyAOError
+from hf_pyao.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.estimate.card_memory import card_memory
 from hf_pyao.estimate.command import training_fields
-from hf_pyao.estimate.estimate import ASSUMPTIONS
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import ModelSpec, config_of
 from hf_pyao.estimate.positions import check_sequence_length

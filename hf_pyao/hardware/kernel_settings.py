@@ -12,6 +12,10 @@ MOST_MULTIPROCESSORS = 192
 """Assumed where the number is not known; of the cards in ``presets`` MI300X alone has more."""
 
 
+CUDNN_CAPABILITIES = (90, 100, 103)
+"""Compute capabilities on which torch tries cuDNN's attention first."""
+
+
 class KernelSettings(NamedTuple):
     """What of a device and a process decides how kernels run."""
 
@@ -76,7 +80,7 @@ def _prefers_cudnn(capability: int) -> bool:
         not is_off
         and bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
         and version > 91500
-        and capability in (90, 100, 103)
+        and capability in CUDNN_CAPABILITIES
     )
 
 

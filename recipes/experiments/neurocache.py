@@ -13,7 +13,7 @@ from experiments.runner import Options, need_accelerator
 from hf_pyao.bench.setup import BenchSetup
 from hf_pyao.bench.sweep import SweepPlan, run_sweep
 from hf_pyao.config import PyAOConfig
-from hf_pyao.estimate.estimate import ASSUMPTIONS
+from hf_pyao.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.predicted_sweep import predict_points
