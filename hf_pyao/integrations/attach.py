@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,7 +42,14 @@ from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.levers import Levers
 from hf_pyao.planning.plan import Plan
 from hf_pyao.recompute.dispatch_modes import stop_left_behind
-from hf_pyao.recompute.verification import Sampler, SecondRunCheck
+from hf_pyao.recompute.verification import (
+    REBUILT,
+    SEGMENT,
+    TILES,
+    Sampler,
+    SecondRunCheck,
+    Wrong,
+)
 from hf_pyao.report import check_report_path
 from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.backward_order import BackwardOrder
@@ -185,7 +192,7 @@ class Offloader:
         self._num_packs_seen = 0
         check_roles(found)
         check = SecondRunCheck(config.verify_recompute)
-        sampler = Sampler(check)
+        sampler = Sampler(check, SEGMENT)
         self._deciding = Deciding(
             model,
             found,
@@ -194,7 +201,7 @@ class Offloader:
             self.device,
             backward_order,
             is_link_shared=link is not None,
-            sampler=sampler,
+            sampler=Sampler(check, REBUILT),
         )
         self.engine = self._deciding.engine
         self._is_attached = False
@@ -232,7 +239,7 @@ class Offloader:
             self.head_loss = put_on_head_loss(model, config)
             if self.head_loss is not None:
                 record.levers_description = f" {self.head_loss.describe()}."
-            self.mlp_tiles = put_on_mlp_tiles(model, found, config, Sampler(check))
+            self.mlp_tiles = put_on_mlp_tiles(model, found, config, Sampler(check, TILES))
             self.attention_groups = put_on_attention_groups(model, found, config)
             self._deciding.switch.bind(lifecycle, self.mlp_tiles, self.attention_groups)
             if self.mlp_tiles is not None:
@@ -479,12 +486,12 @@ def _summary_of(deciding: weakref.ref[Deciding]) -> Callable[[], str]:
     return summary
 
 
-def _without_second_runs(deciding: weakref.ref[Deciding]) -> Callable[[], str]:
+def _without_second_runs(deciding: weakref.ref[Deciding]) -> Callable[[Sequence[Wrong]], str]:
     """Return what has layers run once; it does not hold the offloader."""
 
-    def stop() -> str:
+    def stop(wrong: Sequence[Wrong]) -> str:
         found = deciding()
-        return "nothing is offloaded" if found is None else found.without_second_runs()
+        return "nothing is offloaded" if found is None else found.without_second_runs(wrong)
 
     return stop
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from hf_pyao.levers import Levers
 from hf_pyao.planning.plan import Plan, PlanPolicy
 from hf_pyao.planning.plan_levers import followed_config
 from hf_pyao.planning.policies import make_policy
-from hf_pyao.recompute.verification import Sampler
+from hf_pyao.recompute.verification import SEGMENT, Sampler, Wrong
 from hf_pyao.report import check_report_path
 from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.lifecycle import is_compiled
@@ -192,19 +192,25 @@ class Deciding:
         if self.pyao_rule is not None:
             self.pyao_rule.stop()
 
-    def without_second_runs(self) -> str:
+    def without_second_runs(self, wrong: Sequence[Wrong]) -> str:
         """Have layers run once from the next forward on: nothing is recomputed, nor tiled.
+
+        Policy ``auto`` makes another plan before that forward, without segments, if only these went
+        *wrong*.
 
         Returns:
             What is done from then on, to follow "from now on".
         """
-        if self.auto is not None:
+        plans = self.auto is not None and all(each.kind == SEGMENT for each in wrong)
+        if self.auto is not None and not plans:
             self.auto.stop_planning()
+        self.switch.refuse_segments("the second run of a layer gave other tensors than forward")
         if self.pyao_rule is not None:
             self.pyao_rule.stop()
         self.switch.set(Levers(head_loss=self.switch.levers.head_loss))
         self.engine.use(OffloadAll(int(self._config.min_bytes)))
-        return "no layer runs again in backward, and everything that the layers save is offloaded"
+        done = "no layer runs again in backward, and everything that the layers save is offloaded"
+        return f"{done}, until policy 'auto' has another plan" if plans else done
 
     def summary(self) -> str:
         """Say what policy ``auto`` does; empty with others, and before it has decided."""

@@ -25,6 +25,7 @@ class LeverSwitch:
     def __init__(self, levers: Levers) -> None:
         self.configured = levers
         self._wanted = levers
+        self._refused = ""
         self._lifecycle: weakref.ref[Lifecycle] | None = None
         self._tiles: weakref.ref[MLPTiles] | None = None
         self._groups: weakref.ref[AttentionGroups] | None = None
@@ -49,7 +50,11 @@ class LeverSwitch:
     def refused(self) -> str:
         """Why a layer did not run again, where it should have; empty if none was refused."""
         lifecycle = self._segments()
-        return "" if lifecycle is None else lifecycle.refused
+        return self._refused or ("" if lifecycle is None else lifecycle.refused)
+
+    def refuse_segments(self, reason: str) -> None:
+        """Have :attr:`refused` say from now on that layers do not run again, for *reason*."""
+        self._refused = reason
 
     def _segments(self) -> SegmentLifecycle | None:
         lifecycle = None if self._lifecycle is None else self._lifecycle()

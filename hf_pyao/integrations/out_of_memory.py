@@ -142,10 +142,14 @@ class MicroBatchRunner:
         Raises:
             RecomputationError: it must, and cannot.
         """
-        found = self._guard.find_wrong()
-        if found is None:
+        wrong = self._guard.find_wrong()
+        if not wrong:
             return False
-        self._guard.do_without_second_runs(found, attempt.reason_not_undone(self._model()))
+        reason = attempt.reason_not_undone(self._model())
+        if attempt.has_run_without:
+            reason = reason or "it has run again already"
+        attempt.has_run_without = True
+        self._guard.do_without_second_runs(wrong, reason)
         self._tensors = None
         (self._lifecycle() or self._engine).give_up(attempt.since)
         return True
@@ -222,6 +226,8 @@ class _Attempt:
         self.since = since
         """Forwards that the engine had seen when it began."""
         self.num_tries = 0
+        self.has_run_without = False
+        """True once it was to run again without second runs of layers."""
         self.outer_error = sys.exc_info()[1]
         """What was being handled when it began, which is not its own."""
         self._newest_backward = newest_backward

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_pyao.errors import RecomputationError
-from hf_pyao.recompute.verification import SecondRunCheck
+from hf_pyao.recompute.verification import SecondRunCheck, Wrong
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +25,13 @@ class SecondRunGuard:
 
     Args:
         check: compares second runs with first runs.
-        without_second_runs: has layers run once from the next forward on; returns what is done
-            from then on, to follow "from now on".
+        without_second_runs: has layers run once from the next forward on; given those that ran
+            wrongly, returns what is done from then on, to follow "from now on".
     """
 
-    def __init__(self, check: SecondRunCheck, without_second_runs: Callable[[], str]) -> None:
+    def __init__(
+        self, check: SecondRunCheck, without_second_runs: Callable[[Sequence[Wrong]], str]
+    ) -> None:
         self._check = check
         self._without_second_runs = without_second_runs
         self._said_unsteady: set[str] = set()
@@ -66,37 +68,31 @@ class SecondRunGuard:
         Raises:
             RecomputationError: a second run gave backward other bits than the first run.
         """
-        found = self.find_wrong()
-        if found is not None:
-            done = self._without_second_runs()
-            raise _wrong(found, "the optimizer has not stepped", done)
+        wrong = self.find_wrong()
+        if wrong:
+            done = self._without_second_runs(wrong)
+            raise _wrong(wrong, "the optimizer has not stepped", done)
 
-    def do_without_second_runs(self, found: str, reason_not_undone: str) -> None:
+    def do_without_second_runs(self, wrong: Sequence[Wrong], reason_not_undone: str) -> None:
         """Have layers run once, so that a micro-batch can run again that has just ended.
 
         Args:
-            found: what :meth:`find_wrong` has returned for it.
+            wrong: what :meth:`find_wrong` has returned for it.
             reason_not_undone: why it cannot run again; empty if it can.
 
         Raises:
             RecomputationError: it cannot.
         """
-        done = self._without_second_runs()
+        done = self._without_second_runs(wrong)
         if reason_not_undone:
-            raise _wrong(found, f"it cannot run again, since {reason_not_undone}", done)
-        logger.warning("%s. The micro-batch runs again: from now on %s.", found, done)
+            raise _wrong(wrong, f"it cannot run again, since {reason_not_undone}", done)
+        logger.warning("%s. The micro-batch runs again: from now on %s.", _described(wrong), done)
 
-    def find_wrong(self) -> str | None:
-        """Say which layers gave other tensors in their second run; None if none did."""
+    def find_wrong(self) -> Sequence[Wrong]:
+        """Return the layers that gave other tensors in their second run than in forward."""
         wrong = self._check.read()
         self._say_unsteady()
-        if not wrong:
-            return None
-        names = ", ".join(map(repr, wrong[:_MOST_NAMES]))
-        more = len(wrong) - _MOST_NAMES
-        names += f" and {more} more" if more > 0 else ""
-        kind = "layer" if len(wrong) == 1 else "layers"
-        return f"{kind} {names} saved other tensors in the second run than in forward"
+        return wrong
 
     def _say_unsteady(self) -> None:
         fresh = [name for name in self._check.unsteady_layers if name not in self._said_unsteady]
@@ -110,11 +106,19 @@ class SecondRunGuard:
             )
 
 
-def _wrong(found: str, what: str, done: str) -> RecomputationError:
+def _described(wrong: Sequence[Wrong]) -> str:
+    names = ", ".join(repr(each.layer) for each in wrong[:_MOST_NAMES])
+    more = len(wrong) - _MOST_NAMES
+    names += f" and {more} more" if more > 0 else ""
+    kind = "layer" if len(wrong) == 1 else "layers"
+    return f"{kind} {names} saved other tensors in the second run than in forward"
+
+
+def _wrong(wrong: Sequence[Wrong], what: str, done: str) -> RecomputationError:
     return RecomputationError(
-        f"{found}: the gradients of this micro-batch are wrong, and {what}. Call zero_grad() "
-        f"before you go on; from the next forward on {done}. A layer that runs again must compute "
-        "the same each time that it gets the same: state outside of the model, clocks and files "
-        "are not put back. For this model give checkpoint_every=0, mlp_tiles='off' and no "
-        "recompute_modules. (verify_recompute='off' ends the comparison.)"
+        f"{_described(wrong)}: the gradients of this micro-batch are wrong, and {what}. Call "
+        f"zero_grad() before you go on; from the next forward on {done}. A layer that runs again "
+        "must compute the same each time that it gets the same: state outside of the model, "
+        "clocks and files are not put back. For this model give checkpoint_every=0, "
+        "mlp_tiles='off' and no recompute_modules. (verify_recompute='off' ends the comparison.)"
     )

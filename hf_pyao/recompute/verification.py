@@ -36,7 +36,24 @@ PERIOD = 61
 _BOUND = 64.0
 """Projections of unsteady layers may differ by so many ``eps`` times the norm."""
 
+SEGMENT = "segment"
+"""The layer ran again as a whole."""
+
+TILES = "tiles"
+"""Its MLP ran again tile by tile."""
+
+REBUILT = "rebuilt"
+"""Operations of it were replayed."""
+
 _DIFFERENT, _FAR, _UNSTEADY = range(3)
+
+
+class Wrong(NamedTuple):
+    """A layer whose second run gave backward other tensors than the first."""
+
+    layer: str
+    kind: str
+    """How it ran again: :data:`SEGMENT`, :data:`TILES` or :data:`REBUILT`."""
 
 
 class Noted(NamedTuple):
@@ -58,8 +75,11 @@ class ForwardCheck:
         runs_twice: layers run twice in backward where they may be unsteady.
     """
 
-    def __init__(self, check: SecondRunCheck, *, runs_twice: bool, has_projections: bool) -> None:
+    def __init__(
+        self, check: SecondRunCheck, kind: str, *, runs_twice: bool, has_projections: bool
+    ) -> None:
         self.runs_twice = runs_twice
+        self._kind = kind
         self._check = check
         self._has_projections = has_projections
 
@@ -68,7 +88,7 @@ class ForwardCheck:
 
         Runs on the device and current stream of *tensor*; the host waits for nothing.
         """
-        return self._noted(self._check.index_of(layer), tensor)
+        return self._noted(self._check.index_of(Wrong(layer, self._kind)), tensor)
 
     def note_again(self, noted: Noted, tensor: Tensor) -> Noted:
         """Return the same of *tensor*, which a second run made where the first one was *noted*."""
@@ -155,16 +175,16 @@ class SecondRunCheck:
         self.fingerprints = Fingerprinter()
         self.num_checked = 0
         """Forwards that were checked."""
-        self._layers: list[str] = []
-        self._indices: dict[str, int] = {}
+        self._layers: list[Wrong] = []
+        self._indices: dict[Wrong, int] = {}
         self._unsteady: set[int] = set()
         self._counters: dict[torch.device, Tensor] = {}
         """By device, int64 of shape (3, layers): tensors that differ, differ much, and differ
         between two second runs."""
         self._is_pending = False
 
-    def index_of(self, layer: str) -> int:
-        """Return the index under which the tensors of *layer* are counted."""
+    def index_of(self, layer: Wrong) -> int:
+        """Return the index under which the tensors of *layer* are counted, if they are wrong."""
         index = self._indices.get(layer)
         if index is None:
             index = self._indices[layer] = len(self._layers)
@@ -175,7 +195,7 @@ class SecondRunCheck:
         """Say whether a layer is known as unsteady; see [Note: Unsteady layers]."""
         return layer in self._unsteady
 
-    def read(self) -> tuple[str, ...]:
+    def read(self) -> tuple[Wrong, ...]:
         """Return the layers whose second runs gave other tensors since this was asked last.
 
         The host waits for the device if anything was compared since, else not.
@@ -193,7 +213,7 @@ class SecondRunCheck:
                 for index in range(len(different))
                 if (far if index in self._unsteady else different)[index]
             }
-        return tuple(name for index, name in enumerate(self._layers) if index in wrong)
+        return tuple(self._layers[index] for index in sorted(wrong))
 
     def forget(self) -> None:
         """Drop what was compared since it was read last: the micro-batch does not count."""
@@ -204,7 +224,7 @@ class SecondRunCheck:
     @property
     def unsteady_layers(self) -> tuple[str, ...]:
         """Layers whose kernels do not give the same bits twice; see [Note: Unsteady layers]."""
-        return tuple(self._layers[index] for index in sorted(self._unsteady))
+        return tuple(self._layers[index].layer for index in sorted(self._unsteady))
 
     def counters_on(self, device: torch.device, layer: int) -> Tensor:
         """Return the counters on *device*, with room for *layer*; they will be read."""
@@ -224,10 +244,12 @@ class Sampler:
 
     Args:
         check: what compares.
+        kind: how layers run again.
     """
 
-    def __init__(self, check: SecondRunCheck) -> None:
+    def __init__(self, check: SecondRunCheck, kind: str) -> None:
         self._check = check
+        self._kind = kind
         self._num_forwards = 0
         self._newest = -1
         self._of_newest: ForwardCheck | None = None
@@ -254,6 +276,6 @@ class Sampler:
             if mode == "always" or is_first or number % PERIOD == 0:
                 self._check.num_checked += 1
                 self._of_newest = ForwardCheck(
-                    self._check, runs_twice=not number, has_projections=is_first
+                    self._check, self._kind, runs_twice=not number, has_projections=is_first
                 )
         return self._of_newest

@@ -225,6 +225,49 @@ def hook_on_an_mlp(model: nn.Module) -> list[int]:
     return calls
 
 
+NUM_ACTIVATIONS = [0]
+"""State of the world, which no inventory of a model knows."""
+
+
+class GoesByTheWorld(nn.Module):
+    """An activation that depends on how often it ran since the step began."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        NUM_ACTIVATIONS[0] += 1
+        return nn.functional.silu(hidden) * (1 + max(0, NUM_ACTIVATIONS[0]))
+
+
+@pytest.mark.thorough
+def test_auto_plans_without_segments_where_a_second_run_goes_wrong(
+    wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It chose them by itself, and must not end the training for it."""
+    wanted.update(checkpoint_every=1)
+    model = tiny_model("llama").train()
+    model.get_decoder().layers[1].mlp.act_fn = GoesByTheWorld()
+
+    def counted_step(offloader: Offloader | None, start: int = 0) -> list[torch.Tensor]:
+        NUM_ACTIVATIONS[0] = start  # far below zero, runs are alike
+        return step(model, None, offloader)
+
+    expected = counted_step(None)
+    with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            counted_step(offloader, start=-100)
+        assert lifecycle_of(offloader).length == 1
+        wanted.clear()
+        for _ in range(3):
+            model.zero_grad()
+            found = offloader.run_micro_batch(lambda: counted_step(offloader))
+            assert_same(found, expected)
+        assert lifecycle_of(offloader).length == 0
+        plan = offloader.plan
+        assert plan is not None and not plan.levers.get("checkpoint_every")
+    lines = warnings_in(caplog)
+    assert sum("The micro-batch runs again" in line for line in lines) == 1
+    assert any("does not go on with its plan" in line for line in lines)
+
+
 @pytest.mark.thorough
 def test_a_hook_that_comes_while_layers_run_again_is_called_once(
     wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
