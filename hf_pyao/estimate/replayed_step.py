@@ -140,6 +140,8 @@ class _Replay:
         self.rebuilds = rebuilds
         self.gradient_bytes = 0
         self.is_rebuilt: set[int] = set()
+        self.rebuilt_buffers: set[int] = set()
+        """Buffers that were rebuilt and are there."""
         self.leaves = leaves
         self.times_ms = times_ms
         self.link = link
@@ -206,6 +208,11 @@ class _Replay:
                 event = partial(self._rebuild, number)
             self.events[moment].append(event)
         reloaded = {slot.reloaded for slot in program.slots if slot.reloaded >= 0}
+        for rebuild in self.rebuilds.values():
+            for buffer_number in (made for each in rebuild.operations for made in each.makes):
+                reloaded.add(buffer_number)
+                end = program.buffers[buffer_number].death
+                self.after[end].append(partial(self._free_rebuilt, buffer_number))
         for number, buffer in enumerate(program.buffers):
             if number not in reloaded:
                 self.after[buffer.death].append(partial(self._die, number))
@@ -331,12 +338,22 @@ class _Replay:
         """Run again what makes a dropped slot, when it is asked for first."""
         if number not in self.is_rebuilt:
             self.is_rebuilt.add(number)
-            rebuild, nbytes = self.rebuilds[number], self.program.slots[number].nbytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes + rebuild.working_bytes)
-            self._make(nbytes + rebuild.held_bytes)
+            rebuild = self.rebuilds[number]
+            for again in rebuild.operations:
+                for buffer in again.makes:
+                    self._make(self.program.buffers[buffer].nbytes)
+                self.rebuilt_buffers.update(again.makes)
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes + again.beside_bytes)
+                for buffer in again.frees:
+                    self._free_rebuilt(buffer)
             if rebuild.elapsed_ms:
                 self.link.advance(rebuild.elapsed_ms)
         self._prefetch()
+
+    def _free_rebuilt(self, buffer: int) -> None:
+        if buffer in self.rebuilt_buffers:
+            self.rebuilt_buffers.remove(buffer)
+            self.live_bytes -= self.program.buffers[buffer].nbytes
 
     def _send_gradients(self) -> None:
         if self.gradient_bytes:
@@ -345,8 +362,6 @@ class _Replay:
     def _slot_ends(self, number: int, leaves: bool, all_moved: dict[int, _Bytes]) -> None:
         slot = self.program.slots[number]
         if number in self.rebuilds:
-            if number in self.is_rebuilt:
-                self.live_bytes -= slot.nbytes
             return
         if not leaves:
             if slot.source >= 0:

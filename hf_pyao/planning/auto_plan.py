@@ -11,7 +11,7 @@ from hf_pyao.levers import Levers
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.lever_choice import ChosenLevers
 from hf_pyao.planning.planner import KEEP_ALL, PLANNED, Candidate, Planner
-from hf_pyao.planning.step_problem import chosen_slots
+from hf_pyao.planning.step_problem import Conditions, chosen_slots
 from hf_pyao.report.plan_report import (
     KEEP,
     OFFLOAD,
@@ -81,7 +81,7 @@ def plan_of(
         source=SOURCE if chosen.name == PLANNED else f"{SOURCE}: {chosen.name}",
         model=dict(model or {}),
         slots=slots,
-        otherwise=KEEP if chosen.name == KEEP_ALL or not conditions.may_offload else OFFLOAD,
+        otherwise=_otherwise(chosen, conditions),
         replayed_modules=sorted(chosen.products),
         figures={
             **_figures(planner, chosen, limit_bytes, levers.configured if levers else planner),
@@ -92,6 +92,13 @@ def plan_of(
         levers_reason=levers.reason if levers else "",
         lever_settings=_lever_settings(levers) if levers else [],
     )
+
+
+def _otherwise(chosen: Candidate, conditions: Conditions) -> str:
+    """Return what becomes of slots that are stored to rebuild others, and of those not listed."""
+    if chosen.name == KEEP_ALL or not conditions.may_offload or OFFLOAD not in chosen.otherwise:
+        return KEEP
+    return OFFLOAD
 
 
 def plan_of_choice(chosen: ChosenLevers, **more: Any) -> Plan:

@@ -6,7 +6,7 @@ in. An operation that writes into a value makes it anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +52,8 @@ class LayerGraph:
     """Its position; it stands for those that are equal to it."""
     operations: Sequence[GraphOperation]
     values: Sequence[GraphValue]
+    unseen: tuple[int, ...] = ()
+    """Values of which no one knows how they were made: something touched them without gradients."""
 
     def producers(self) -> dict[int, GraphOperation]:
         """Return the operation that first makes each value."""
@@ -72,6 +74,7 @@ class GraphRecorder:
         self._numbers: dict[int, int] = {}
         """Buffer of the step, or minus a resident storage's key -> value."""
         self._values: list[GraphValue] = []
+        self._unseen: dict[int, None] = {}
 
     def value(self, key: int, nbytes: int, origin: str) -> int:
         """Return the number of a value, which is new if *key* is."""
@@ -87,9 +90,14 @@ class GraphRecorder:
             GraphOperation(number, rule.kind.value, rule.is_random, tuple(reads), tuple(makes))
         )
 
+    def add_unseen(self, values: Iterable[int]) -> None:
+        """Take note of values that were touched without gradients."""
+        self._unseen.update(dict.fromkeys(values))
+
     def graph(self, slots: Mapping[int, str]) -> LayerGraph:
         """Return what was seen; *slots* names the slot of each buffer that has one."""
         values = list(self._values)
         for key, number in self._numbers.items():
             values[number] = values[number]._replace(slot=slots.get(key, ""), buffer=max(key, -1))
-        return LayerGraph(self.layer, tuple(self._operations), tuple(values))
+        unseen = tuple(n for n in self._unseen if values[n].origin == MADE)
+        return LayerGraph(self.layer, tuple(self._operations), tuple(values), unseen)

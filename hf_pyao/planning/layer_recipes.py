@@ -42,6 +42,8 @@ class Making:
     reads: tuple[int, ...]
     """Values that must be there to run it again."""
     makes: tuple[int, ...]
+    beside: tuple[int, ...] = ()
+    """Values as large as what is allocated beside and let go at once, one for each allocation."""
 
 
 @dataclass
@@ -57,6 +59,11 @@ class LayerRecipe:
     """Slots that were to be dropped, and are not: there is no way back, or it stores as much."""
     read_for: dict[int, str] = field(default_factory=dict)
     """Stored values that are read on the way, and the slot at which they are read first."""
+    not_asked: tuple[Making, ...] = ()
+    """What would run for dropped slots that backward never asks for, and for no other."""
+    reaches: dict[str, frozenset[int]] = field(default_factory=dict)
+    """For each dropped slot the values on its way back: its own, those that are made again, and
+    the stored ones that it ends in."""
 
 
 class RecipeSearch:
@@ -66,6 +73,9 @@ class RecipeSearch:
         graph: the layer's forward.
         operations: of the step, by number; or of its layer alone.
         shared: values that several layers read, which are there in any case.
+        packed_at: for each slot of the graph's layer, the number of operations before it is saved.
+        died_at: for each value, the first operation at which it is gone. What is gone when a slot
+            is saved cannot be stored for it.
     """
 
     def __init__(
@@ -73,8 +83,12 @@ class RecipeSearch:
         graph: LayerGraph,
         operations: Mapping[int, Operation],
         shared: Iterable[int] = (),
+        packed_at: Mapping[str, int] | None = None,
+        died_at: Mapping[int, int] | None = None,
     ) -> None:
         self.graph = graph
+        self.packed_at = packed_at or {}
+        self.died_at = died_at or {}
         self.shared = frozenset(shared)
         self.value_of = {each.slot: n for n, each in enumerate(graph.values) if each.slot}
         """Number of the value that a slot holds."""
@@ -86,6 +100,7 @@ class RecipeSearch:
                 is_again = value in self.makers  # written into: which content is it?
                 making = _making(position, operation, step_operation, index, graph)
                 self.makers[value] = None if is_again else making
+        self.makers.update(dict.fromkeys(graph.unseen))
 
     def maker(self, value: int) -> Making | None:
         """Return what makes *value* and can run again; None if nothing is."""
@@ -122,6 +137,8 @@ class _Search:
             number for number, value in enumerate(self.values) if value.origin == PARAMETER
         }
         self.planned: set[int] = set()
+        self.now = 0
+        """Number of operations before the slot is saved that is dropped."""
         self.recipe = LayerRecipe()
 
     def run(
@@ -130,22 +147,45 @@ class _Search:
         kept_slots = []
         for name in packed:
             value = self.layer.value_of.get(name)
-            if name in dropped and (value is None or not self._drop(name, value)):
-                self.recipe.refused.add(name)
-            if value is not None and value not in self.planned:
-                self.stored.add(value)
-            if name in dropped and name not in self.recipe.refused:
+            if name in dropped and value is not None and self._drop(name, value):
                 kept_slots.append(name)
+                continue
+            if name in dropped:
+                self.recipe.refused.add(name)
+            if value is not None:
+                self.stored.add(value)  # also where another slot's recipe would make it again
         done: set[int] = set()
         for name in [each for each in asked if each in kept_slots]:
             self.recipe.order[name] = tuple(self._replay(name, done))
+        read_for = dict(self.recipe.read_for)
+        not_asked: list[Making] = []
+        for name in kept_slots:
+            self.recipe.reaches[name] = self._reached(name)
+            if name not in self.recipe.order:
+                not_asked += self._replay(name, done)
+        self.recipe.read_for = read_for
+        self.recipe.not_asked = tuple(not_asked)
         return self.recipe
+
+    def _reached(self, name: str) -> frozenset[int]:
+        """Return the values on the way back to a dropped slot."""
+        pending = [self.layer.value_of[name]]
+        seen = set(pending)
+        while pending:
+            value = pending.pop()
+            making = None if value in self.stored else self.layer.maker(value)
+            if making is not None:
+                fresh = [read for read in making.reads if read not in seen]
+                seen.update(fresh)
+                pending += fresh
+        return frozenset(seen)
 
     def _drop(self, name: str, value: int) -> bool:
         if value in self.stored:
             return False  # as an anchor of another
         if value in self.planned:
             return True
+        self.now = self.layer.packed_at.get(name, 0)
         anchors = self._made(value, {})
         if anchors is None or _bytes(self.values, anchors) >= self.values[value].nbytes:
             return False
@@ -169,7 +209,10 @@ class _Search:
         if value not in found:
             found[value] = None
             made = self._made(value, found)
-            if made is None or self.values[value].nbytes <= _bytes(self.values, made):
+            is_there = self.layer.died_at.get(value, self.now + 1) > self.now
+            if is_there and (
+                made is None or self.values[value].nbytes <= _bytes(self.values, made)
+            ):
                 made = frozenset({value})
             found[value] = made
         return found[value]
@@ -220,16 +263,24 @@ def _making(
 ) -> Making | None:
     if operation.kind not in REPLAYED:
         return None
-    # The engine replays a dropout's mask by itself, and its result by itself.
-    is_dropout = step_operation.name == DROPOUT
-    is_mask = is_dropout and index == 1
+    made = operation.makes
+    reads = tuple(dict.fromkeys(operation.reads))
+    beside: tuple[int, ...] = ()
+    if step_operation.name == DROPOUT and len(made) > 1:
+        # The engine replays a dropout's mask by itself, from an empty input, and its result by
+        # itself. Either makes both.
+        is_mask = index == 1
+        reads = () if is_mask else reads
+        beside = (made[0], made[0]) if is_mask else (made[1],)
+        made = (made[index],)
     return Making(
         operation=position,
         number=operation.number,
         path=step_operation.path,
         is_product=operation.kind == PRODUCT,
-        reads=() if is_mask else operation.reads,
-        makes=(operation.makes[index],) if is_dropout else operation.makes,
+        reads=reads,
+        makes=made,
+        beside=beside,
     )
 
 

@@ -31,7 +31,6 @@ from hf_pyao.planning.prediction import (
     ENCODED,
     FREED,
     PAYLOAD,
-    REBUILT,
     RELOADED,
     WORKSPACE,
     Coded,
@@ -79,7 +78,7 @@ def predict(
         link: speeds of copies; None: they are never done before something waits for them, so that
             the peak is one for every link.
         rebuilds: slots that are dropped and rebuilt, by number, see ``planned_step``; they neither
-            stay nor leave.
+            stay nor leave. Buffers that they make are those of the program.
         gradient_bytes: what leaves for the host beside whenever a layer's backward ends, as for an
             optimizer there.
         coded: slots that a codec writes smaller where they leave, by number.
@@ -155,6 +154,9 @@ class _Walk:
         self.memory: list[MemoryEvent] = []
         self.allocated: dict[MemoryKey, int] = {}
         self.reloaded_at: dict[int, int] = {}
+        self.is_rebuilt: set[int] = set()
+        self.rebuilt_at: dict[int, int] = {}
+        """Buffers that were rebuilt and are there, and since which operation."""
         self.live_bytes = program.resident_bytes
         self.peak_here = 0
         self.host_bytes = 0
@@ -186,9 +188,16 @@ class _Walk:
         self.unpacks: list[list[int]] = [[] for _ in range(end + 1)]
         self.starts: dict[int, list[Callable[[], None]]] = {}
         self._is_reloaded = [False] * len(program.buffers)
+        """Buffers that are not there just from birth to death: reloaded ones, and rebuilt ones."""
         for slot in program.slots:
             if slot.reloaded >= 0:
                 self._is_reloaded[slot.reloaded] = True
+        self.rebuilt_ends: list[list[int]] = [[] for _ in range(end + 1)]
+        for rebuild in self.rebuilds.values():
+            for again in rebuild.operations:
+                for number in again.makes:
+                    self._is_reloaded[number] = True
+                    self.rebuilt_ends[program.buffers[number].death].append(number)
         for number, buffer in enumerate(program.buffers):
             if not self._is_reloaded[number]:
                 self.births[buffer.birth].append(number)
@@ -240,6 +249,8 @@ class _Walk:
                 self._source_dies(buffer)
             for slot in self.ends[number]:
                 self._slot_ends(slot)
+            for buffer in self.rebuilt_ends[number]:
+                self._free_rebuilt(buffer)
             for buffer in self.births[number]:
                 self._allocate((BUFFER, buffer), program.buffers[buffer].nbytes)
             if inside_bytes := program.operations[number].workspace_bytes:
@@ -250,7 +261,8 @@ class _Walk:
         self._before(self.number)
         self._release_all(list(self.windows.waiting))  # as the engine does when backward ends
         for buffer, copy in enumerate(program.buffers):
-            if copy.death >= self.number and not self._is_reloaded[buffer]:
+            is_there = copy.death >= self.number or self.holds[buffer] > 0
+            if is_there and not self._is_reloaded[buffer]:
                 self.lifetimes.append(Lifetime(buffer, copy.birth, self.number))
         peak_bytes = max(peaks, default=program.resident_bytes)
         has_times = self.times_ms is not None
@@ -492,28 +504,29 @@ class _Walk:
         return True
 
     def _rebuild(self, number: int, rebuild: Rebuild) -> None:
-        if number not in self.reloaded_at:
-            nbytes = self.program.slots[number].nbytes
-            self.reloaded_at[number] = self.number
-            self._allocate((RELOADED, number), nbytes)
-            if rebuild.working_bytes:
-                self._allocate((WORKSPACE, number), rebuild.working_bytes)
-                self._deallocate((WORKSPACE, number))
-            if rebuild.held_bytes:
-                self._hold_rebuilt(rebuild.held_bytes)
+        if number not in self.is_rebuilt:
+            self.is_rebuilt.add(number)
+            for again in rebuild.operations:
+                for buffer in again.makes:
+                    self._allocate((BUFFER, buffer), self.program.buffers[buffer].nbytes)
+                    self.rebuilt_at[buffer] = self.number
+                workspace_bytes = self.program.operations[again.operation].workspace_bytes
+                if inside_bytes := again.beside_bytes + workspace_bytes:
+                    self._allocate((WORKSPACE, number), inside_bytes)
+                    self._deallocate((WORKSPACE, number))
+                for buffer in again.frees:
+                    self._free_rebuilt(buffer)
             if self.times_ms is not None:
                 self.now_ms += rebuild.elapsed_ms
                 self.rebuild_ms += rebuild.elapsed_ms
         self._prefetch()
 
-    def _hold_rebuilt(self, added_bytes: int) -> None:
-        """Add to what is held for slots that are rebuilt later, or take from it."""
-        key = (REBUILT, 0)
-        held_bytes = self.allocated.get(key, 0) + added_bytes
-        if key in self.allocated:
-            self._deallocate(key)
-        if held_bytes:
-            self._allocate(key, held_bytes)
+    def _free_rebuilt(self, buffer: int) -> None:
+        """Free a buffer that was rebuilt, unless that was done when an operation had read it."""
+        birth = self.rebuilt_at.pop(buffer, None)
+        if birth is not None:
+            self._deallocate((BUFFER, buffer))
+            self.lifetimes.append(Lifetime(buffer, birth, self.number))
 
     def _slot_ends(self, number: int) -> None:
         """Backward is done with a slot."""
@@ -521,10 +534,6 @@ class _Walk:
         self.is_over[number] = True
         self.windows.ends(number)
         if number in self.rebuilds:
-            if number in self.reloaded_at:
-                self._deallocate((RELOADED, number))
-                start = self.reloaded_at[number]
-                self.lifetimes.append(Lifetime(slot.reloaded, start, self.number))
             return
         if not self.leaves[number]:
             self._let_go(slot)

@@ -62,13 +62,11 @@ MemoryKey = tuple[str, int]
 BUFFER = "buffer"
 """A buffer of the program, by its number."""
 RELOADED = "reloaded"
-"""What backward gets of a slot that left or was dropped, by the slot's number."""
+"""What backward gets of a slot that left, by the slot's number."""
 PAYLOAD = "payload"
 """What a codec made of a slot, on its way to the host."""
 ENCODED = "encoded"
 """The same, brought back."""
-REBUILT = "rebuilt"
-"""What was made on the way to a rebuilt slot, and is held for others."""
 WORKSPACE = "workspace"
 """What is allocated and freed within one operation, or while a slot is rebuilt."""
 
@@ -83,16 +81,26 @@ class MemoryEvent(NamedTuple):
     """:data:`FREED` where it ends."""
 
 
+class Replayed(NamedTuple):
+    """An operation that runs again in backward."""
+
+    operation: int
+    """Its number in the program, where it ran in forward."""
+    makes: tuple[int, ...]
+    """Buffers that it allocates."""
+    frees: tuple[int, ...]
+    """Buffers that are freed when it is done."""
+    beside_bytes: int = 0
+    """What it allocates beside, and frees before it is done."""
+
+
 class Rebuild(NamedTuple):
     """What it takes to rebuild a slot that was dropped, when backward first asks for it."""
 
     elapsed_ms: float
     """Of the operations that run again for it, and did not run for a slot before it."""
-    working_bytes: int
-    """Most bytes of what is made on the way, at once, and of what others left for it."""
-    held_bytes: int
-    """Of these, what stays for slots that are asked for later, less what was there for this one and
-    goes; may be below 0."""
+    operations: tuple[Replayed, ...]
+    """These operations, in order. What none of them frees is freed when its buffer dies."""
 
 
 class Coded(NamedTuple):

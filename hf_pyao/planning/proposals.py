@@ -117,7 +117,9 @@ class Proposals:
         self.program = program
         self.conditions = conditions
         self.host_limit_bytes = host_limit_bytes
-        self.stepper = StepPlanner(program, times_ms, conditions.rebuild_factor)
+        self.stepper = StepPlanner(
+            program, times_ms, conditions.rebuild_factor, conditions.min_bytes
+        )
         self._times_ms = times_ms
         self._forced = forced
         self._coding = coding

@@ -83,6 +83,7 @@ class RecordedStep:
                 "layer": graph.layer,
                 "operations": _lines(graph.operations),
                 "values": _lines(graph.values),
+                "unseen": list(graph.unseen),
             }
         return document
 
@@ -180,7 +181,9 @@ def _graph(values: Mapping[str, Any]) -> LayerGraph:
         _count(values["layer"]),
         _rows(GraphOperation, values["operations"]),
         _rows(GraphValue, values["values"]),
+        tuple(_count(value) for value in values.get("unseen", ())),
     )
+    _within(graph.unseen, 0, len(graph.values))
     for operation in graph.operations:
         _within((*operation.reads, *operation.makes), 0, len(graph.values))
     return graph

@@ -214,6 +214,10 @@ class StepRecorder:
             for value in values_of(tensors_in((given,)))
         ]
         reads = values_of(tensors_in((args, kwargs)))
+        if not torch.is_grad_enabled():
+            # As the engine's trace sees it: an unseen kernel may have written whatever is touched.
+            self._graph.add_unseen([*reads, *values_of(outputs)])
+            return
         makes = [value for value in values_of(outputs) if value not in reads]
         self._graph.add(func, number, reads, list(dict.fromkeys((*written, *makes))))
 

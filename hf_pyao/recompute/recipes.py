@@ -8,6 +8,7 @@ recipe is found, or none that saves bytes, the slot is stored as if nothing had 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TypeAlias
 
 import torch
@@ -29,10 +30,17 @@ Anchors: TypeAlias = "dict[Value, torch.Tensor]"
 
 
 class RecipeFinder:
-    """Finds the way to rebuild a value that stores the fewest further bytes."""
+    """Finds the way to rebuild a value that stores the fewest further bytes.
 
-    def __init__(self, trace: Trace) -> None:
+    Args:
+        trace: what was seen of the layer call.
+        shared_keys: storages that other layers get too: to keep one of them costs this layer
+            nothing.
+    """
+
+    def __init__(self, trace: Trace, shared_keys: Container[int] = frozenset()) -> None:
         self._trace = trace
+        self._shared_keys = shared_keys
         self._found: dict[Value, Anchors | None] = {}
         self._depth = 0
 
@@ -48,7 +56,7 @@ class RecipeFinder:
         anchors = self._made(target)
         if anchors is None:
             return Refused(NO_RECIPE)
-        if _num_bytes(anchors) >= target.nbytes:
+        if self._num_bytes(anchors) >= target.nbytes:
             return Refused(NO_GAIN)
         return anchors
 
@@ -60,7 +68,7 @@ class RecipeFinder:
             self._found[value] = None  # while its own sources are looked at
             made = self._made(value)
             tensor = _storable(value)
-            if tensor is not None and (made is None or value.nbytes <= _num_bytes(made)):
+            if tensor is not None and (made is None or value.nbytes <= self._num_bytes(made)):
                 made = {value: tensor}
             self._found[value] = made
         return self._found[value]
@@ -80,6 +88,13 @@ class RecipeFinder:
         self._depth -= 1
         return anchors
 
+    def _num_bytes(self, anchors: Anchors) -> int:
+        return sum(
+            value.nbytes
+            for value, tensor in anchors.items()
+            if tensor.untyped_storage()._cdata not in self._shared_keys
+        )
+
 
 def settle(target: Value) -> None:
     """Mark *target*, and all that is rebuilt on the way to it, as available to other recipes."""
@@ -94,12 +109,8 @@ def settle(target: Value) -> None:
 
 def _storable(value: Value) -> torch.Tensor | None:
     """Return a tensor on *value*'s storage, if it can be stored of our own accord."""
-    tensor = value.tensor()
+    tensor = value.live_tensor()
     if tensor is None or not value.is_readable or value.is_blocked:
         return None
     reason = reason_not_movable(tensor)
     return None if reason is not None and reason != SUBCLASS else tensor
-
-
-def _num_bytes(anchors: Anchors) -> int:
-    return sum(value.nbytes for value in anchors)

@@ -5,7 +5,7 @@ The engine knows it as :class:`~hf_pyao.runtime.recomputation.Recomputer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
@@ -134,12 +134,17 @@ class CallRecomputation:
         slot = self.trace.value_of(tensor, storage).slot
         return None if slot is None else slot()
 
-    def recipe_for(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Recipe | Refused:
+    def recipe_for(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        shared_keys: Container[int] = frozenset(),
+    ) -> Recipe | Refused:
         """Find how to rebuild what *tensor*'s storage holds."""
         if self.trace is None:
             return Refused(self._reason_not_traced)
         value = self.trace.value_of(tensor, storage)
-        found = RecipeFinder(self.trace).find(value)
+        found = RecipeFinder(self.trace, shared_keys).find(value)
         if isinstance(found, Refused):
             return found
         return Recipe(

@@ -101,6 +101,7 @@ class Value:
         "source",
         "tensor",
         "uses",
+        "view",
     )
 
     def __init__(
@@ -118,6 +119,8 @@ class Value:
         self.device = device
         self.tensor = tensor
         """A tensor on the storage, while it lives."""
+        self.view: weakref.ref[torch.Tensor] | None = None
+        """The last view that was made of all of it, while it lives."""
         self.is_readable = True
         """False if no tensor holds it: the memory was changed since, or allocated without being
         written (who writes it is not seen)."""
@@ -142,6 +145,15 @@ class Value:
     def is_needed(self) -> bool:
         """True while an operation still to be replayed reads it, or autograd may ask for it."""
         return self.uses > 0 or self.is_saved
+
+    def live_tensor(self) -> torch.Tensor | None:
+        """Return a tensor on the storage; None if none is known that lives."""
+        tensor = self.tensor()
+        return self.view() if tensor is None and self.view is not None else tensor
+
+    def is_viewed_by(self, view: weakref.ref[torch.Tensor]) -> None:
+        """Take note of a view that was made of all of it."""
+        self.view = view
 
     def overwritten(self) -> None:
         """Take note that no tensor holds it any more, or that it is not known who writes it."""

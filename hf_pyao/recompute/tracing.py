@@ -136,7 +136,7 @@ class Trace(RemovableMode):
         if not torch.is_grad_enabled() or (types and not _are_plain(types)):
             return self._run_unseen(run, rule, args, kwargs)
         if kind is Kind.VIEW:
-            return run(*args, **kwargs)
+            return self._note_view(run(*args, **kwargs))
         if kind is Kind.OPAQUE or kind is Kind.EMPTY:
             return self._run_opaque(run, rule, args, kwargs)
         operation = Operation(
@@ -162,6 +162,14 @@ class Trace(RemovableMode):
             self._bind(operation, 0, out)
         else:
             self._bind_several(operation, out)
+        return out
+
+    def _note_view(self, out: Any) -> Any:
+        """Note a view that shows all of a value: the tensor that it was made of may go."""
+        if type(out) in _PLAIN and out.layout is torch.strided:
+            value = self.values.get(out.untyped_storage()._cdata)
+            if value is not None and out.nbytes == value.nbytes:
+                value.is_viewed_by(weakref.ref(out))
         return out
 
     def _settings_for(self, kind: Kind) -> Settings:

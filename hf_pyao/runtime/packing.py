@@ -321,7 +321,7 @@ class Packer:
             if record.home is not None:
                 record.home.note_visitor()
         else:
-            recipe = recomputation.recipe_for(tensor, storage)
+            recipe = recomputation.recipe_for(tensor, storage, call.shared_keys)
             if isinstance(recipe, Refused):
                 call.stats.not_recomputed_bytes[recipe.reason] += storage.nbytes()
                 return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -69,8 +69,19 @@ class Recomputation(Protocol):
         """Return what stands for the content of *storage*, if it was dropped before; else None."""
         ...
 
-    def recipe_for(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Recipe | Refused:
-        """Find how to rebuild what *tensor*'s storage holds."""
+    def recipe_for(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        shared_keys: Container[int] = frozenset(),
+    ) -> Recipe | Refused:
+        """Find how to rebuild what *tensor*'s storage holds.
+
+        Args:
+            tensor: what autograd saves.
+            storage: its storage.
+            shared_keys: storages that other layers get too, which may be kept at no cost.
+        """
         ...
 
     def stored(self, anchor: Anchor, source: Any) -> None:

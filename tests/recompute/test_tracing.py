@@ -175,6 +175,20 @@ def test_a_cast_is_derived_from_its_smaller_source() -> None:
     assert metrics["recomputed_bytes"] == metrics["would_hold_bytes"] - slot
 
 
+def test_a_source_of_which_only_a_view_lives_is_stored() -> None:
+    """As the queries that a norm gets: what the product returned is gone, a view of it lives."""
+
+    def norm(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        half = torch.ops.aten._unsafe_view((x @ layer.weight).to(torch.bfloat16), (4, 2, SIZE))
+        wide = half.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).view(8, SIZE)
+
+    _, metrics = run(POINTWISE, norm)
+    slot = 8 * SIZE * 4
+    assert metrics["held_bytes"] == slot + slot // 2  # x, and the 16-bit input
+    assert metrics["recomputed_bytes"] == metrics["would_hold_bytes"] - slot
+
+
 def test_a_source_changed_after_it_was_stored_raises() -> None:
     kept: list[torch.Tensor] = []
 
