@@ -58,9 +58,27 @@ LADDER: tuple[tuple[Way, str], ...] = (
     ),
     (
         Way(
+            "and attention in groups",
+            offloads=True,
+            levers=Levers(
+                head_loss="chunked",
+                checkpoint_every=1,
+                mlp_tiles="auto",
+                attention_groups="auto",
+            ),
+        ),
+        "chunked",
+    ),
+    (
+        Way(
             "the same, segments of 2",
             offloads=True,
-            levers=Levers(head_loss="chunked", checkpoint_every=2, mlp_tiles="auto"),
+            levers=Levers(
+                head_loss="chunked",
+                checkpoint_every=2,
+                mlp_tiles="auto",
+                attention_groups="auto",
+            ),
         ),
         "chunked",
     ),
@@ -74,6 +92,7 @@ LADDER: tuple[tuple[Way, str], ...] = (
                     checkpoint_every=every,
                     checkpoint_nested=True,
                     mlp_tiles="auto",
+                    attention_groups="auto",
                 ),
             ),
             "chunked",
