@@ -15,6 +15,7 @@ from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.estimate.replayed_step import replay_step
 from hf_pyao.estimate.simulated_step import simulate_step
+from hf_pyao.hardware.host_model import FAR_AHEAD, IN_STEP, HostModel
 from hf_pyao.hardware.presets import Hardware, find_hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.levers import Levers
@@ -30,6 +31,13 @@ SLOW = Hardware(
     link=LinkModel(d2h_gib_per_s=1.0, h2d_gib_per_s=1.5, copy_engines=1),
     memory_gib=1,
     source="made up, so that copies of tiny models take as long as their compute",
+)
+HOSTS = (
+    FAR_AHEAD,
+    IN_STEP,
+    HostModel(queue_limit=5),
+    HostModel(op_ms=0.002, queue_limit=40),
+    HostModel(op_ms=0.02),
 )
 FAST = Hardware(
     name="fast",
@@ -105,7 +113,7 @@ class Case:
             return first
         return first - first % (self.checkpoint_every or 1)
 
-    def predicted(self, hardware: Hardware | None) -> Prediction:
+    def predicted(self, hardware: Hardware | None, host: HostModel = FAR_AHEAD) -> Prediction:
         program = self.program
         first_kept = self.first_kept(program)
         leaves = [
@@ -120,6 +128,7 @@ class Case:
             window_bytes=window,
             device=hardware and hardware.device,
             link=hardware and hardware.link,
+            host=host,
         )
 
 
@@ -385,12 +394,45 @@ def test_any_plan_on_any_link_is_what_a_replay_says(num_points: int) -> None:
         )
         device = random.choice([SLOW, FAST]).device
         times_ms = operation_times_ms(program, device)
-        options = {"times_ms": times_ms, "link": link, "window_bytes": window_bytes}
+        host = random.choice(HOSTS)
+        options = {"times_ms": times_ms, "link": link, "window_bytes": window_bytes, "host": host}
         predicted = predict(program, leaves, **options)
         replayed = replay_step(program, leaves, **options)
-        where = (number, case.architecture, window_bytes, link)
+        where = (number, case.architecture, window_bytes, link, host)
         assert predicted.offloaded_bytes == replayed.offloaded_bytes, where
         assert predicted.step_ms == pytest.approx(replayed.step_ms, rel=1e-9), where
         assert predicted.peak_bytes == replayed.peak_bytes, where
         late = predict(program, leaves, window_bytes=window_bytes)
         assert late.peak_bytes >= predicted.peak_bytes, where
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4], CASES[6], CASES[14]], ids=str)
+@pytest.mark.parametrize("hardware", [SLOW, FAST], ids=lambda hardware: hardware.name)
+@pytest.mark.parametrize("host", HOSTS[1:], ids=str)
+def test_the_simulators_with_hosts_that_are_less_far_ahead(
+    case: Case, hardware: Hardware, host: HostModel
+) -> None:
+    simulated = simulate_step(
+        case.training, case.settings, hardware, case.micro_batch, case.length, host
+    )
+    predicted = case.predicted(hardware, host)
+    assert predicted.peak_bytes == simulated.peak_bytes
+    assert predicted.step_ms == pytest.approx(simulated.step_ms, rel=1e-6)
+
+
+def test_a_host_in_step_lets_go_earlier_and_reads_less_in_place() -> None:
+    """The last copies of forward are done before backward asks, and only it knows."""
+    ahead, in_step = (CASES[0].predicted(SLOW, host) for host in (FAR_AHEAD, IN_STEP))
+    assert in_step.peak_bytes <= ahead.peak_bytes
+    assert in_step.read_in_place_bytes < ahead.read_in_place_bytes
+
+
+def test_a_slow_host_sets_the_time() -> None:
+    case = CASES[3]
+    slow = case.predicted(FAST, HostModel(op_ms=10.0))
+    num_kernels = sum(operation.is_kernel for operation in case.program.operations)
+    last_ms = operation_times_ms(case.program, FAST.device)[-1]
+    assert slow.step_ms == pytest.approx(10.0 * num_kernels + last_ms, rel=1e-3)
+    limited = HostModel(op_ms=0.5, queue_limit=3)
+    assert case.predicted(SLOW, limited).step_ms >= case.predicted(SLOW).step_ms

@@ -136,21 +136,6 @@ def _room_made_without_wait() -> Any:
     return mock.patch.object(OffloadWindow, "make_room", unordered)
 
 
-def _room_made_behind_the_oldest_copy() -> Any:
-    """Room for reloads is made behind the oldest copy, not behind those of what is let go."""
-    make_room = OffloadWindow.make_room
-
-    def early(self: OffloadWindow, nbytes: int, aim: object) -> int:
-        def wait_for(leaving: Any) -> None:
-            if leaving:
-                self._transport.wait(self._oldest()[1].ticket)
-
-        with mock.patch.object(self, "_wait_for", wait_for):
-            return make_room(self, nbytes, aim)
-
-    return mock.patch.object(OffloadWindow, "make_room", early)
-
-
 def _prefetch_into_a_buffer_in_use() -> Any:
     """Reloads of one layout share one device buffer."""
     buffers: dict[object, torch.Tensor] = {}

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.runtime.backward_order import OldestFirst
 from hf_pyao.runtime.observer import Observer
 from hf_pyao.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
+from hf_pyao.transfer.window import OffloadWindow
 from tests.helpers import EVERY_LAYER, Stack, gradients_of, linear_relu, tiny_batch, tiny_model
 
 SLOT_BYTES = 4 * 16 * 4
@@ -183,7 +185,7 @@ def in_turns(model: nn.Module) -> None:
         loss.backward()
 
 
-def run(
+def run_counting(
     model: nn.Module, config: PyAOConfig, step: Callable[[nn.Module], None], **options: Any
 ) -> FarAhead:
     transport = FarAhead()
@@ -193,6 +195,11 @@ def run(
         assert offloader.link.offloads.waiting_bytes == 0
         assert offloader.engine.mover.reloads.ahead_bytes == 0
         assert offloader.host_pool.settle() == 0
+    return transport
+
+
+def run(*args: Any, **options: Any) -> FarAhead:
+    transport = run_counting(*args, **options)
     assert transport.freed_early == []
     return transport
 
@@ -285,6 +292,30 @@ def test_models(architecture: str, settings: dict[str, Any]) -> None:
     transport = run(tiny_model(architecture), config, step)
     assert transport.num_ahead > 5 * transport.num_on_demand
     assert transport.most_bytes < window
+
+
+def wait_for_none(self: OffloadWindow, leaving: Any) -> None:
+    pass
+
+
+def wait_for_the_oldest(self: OffloadWindow, leaving: Any) -> None:
+    if leaving:
+        self._transport.wait(self._oldest()[1].ticket)
+
+
+@pytest.mark.parametrize("wait", [wait_for_none, wait_for_the_oldest])
+def test_room_that_is_made_without_its_wait_is_noticed(wait: Any) -> None:
+    config = replace(EVERY_LAYER, window=4 * SLOT_BYTES)
+    with mock.patch.object(OffloadWindow, "_wait_for", wait):
+        transport = run_counting(stack(), config, one_step)
+    assert transport.freed_early
+
+
+def test_room_that_is_never_made_is_noticed() -> None:
+    config = replace(EVERY_LAYER, window=4 * SLOT_BYTES)
+    with mock.patch.object(OffloadWindow, "make_room", return_value=0):
+        transport = run(stack(), config, one_step)
+    assert transport.num_on_demand > transport.num_ahead
 
 
 def test_a_window_of_a_layer_needs_no_answer_of_the_host() -> None:
