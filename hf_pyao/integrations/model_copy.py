@@ -30,6 +30,7 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.hardware.kernel_settings import KernelSettings, settings_of
 from hf_pyao.integrations.held_interrupts import HeldInterrupts
 from hf_pyao.integrations.wrappers import unwrap_parallel
+from hf_pyao.runtime.compile_guard import uncompiled
 from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.runtime.model_hooks import ModelHook, take_off
 from hf_pyao.runtime.passing_over import is_recomputing
@@ -92,13 +93,21 @@ class _WatchHook(ModelHook):
     held: object = None
     """What goes with the model, see :meth:`ForwardWatch.hold`."""
 
+    def __init__(self, watch: ForwardWatch) -> None:
+        super().__init__(watch)  # type: ignore[arg-type]
+        self._note_uncompiled = uncompiled(watch.note_compiled)
+
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Take note of the call."""
+        if kwargs is None:
+            return
+        if torch.compiler.is_compiling():
+            self._note_uncompiled(module, args, kwargs)
+            return
         watch: Any = self.lifecycle
-        if kwargs is not None and not torch.compiler.is_compiling():
-            watch.note(module, args, kwargs)
+        watch.note(module, args, kwargs)
 
 
 class BeforeForward(Protocol):
@@ -127,7 +136,9 @@ class ForwardWatch:
         """What it was called with first; None until then."""
         self._newest: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._lock = threading.Lock()
-        hook: Any = _WatchHook(self)  # type: ignore[arg-type]
+        self.is_compiled = False
+        """True once the model was called in compiled code."""
+        hook: Any = _WatchHook(self)
         self._hook = weakref.ref(hook)
         inner.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -148,6 +159,13 @@ class ForwardWatch:
         finally:
             self._newest = None
             self._lock.release()
+
+    def note_compiled(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Take note of a call in compiled code, if it is trained."""
+        self.is_compiled = True
+        self.note(module, args, kwargs)
 
     def hold(self, value: object) -> None:
         """Hold *value* as long as the model is there, and this watches it."""

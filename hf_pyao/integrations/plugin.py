@@ -196,6 +196,8 @@ class PyAOPlugin(PluginFields):
             name = f"{path.stem}.model{index}{path.suffix}"
             offloader.record.report_path = str(path.with_name(name))
         self.offloaders.append(offloader)
+        if offloader.auto is not None:
+            offloader.auto.say = self._log_and_show
         self._show(offloader.describe())
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -242,6 +244,10 @@ class PyAOPlugin(PluginFields):
         for index, offloader in enumerate(self.offloaders):
             if offloader.auto is not None:
                 offloader.auto.resume(Path(input_dir) / _plan_file(index))
+
+    def _log_and_show(self, line: str) -> None:
+        logger.info("%s", line)
+        self._show(line)
 
     def _show(self, line: str) -> None:
         if self._accelerator is not None:

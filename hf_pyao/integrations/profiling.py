@@ -271,6 +271,8 @@ class ProfileWriter:
         try:
             if self._watch is None:
                 raise CopyError(_NOT_YET)
+            if self._watch.is_compiled:
+                return None, "the model is compiled as a whole."
             step = self._watch.step()
             recorded, _ = record_fake_step(step, levers=self._levers, layers=self._layers)
             return recorded.to_dict(), ""
