@@ -144,6 +144,13 @@ class RunTotals:
         }
 
 
+def nothing_moved() -> dict[str, float]:
+    """Return the figures of a micro-batch in which all was left to autograd, as far as known."""
+    unknown = ("would_hold_bytes", "held_bytes", "num_slots", "device_peak_bytes", "pool_bytes")
+    figures = MicroBatchStats().as_dict()
+    return {key: value for key, value in figures.items() if key not in unknown}
+
+
 def select_metrics(
     values: Mapping[str, float], which: str, *, has_device: bool
 ) -> dict[str, float]:
@@ -161,11 +168,12 @@ def select_metrics(
         return dict(values)
     if which == "off" or not values:
         return {}
-    chosen = {key: values[key] for key in ("offloaded_bytes", "held_bytes")}
+    chosen = {key: values[key] for key in ("offloaded_bytes", "held_bytes") if key in values}
     if values["recomputed_bytes"]:
         chosen["recomputed_bytes"] = values["recomputed_bytes"]
     if has_device:
-        chosen["device_peak_bytes"] = values["device_peak_bytes"]
+        if "device_peak_bytes" in values:
+            chosen["device_peak_bytes"] = values["device_peak_bytes"]
         chosen["stall_ms"] = values["stall_forward_ms"] + values["stall_backward_ms"]
         chosen["overlap_efficiency"] = values["overlap_efficiency"]
     return chosen
@@ -179,12 +187,15 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:,.0f} bytes"
 
 
-def describe_totals(totals: Mapping[str, float], *, has_device: bool) -> str:
+def describe_totals(
+    totals: Mapping[str, float], *, has_device: bool, has_rested: bool = False
+) -> str:
     """Say in one line what a run came to.
 
     Args:
         totals: as :meth:`RunTotals.as_dict` gives them.
         has_device: whether there is a device that copies can run beside.
+        has_rested: nothing was offloaded, and nothing counted, in the micro-batches behind these.
     """
     count = int(totals.get("num_micro_batches", 0))
     if not count:
@@ -199,6 +210,7 @@ def describe_totals(totals: Mapping[str, float], *, has_device: bool) -> str:
     parts = [
         f"hf_pyao moved {mean('offloaded_bytes')}{recomputed} of the {mean('would_hold_bytes')} "
         f"that the layers saved for backward, per micro-batch ({count:,} in all)"
+        f"{', and offloaded nothing in those after them' if has_rested else ''}"
     ]
     if has_device:
         stall_ms = (totals["stall_forward_ms"] + totals["stall_backward_ms"]) / count

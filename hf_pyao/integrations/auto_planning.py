@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.integrations.auto_unrecorded import explain, kept_peak_bytes, plan_if_all_fits
 from hf_pyao.integrations.device_limit import beside_bytes, device_limit
 from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.planning.auto_plan import plan_of_choice
@@ -74,6 +75,7 @@ class PlanMaker:
         self._record: Record = _no_other
         self._steps: dict[Levers, StepProgram] = {}
         self._limit_bytes = math.inf
+        self._device_limit_bytes = 0
         self._most_bytes = math.inf
         """Less than the device was planned to hold when it ran out of memory all the same."""
         self._beside_bytes = 0
@@ -156,6 +158,7 @@ class PlanMaker:
             self._config.label("device_memory_gib"),
         )
         assert limit is not None
+        self._device_limit_bytes = limit.nbytes
         resident_bytes = planner.program.resident_bytes
         self._beside_bytes = beside_bytes(limit, resident_bytes, self._parameters())
         self._limit_bytes = min(limit.nbytes - self._beside_bytes, self._most_bytes)
@@ -170,6 +173,25 @@ class PlanMaker:
             self._choose(),
             limit.how if self._limit_bytes < self._most_bytes else AFTER_RUNNING_OUT,
         )
+
+    def plan_unrecorded(self, profile: Profile, num_elements: int) -> tuple[Plan, str] | None:
+        """Return the plan that keeps everything, and its limit, if all fits; None if not.
+
+        Args:
+            profile: without a step in it.
+            num_elements: of the batches that were measured.
+        """
+        limit = device_limit(
+            self._device,
+            self._config.device_memory_gib,
+            self._config.label("device_memory_gib"),
+        )
+        if limit is None:
+            return None
+        kept_bytes = kept_peak_bytes(profile, self._parameters(), num_elements)
+        figures = {"num_elements": float(num_elements), **self.marks}
+        plan = plan_if_all_fits(limit, kept_bytes, self._config, self._identity, figures)
+        return None if plan is None else (plan, explain(limit, plan, profile.why_no_program))
 
     def plan_larger(
         self,
@@ -306,6 +328,7 @@ class PlanMaker:
             model=self._identity,
             figures={
                 "beside_bytes": float(self._beside_bytes),
+                "device_limit_bytes": float(self._device_limit_bytes),
                 "num_elements": float(self.num_elements),
                 **self.marks,
                 **self._correction.figures(),

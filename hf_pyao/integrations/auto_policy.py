@@ -30,6 +30,7 @@ from hf_pyao.integrations.auto_correction import LEAST_TIMED, beside
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
 from hf_pyao.integrations.auto_phases import Phase, Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
+from hf_pyao.integrations.auto_unrecorded import batch_has_grown
 from hf_pyao.integrations.device_limit import allocator_settings
 from hf_pyao.integrations.lever_recording import LeverRecorder, num_hooks_in, room_for
 from hf_pyao.integrations.lever_switch import LeverSwitch
@@ -107,6 +108,8 @@ class AutoPolicy:
             patience=2 * config.profile_steps,
         )
         self._num_elements = 0
+        self._most_elements = 0
+        """Of the largest batch since the first one that is measured."""
         self._looked_at: tuple[Plan, int, str] | None = None
         """The plan with which layers may run again, how many hooks the model had then, and why a
         layer did not run again."""
@@ -199,10 +202,7 @@ class AutoPolicy:
             self._ear = self._ear or RankExchange("plan")
             return
         if profile is None or profile.program is None:
-            why = "nothing was measured" if profile is None else profile.why_no_program
-            self._follower.go_on_without(why)
-            self.say(self.summary)
-            self._tell(None)
+            self._plan_unrecorded(profile)
             return
         self._phases.planned()
         try:
@@ -214,6 +214,23 @@ class AutoPolicy:
             logger.warning("%s", self.summary)
             self._maker.forget()
             self._tell(None)
+
+    def _plan_unrecorded(self, profile: Profile | None) -> None:
+        """Keep everything if it fits, without a recorded step; else go on as before."""
+        found = None
+        if profile is not None:
+            found = self._maker.plan_unrecorded(profile, self._most_elements)
+        if found is not None:
+            plan, how = found
+            self.follow(plan, how)
+            self.say(self.summary)
+            self._keep(plan)
+            self._tell(plan)
+            return
+        why = "nothing was measured" if profile is None else profile.why_no_program
+        self._follower.go_on_without(why)
+        self.say(self.summary)
+        self._tell(None)
 
     def _recorder(self, *, is_newest: bool = False) -> LeverRecorder | None:
         """Return what records the step with other levers."""
@@ -294,6 +311,8 @@ class AutoPolicy:
         num_elements = 0 if self._watch is None else self._watch.num_elements()
         if is_first:
             self._num_elements = num_elements  # of the step that is recorded
+            self._most_elements = 0
+        self._most_elements = max(self._most_elements, num_elements)
         try:
             self._look_at_parameters()
             self._comparison.note_size(num_elements)
@@ -301,6 +320,8 @@ class AutoPolicy:
                 self._hear_of_plan(self._ear)
             elif self._maker.can_plan:
                 self._look_again(num_elements)
+            elif batch_has_grown(self.plan, num_elements, LARGER):
+                self._measure_anew("batches are larger than those that were measured")
             else:
                 self._follower.check_size(num_elements)
             self._look_at_layers()

@@ -255,7 +255,8 @@ class CopiedStep:
                     self._arguments = copy.deepcopy((self._seen.args, self._seen.kwargs), memo)
             except Exception as error:  # of whatever the model holds
                 raise CopyError(
-                    f"{what} cannot be copied to fake tensors: {describe_error(error)}"
+                    f"{what} cannot be copied to fake tensors: "
+                    f"{_quantized_weight(self._model) or describe_error(error)}"
                 ) from error
             _check_apart(fake, self._model)
             _forget_hooks(fake)
@@ -374,7 +375,22 @@ def _check_apart(fake: nn.Module, model: nn.Module) -> None:
             raise CopyError(f"the model cannot be copied: {where} is its own copy.")
     for name, tensor in (*fake.named_parameters(), *fake.named_buffers()):
         if not is_fake(tensor):
-            raise CopyError(f"the model cannot be copied to fake tensors: {name!r} stays as it is.")
+            why = _quantized_weight(model) or f"{name!r} stays as it is"
+            raise CopyError(f"the model cannot be copied to fake tensors: {why}.")
+
+
+def _quantized_weight(model: nn.Module) -> str:
+    """Name the first parameter of *model* that is of a class of another library; empty if none is.
+
+    Such a class (bitsandbytes' ``Params4bit`` and ``Int8Params``) has values beside its tensor,
+    which the kernels of its library read.
+    """
+    for name, parameter in model.named_parameters():
+        kind = type(parameter)
+        library = kind.__module__.partition(".")[0]
+        if library not in ("torch", "hf_pyao"):
+            return f"{name!r} is a {kind.__name__} of {library}, which holds more than a tensor"
+    return ""
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,21 @@ import torch
 from hf_pyao.codecs import get_codec
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import PyAOError
-from hf_pyao.integrations.device_limit import device_limit
+from hf_pyao.integrations.device_limit import DeviceLimit, device_limit
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.auto_plan import needed_bytes
-from hf_pyao.planning.plan import Plan, PlanError
+from hf_pyao.planning.lever_choice import WORTH
+from hf_pyao.planning.plan import KEEP, Plan, PlanError
 from hf_pyao.planning.plan_levers import levers_of_plan
+from hf_pyao.report.plan_report import KEEP_EVERYTHING
 from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
+
+MORE = 1.05
+"""By how much more memory there must be than a plan was made for to have it made anew. What is free
+differs a little from run to run."""
 
 
 class PlanFiles:
@@ -59,7 +66,9 @@ class PlanFiles:
         except PlanError as error:
             logger.warning("the plan of %s is made anew: %s", echo(str(self.path)), error)
             return None
-        return self._if_it_fits(plan, f"the plan of {echo(str(self.path))}")
+        limit = self._limit()
+        what = f"the plan of {echo(str(self.path))}"
+        return plan if limit is None or self._is_for(limit, plan, what) else None
 
     def in_checkpoint(self, path: Path) -> Plan | None:
         """Return the plan that was saved with a checkpoint; None if it is none for this run."""
@@ -72,7 +81,10 @@ class PlanFiles:
         except PyAOError as error:
             logger.warning("the plan in the checkpoint is not followed: %s", error)
             return None
-        return self._if_it_fits(plan, "the plan in the checkpoint")
+        limit = self._limit()
+        if limit is None:  # nothing is offloaded on a CPU then, whatever the plan was made for
+            return None if self._device.type == "cpu" else plan
+        return plan if self._is_for(limit, plan, "the plan in the checkpoint") else None
 
     def keep(self, plan: Plan) -> None:
         """Write the plan where it is to be kept, if it is."""
@@ -96,21 +108,52 @@ class PlanFiles:
                     "anew."
                 )
 
-    def _if_it_fits(self, plan: Plan, what: str) -> Plan | None:
-        """Return *plan* unless there is less memory than it was made for, and than it needs."""
+    def _limit(self) -> DeviceLimit | None:
         given = self._config.device_memory_gib
-        limit = device_limit(self._device, given, self._config.label("device_memory_gib"))
+        return device_limit(self._device, given, self._config.label("device_memory_gib"))
+
+    def _is_for(self, limit: DeviceLimit, plan: Plan, what: str) -> bool:
+        """Say whether *plan* is for a device with this *limit*: not too large, nor too cautious.
+
+        It is none where it needs more memory than there is, and none where there is more than it
+        was made for and another plan may be better.
+        """
+        figures = plan.figures
         needed = needed_bytes(plan)
-        planned_for = plan.figures.get("limit_bytes", 0)
-        if limit is None or needed <= limit.nbytes or planned_for <= limit.nbytes:
-            return plan
-        logger.warning(
-            "%s is made anew: it needs %s on the device, and there is less now (%s).",
-            what,
-            format_bytes(int(needed)),
-            limit.how,
-        )
-        return None
+        if needed > limit.nbytes and figures.get("limit_bytes", 0) > limit.nbytes:
+            logger.warning(
+                "%s is made anew: it needs %s on the device, and there is less now (%s).",
+                what,
+                format_bytes(int(needed)),
+                limit.how,
+            )
+            return False
+        planned_bytes = figures.get("device_limit_bytes", math.inf)
+        if limit.nbytes > MORE * planned_bytes and _may_be_better(plan, limit.nbytes):
+            logger.info(
+                "%s is made anew: it is for a device with %s, and there is more now (%s).",
+                what,
+                format_bytes(int(planned_bytes)),
+                limit.how,
+            )
+            return False
+        return True
+
+
+def _may_be_better(plan: Plan, limit_bytes: int) -> bool:
+    """Say whether another plan than *plan* may be better on a device with *limit_bytes*.
+
+    None is where it keeps everything, or takes as long as that though not everything fits.
+    """
+    figures = plan.figures
+    is_kept = plan.otherwise == KEEP and all(slot.action == KEEP for slot in plan.slots)
+    if is_kept and not plan.levers.get("checkpoint_every"):
+        return False
+    kept_bytes = figures.get(f"peak_bytes/{KEEP_EVERYTHING}", math.inf)
+    if kept_bytes + figures.get("beside_bytes", 0.0) <= limit_bytes:
+        return True
+    kept_ms = figures.get(f"step_ms/{KEEP_EVERYTHING}", 0.0)
+    return figures.get("step_ms", math.inf) > WORTH * kept_ms
 
 
 def _write(plan: Plan, path: Path, failure: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.levers import Levers
-from hf_pyao.metrics import describe_totals, format_bytes, select_metrics
+from hf_pyao.metrics import describe_totals, format_bytes, nothing_moved, select_metrics
 from hf_pyao.report import write_run_report
 from hf_pyao.report.run_report import UNKNOWN, outcome_of
 from hf_pyao.runtime.engine import OffloadEngine
@@ -61,10 +61,15 @@ class RunRecord:
         self._is_main = is_main_process()
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the last finished micro-batch; empty before the first."""
+        """Return the figures of the last finished micro-batch; empty before the first.
+
+        Where everything is left to autograd, what moved is 0, and what is held is not known.
+        """
         stats = self.engine.last_stats
         if stats is None:
             return {}
+        if self.engine.rests:
+            return nothing_moved()
         self.engine.mover.collect_times(stats)
         return stats.as_dict()
 
@@ -175,7 +180,12 @@ class RunRecord:
             return (
                 f"hf_pyao offloaded nothing, as policy {self.engine.policy.name!r} said.{written}"
             )
-        return describe_totals(self.totals(), has_device=self._has_device) + written
+        return (
+            describe_totals(
+                self.totals(), has_device=self._has_device, has_rested=self.engine.rests
+            )
+            + written
+        )
 
     def _may_speak(self) -> bool:
         # A forked worker has a copy of this; and who was first may be known only at one of the

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_pyao.errors import ConflictError
 from hf_pyao.recompute.kept_attention import SeenAttention
@@ -43,11 +44,14 @@ from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.runtime.lifecycle import COMPILED, Lifecycle, is_compiled
 from hf_pyao.runtime.model_hooks import ModelHook
+from hf_pyao.runtime.packing import SHARED_BY_LAYERS
+from hf_pyao.runtime.parameters import is_parameter
 from hf_pyao.runtime.passing_over import CHECKPOINTED, reason_to_pass_over
 from hf_pyao.runtime.running import Token
 from hf_pyao.runtime.saved_tensor import Handle
 from hf_pyao.runtime.saved_tensor_hooks import pack_hook, push_hooks
-from hf_pyao.runtime.tape import Layer, LayerCall
+from hf_pyao.runtime.tape import Layer, LayerCall, Tape
+from hf_pyao.transfer.layout import reason_not_movable
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,44 @@ class EngineKeeper:
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self.rules = Rules()
+        self._counted: weakref.WeakKeyDictionary[Tape, dict[int, StorageWeakRef]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Of each forward the storages that were counted, by address: it is not used again as long
+        as there is a reference."""
+
+    def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
+        """Count *tensor*'s storage, which autograd would hold and which is made again instead."""
+        if type(tensor) is not Tensor and reason_not_movable(tensor) is not None:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        seen = self._counted.setdefault(call.tape, {})
+        if key in seen or key in call.table.entries or key in self._engine.packer.buffer_keys:
+            return
+        if is_parameter(tensor, call.frozen_shapes):
+            return
+        nbytes, stats = storage.nbytes(), call.stats
+        seen[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        stats.would_hold_bytes += nbytes
+        if key in call.shared_keys:
+            stats.kept_bytes[SHARED_BY_LAYERS] += nbytes
+        else:
+            stats.recomputed_bytes += nbytes
+
+    def _forget_dropped(self, call: LayerCall, tensor: Tensor) -> None:
+        """Take back what was counted for *tensor*, which the engine is to keep after all."""
+        if type(tensor) is not Tensor and reason_not_movable(tensor) is not None:
+            return
+        storage, stats = tensor.untyped_storage(), call.stats
+        key, nbytes = storage._cdata, storage.nbytes()
+        if self._counted.get(call.tape, {}).pop(key, None) is None:
+            return
+        stats.would_hold_bytes -= nbytes
+        if key in call.shared_keys:
+            stats.kept_bytes[SHARED_BY_LAYERS] -= nbytes
+        else:
+            stats.recomputed_bytes -= nbytes
 
     def keep_input(self, call: LayerCall, tensor: Tensor) -> Handle:
         """Take *tensor* over, the input of *call*."""
@@ -82,6 +124,7 @@ class EngineKeeper:
 
     def keep(self, call: LayerCall, tensor: Tensor) -> Handle:
         """Take *tensor* over, which the sub-module that runs has made."""
+        self._forget_dropped(call, tensor)
         return self._engine.pack_of(call)(call, tensor)
 
     def give(self, handle: Handle, call: LayerCall) -> Tensor:

@@ -84,6 +84,10 @@ class Keeper(Protocol):
         """Give it back to the backward of *call*."""
         ...
 
+    def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
+        """Count *tensor*, which *call* saves and which is made again instead."""
+        ...
+
 
 class FilledSegments:
     """The segments that ran again and may hold tensors still."""
@@ -202,6 +206,7 @@ class Segment:
             self._keep_input(self._hidden)
         if self._attention is not None:
             self._attention.packed(tensor, functools.partial(self._keeper.keep, call))
+        self._keeper.note_dropped(call, tensor)
         return self._parts[-1].pack(self, call.fqn, tensor)
 
     def _keep_input(self, hidden: Tensor) -> None:

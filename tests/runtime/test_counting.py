@@ -451,3 +451,29 @@ def test_the_place_of_a_buffer_that_is_exchanged_is_not_taken_for_a_buffer() -> 
     new = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
     assert all(key in keys for key in let_go)
     assert not any(key in keys for key in new)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5", "bert-like"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.sampled(every=2)
+def test_layers_that_run_again_count_what_autograd_would_hold(
+    model_type: str, dropout: float
+) -> None:
+    """As many bytes as without segments; what is not moved or kept is recomputed."""
+    from tests.helpers import tiny_batch, tiny_model
+
+    model_type = {"bert-like": "bart"}.get(model_type, model_type)
+    found = []
+    for more in ({}, {"checkpoint_every": 1}, {"checkpoint_every": 2, "checkpoint_nested": True}):
+        model = tiny_model(model_type, dropout=dropout)
+        with attach(model, EVERY_LAYER.with_settings(**more)) as offloader:
+            for _ in range(2):
+                torch.manual_seed(0)
+                model(**tiny_batch(0), use_cache=False).loss.backward()
+            found.append(offloader.metrics())
+    plain, *segments = found
+    for each in segments:
+        assert each["would_hold_bytes"] == plain["would_hold_bytes"]
+        parts = each["held_bytes"] + each["offloaded_bytes"] + each["recomputed_bytes"]
+        assert parts == each["would_hold_bytes"]
+        assert each["recomputed_bytes"] > 0
