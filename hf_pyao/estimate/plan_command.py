@@ -114,6 +114,8 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     if args.save is not None:
         write_json(args.save, plan)
     say(json.dumps(plan.to_dict(), indent=2) if args.json else markdown_of(plan))
+    if not args.json and not args.source.endswith(".json"):
+        say(_what_peaks_hold(args, plan))
     if args.save is not None and not args.json:
         say(f"written: {one_line(str(args.save))}")
         # What is left open is set by the plan; what changes sums has to be asked for.
@@ -156,6 +158,7 @@ def _plan(args: argparse.Namespace) -> Plan:
             f"{', '.join(of_models)}: of a model's step, and the step of a profile is as "
             "it was recorded. Profile it with these settings, or drop them."
         )
+    training = None if is_profile else _training_of(args)
     named = args.device or (None if is_profile else "rtx4070")
     hardware = None if named is None else find_hardware(named)
     if hardware is not None and args.link is not None:
@@ -166,12 +169,12 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.device_memory is not None:
         limit_bytes = float(Size().check("--device-memory", args.device_memory))
     elif hardware is not None:
-        limit_bytes = float(card_memory(hardware).limit_bytes)
+        kernels = None if training is None else training.kernels
+        limit_bytes = float(card_memory(hardware, kernels).limit_bytes)
     else:
         raise ConfigError(
             "how much memory the device has is not in a profile: give --device-memory, as 11GiB."
         )
-    training = None if is_profile else _training_of(args)
     profile = _read_profile(args) if training is None else _predicted_profile(args, training)
     config = _config_for(args, profile)
     request = PlanRequest.of_config(
@@ -216,6 +219,17 @@ def _plan(args: argparse.Namespace) -> Plan:
         num_front_points=NUM_FRONT_POINTS,
         figures=None if training is None else _beside_figures(training, planner.program),
     )
+
+
+def _what_peaks_hold(args: argparse.Namespace, plan: Plan) -> str:
+    """Say in one line what the peaks of a model's plan hold beside activations."""
+    if args.engine == "zero2":
+        bucket = plan.figures.get("bucket_bytes", 0.0) / 1e9
+        where = f"gradients leave through a bucket of {bucket:.2f} GB, the optimizer is on the host"
+    else:
+        where = f"gradients and the states of {args.optimizer} stay on the device; no bucket"
+    inside = plan.figures.get("workspace_bytes", 0.0) / 1e9
+    return f"peaks are for engine {args.engine} ({where}); a kernel allocates up to {inside:.3f} GB"
 
 
 def _beside_figures(training: FakeTraining, program: StepProgram) -> dict[str, float]:

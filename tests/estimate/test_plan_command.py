@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -88,13 +89,16 @@ def _tight(profile: Path, folder: Path) -> str:
         ([], "expected a profile, a model, or --compare"),
         (["{profile}"], "give --device-memory"),
         (["{profile}", "--device-memory", "2 elephants"], "--device-memory is '2 elephants'"),
-        (["{profile}", "--device-memory", "1KiB"], "no plan's peak is within"),
+        (["{profile}", "--device-memory", "1KiB"], "no plan fits 0.000977 MiB"),
         (["--compare", "one.json"], "--compare takes two or more"),
         (["nosuch.json", "--device-memory", "1GiB"], "nosuch.json"),
         (["opt:1.3b", "--micro-batch", "0"], "--micro-batch is 0; expected 1 or more"),
         (["opt:1.3c"], "1.3c"),
         (["{profile}", "--device", "rtx9999"], "rtx9999"),
         (["{profile}", "--device-memory", "1GiB", "--window", "wide"], "window"),
+        (["{profile}", "--device-memory", "1GiB", "--engine", "zero2"], "--engine: of a model's"),
+        (["{profile}", "--device-memory", "1GiB", "--deterministic"], "--deterministic: of a"),
+        ([MODEL, "--optimizer-step", "foreach", "--device-memory", "1MB"], "optimizer's step"),
     ],
 )
 def test_what_it_refuses(
@@ -105,6 +109,32 @@ def test_what_it_refuses(
     err = capsys.readouterr().err
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_the_bucket_is_counted_where_it_is_asked_for_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = planned(MODEL, path=tmp_path / "plain.json")
+    assert "bucket_bytes" not in plain.figures
+    assert plain.figures["workspace_bytes"] > 0
+    assert "engine plain" in capsys.readouterr().out
+    bucket = planned(MODEL, "--engine", "zero2", path=tmp_path / "bucket.json")
+    assert bucket.figures["bucket_bytes"] == 1e9
+    assert "a bucket of 1.00 GB" in capsys.readouterr().out
+    name = "peak_bytes/keep everything"
+    assert 0.9e9 < bucket.figures[name] - plain.figures[name] < 1e9
+
+
+@pytest.mark.thorough
+def test_plan_and_microbatch_count_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(MODEL, "--micro-batch", "4", path=tmp_path / "plan.json")
+    path = tmp_path / "choice.json"
+    arguments = ["--model", MODEL, "--global-batch", "4", "--micro-batches", "4"]
+    assert main(["microbatch", *arguments, "--output", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["peak_bytes"] == plan.figures["peak_bytes/keep everything"]
 
 
 @pytest.mark.thorough

@@ -125,3 +125,18 @@ def test_a_document_from_before_has_no_workspaces() -> None:
     document["operations"] = [json.dumps(json.loads(line)[:6]) for line in document["operations"]]
     program = RecordedStep.from_dict(document).program
     assert not any(each.workspace_bytes for each in program.operations)
+
+
+def test_a_step_on_another_device_has_the_workspaces_of_that_device() -> None:
+    program = record("llama:tiny", 1, 100)
+    other = KernelSettings(100, 90, is_deterministic=True)
+    moved = program.with_kernels(other)
+    training = FakeTraining(
+        config=config_of(parse_model("llama:tiny")), training_state="device", kernels=other
+    )
+    there = record_step(training, 1, 100)
+    assert [o.workspace_bytes for o in moved.operations] == [
+        o.workspace_bytes for o in there.operations
+    ]
+    assert min(workspaces(moved)) > max(workspaces(program))
+    assert moved.with_kernels(program.kernels).operations == program.operations
