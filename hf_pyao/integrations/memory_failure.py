@@ -107,11 +107,19 @@ class MemoryFailure:
         kept = ", ".join(
             f"{format_bytes(nbytes)} {reason}" for reason, nbytes in stats.kept_bytes.items()
         )
+        parts = {
+            f"{format_bytes(stats.held_bytes)} were kept there{f' ({kept})' if kept else ''}": (
+                stats.held_bytes
+            ),
+            f"{format_bytes(stats.offloaded_bytes)} were offloaded": stats.offloaded_bytes,
+            f"{format_bytes(stats.recomputed_bytes)} were to be recomputed": stats.recomputed_bytes,
+        }
+        found = ", ".join(part for part, nbytes in parts.items() if nbytes)
+        if not found:
+            return f"{device} The layers had saved nothing yet."
         return (
-            f"{device} Of the {format_bytes(stats.would_hold_bytes)} that the layers had saved, "
-            f"{format_bytes(stats.held_bytes)} were kept there{f' ({kept})' if kept else ''}, "
-            f"{format_bytes(stats.offloaded_bytes)} offloaded and "
-            f"{format_bytes(stats.recomputed_bytes)} to be recomputed."
+            f"{device} Of the {format_bytes(stats.would_hold_bytes)} that the layers had saved in "
+            f"the last try, {found}."
         )
 
     def _lever(self, config: PyAOConfig) -> str:

@@ -235,9 +235,13 @@ def describe(plan: Plan) -> str:
         counts[slot.action] = counts.get(slot.action, 0) + number
     figures = plan.figures
     every = plan.levers.get("checkpoint_every")
+    needed, limit = needed_bytes(plan), figures.get("limit_bytes", math.inf)
+    misfit = ""
+    if needed > limit:
+        misfit = f"; it does not fit: {format_bytes(needed)} of {format_bytes(limit)}"
     if not set(counts) - {KEEP} and plan.otherwise == KEEP and not every:
-        if needed_bytes(plan) > figures.get("limit_bytes", math.inf):
-            return "it offloads nothing, since no plan has a lower peak"
+        if misfit:
+            return f"it offloads nothing, since no plan has a lower peak{misfit}"
         return "it offloads nothing, since everything fits"
     name = plan.source.removeprefix(SOURCE).removeprefix(": ")
     what = name or ", ".join(
@@ -250,7 +254,10 @@ def describe(plan: Plan) -> str:
         if action in counts
     )
     changes = described_levers(plan)
-    what = f"{changes}: {what}" if changes else what
+    if changes:
+        # What runs again is not kept: of each segment its input is.
+        is_kept = every and name == KEEP_ALL
+        what = f"{changes}, nothing is offloaded" if is_kept else f"{changes}: {what}"
     kept_ms = figures.get(f"step_ms/{KEEP_ALL}")
     if kept_ms and "peak_bytes" in figures:
         what += (
@@ -258,4 +265,4 @@ def describe(plan: Plan) -> str:
             f"{format_bytes(int(figures[f'peak_bytes/{KEEP_ALL}']))}, time "
             f"{figures['step_ms'] / kept_ms - 1:+.1%}"
         )
-    return what
+    return what + misfit

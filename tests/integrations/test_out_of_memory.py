@@ -139,3 +139,22 @@ def test_nothing_is_recomputed_by_itself_in_layers_that_run_again(
         told = list(iter(lambda: ladder.tighter(torch.OutOfMemoryError()), None))
     assert len(told) == num_rungs
     assert sum("is recomputed" in sentence for sentence in told) == num_recomputing
+
+
+def test_the_last_message_counts_what_the_last_try_did() -> None:
+    """A part of which there are no bytes is not named: no try may have recomputed anything."""
+    from hf_pyao.integrations.memory_failure import MemoryFailure
+    from hf_pyao.metrics import MicroBatchStats
+
+    def figures(**counts: int) -> str:
+        stats = MicroBatchStats(would_hold_bytes=2048, **counts)
+        failure = MemoryFailure("", "", "", None, None, stats)
+        return failure.explain(PyAOConfig(), "nothing tighter is left")
+
+    assert "Of the 2.0 KiB that the layers had saved in the last try, 2.0 KiB were offloaded." in (
+        figures(offloaded_bytes=2048)
+    )
+    found = figures(offloaded_bytes=1024, recomputed_bytes=1024)
+    assert "1.0 KiB were offloaded, 1.0 KiB were to be recomputed." in found
+    assert "The layers had saved nothing yet." in figures()
+    assert "0 bytes" not in figures() + found
