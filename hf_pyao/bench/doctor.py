@@ -123,6 +123,10 @@ def _device(machine: Machine) -> list[Finding]:
     if memory_gib is not None:
         driver = machine.device.get("driver")
         found = [Finding("device", f"{name}, {memory_gib:.1f} GiB")]
+        context_gib = machine.device.get("context_gib")
+        if context_gib is not None:
+            what = f"{context_gib:.2f} GiB: the CUDA context, and other processes"
+            found.append(Finding("not for tensors", what))
         return [*found, Finding("driver", driver)] if driver else found
     if machine.has_mps:
         return [

@@ -78,6 +78,18 @@ class DeviceMemory:
         total_bytes = getattr(properties, "total_memory", None)
         return None if total_bytes is None else int(total_bytes)
 
+    def context_bytes(self) -> int | None:
+        """Return what of the device's memory no tensor can have; None where nobody tells.
+
+        The driver's part, this process's context with the kernels that it has loaded so far, and
+        what other processes hold.
+        """
+        total_bytes, free_bytes = self.total_bytes(), self.free_bytes()
+        if total_bytes is None or free_bytes is None:
+            return None
+        reserved_bytes = int(torch.accelerator.memory_reserved(self._device))
+        return max(0, total_bytes - free_bytes - reserved_bytes)
+
     def free_bytes(self) -> int | None:
         """Return the bytes of the device that nobody holds; None where nobody tells."""
         if not self._counts:

@@ -69,5 +69,6 @@ def hardware_of(machine: Machine) -> Hardware | None:
             copy_engines=1 if link.is_duplex is False else 2,
         ),
         memory_gib=float(memory_gib),
+        context_gib=min(float(machine.device.get("context_gib") or 0.0), float(memory_gib) / 2),
         source="measured by pyao doctor",
     )

@@ -60,7 +60,10 @@ def serve_probe(connection: Connection, device: str, with_speeds: bool) -> None:
         picked = pick_device(device)
         link = dataclasses.asdict(measure_link(picked)) if with_speeds else {}
         speed = dataclasses.asdict(measure_device(picked)) if with_speeds else {}
-        connection.send(("facts", (describe_device(picked), link, speed)))
+        facts = describe_device(picked)
+        context_bytes = DeviceMemory(picked).context_bytes()  # with kernels loaded by now
+        facts["context_gib"] = None if context_bytes is None else round(context_bytes / 2**30, 3)
+        connection.send(("facts", (facts, link, speed)))
     except PyAOError as error:
         connection.send(("broken", str(error)))
 

@@ -46,6 +46,9 @@ def test_a_good_machine_needs_a_window_and_nothing_else() -> None:
     assert "6.0 GiB/s pageable" in findings["link, to the host"].value
     assert findings["device"].value == "Some GPU, 12.0 GiB"
     assert findings["locked memory (ulimit -l)"].value == "no limit"
+    assert "not for tensors" not in findings
+    known = _findings(device={**GOOD.device, "context_gib": 0.4375})
+    assert known["not for tensors"].value.startswith("0.44 GiB")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +126,11 @@ def test_a_verdict_takes_the_speeds_that_were_measured() -> None:
     hardware = hardware_of(machine)
     assert hardware is not None
     assert (hardware.memory_gib, hardware.device.tflop_per_s) == (12.0, 50.0)
+    assert hardware.context_gib == 0.0
+    machine = dataclasses.replace(machine, device={**GOOD.device, "context_gib": 0.4})
+    measured = hardware_of(machine)
+    assert measured is not None
+    assert measured.context_gib == 0.4
     assert (hardware.link.d2h_gib_per_s, hardware.link.copy_engines) == (24.0, 2)
     assert hardware_of(GOOD) is None  # without its own speed
 
