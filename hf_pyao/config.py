@@ -201,9 +201,9 @@ class PyAOConfig:
     device_memory_gib: float | None = setting(
         None,
         Gibibytes(),
-        "With {policy} 'auto': most memory of the device that tensors may take, in GiB (2**30 "
-        "bytes), weights and optimizer included. Set it to leave room for others (default: what "
-        "the device has free, less a margin). On a CPU it counts against the predicted peak.",
+        "With {policy} 'auto': most memory of the device that may be reserved for tensors, in GiB "
+        "(2**30 bytes), weights and optimizer included. Set it to leave room for others (default: "
+        "what the device has free, less a margin). On a CPU it counts against the predicted peak.",
     )
     allow_lossy: bool = setting(
         False,

@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from hf_pyao.config import PyAOConfig
-from hf_pyao.integrations.device_limit import device_limit, why_unlimited
+from hf_pyao.integrations.device_limit import device_limit, release_cached, why_unlimited
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.plan_files import PlanFiles
 from hf_pyao.planning.auto_plan import describe
@@ -88,6 +88,7 @@ class PlanFollower:
         if engine is None:
             return
         self._switch.set(levers_of_plan(plan, self._config))
+        release_cached(self._device)  # the plan fits segments that are its own
         self.plan = plan
         self.summary = f"policy {NAME!r} ({how}): {describe(plan)}"
         if plan.otherwise == KEEP and all(slot.action == KEEP for slot in plan.slots):

@@ -76,6 +76,17 @@ def allocator_settings(device: torch.device) -> AllocatorSettings | None:
         return AllocatorSettings()
 
 
+def release_cached(device: torch.device) -> None:
+    """Let *device*'s allocator give back segments in which nothing is allocated.
+
+    Segments that one kind of step has cut up may not serve another, and together they may be more
+    than the device holds. The device is waited for.
+    """
+    empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
+    if empty_cache is not None:
+        empty_cache()
+
+
 def why_unlimited(device: torch.device, config: PyAOConfig) -> str:
     """Say what is done where :func:`device_limit` knows of no limit, and what to give."""
     label = config.label("device_memory_gib")

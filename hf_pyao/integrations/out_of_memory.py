@@ -34,6 +34,7 @@ from hf_pyao.integrations.collectives import (
     reason_not_alone,
     reason_of_wrappers,
 )
+from hf_pyao.integrations.device_limit import release_cached
 from hf_pyao.integrations.memory_failure import MemoryFailure
 from hf_pyao.integrations.noted_tensors import ModelTensors, NotedTensors
 from hf_pyao.integrations.other_gradients import find_other, newest_backward
@@ -207,9 +208,7 @@ class MicroBatchRunner:
         gc.collect()  # frames that held the error which held them
         self._engine.release_done()
         for device in tensors.devices:
-            empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
-            if empty_cache is not None:
-                empty_cache()
+            release_cached(device)
 
 
 class _Attempt:
