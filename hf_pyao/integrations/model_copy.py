@@ -9,8 +9,6 @@ hold the model's own modules, say.
 from __future__ import annotations
 
 import copy
-import random
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -30,6 +28,7 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.hardware.kernel_settings import KernelSettings, settings_of
 from hf_pyao.integrations.held_interrupts import HeldInterrupts
 from hf_pyao.integrations.wrappers import unwrap_parallel
+from hf_pyao.rerun.generators import RandomState
 from hf_pyao.runtime.compile_guard import uncompiled
 from hf_pyao.runtime.layer_inputs import tensors_in
 from hf_pyao.runtime.model_hooks import ModelHook, take_off
@@ -393,21 +392,11 @@ def _quantized_weight(model: nn.Module) -> str:
     return ""
 
 
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def _same_random_numbers() -> AbstractContextManager[None]:
     """Leave the generators of the process as they were: Python's, numpy's and torch's."""
-    numpy: Any = sys.modules.get("numpy")
     cuda: Any = torch.cuda
-    python_state = random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    devices = [cuda.current_device()] if cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+    device = cuda.current_device() if cuda.is_initialized() else None
+    return RandomState([] if device is None else [torch.device("cuda", device)]).kept()
 
 
 def _no_global_hooks() -> AbstractContextManager[None]:

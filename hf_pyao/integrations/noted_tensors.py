@@ -6,11 +6,14 @@
   back.
 - One that backward has added to cannot be taken apart again. The sum is the right one, though, if
   the next try adds nothing to it: see ``added_gradients``.
-- Buffers are copied before, but only those that are known to change: which these are is seen by
-  comparing all of them over the first micro-batch, since kernels (batch norm's) change some without
-  a version telling. One that changes later for the first time cannot be brought back.
+- What modules hold besides (attributes, buffers, generators, hooks) is put back: see [Note: State
+  of modules] in ``rerun.inventory``. Of tensors, those are copied that are known to change: which
+  these are is seen by comparing all of them over the first micro-batch, since kernels (batch
+  norm's) change some without a version telling. One that changes later for the first time cannot
+  be brought back.
 - Parameters never change in a micro-batch. Where they did (an optimizer that steps in backward),
-  nothing can be undone.
+  nothing can be undone. Their versions tell, and a few of their elements. Hooks on parameters may
+  take gradients away, or step by them; where there are any, no backward can be undone.
 """
 
 from __future__ import annotations
@@ -18,54 +21,37 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
+
+from hf_pyao.rerun.inventory import Inventory
+from hf_pyao.rerun.weight_samples import WeightSamples
 
 _GRADIENT = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
 
 
 class ModelTensors:
-    """A model's parameters and buffers; found once, since looking for them takes long.
+    """Knows what of a model micro-batches may change.
 
     Args:
         model: held weakly.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parameters = [parameter for parameter in model.parameters() if parameter.is_leaf]
-        self.parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.inventory = Inventory([model])
+        self.samples = WeightSamples()
+        self.knows_changing = False
+        """Whether a micro-batch has shown which tensors change in place."""
         self.devices = sorted(
-            {p.device for p in parameters if p.device.type not in ("cpu", "meta")}, key=str
+            {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}, key=str
         )
         """Those that the model is on, the CPU apart."""
-        self.buffers = [
-            (module._buffers, name) for module in model.modules() for name in module._buffers
-        ]
-        """Dictionary and name of each; modules exchange what is there."""
-        self.changing: set[tuple[int, str]] | None = None
-        """Buffers that micro-batches change; None before one has shown which."""
-
-
-class NotedBuffer(NamedTuple):
-    """A buffer as it was."""
-
-    place: dict[str, torch.Tensor | None]
-    name: str
-    buffer: torch.Tensor
-    version: int
-    copy: torch.Tensor | None
-
-    @property
-    def is_changed(self) -> bool:
-        """True if its module has another one by now, or a version tells of a change."""
-        return self.place.get(self.name) is not self.buffer or self.version != self.buffer._version
 
 
 class NotedTensors:
-    """A model's tensors when a micro-batch began.
+    """A model's state when a micro-batch began.
 
     Made before every micro-batch, so that what it does is written for speed.
 
@@ -75,61 +61,38 @@ class NotedTensors:
 
     def __init__(self, tensors: ModelTensors) -> None:
         self._tensors = tensors
-        self._parameters = [p for ref in tensors.parameters if (p := ref()) is not None]
-        self._versions = list(map(_VERSION, self._parameters))
+        self._state = tensors.inventory.note(copies_all=not tensors.knows_changing)
+        self._parameters = [each for each in self._state.parameters if each.is_leaf]
         self._gradients, self._gradient_versions = _note(list(map(_GRADIENT, self._parameters)))
-        self._buffers = [] if not tensors.buffers else self._note_buffers()
+        self._samples = tensors.samples.take(self._parameters)
         self.added: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Parameters to whose gradients backward has added, and those; known by
         :meth:`reason_not_undone`."""
         self.has_written = False
         """True if any gradient was written; known likewise."""
 
-    def _note_buffers(self) -> list[NotedBuffer]:
-        changing = self._tensors.changing
-        noted = []
-        for place, name in self._tensors.buffers:
-            buffer = place.get(name)
-            if buffer is None:
-                continue
-            copy = None
-            if (changing is None or (id(place), name) in changing) and _is_plain(buffer):
-                # To the host where all are copied, and may be many.
-                copy = buffer.detach().to("cpu" if changing is None else buffer.device, copy=True)
-            noted.append(NotedBuffer(place, name, buffer, buffer._version, copy))
-        return noted
-
     def learn(self) -> None:
-        """See which buffers the micro-batch, which is over, has changed, if that is not known."""
-        if self._tensors.changing is not None:
-            return
-        self._tensors.changing = {
-            (id(noted.place), noted.name)
-            for noted in self._buffers
-            if noted.is_changed
-            or (noted.copy is not None and not torch.equal(noted.buffer.cpu(), noted.copy))
-        }
+        """See what the micro-batch, which is over, has changed in place, if that is not known."""
+        if not self._tensors.knows_changing:
+            self._tensors.knows_changing = True
+            self._state.learn()
 
     # ---- after a failure -----------------------------------------------------------------------
 
-    def reason_not_undone(self, model: nn.Module, *, in_backward: bool) -> str:
+    def reason_not_undone(self, *, after_backward: bool, in_backward: bool) -> str:
         """Look at what has changed; say why it cannot be undone, or return an empty string.
 
         Args:
-            model: the model, as it is now.
-            in_backward: whether the micro-batch has failed in a backward.
+            after_backward: whether a backward has run in it, to its end or not.
+            in_backward: whether it has failed in a backward.
         """
         self.added.clear()
-        for parameter, version, gradient, gradient_version in zip(
-            self._parameters,
-            self._versions,
-            self._gradients,
-            self._gradient_versions,
-            strict=True,
+        if self._state.changed_parameter():
+            return "parameters were changed in it, as by an optimizer that steps in backward"
+        for parameter, gradient, gradient_version in zip(
+            self._parameters, self._gradients, self._gradient_versions, strict=True
         ):
-            if parameter._version != version:
-                return "parameters were changed in it, as by an optimizer that steps in backward"
-            if in_backward and parameter._post_accumulate_grad_hooks:
+            if after_backward and _has_hooks(parameter):
                 return "hooks on parameters take up the gradients as they come"
             reason = self._look_at_gradient(
                 parameter, gradient, gradient_version, in_backward=in_backward
@@ -138,13 +101,11 @@ class NotedTensors:
                 return reason
         if self.added and self._share_storages():
             return "gradients that were there before lie in one buffer, and some have changed"
-        known = self.known_ids
-        if any(id(p) not in known and p.grad is not None for p in model.parameters()):
-            return "the model has parameters that were not there before"
-        for buffer in self._buffers:
-            if buffer.buffer._version != buffer.version and buffer.copy is None:
-                return f"it changed buffer {buffer.name!r}, which had not changed before"
-        return ""
+        return self._state.reason_not_undone()
+
+    def have_weights_changed(self) -> bool:
+        """Say whether weights have changed without a version telling. It waits for the device."""
+        return self._tensors.samples.have_changed(self._parameters, self._samples)
 
     def _look_at_gradient(
         self,
@@ -182,16 +143,17 @@ class NotedTensors:
         return {id(parameter) for parameter in self._parameters}
 
     def undo(self) -> None:
-        """Bring gradients and buffers back, as far as they can be."""
+        """Bring gradients and the state of modules back, as far as they can be."""
         for parameter, noted in zip(self._parameters, self._gradients, strict=True):
             before = None if noted is None else noted()
             if parameter.grad is not before and (noted is None or before is not None):
                 parameter.grad = before
-        with torch.no_grad():
-            for buffer in self._buffers:
-                buffer.place[buffer.name] = buffer.buffer
-                if buffer.copy is not None:
-                    buffer.buffer.copy_(buffer.copy)
+        self._state.undo()
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(hooks)
 
 
 def _note(
@@ -210,7 +172,3 @@ def _note(
         [None if gradient is None else weakref.ref(gradient) for gradient in gradients],
         [0 if gradient is None else gradient._version for gradient in gradients],
     )
-
-
-def _is_plain(buffer: torch.Tensor) -> bool:
-    return type(buffer) is torch.Tensor and buffer.device.type != "meta"

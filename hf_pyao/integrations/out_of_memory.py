@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+WEIGHTS_CHANGED = "weights were changed in it, as by an optimizer that steps in backward"
 _MOST_TRIES = 8
 """However often a tightening finds something tighter."""
 
@@ -135,7 +136,10 @@ class MicroBatchRunner:
                 raise
             # Only here, where the error is gone, and all that it held.
             self._release(tensors)
-            attempt.undo()
+            attempt.undo()  # again: what was released may have changed something
+            if attempt.have_weights_changed():  # there is room to look now
+                self._end(WEIGHTS_CHANGED)
+                raise OutOfDeviceMemoryError(f"a micro-batch cannot run again: {WEIGHTS_CHANGED}.")
 
     def _must_run_again(self, attempt: _Attempt) -> bool:
         """Say whether *attempt*, which has ended, must run again, without second runs of layers.
@@ -151,7 +155,6 @@ class MicroBatchRunner:
             reason = reason or "it has run again already"
         attempt.has_run_without = True
         self._guard.do_without_second_runs(wrong, reason)
-        self._tensors = None
         (self._lifecycle() or self._engine).give_up(attempt.since)
         return True
 
@@ -167,9 +170,10 @@ class MicroBatchRunner:
         reason = attempt.reason_not_again(error, self._model())
         can_be_undone = not reason
         sentence = None
+        if can_be_undone:
+            attempt.undo()  # first: a plan is made for the model as the micro-batch found it
         if can_be_undone and attempt.num_tries < _MOST_TRIES:
             sentence = self.tightening.tighter(error)
-        self._tensors = None  # to be looked for anew: the model may have changed
         _let_go(error, attempt.outer_error)
         self._guard.forget()
         (self._lifecycle() or self._engine).give_up(attempt.since)
@@ -183,7 +187,6 @@ class MicroBatchRunner:
             return
         self._release(tensors)
         if can_be_undone:
-            attempt.undo()
             reason = f"nothing tighter is left after {attempt.num_tries} tries"
         message = failure.explain(self._config, reason)
         self._end(message)
@@ -234,6 +237,7 @@ class _Attempt:
         self._collectives = num_collectives()
         self._random = RandomState(tensors.devices)
         self._noted = NotedTensors(tensors)
+        self._has_run_backward = False
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Try it, from what it began with."""
@@ -259,12 +263,19 @@ class _Attempt:
             return "the model is gone"
         trace = error.__traceback__
         in_backward = is_in(trace, "/torch/autograd/", "_engine_run_backward")
-        of_tensors = self._noted.reason_not_undone(model, in_backward=in_backward)
+        newest = newest_backward()
+        num_backwards = newest - self._newest_backward - 1
+        self._newest_backward = newest
+        self._has_run_backward = in_backward or num_backwards > 0
+        of_tensors = self._noted.reason_not_undone(
+            after_backward=self._has_run_backward, in_backward=in_backward
+        )
         return (
             reason_not_alone(self._collectives, trace)
             or reason_of_wrappers(model, trace, has_written=self._noted.has_written)
             or of_tensors
-            or self._reason_of_others(trace, in_backward=in_backward)
+            or (WEIGHTS_CHANGED if self.have_weights_changed() else "")
+            or self._reason_of_others(num_backwards, trace, in_backward=in_backward)
         )
 
     def reason_not_undone(self, model: nn.Module | None) -> str:
@@ -273,16 +284,20 @@ class _Attempt:
             return "the model is gone"
         if num_ranks() > 1 and num_collectives() != self._collectives:
             return "it has exchanged data with other ranks"
-        reason = self._noted.reason_not_undone(model, in_backward=True)
+        self._has_run_backward = True
+        reason = self._noted.reason_not_undone(after_backward=True, in_backward=True)
         if not reason and self._noted.added:
             reason = "gradients that were there before it have been added to"
-        return reason
+        return reason or (WEIGHTS_CHANGED if self.have_weights_changed() else "")
 
-    def _reason_of_others(self, trace: TracebackType | None, *, in_backward: bool) -> str:
+    def have_weights_changed(self) -> bool:
+        """Say whether a backward has changed weights without a version telling."""
+        return self._has_run_backward and self._noted.have_weights_changed()
+
+    def _reason_of_others(
+        self, num_backwards: int, trace: TracebackType | None, *, in_backward: bool
+    ) -> str:
         """Look for gradients of others that it may have written."""
-        newest = newest_backward()
-        num_backwards = newest - self._newest_backward - 1
-        self._newest_backward = newest
         if self._writes_only_this_model:
             return ""
         other = find_other(self._noted.known_ids, num_backwards, trace, in_backward=in_backward)

@@ -1,7 +1,7 @@
 """A step that is tried: it may run out of memory, and leaves nothing behind either way.
 
-Parameters are only read, gradients are laid aside, buffers are put back, random numbers, modes of
-modules and the allocator's unused memory are as before. No optimizer takes part.
+Parameters are only read, gradients are laid aside, and the state of modules, random numbers and the
+allocator's unused memory are as before. No optimizer takes part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from torch import Tensor, nn
+from torch import nn
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConflictError
@@ -21,6 +21,8 @@ from hf_pyao.integrations.attach import attach
 from hf_pyao.integrations.model_copy import loss_of
 from hf_pyao.integrations.quiet import quiet
 from hf_pyao.rerun.generators import RandomState
+from hf_pyao.rerun.inventory import Inventory
+from hf_pyao.rerun.weight_samples import WeightSamples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,42 +117,51 @@ def check_undoable(model: nn.Module) -> None:
     """Refuse a model of which a step cannot be undone.
 
     Raises:
-        ConflictError: hooks run when a gradient is complete: an optimizer that steps in backward.
+        ConflictError: hooks run in backward, which may step an optimizer; or modules hold what
+            cannot be put back.
     """
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConflictError(
-                f"{name!r} has a hook for when its gradient is complete, such as an optimizer's "
-                "that steps in backward: a step cannot be tried without harm. Drop "
-                "auto_micro_batch (--activation_offload_auto_micro_batch); `pyao microbatch` "
-                "predicts without trying."
-            )
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            raise _cannot_try(f"{name!r} has a hook on its gradient")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise _cannot_try(f"module {name!r} has a hook that runs in backward")
+    unknown = Inventory([model]).note().reason_unknown()
+    if unknown:
+        raise _cannot_try(unknown)
+
+
+def _cannot_try(reason: str) -> ConflictError:
+    return ConflictError(
+        f"{reason}: a step cannot be tried without harm, since an optimizer may step in backward, "
+        "or a state may be lost. Drop auto_micro_batch (--activation_offload_auto_micro_batch); "
+        "`pyao microbatch` predicts without trying."
+    )
 
 
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Leave gradients, buffers, modes and random numbers as they were."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Leave gradients, the state of modules and random numbers as they were.
+
+    Raises:
+        ConflictError: at the end: something was changed that cannot be put back.
+    """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = [
-        (module, name, tensor, tensor.detach().clone())
-        for module in model.modules()
-        for name, tensor in module._buffers.items()
-        if tensor is not None
-    ]
-    random_state = RandomState([] if device.type == "cpu" else [device])
+    weights = WeightSamples()
+    samples = weights.take(list(model.parameters()))
+    state = Inventory([model]).note(copies_all=True)
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        with RandomState([] if device.type == "cpu" else [device]).kept():
+            yield
     finally:
-        random_state.restore()
+        reason = state.reason_not_undone()
+        state.undo()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for module, name, tensor, value in buffers:
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
-                module._buffers[name] = tensor
-        for module, is_training in modes:
-            module.training = is_training
+    if weights.have_changed(list(model.parameters()), samples):
+        reason = "weights were changed in backward"
+    if reason:
+        raise _cannot_try(reason)

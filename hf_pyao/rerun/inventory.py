@@ -45,6 +45,7 @@ from hf_pyao.rerun.values import (
     exchanged,
     version_of,
     with_present,
+    without_ours,
 )
 from hf_pyao.rerun.walk import Walk
 
@@ -73,7 +74,7 @@ class Inventory:
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """Tensors of the note before, and their versions."""
 
-    def note(self, also: Iterable[object] = (), *, on_host: bool = False) -> Noted:
+    def note(self, also: Iterable[object] = (), *, copies_all: bool = False) -> Noted:
         """Return the state at the moment.
 
         Copied are tensors that were seen to change in place; the running statistics of norms, and
@@ -82,13 +83,13 @@ class Inventory:
 
         Args:
             also: other objects that count, such as arguments.
-            on_host: copy to the host, so that nothing is allocated on a device.
+            copies_all: copy all tensors, to the host, where they take no memory of a device.
         """
         also, found = tuple(also), self._newest
         if also or found is None or not found.is_same():
             found = Walk(self.kinds).run([*self.living_roots(), *also])
             self._newest = None if also else found
-        tensors = self._note_tensors(found, on_host=on_host) if found.tensors else []
+        tensors = self._note_tensors(found, copies_all) if found.tensors else []
         return Noted(self, found, tensors, also)
 
     def _forget(self, _: object) -> None:
@@ -104,7 +105,7 @@ class Inventory:
         self._written[id(tensor)] = weakref.ref(tensor)
         self._writes_any = self._writes_any or not self._roots
 
-    def _note_tensors(self, found: Found, *, on_host: bool) -> list[NotedTensor]:
+    def _note_tensors(self, found: Found, copies_all: bool) -> list[NotedTensor]:
         before, self._seen = self._seen, {}
         tensors = []
         for tensor, is_statistic in found.tensors:
@@ -114,8 +115,10 @@ class Inventory:
                 self.learn_written(tensor)
             self._seen[key] = (weakref.ref(tensor), version)
             copy = None
-            if self._copies and self._is_to_copy(tensor, is_statistic, is_first=not before):
-                copy = tensor.detach().to("cpu" if on_host else tensor.device, copy=True)
+            if copies_all and not tensor.is_meta:
+                copy = tensor.detach().to("cpu", copy=True)
+            elif self._copies and self._is_to_copy(tensor, is_statistic, is_first=not before):
+                copy = tensor.detach().clone()
             tensors.append(NotedTensor(tensor, version, copy))
         return tensors
 
@@ -222,6 +225,13 @@ class Noted:
             return ""
         changed = [a != b for a, b in zip(versions, self.versions, strict=True)].index(True)
         return self._name(self.parameters[changed])
+
+    def learn(self) -> None:
+        """Have the inventory copy from now on what has changed in place, by whatever means."""
+        for each in self._tensors:
+            now = each.tensor
+            if each.is_written or (each.copy is not None and not _are_equal(now, each.copy)):
+                self._inventory.learn_written(now)
 
     def drew(self) -> bool:
         """Say whether a generator has given numbers since."""
@@ -345,7 +355,8 @@ class Noted:
     def undo(self) -> None:
         """Put the state back for good, into the objects that hold it.
 
-        What :meth:`reason_not_undone` tells of is left as it is.
+        What :meth:`reason_not_undone` tells of is left as it is, and so is what this package has
+        put on modules since.
         """
         kinds = self._inventory.kinds.generators
         for tensor, is_trained in self._frozen_or_thawed():
@@ -353,13 +364,21 @@ class Noted:
         for generator, state in self._generators:
             kinds[type(generator)].set(generator, state)
         for holder in self._found.holders:
-            _put(holder, exchanged(holder.copy, _tensor_of) if self._found.loose else holder.copy)
-        self._restore([], [])
+            copy = exchanged(holder.copy, _tensor_of) if self._found.loose else holder.copy
+            if not holder.content.same(holder.holder, copy):
+                wanted = with_present(holder.holder, without_ours(holder.holder, copy))
+                holder.content.put(holder.holder, wanted)
+        for empty in filter(None, self._found.empty):
+            each = self._as_holder(empty)
+            each.content.put(empty, without_ours(empty, type(each.copy)()))
         with torch.no_grad():
-            for each in self._tensors:
-                copy = each.copy
-                if copy is not None and not torch.equal(each.tensor, copy.to(each.tensor.device)):
-                    each.tensor.copy_(copy)
+            for noted in self._tensors:
+                if noted.copy is not None and not _are_equal(noted.tensor, noted.copy):
+                    noted.tensor.copy_(noted.copy)
+
+
+def _are_equal(tensor: Tensor, copy: Tensor) -> bool:
+    return torch.equal(tensor.to(copy.device), copy)
 
 
 def _versions(parameters: list[Parameter]) -> list[int]:

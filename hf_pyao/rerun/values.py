@@ -159,6 +159,25 @@ def with_present(holder: Any, copy: Any) -> Any:
     return wanted
 
 
+def without_ours(holder: Any, copy: Any) -> Any:
+    """Return *copy* but for what this package has put into *holder*, or taken away, since.
+
+    torch notes about hooks in dictionaries of their own, by the number of a hook. No number is
+    given twice, so that what is noted of others is no harm.
+    """
+    if not isinstance(holder, dict) or type(copy) is not dict:
+        return copy
+    if holder and all(type(each) is bool for each in holder.values()):
+        return {**copy, **holder}
+    wanted = {key: each for key, each in copy.items() if not _is_ours(each)}
+    return wanted | {key: each for key, each in holder.items() if _is_ours(each)}
+
+
+def _is_ours(value: Any) -> bool:
+    of = getattr(value, "__module__", None) or type(value).__module__
+    return isinstance(of, str) and of.startswith("hf_pyao.")
+
+
 def _is_of_engine(value: Any) -> bool:
     if isinstance(value, Tensor):
         if isinstance(value, Parameter) or type(value) is not Tensor:

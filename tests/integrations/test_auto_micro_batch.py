@@ -335,7 +335,7 @@ def test_a_step_that_is_tried_leaves_nothing_behind(most_samples: int, in_backwa
 def test_an_optimizer_that_steps_in_backward_is_refused() -> None:
     model = tiny_opt()
     next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(ConflictError, match="a hook for when its gradient is complete"):
+    with pytest.raises(ConflictError, match="a hook on its gradient"):
         check_undoable(model)
 
 
