@@ -582,17 +582,26 @@ def test_a_buffer_that_changes_for_the_first_time_ends_the_run() -> None:
 # ---- who else is there ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward", "tensor"])
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_out_of_memory_in_a_hook_on_a_parameter_ends_the_run(fails_at: int) -> None:
+    """The hook may take gradients away, or step by them, by means that no version tells."""
+    model = tiny_model("llama", dropout=0.1)
+    bomb = Bomb(fails_at)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.register_hook(lambda gradient: bomb.check())
+    with attach(model, EVERYTHING) as offloader:
+        with pytest.raises(OutOfDeviceMemoryError, match="hooks on parameters"):
+            offloader.run_micro_batch(lambda: step(model, tiny_batch(0)))
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward"])
 def test_out_of_memory_in_a_users_hook(kind: str) -> None:
     expected = gradients()
     model = tiny_model("llama", dropout=0.1)
     bomb = Bomb(2)
     layers = model.model.layers
     for layer in layers:
-        if kind == "tensor":
-            layer.mlp.up_proj.weight.register_hook(lambda gradient: bomb.check())
-        else:
-            getattr(layer, f"register_{kind}_hook")(lambda *_: bomb.check())
+        getattr(layer, f"register_{kind}_hook")(lambda *_: bomb.check())
     with attach(model, EVERYTHING) as offloader:
         torch.manual_seed(3)
         offloader.run_micro_batch(lambda: step(model, tiny_batch(0)))
