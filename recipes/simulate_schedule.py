@@ -136,7 +136,7 @@ def simulate(
     register_module_map("SyntheticStack", ModuleMap(layers=("layers",)))
     stack = SyntheticStack(layers, transport.link).train()
     config = PyAOConfig(policy="all", min_bytes=0, window=window)
-    reach = ReloadWindow.next_bytes if prefetches else (lambda self, waiting_bytes: None)
+    reach = ReloadWindow.next_bytes if prefetches else (lambda self: None)
     free = DeviceModel(tflop_per_s=1e9, memory_gib_per_s=1e9, launch_us=0.0)
     with (
         attach(stack, config, transport=transport) as offloader,
