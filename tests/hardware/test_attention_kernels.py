@@ -27,6 +27,7 @@ def request(dtype: torch.dtype, width: int = 64, **other: Any) -> AttentionReque
     return AttentionRequest(dtype, shape, shape, shape)._replace(**other)
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize(
     ("asked", "settings", "kernel"),
     [

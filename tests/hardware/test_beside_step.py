@@ -69,6 +69,7 @@ def trained() -> list[torch.nn.Parameter]:
     return found
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("implementation", [FOREACH, FOR_LOOP, FUSED])
 @pytest.mark.parametrize("name", ["adamw", "adam with decay", "sgd", "sgd with decay"])
 def test_an_optimizers_step_makes_what_the_table_has(implementation: str, name: str) -> None:

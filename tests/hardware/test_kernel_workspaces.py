@@ -30,6 +30,7 @@ def test_flash_2_of_llama_8b_on_an_h200_takes_33_kilobytes_a_token() -> None:
     assert sum(found.values()) / tokens == 16_384 + 128 + 16_384
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize(
     ("batch", "heads", "key_heads", "tokens", "width", "multiprocessors"),
     [
