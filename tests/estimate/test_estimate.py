@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,16 @@ def test_the_command_writes_a_step_that_is_drawn(
     for name in ("page.html", "page.md", "trace.json"):
         assert main(["report", str(path), "-o", str(tmp_path / name)]) == 0
     assert "Predicted, one step on rtx4070" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+@pytest.mark.sampled(every=1)
+def test_every_card_says_what_no_tensor_can_have(name: str) -> None:
+    card = HARDWARE[name]
+    assert 0.3 <= card.context_gib <= 1.5
+    assert card_memory(card).limit_bytes < (card.memory_gib - card.context_gib) * 2**30
+
+
+def test_a_context_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="context_gib is 0.25"):
+        dataclasses.replace(SMALL, context_gib=0.25)

@@ -194,3 +194,13 @@ def test_a_recorded_step_has_its_weights_one_by_one_whatever_stands_for_others()
     assert [each.layer for each in stretched.residents if each.layer != OUTSIDE] == sorted(
         each.layer for each in whole.residents if each.layer != OUTSIDE
     )
+
+
+def test_it_is_known_where_expandable_segments_would_help() -> None:
+    program = made_up([(100, 0, 1)], weights=(11,), states=11)  # 212 MiB reserved, or 140
+    found = memory_of(program)
+    assert found.fits_if_expandable(150 * MIB)
+    assert not found.fits_if_expandable(212 * MIB), "it fits as it is"
+    assert not found.fits_if_expandable(121 * MIB), "it does not fit in any way"
+    assert not memory_of(program, EXPANDABLE).fits_if_expandable(130 * MIB)
+    assert not memory_of(program, None).fits_if_expandable(100 * MIB)
