@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
-from hf_pyao.errors import PyAOError
+from hf_pyao.errors import PyAOError, RecomputationError, SavedTensorModifiedError
 from hf_pyao.integrations.added_gradients import AddedOnce
 from hf_pyao.integrations.collectives import (
     is_in,
@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 WEIGHTS_CHANGED = "weights were changed in it, as by an optimizer that steps in backward"
+_SECOND_RUNS = ("recompute", "tiling")
+"""Where second runs of layers are."""
 _MOST_TRIES = 8
 """However often a tightening finds something tighter."""
 
@@ -131,6 +133,10 @@ class MicroBatchRunner:
                 raise
             except torch.OutOfMemoryError as error:
                 self._make_room(error, attempt, tensors)
+            except (RecomputationError, SavedTensorModifiedError) as error:
+                if not self._can_take_back(error, attempt):
+                    raise
+                self._take_back(error, attempt)
             except RuntimeError as error:
                 self._look_for_alarm(error)
                 raise
@@ -157,6 +163,21 @@ class MicroBatchRunner:
         self._guard.do_without_second_runs(wrong, reason)
         (self._lifecycle() or self._engine).give_up(attempt.since)
         return True
+
+    def _can_take_back(self, error: PyAOError, attempt: _Attempt) -> bool:
+        """Say whether the second run of a layer has failed, and the micro-batch can do without."""
+        is_of_layer = any(is_in(error.__traceback__, f"/hf_pyao/{name}/") for name in _SECOND_RUNS)
+        if not is_of_layer or attempt.has_run_without:
+            return False
+        return not attempt.reason_not_again(error, self._model())
+
+    def _take_back(self, error: PyAOError, attempt: _Attempt) -> None:
+        """Have layers run once, for the next try and afterwards."""
+        attempt.has_run_without = True
+        attempt.undo()
+        self._guard.take_back(error)
+        _let_go(error, attempt.outer_error)
+        (self._lifecycle() or self._engine).give_up(attempt.since)
 
     def _make_room(
         self, error: torch.OutOfMemoryError, attempt: _Attempt, tensors: ModelTensors
@@ -257,7 +278,7 @@ class _Attempt:
         self._noted.learn()
         return result
 
-    def reason_not_again(self, error: torch.OutOfMemoryError, model: nn.Module | None) -> str:
+    def reason_not_again(self, error: BaseException, model: nn.Module | None) -> str:
         """Say why it cannot run again, or return an empty string."""
         if model is None:
             return "the model is gone"

@@ -88,6 +88,12 @@ class SecondRunGuard:
             raise _wrong(wrong, f"it cannot run again, since {reason_not_undone}", done)
         logger.warning("%s. The micro-batch runs again: from now on %s.", _described(wrong), done)
 
+    def take_back(self, error: Exception) -> None:
+        """Have layers run once, since the second run of one has ended with *error*."""
+        self.forget()
+        done = self._without_second_runs(())
+        logger.warning("%s The micro-batch runs again: from now on %s.", error, done)
+
     def find_wrong(self) -> Sequence[Wrong]:
         """Return the layers that gave other tensors in their second run than in forward."""
         wrong = self._check.read()
