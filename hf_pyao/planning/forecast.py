@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -10,10 +9,10 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
 from hf_pyao.levers import Levers
+from hf_pyao.planning.blocking_copies import with_blocking_copies
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.calibration import times_of
-from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.plan import KEEP, RECOMPUTE, Plan, PlanError
 from hf_pyao.planning.planned_step import PlannedStep, StepPlanner
@@ -162,17 +161,7 @@ class Forecast:
             link=None if late or self.is_blocking else self.link,
             rebuilds=step.rebuilds,
         )
-        if late or not self.is_blocking:
-            return found
-        stalls_ms = [
-            self.link.copy_ms(direction, found.offloaded_bytes) for direction in (OFFLOAD, RELOAD)
-        ]
-        return dataclasses.replace(
-            found,
-            step_ms=found.compute_ms + sum(stalls_ms),
-            stall_forward_ms=stalls_ms[0],
-            stall_backward_ms=stalls_ms[1],
-        )
+        return found if late or not self.is_blocking else with_blocking_copies(found, self.link)
 
     def plan(
         self,

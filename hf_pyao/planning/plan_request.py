@@ -119,6 +119,7 @@ class PlanRequest:
             {slot.name: slot.dtype for slot in profile.slots},
             gradient_bytes=gradient_bytes,
             rebuild_factor=correction.rebuild,
+            is_blocking=forecast.is_blocking,
         )
 
     def choice(
@@ -151,6 +152,7 @@ class PlanRequest:
                 configured.conditions.link,
                 dtypes or {},
                 gradient_bytes=configured.conditions.gradient_bytes,
+                is_blocking=configured.conditions.is_blocking,
             )
 
         return LeverChoice(self.levers, configured, planner_with, self.room)
@@ -164,6 +166,7 @@ class PlanRequest:
         *,
         gradient_bytes: int = 0,
         rebuild_factor: float = 1.0,
+        is_blocking: bool = False,
     ) -> Planner:
         """Return the planner for a step with these times.
 
@@ -174,13 +177,19 @@ class PlanRequest:
             dtypes: by slot, as far as known; codecs take slots of known ones alone.
             gradient_bytes: as in :meth:`planner`.
             rebuild_factor: of what operations take that run again to rebuild something.
+            is_blocking: compute stands still while copies run.
         """
         kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
         conditions = self.conditions(link, gradient_bytes)
         return Planner(
             program,
             times_ms,
-            dataclasses.replace(conditions, keep_last_layers=kept, rebuild_factor=rebuild_factor),
+            dataclasses.replace(
+                conditions,
+                keep_last_layers=kept,
+                rebuild_factor=rebuild_factor,
+                is_blocking=is_blocking,
+            ),
             host_limit_bytes=self.host_limit_bytes,
             forced=self._forced(program),
             coding=CodedWays.of(

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hf_pyao.planning.blocking_copies import with_blocking_copies
 from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.coding import CodedWays
 from hf_pyao.planning.optimal import InfeasibleError, solve
@@ -255,11 +256,13 @@ class Proposals:
             step.leaves,
             window_bytes=conditions.window_bytes,
             times_ms=step.times_ms,
-            link=conditions.link,
+            link=None if conditions.is_blocking else conditions.link,
             rebuilds=step.rebuilds,
             gradient_bytes=gradient_bytes,
             coded=step.coded,
         )
+        if conditions.is_blocking:
+            timed = with_blocking_copies(timed, conditions.link)
         late = predict(
             step.program,
             step.leaves,

@@ -52,6 +52,8 @@ class Conditions:
     counts, and nothing of what an allocator reserves beside."""
     rebuild_factor: float = 1.0
     """What operations take that run again, by what they took the first time."""
+    is_blocking: bool = False
+    """Compute stands still while copies run, as where the host is the device."""
 
 
 def problem_of(
