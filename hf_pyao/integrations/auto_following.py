@@ -11,7 +11,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.device_limit import device_limit, release_cached, why_unlimited
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.plan_files import PlanFiles
-from hf_pyao.planning.auto_plan import describe
+from hf_pyao.planning.auto_plan import describe, needed_bytes
 from hf_pyao.planning.plan import KEEP, Plan, PlanPolicy
 from hf_pyao.planning.plan_levers import levers_of_plan
 from hf_pyao.planning.plan_request import PlanRequest
@@ -103,7 +103,7 @@ class PlanFollower:
         """Offload everything where the plan, which cannot be made anew, is for smaller batches."""
         planned = None if self.plan is None else self.plan.figures.get("num_elements")
         engine = self._engine()
-        if engine is None or planned is None or num_elements <= LARGER * planned:
+        if engine is None or planned is None or self.holds(num_elements):
             return
         self.plan = None
         engine.use(self._without_plan)
@@ -112,6 +112,28 @@ class PlanFollower:
             f"elements, and one of {num_elements} came. Delete the plan to have it made anew"
         )
         logger.warning("%s.", self.summary)
+
+    def holds(self, num_elements: int) -> bool:
+        """Say whether the plan that is followed fits for batches of *num_elements* too.
+
+        A larger batch needs at most as many times more as its square is larger, weights and what is
+        beside the step apart: scores of attention that is written out grow that fast, and nothing
+        grows faster. Where two sizes were recorded, their growth is known (``growth_exponent``).
+        Where that fits, on the device and on the host, no other plan is needed; where the plan does
+        not fit as it is, none is known that does.
+        """
+        figures = {} if self.plan is None else self.plan.figures
+        planned = figures.get("num_elements")
+        if self.plan is None or not planned or num_elements <= LARGER * planned:
+            return True
+        limit_bytes = figures.get("limit_bytes", 0.0)
+        growth = (num_elements / planned) ** figures.get("growth_exponent", 2.0)
+        fixed_bytes = figures.get("resident_bytes", 0.0) + figures.get("beside_bytes", 0.0)
+        needed = needed_bytes(self.plan)
+        grown = fixed_bytes + (needed - fixed_bytes) * growth
+        host_bytes = figures.get("host_bytes", 0.0) * growth
+        fits = grown <= limit_bytes and host_bytes <= self._request.host_limit_bytes
+        return fits or needed > limit_bytes
 
     def begin_anew(self) -> None:
         """Offload everything until there is a plan again."""

@@ -33,6 +33,10 @@ GAIN = 1.01
 """By how much faster another plan must be for the one that is followed to be left for it, where
 times turned out otherwise than predicted."""
 
+ROOM = 1.25
+"""Times larger batches for which a plan is to fit that is made since batches have grown: with
+dynamic padding the next ones are likely to be larger still."""
+
 TIGHTER = 0.92
 """Share of what the plan needs that is planned for after the device ran out of memory with it."""
 
@@ -76,6 +80,11 @@ class PlanMaker:
         self._steps: dict[Levers, StepProgram] = {}
         self._limit_bytes = math.inf
         self._device_limit_bytes = 0
+        self._grows_from: tuple[float, int] | None = None
+        """While it is planned for a larger batch: how many times larger, and what keeping
+        everything took before."""
+        self._growth_exponent: float | None = None
+        """By which power of a batch's elements its step's memory grows; None: not known."""
         self._most_bytes = math.inf
         """Less than the device was planned to hold when it ran out of memory all the same."""
         self._beside_bytes = 0
@@ -214,8 +223,15 @@ class PlanMaker:
         profile, choice = self._profile, self._choice
         assert profile is not None
         assert choice is not None
-        before = choice.configured.program
-        return self.plan(at_other_size(profile, before, recorded), num_elements, record, room)
+        before = choice.configured
+        ratio = num_elements / max(1, self.num_elements)
+        kept_bytes = before.simple()[KEEP_ALL].peak_bytes
+        self._grows_from = (ratio, kept_bytes)
+        try:
+            scaled = at_other_size(profile, before.program, recorded)
+            return self.plan(scaled, num_elements, record, room)
+        finally:
+            self._grows_from = None
 
     def plan_in(self, room: LeverRoom) -> Plan:
         """Take the fastest plan for the same step, where other levers may be chosen than before."""
@@ -307,7 +323,9 @@ class PlanMaker:
     def _choose(self) -> Plan:
         """Take the fastest plan within the limit, or the one with the lowest peak."""
         assert self._choice is not None
-        found = self._choice.best(self._limit_bytes)
+        found = self._choice.best(self._limit_with_room())
+        if not found.fits:
+            found = self._choice.best(self._limit_bytes)
         if not found.fits:
             logger.warning(
                 "policy 'auto': %s It is taken all the same. What would help: %s.",
@@ -315,6 +333,21 @@ class PlanMaker:
                 found.levers.less_memory,
             )
         return self._document(found)
+
+    def _limit_with_room(self) -> float:
+        """Return the limit for batches that have grown, with room to grow by :data:`ROOM` more."""
+        if self._grows_from is None or self._choice is None:
+            return self._limit_bytes
+        configured = self._choice.configured
+        resident_bytes = configured.program.resident_bytes
+        ratio, before_bytes = self._grows_from
+        now_bytes = configured.simple()[KEEP_ALL].peak_bytes
+        if ratio > 1 and now_bytes > before_bytes > resident_bytes:
+            growth = (now_bytes - resident_bytes) / (before_bytes - resident_bytes)
+            # Two sizes do not tell of a third: a little more than what was found.
+            self._growth_exponent = min(2.0, max(1.0, 1.05 * math.log(growth) / math.log(ratio)))
+        room: float = ROOM ** (self._growth_exponent or 2.0)
+        return resident_bytes + (self._limit_bytes - resident_bytes) / room
 
     def _dtypes(self) -> dict[str, str]:
         profile = self._profile
@@ -329,6 +362,12 @@ class PlanMaker:
             figures={
                 "beside_bytes": float(self._beside_bytes),
                 "device_limit_bytes": float(self._device_limit_bytes),
+                **(
+                    {}
+                    if self._growth_exponent is None
+                    else {"growth_exponent": self._growth_exponent}
+                ),
+                "resident_bytes": float(found.planner.program.resident_bytes),
                 "num_elements": float(self.num_elements),
                 **self.marks,
                 **self._correction.figures(),

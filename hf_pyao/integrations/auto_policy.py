@@ -30,11 +30,11 @@ from hf_pyao.integrations.auto_correction import LEAST_TIMED, beside
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
 from hf_pyao.integrations.auto_phases import Phase, Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
-from hf_pyao.integrations.auto_unrecorded import batch_has_grown
+from hf_pyao.integrations.auto_unrecorded import is_unrecorded
 from hf_pyao.integrations.device_limit import allocator_settings
 from hf_pyao.integrations.lever_recording import LeverRecorder, num_hooks_in, room_for
 from hf_pyao.integrations.lever_switch import LeverSwitch
-from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
+from hf_pyao.integrations.model_copy import CopiedStep, ForwardWatch, SeenForward
 from hf_pyao.integrations.plan_files import PlanFiles
 from hf_pyao.integrations.rank_exchange import RankExchange, own_rank
 from hf_pyao.integrations.step_recording import record_fake_step
@@ -206,14 +206,19 @@ class AutoPolicy:
             return
         self._phases.planned()
         try:
-            self._adopt(
-                *self._maker.plan(profile, self._num_elements, self._recorder(), self._room())
-            )
+            self._adopt(*self._plan_for_measured(profile))
         except Exception as error:  # no reason to end a training
             self._follower.go_on_without(f"no plan was found ({describe_error(error)})")
             logger.warning("%s", self.summary)
             self._maker.forget()
             self._tell(None)
+
+    def _plan_for_measured(self, profile: Profile) -> tuple[Plan, str]:
+        """Plan for the largest batch so far: with dynamic padding the first is one of many."""
+        found = self._maker.plan(profile, self._num_elements, self._recorder(), self._room())
+        if self._watch is None or self._most_elements <= LARGER * self._num_elements:
+            return found
+        return self._plan_for_larger(self._most_elements, self._watch.steps(is_largest=True))
 
     def _plan_unrecorded(self, profile: Profile | None) -> None:
         """Keep everything if it fits, without a recorded step; else go on as before."""
@@ -232,11 +237,11 @@ class AutoPolicy:
         self.say(self.summary)
         self._tell(None)
 
-    def _recorder(self, *, is_newest: bool = False) -> LeverRecorder | None:
+    def _recorder(self) -> LeverRecorder | None:
         """Return what records the step with other levers."""
         if self._watch is None:
             return None
-        return LeverRecorder(self._watch.steps(is_newest=is_newest), self._config.layers)
+        return LeverRecorder(self._watch.steps(), self._config.layers)
 
     def _room(self) -> LeverRoom:
         """Return which levers may be chosen."""
@@ -320,7 +325,7 @@ class AutoPolicy:
                 self._hear_of_plan(self._ear)
             elif self._maker.can_plan:
                 self._look_again(num_elements)
-            elif batch_has_grown(self.plan, num_elements, LARGER):
+            elif is_unrecorded(self.plan) and not self._follower.holds(num_elements):
                 self._measure_anew("batches are larger than those that were measured")
             else:
                 self._follower.check_size(num_elements)
@@ -421,23 +426,23 @@ class AutoPolicy:
         self.measure_anew()
 
     def _look_again(self, num_elements: int) -> None:
-        if num_elements > LARGER * self._maker.num_elements:
-            self._plan_for_larger(num_elements)
+        if not self._follower.holds(num_elements):
+            assert self._watch is not None
+            was = self._maker.num_elements
+            plan, how = self._plan_for_larger(num_elements, self._watch.steps(is_newest=True))
+            self._adopt(plan, f"for batches of {num_elements} elements instead of {was}; {how}")
         elif self._comparison.is_done:
             self._compare()
 
-    def _plan_for_larger(self, num_elements: int) -> None:
-        """Record the step of the larger batch, take times in proportion, and plan for it."""
-        watch = self._watch
-        assert watch is not None
-        was = self._maker.num_elements
+    def _plan_for_larger(
+        self, num_elements: int, steps: Callable[[], CopiedStep]
+    ) -> tuple[Plan, str]:
+        """Record the step of a larger batch, take times in proportion, and plan for it."""
         recorded, _ = record_fake_step(
-            watch.step(is_newest=True), levers=Levers.of(self._config), layers=self._config.layers
+            steps(), levers=Levers.of(self._config), layers=self._config.layers
         )
-        plan, how = self._maker.plan_larger(
-            recorded, num_elements, self._recorder(is_newest=True), self._room()
-        )
-        self._adopt(plan, f"for batches of {num_elements} elements instead of {was}; {how}")
+        recorder = LeverRecorder(steps, self._config.layers)
+        return self._maker.plan_larger(recorded, num_elements, recorder, self._room())
 
     def _compare(self) -> None:
         """Set what the plan came to beside what was predicted: plan anew, or drop it."""
@@ -452,8 +457,11 @@ class AutoPolicy:
     def _correct(self) -> bool:
         """Plan anew, once for each cause, where times are off; say whether another plan came."""
         comparison, maker = self._comparison, self._maker
+        # Larger batches, for which the plan holds too, take longer.
+        most = LARGER * maker.num_elements
+        timed = [each for each in comparison.plan if each.num_elements <= most]
         found = self._phases.now.corrector.find(
-            comparison.plan, maker.num_elements, maker.expected, maker.copies_ms
+            timed, maker.num_elements, maker.expected, maker.copies_ms
         )
         if found is None:
             return False

@@ -97,8 +97,6 @@ def explain(limit: DeviceLimit, plan: Plan, why_no_program: str) -> str:
     return f"{limit.how}, {kept} at most are needed; not recorded: {why_no_program.rstrip('.')}"
 
 
-def batch_has_grown(plan: Plan | None, num_elements: int, larger: float) -> bool:
-    """Say whether *plan* is of this module, and for smaller batches than *num_elements*."""
-    if plan is None or "kept_peak_bytes" not in plan.figures:
-        return False
-    return num_elements > larger * plan.figures.get("num_elements", float(num_elements))
+def is_unrecorded(plan: Plan | None) -> bool:
+    """Say whether *plan* was made here, without a recorded step."""
+    return plan is not None and "kept_peak_bytes" in plan.figures

@@ -133,6 +133,9 @@ class ForwardWatch:
         self._model = weakref.ref(inner)
         self.seen: SeenForward | None = None
         """What it was called with first; None until then."""
+        self._largest: SeenForward | None = None
+        """What it was called with when that had the most elements, from the first call on."""
+        self._most_elements = 0
         self._newest: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._lock = threading.Lock()
         self.is_compiled = False
@@ -152,8 +155,14 @@ class ForwardWatch:
         try:
             is_first = self.seen is None
             if self.seen is None:
-                self.seen = seen_forward(args, kwargs)
+                self.seen = self._largest = seen_forward(args, kwargs)
+                self._most_elements = 0
             self._newest = (args, kwargs)
+            num_elements = self.num_elements()
+            if num_elements > self._most_elements:
+                if self._most_elements:
+                    self._largest = seen_forward(args, kwargs)
+                self._most_elements = num_elements
             self._before(self.seen, is_first=is_first)
         finally:
             self._newest = None
@@ -184,7 +193,7 @@ class ForwardWatch:
 
     def remove(self) -> None:
         """Take the hook off, and let go of what was seen. Twice is fine."""
-        self.seen = None
+        self.seen = self._largest = None
         model = self._model()
         if model is not None:
             take_off(model, self)  # type: ignore[arg-type]
@@ -200,14 +209,19 @@ class ForwardWatch:
         """
         return self.steps(is_newest=is_newest)()
 
-    def steps(self, *, is_newest: bool = False) -> Callable[[], CopiedStep]:
+    def steps(
+        self, *, is_newest: bool = False, is_largest: bool = False
+    ) -> Callable[[], CopiedStep]:
         """Return what makes such a step, now and later, and does not hold the model.
 
         Args:
             is_newest: as for :meth:`step`.
+            is_largest: as in the largest call since the first one.
         """
         ref = self._model
-        seen = seen_forward(*self._newest) if is_newest and self._newest is not None else self.seen
+        seen = self._largest if is_largest else self.seen
+        if is_newest and self._newest is not None:
+            seen = seen_forward(*self._newest)
 
         def make() -> CopiedStep:
             model = ref()
