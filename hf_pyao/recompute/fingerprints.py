@@ -91,7 +91,8 @@ class Fingerprinter:
         sums = torch.mv(rows, signs[:ROW_LENGTH].to(rows.dtype)).to(torch.float32)
         found = (sums * signs[ROW_LENGTH:-1]).sum()
         found += (tail * signs[: tail.numel()]).sum() * signs[-1]
-        squares = torch.linalg.vector_norm(rows, dtype=torch.float32).square()
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        squares = torch.linalg.vector_norm(rows, dtype=wide).to(torch.float32).square()
         return torch.stack((found, (squares + tail.square().sum()).sqrt()))
 
     def _weights_for(self, device: torch.device, count: int) -> Tensor:

@@ -112,3 +112,20 @@ def test_a_fingerprint_has_no_graph_and_draws_nothing():
     assert not found.requires_grad
     assert found.dtype is torch.int64 and found.dim() == 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [0, 5, ROW_LENGTH, 3 * ROW_LENGTH + 7])
+def test_projections_differ_by_rounding_or_by_the_norm(count, dtype):
+    torch.manual_seed(0)
+    tensor = torch.randn(count).to(dtype)
+    projection = Fingerprinter().projection
+
+    found, norm = projection(tensor).tolist()
+    assert norm == pytest.approx(tensor.double().norm().item(), rel=1e-2)
+    assert abs(found) <= norm * max(1, count) ** 0.5 + 1e-6
+    if count > 5:
+        near, _ = projection(tensor * (1 + torch.finfo(dtype).eps)).tolist()
+        far, _ = projection(torch.randn(count).to(dtype)).tolist()
+        assert abs(near - found) <= 8 * torch.finfo(dtype).eps * norm
+        assert abs(far - found) > 64 * torch.finfo(torch.float32).eps * norm
