@@ -19,7 +19,7 @@ ROOT = Path(hf_pyao.__file__).parent
 LAYERS = (
     ("text",),
     ("errors",),
-    ("files", "metrics", "hardware", "gradient_buffer", "rerun"),
+    ("files", "metrics", "hardware", "gradient_buffer", "rerun", "weak_calls"),
     ("attention", "codecs", "stores", "losses", "tiling", "settings"),
     ("config", "transfer"),
     ("levers",),
@@ -35,7 +35,7 @@ LAYERS = (
 
 ONLY_TORCH = (
     *("text", "errors", "files", "metrics", "hardware", "settings", "config", "levers"),
-    *("attention", "gradient_buffer", "rerun", "tiling"),
+    *("attention", "gradient_buffer", "rerun", "weak_calls", "tiling"),
     *("codecs", "stores", "transfer", "runtime", "recompute", "simulation", "losses", "planning"),
 )
 """Parts that import neither transformers nor accelerate, not even inside a function."""

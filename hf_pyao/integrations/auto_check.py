@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ class PlanCheck(Observer):
     """
 
     def __init__(self, engine: OffloadEngine, device: torch.device, num_micro_batches: int) -> None:
-        self._engine = engine
+        self._engine = weakref.ref(engine)
         self._device = device
         self._transport = engine.link.transport
         self._num_left = num_micro_batches
@@ -78,18 +79,23 @@ class PlanCheck(Observer):
 
     def start(self) -> None:
         """Begin, with the next layer call."""
-        self._engine.observe_too(self)
+        engine = self._engine()
+        if engine is not None:
+            engine.observe_too(self)
 
     def stop(self) -> None:
         """Hear no more. Twice is fine."""
-        self._engine.stop_observing(self)
+        engine = self._engine()
+        if engine is not None:
+            engine.stop_observing(self)
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
         """Note the start of a forward's first layer, of the first backward, and its every end."""
-        if path or self.is_done:
+        engine = self._engine()
+        if path or self.is_done or engine is None:
             return
         if phase == "forward":
-            forward = self._engine.num_forwards
+            forward = engine.num_forwards
             # One that failed, or was never gone back through, counts for nothing.
             is_new = forward != self._forward and self._end is None
             if is_start and (self._start is None or is_new):

@@ -36,6 +36,7 @@ from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.lifecycle import is_compiled
 from hf_pyao.runtime.policy import OffloadAll, Policy
 from hf_pyao.transfer.link import LinkContext
+from hf_pyao.weak_calls import weakly
 
 
 class Deciding:
@@ -239,11 +240,12 @@ class Deciding:
             identity=identity,
             layer_names=[fqn for fqn, _ in found.layers],
             has_compiled_layers=any(is_compiled(layer) for _, layer in found.layers),
-            on_done=None if auto is None else auto.profiled,
+            on_done=None if auto is None else weakly(auto.profiled, None),
         )
         if auto is not None:
-            auto.cancel_profile = writer.cancel
-            writer.on_again = auto.measures_again
+            # Both are ours, and call each other: [Note: Who owns whom].
+            auto.cancel_profile = weakly(writer.cancel, None)
+            writer.on_again = weakly(auto.measures_again, None)
         return writer
 
 

@@ -87,19 +87,24 @@ class SeenForward:
 
 
 class _WatchHook(ModelHook):
-    """Pre-forward hook of the model."""
+    """Pre-forward hook of the model.
 
-    held: object = None
-    """What goes with the model, see :meth:`ForwardWatch.hold`."""
+    It, and so the model, owns the watch's owner and what is called before each forward. The watch
+    is theirs, and holds neither: see [Note: Who owns whom] in ``weak_calls``.
+    """
 
-    def __init__(self, watch: ForwardWatch) -> None:
+    def __init__(self, watch: ForwardWatch, owner: object, before: BeforeForward) -> None:
         super().__init__(watch)  # type: ignore[arg-type]
         self._note_uncompiled = uncompiled(watch.note_compiled)
+        self.owner = owner
+        self.before = before
+        self.held: object = None
+        """What goes with the model, see :meth:`ForwardWatch.hold`."""
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Take note of the call."""
+        """Note the call."""
         if kwargs is None:
             return
         if torch.compiler.is_compiling():
@@ -127,8 +132,6 @@ class ForwardWatch:
     """
 
     def __init__(self, model: nn.Module, owner: object, before: BeforeForward) -> None:
-        self.owner = owner
-        self._before = before
         inner = unwrap_parallel(model)
         self._model = weakref.ref(inner)
         self.seen: SeenForward | None = None
@@ -140,13 +143,20 @@ class ForwardWatch:
         self._lock = threading.Lock()
         self.is_compiled = False
         """True once the model was called in compiled code."""
-        hook: Any = _WatchHook(self)
+        hook: Any = _WatchHook(self, owner, before)
         self._hook = weakref.ref(hook)
         inner.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
+    @property
+    def owner(self) -> object:
+        """Who is to be found by the hook; None once it is off."""
+        hook = self._hook()
+        return None if hook is None else hook.owner
+
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take note of a call, if it is trained."""
-        if not module.training or not torch.is_grad_enabled() or is_recomputing():
+        """Note a call, and tell of it, if the model is trained."""
+        hook = self._hook()
+        if hook is None or not module.training or not torch.is_grad_enabled() or is_recomputing():
             return
         if active_fake_mode() is not None:
             return  # a copy's functions lead back to the model
@@ -163,7 +173,7 @@ class ForwardWatch:
                 if self._most_elements:
                     self._largest = seen_forward(args, kwargs)
                 self._most_elements = num_elements
-            self._before(self.seen, is_first=is_first)
+            hook.before(self.seen, is_first=is_first)
         finally:
             self._newest = None
             self._lock.release()

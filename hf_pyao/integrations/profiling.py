@@ -35,6 +35,7 @@ from hf_pyao.report.schema import ReportError, read_json, to_plain, write_json
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.text import describe_error, echo
 from hf_pyao.transfer.link import LinkContext
+from hf_pyao.weak_calls import weakly
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ SETTINGS = (
     *("policy", "window", "min_bytes", "keep_last_layers", "codec", "recompute_modules"),
     *Levers.names(),
 )
+
 """Fields of the configuration that a profile holds."""
 
 NUM_ROUNDS = 8
@@ -116,7 +118,10 @@ class ProfileWriter:
 
     def _new_profiler(self) -> StepProfiler:
         return StepProfiler(
-            self._link.transport, self._device, self._num_micro_batches, self._measured
+            self._link.transport,
+            self._device,
+            self._num_micro_batches,
+            weakly(self._measured, None),  # the profiler is ours: [Note: Who owns whom]
         )
 
     def start(self, model: nn.Module, owner: object) -> None:

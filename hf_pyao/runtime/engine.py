@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any
 
 import torch
 
@@ -32,6 +31,7 @@ from hf_pyao.transfer.layout import reason_not_movable
 from hf_pyao.transfer.link import LinkContext
 from hf_pyao.transfer.mover import Mover
 from hf_pyao.transfer.profiler_ranges import named_range
+from hf_pyao.weak_calls import weakly
 
 
 class _Here(threading.local):
@@ -96,11 +96,12 @@ class OffloadEngine:
         self.mover = Mover(link)
         self.packer = Packer(codec=codec, mover=self.mover)
         self._expect_codecs_of(policy)
+        # The unpacker may outlive the engine, in a graph: [Note: Who owns whom] in `weak_calls`.
         self.unpacker = Unpacker(
             mover=self.mover,
             order=backward_order or Reversed(),
-            waiting=_weakly(self._waiting_tapes, ()),
-            on_tapes_done=_weakly(self._end_tapes, None),
+            waiting=weakly(self._waiting_tapes, ()),
+            on_tapes_done=weakly(self._end_tapes, None),
         )
         self.pack: Callable[[LayerCall, torch.Tensor], Handle] = self.packer.pack
         """Takes over a tensor that autograd saves in a layer call."""
@@ -316,8 +317,10 @@ class OffloadEngine:
         with named_range("layer_end", call.fqn):
             self.link.offloads.layer_end()
 
+        unpacker = self.unpacker
+
         def on_gradient(_: tuple[torch.Tensor | None, ...]) -> None:
-            self.unpacker.backward_start(call)
+            unpacker.backward_start(call)
 
         if call.is_compiled:
             on_gradient = uncompiled(on_gradient)
@@ -464,18 +467,3 @@ class OffloadEngine:
         self.idle_warnings.nothing_packed(
             have_layers_run=self.num_layer_calls > 0, passed_over=self.passed_over
         )
-
-
-def _weakly(method: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
-    """Return *method* without a reference to its object; *otherwise* is returned once that is gone.
-
-    The unpacker may outlive the engine, in a graph. The engine owns it, so it must not own the
-    engine: host memory would then be freed by Python's cyclic collector alone.
-    """
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        bound = weak()
-        return otherwise if bound is None else bound(*args)
-
-    return call
