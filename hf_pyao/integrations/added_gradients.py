@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,6 @@ class AddedOnce:
     def __init__(self, added: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         self._added = list(added)
         self._aside: list[_Aside] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> AddedOnce:
         """Put the gradients aside."""
@@ -53,14 +53,12 @@ class AddedOnce:
                 self._aside.append(aside)
                 parameter.grad = aside.placeholder
                 before, after = functools.partial(_before, aside), functools.partial(_after, aside)
-                self._handles += [
-                    parameter.register_hook(before),  # type: ignore[no-untyped-call]
-                    parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
-                ]
+                parameter.register_hook(before)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+            return self
         except BaseException:
             self.__exit__()
             raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Put back what has not come back; an interrupt is raised when that is done."""
@@ -73,9 +71,8 @@ class AddedOnce:
 
     def _put_back(self) -> None:
         """Do so; it may be called again, where it was interrupted."""
-        for handle in self._handles:
-            handle.remove()
         for aside in self._aside:
+            _take_off(aside)
             if not aside.is_back:
                 aside.is_touched |= _is_touched(aside)
                 aside.parameter.grad = aside.gradient
@@ -84,6 +81,15 @@ class AddedOnce:
     def is_amiss(self) -> bool:
         """True if a gradient was touched otherwise, or backward did not come to it; at the end."""
         return any(aside.is_touched or not aside.is_back for aside in self._aside)
+
+
+def _take_off(aside: _Aside) -> None:
+    """Remove the hooks of *aside*: by what they are, as an interrupt may come before a handle."""
+    parameter: Any = aside.parameter
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        for key, hook in list((hooks or {}).items()):
+            if isinstance(hook, functools.partial) and hook.args[:1] and hook.args[0] is aside:
+                del hooks[key]
 
 
 def _is_touched(aside: _Aside) -> bool:
