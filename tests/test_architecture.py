@@ -18,8 +18,8 @@ ROOT = Path(hf_pyao.__file__).parent
 
 LAYERS = (
     ("text",),
-    ("errors",),
-    ("files", "metrics", "hardware", "gradient_buffer", "rerun", "weak_calls"),
+    ("errors", "weak_calls"),
+    ("files", "metrics", "hardware", "gradient_buffer", "rerun"),
     ("attention", "codecs", "stores", "losses", "tiling", "settings"),
     ("config", "transfer"),
     ("levers",),

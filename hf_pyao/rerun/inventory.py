@@ -48,6 +48,7 @@ from hf_pyao.rerun.values import (
     without_ours,
 )
 from hf_pyao.rerun.walk import Walk
+from hf_pyao.weak_calls import weakly
 
 _IS_TRAINED = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
@@ -63,7 +64,8 @@ class Inventory:
     """
 
     def __init__(self, roots: Iterable[nn.Module], *, copies: bool = True) -> None:
-        self._roots = [weakref.ref(root, self._forget) for root in roots]
+        forget = weakly(self._forget, None)  # [Note: Who owns whom] in `weak_calls`
+        self._roots = [weakref.ref(root, forget) for root in roots]
         self._newest: Found | None = None
         self._copies = copies
         self._writes_any = False
