@@ -144,6 +144,7 @@ class MLPTiles:
         for ref, method, part in self._exchanged:
             if (module := ref()) is not None:
                 give_back(module, KEY, part, method)
+            part.forget()
 
     @property
     def last_plan(self) -> TilePlan | None:

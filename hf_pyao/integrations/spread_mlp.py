@@ -121,6 +121,10 @@ class UpPart(Part):
         """Return the same with another number of tiles."""
         return UpPart(self._mlp.with_tiles(tiles))
 
+    def forget(self) -> None:
+        """Let go of what was noted of modules."""
+        self._mlp.forget()
+
     def run(
         self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

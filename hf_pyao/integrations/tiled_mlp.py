@@ -89,6 +89,9 @@ class Part(LeftBehind, abc.ABC):
         """Return the same with another number of tiles; itself if it does not know the number."""
         return self
 
+    def forget(self) -> None:
+        """Let go of what was noted of modules: it may hold their tables, and so this object."""
+
 
 class TiledMLP(Part):
     """Runs an MLP in tiles.
@@ -199,6 +202,10 @@ class TiledMLP(Part):
             check=self._forwards.check_of(self._path),
         )
         return run_in_tiles(call, *inputs)
+
+    def forget(self) -> None:
+        """Let go of the inventory; the next call makes another one."""
+        self._inventory = Inventory(())
 
     def _state_of(self, parts: Sequence[nn.Module]) -> Noted:
         """Return the state of *parts*; nothing in them is written, as ``token_wise`` has proved."""

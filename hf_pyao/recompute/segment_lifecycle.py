@@ -194,6 +194,11 @@ class SegmentLifecycle(Lifecycle):
         self._has_looked_for_sharding = False
         self._said: set[str] = set()
 
+    def remove(self) -> None:
+        """Take everything down. Forwards that wait for their backward keep what they noted."""
+        super().remove()
+        self._states.clear()  # it may hold copies of the tables of hooks, which hold this object
+
     def set_segments(
         self, length: int, *, is_nested: bool = False, saves_attention: bool = False
     ) -> None:

@@ -147,6 +147,8 @@ class Lifecycle:
             module = ref()
             if module is not None:
                 take_off(module, self)
+        # What notes a module's state may hold the hooks: [Note: Who owns whom] in `weak_calls`.
+        self.owner = None
 
     def _wrap_checkpointing(self) -> None:
         """Enter layers outside of the checkpoint where it runs around ``__call__``.
