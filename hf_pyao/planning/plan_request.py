@@ -20,6 +20,7 @@ from hf_pyao.planning.forecast import Forecast
 from hf_pyao.planning.lever_choice import FIXED, LeverChoice, LeverRoom
 from hf_pyao.planning.planner import Planner
 from hf_pyao.planning.predict import operation_times_ms
+from hf_pyao.planning.speed_range import MEASURED, PRESET
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.report.profile_report import Profile
@@ -109,6 +110,7 @@ class PlanRequest:
             ForecastError: the profile does not hold what a prediction needs.
             ReportError: the step in it is damaged.
         """
+        is_measured = profile.speeds is None and device is None and link is None
         forecast = Forecast(
             profile, device=device, link=link, window_bytes=self.window_bytes, kernels=kernels
         )
@@ -120,6 +122,7 @@ class PlanRequest:
             gradient_bytes=gradient_bytes,
             rebuild_factor=correction.rebuild,
             is_blocking=forecast.is_blocking,
+            speed_ratios=MEASURED if is_measured else PRESET,
         )
 
     def choice(
@@ -153,6 +156,7 @@ class PlanRequest:
                 dtypes or {},
                 gradient_bytes=configured.conditions.gradient_bytes,
                 is_blocking=configured.conditions.is_blocking,
+                speed_ratios=configured.conditions.speed_ratios,
             )
 
         return LeverChoice(self.levers, configured, planner_with, self.room)
@@ -167,6 +171,7 @@ class PlanRequest:
         gradient_bytes: int = 0,
         rebuild_factor: float = 1.0,
         is_blocking: bool = False,
+        speed_ratios: tuple[float, ...] = PRESET,
     ) -> Planner:
         """Return the planner for a step with these times.
 
@@ -178,6 +183,7 @@ class PlanRequest:
             gradient_bytes: as in :meth:`planner`.
             rebuild_factor: of what operations take that run again to rebuild something.
             is_blocking: compute stands still while copies run.
+            speed_ratios: as :attr:`Conditions.speed_ratios`.
         """
         kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
         conditions = self.conditions(link, gradient_bytes)
@@ -189,6 +195,7 @@ class PlanRequest:
                 keep_last_layers=kept,
                 rebuild_factor=rebuild_factor,
                 is_blocking=is_blocking,
+                speed_ratios=speed_ratios,
             ),
             host_limit_bytes=self.host_limit_bytes,
             forced=self._forced(program),

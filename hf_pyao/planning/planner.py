@@ -1,6 +1,8 @@
 """Finds the fastest plan that fits, among those that are proposed.
 
-What is chosen is never slower than the best of those that need no solver and fit.
+What is chosen is never slower than the best of those that need no solver and fit. Where speeds are
+not measured, that holds over a range of speeds, and the plan is chosen for its worst case there
+(``speed_range.py``).
 """
 
 from __future__ import annotations
@@ -8,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.planning.caching_allocator import EXPANDABLE_SEGMENTS
 from hf_pyao.planning.proposals import CHECKPOINT as CHECKPOINT
+from hf_pyao.planning.proposals import FIRST_CHECKPOINTED as FIRST_CHECKPOINTED
+from hf_pyao.planning.proposals import FIRST_OFFLOADED as FIRST_OFFLOADED
 from hf_pyao.planning.proposals import KEEP_ALL as KEEP_ALL
 from hf_pyao.planning.proposals import LAYER_INPUTS as LAYER_INPUTS
 from hf_pyao.planning.proposals import NUM_BUDGETS as NUM_BUDGETS
@@ -19,6 +24,7 @@ from hf_pyao.planning.proposals import OFFLOAD_ALL as OFFLOAD_ALL
 from hf_pyao.planning.proposals import PLANNED as PLANNED
 from hf_pyao.planning.proposals import Candidate as Candidate
 from hf_pyao.planning.proposals import Proposals
+from hf_pyao.planning.speed_range import AS_GIVEN, MEASURED, scaled, steadiest
 from hf_pyao.planning.step_problem import Conditions
 
 NUM_BELOW = 2
@@ -50,6 +56,11 @@ class Planner(Proposals):
 
     _exact: Planner | None = None
     """Of the same step, without codecs that lose; made where it is needed."""
+
+    @cached_property
+    def _elsewhere(self) -> dict[float, Planner]:
+        """Of the same step, over a link that is faster or slower, by the factor."""
+        return {}
 
     def best(self, limit_bytes: float) -> Candidate:
         """Return the fastest plan that fits *limit_bytes*, see :class:`StepMemory`.
@@ -88,7 +99,9 @@ class Planner(Proposals):
         simple = self.simple()
         if self._fits(simple[KEEP_ALL], limit_bytes):
             return simple[KEEP_ALL]
-        found = [each for each in simple.values() if self._fits(each, limit_bytes)]
+        plain = [each for each in simple.values() if self._fits(each, limit_bytes)]
+        first = self._first_layers_fitting(limit_bytes)
+        found = [*plain, *first]
         for conditions in self._conditions():
             proposal = self._fastest_fitting(conditions, limit_bytes)
             if proposal is not None:
@@ -106,7 +119,52 @@ class Planner(Proposals):
                 + (f" It fits with {EXPANDABLE_SEGMENTS}." if would_fit else ""),
                 needed_bytes,
             )
-        return min(found, key=_rank)
+        ratios = self.conditions.speed_ratios
+        if set(ratios) == {AS_GIVEN}:
+            return min(found, key=_rank)
+        found += self._best_elsewhere(limit_bytes)
+        return steadiest(found, [[*plain, *first], plain], ratios, self.step_ms_at, _rank)
+
+    def _first_layers_fitting(self, limit_bytes: float) -> list[Candidate]:
+        """Return checkpointing and offloading of as few of the first layers as fit."""
+        found = []
+        for name in (FIRST_CHECKPOINTED, FIRST_OFFLOADED):
+            too_few, enough = 0, self.num_open_layers
+            best: Candidate | None = None
+            while enough - too_few > 1:
+                middle = (too_few + enough) // 2
+                candidate = self.of_first_layers(name, middle)
+                if candidate is None:
+                    break
+                if self._fits(candidate, limit_bytes):
+                    enough, best = middle, candidate
+                else:
+                    too_few = middle
+            if best is not None:
+                found.append(best)
+        return found
+
+    def _best_elsewhere(self, limit_bytes: float) -> list[Candidate]:
+        """Return the best plans for links that are faster or slower than given."""
+        found = []
+        for ratio in self.conditions.speed_ratios:
+            if ratio == AS_GIVEN:
+                continue
+            if ratio not in self._elsewhere:
+                self._elsewhere[ratio] = Planner(
+                    self.program,
+                    self._times_ms,
+                    dataclasses.replace(
+                        self.conditions,
+                        link=scaled(self.conditions.link, ratio),
+                        speed_ratios=MEASURED,
+                    ),
+                    host_limit_bytes=self.host_limit_bytes,
+                    forced=self._forced,
+                    coding=self._coding,
+                )
+            found.append(self.again(self._elsewhere[ratio]._fastest(limit_bytes)))
+        return found
 
     def least(self) -> Candidate:
         """Return the plan with the lowest peak that is known of, of those that the host holds."""

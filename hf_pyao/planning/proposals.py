@@ -25,6 +25,7 @@ from hf_pyao.planning.planned_step import PlannedStep, StepPlanner
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.prediction import Coded, Prediction
 from hf_pyao.planning.pyao_plan import paths_of
+from hf_pyao.planning.speed_range import AS_GIVEN, scaled
 from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_problem import Conditions, IsForced, chosen_slots, problem_of
 from hf_pyao.planning.step_program import StepProgram
@@ -34,6 +35,8 @@ KEEP_ALL = KEEP_EVERYTHING
 CHECKPOINT = "checkpointing"
 LAYER_INPUTS = "offload the layers' inputs, recompute the rest"
 OFFLOAD_ALL = "offload everything"
+FIRST_CHECKPOINTED = "checkpointing of the first layers"
+FIRST_OFFLOADED = "offload the first layers"
 PLANNED = "planned"
 
 NUM_BUDGETS = 32
@@ -126,6 +129,9 @@ class Proposals:
         self._coding = coding
         self._proposals: dict[tuple[int, Conditions], Candidate | None] = {}
         self._simple: dict[str, Candidate] | None = None
+        self._first_layers: dict[tuple[str, int], Candidate | None] = {}
+        self._elsewhere_ms: dict[tuple[int, float], float] = {}
+        self._candidates_elsewhere: list[Candidate] = []
         self.num_solved = 0
         self.num_predicted = 0
 
@@ -154,9 +160,40 @@ class Proposals:
                 self._simple[OFFLOAD_ALL] = self._candidate(OFFLOAD_ALL, self._actions(OFFLOAD))
         return self._simple
 
-    def _actions(self, action: str) -> list[str]:
+    def of_first_layers(self, name: str, num_layers: int) -> Candidate | None:
+        """Return the plan that does with the first layers what a simple one does with all.
+
+        None where the conditions do not allow it.
+
+        Args:
+            name: :data:`FIRST_CHECKPOINTED` or :data:`FIRST_OFFLOADED`.
+            num_layers: how many; the others are kept.
+        """
+        key = (name, num_layers)
+        if key not in self._first_layers:
+            self._first_layers[key] = self._of_first_layers(name, num_layers)
+        return self._first_layers[key]
+
+    def _of_first_layers(self, name: str, num_layers: int) -> Candidate | None:
+        num_slots = len(self.program.slots)
+        if name == FIRST_OFFLOADED:
+            if not self.conditions.may_offload:
+                return None
+            return self._candidate(name, self._actions(OFFLOAD, num_layers))
+        if not self.conditions.may_recompute or self.stepper.search is None:
+            return None
+        products = frozenset({*paths_of(self.program), ""})
+        actions = self._actions(RECOMPUTE, num_layers)
+        return self._candidate(name, actions, products, otherwise=[KEEP] * num_slots)
+
+    @property
+    def num_open_layers(self) -> int:
+        """Layers of which something is decided: all but the last ones that are kept."""
+        return self.program.num_layers - self.conditions.keep_last_layers
+
+    def _actions(self, action: str, num_layers: int | None = None) -> list[str]:
         actions = [KEEP] * len(self.program.slots)
-        for layer in range(self.program.num_layers - self.conditions.keep_last_layers):
+        for layer in range(self.num_open_layers if num_layers is None else num_layers):
             for number in chosen_slots(self.stepper, layer, self.conditions):
                 actions[number] = action
         return actions
@@ -318,10 +355,33 @@ class Proposals:
             choice=candidate.choice,
         )
 
+    def step_ms_at(self, candidate: Candidate, ratio: float) -> float:
+        """Return what a step takes under a candidate of this planner, over a link *ratio* times as
+        fast; see ``speed_range.py``."""
+        if ratio == AS_GIVEN or not candidate.timed.offloaded_bytes:
+            return candidate.step_ms
+        key = (id(candidate), ratio)
+        if key not in self._elsewhere_ms:
+            self._candidates_elsewhere.append(candidate)  # so that no other gets its id
+            self.num_predicted += 1
+            step = candidate.step
+            self._elsewhere_ms[key] = predict(
+                step.program,
+                step.leaves,
+                window_bytes=candidate.window_bytes,
+                times_ms=step.times_ms,
+                link=scaled(self.conditions.link, ratio),
+                rebuilds=step.rebuilds,
+                gradient_bytes=self.conditions.gradient_bytes,
+                coded=step.coded,
+            ).step_ms
+        return self._elsewhere_ms[key]
+
     def all_known(self) -> list[Candidate]:
         """Return all plans that were looked at."""
         proposals = [each for each in self._proposals.values() if each is not None]
-        return [*self.simple().values(), *proposals]
+        first = [each for each in self._first_layers.values() if each is not None]
+        return [*self.simple().values(), *first, *proposals]
 
 
 def _expected_stall_ms(candidate: Candidate) -> float:

@@ -20,6 +20,7 @@ from hf_pyao.planning.plan_problem import (
     way_of,
 )
 from hf_pyao.planning.planned_step import StepPlanner
+from hf_pyao.planning.speed_range import PRESET
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, SlotUse, StepProgram
 
 WaysOf = Callable[[SlotUse], tuple[Way, ...]]
@@ -54,6 +55,9 @@ class Conditions:
     """What operations take that run again, by what they took the first time."""
     is_blocking: bool = False
     """Compute stands still while copies run, as where the host is the device."""
+    speed_ratios: tuple[float, ...] = PRESET
+    """By which factors the link may be faster than said, for compute as said: a plan is chosen
+    for its worst case over them, see ``speed_range.py``."""
 
 
 def problem_of(
