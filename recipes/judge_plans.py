@@ -9,7 +9,10 @@ Three tables, none of it measured on a GPU:
 
     grid      models x sequence lengths x micro-batches x links x copy engines, each at a limit
               between the least and the most memory: the chosen plan against keeping everything,
-              checkpointing, offloading layer inputs, and offloading everything, where those fit
+              checkpointing, offloading layer inputs, offloading everything, and checkpointing or
+              offloading as few of the first layers as fit; where those fit. Also where link and
+              compute are off by 30 % each: regret against these, and against the best plan that is
+              known for those speeds
     targets   the paper's models with everything evicted, with gradients on the same link, on an
               H200 at a bounded overhead, and against torch's own checkpointing at its own peak
     solver    how long the integer program takes for 80 layers of 40 slots, and how far it is from
@@ -32,11 +35,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from hf_pyao.planning.planner import CHECKPOINT, KEEP_ALL, LAYER_INPUTS, OFFLOAD_ALL
+from hf_pyao.planning.speed_range import OFF_BY_30_PERCENT, worst_regret
 from judged_steps import SIZES, by_engine, choice_of, link_of, planner_of, replayed
 from judged_targets import SolverTime, Target, solver_time, targets
 from result_file import write_result
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LENGTHS = (256, 512, 1024)
 MICRO_BATCHES = (2, 4, 8)
 CARDS = {"rtx4070": (6.25, 12.5, 25.0), "h200": (25.0, 50.0)}
@@ -76,6 +80,11 @@ class GridPoint:
     as_configured_ms: float | None = None
     """Replayed: the best plan for the step as configured; None where segments were not looked at,
     or no such plan fits."""
+
+    regret: float = 0.0
+    """Where speeds are off by 30 %, at worst: time over the best simpler way's there, less 1."""
+    regret_of_known: float = 0.0
+    """The same over the best plan's that is known for those speeds."""
 
     @property
     def gap(self) -> float:
@@ -128,6 +137,10 @@ def grid_point(
         for name in (KEEP_ALL, CHECKPOINT, LAYER_INPUTS, OFFLOAD_ALL)
         if simple[name].peak_bytes <= limit
     }
+    first = planner.first_layers_fitting(limit)
+    fitting |= {each.name: replayed(each, link).step_ms for each in first}
+    plain = [*(simple[name] for name in fitting if name in simple), *first]
+    known = [*plain, chosen, *planner.best_elsewhere(limit)]
     best = min(fitting, key=lambda name: fitting[name])
     engine = by_engine(planner, chosen, model, micro_batch, length, card) if is_by_engine else None
     return GridPoint(
@@ -148,6 +161,8 @@ def grid_point(
         by_engine_ms=None if engine is None else engine.step_ms,
         by_engine_peak_bytes=None if engine is None else engine.peak_bytes,
         levers=levers,
+        regret=worst_regret(chosen, plain, OFF_BY_30_PERCENT, planner.step_ms_at),
+        regret_of_known=worst_regret(chosen, known, OFF_BY_30_PERCENT, planner.step_ms_at),
         as_configured_ms=replayed(configured.candidate, link).step_ms if configured.fits else None,
     )
 
@@ -193,6 +208,16 @@ def show(points: Sequence[GridPoint], reached: Sequence[Target], solver: SolverT
         f"{100 * statistics.median(gaps):+.1f} % in the median, {100 * min(gaps):+.1f} % at best "
         f"and {100 * max(gaps):+.2f} % at worst."
     )
+    for what, regrets in (
+        ("the best simpler way", [point.regret for point in points]),
+        ("the best known plan", [point.regret_of_known for point in points]),
+    ):
+        print(
+            f"speeds off by 30 %: against {what} for them "
+            f"{100 * statistics.median(regrets):+.1f} % in the median and "
+            f"{100 * max(regrets):+.2f} % at worst; "
+            f"{sum(regret <= 0.02 for regret in regrets)} points within 2 %."
+        )
     changed = [point for point in points if point.levers]
     slower = [
         p.chosen_ms / p.as_configured_ms - 1 for p in points if p.as_configured_ms is not None

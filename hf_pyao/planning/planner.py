@@ -100,7 +100,7 @@ class Planner(Proposals):
         if self._fits(simple[KEEP_ALL], limit_bytes):
             return simple[KEEP_ALL]
         plain = [each for each in simple.values() if self._fits(each, limit_bytes)]
-        first = self._first_layers_fitting(limit_bytes)
+        first = self.first_layers_fitting(limit_bytes)
         found = [*plain, *first]
         for conditions in self._conditions():
             proposal = self._fastest_fitting(conditions, limit_bytes)
@@ -122,10 +122,16 @@ class Planner(Proposals):
         ratios = self.conditions.speed_ratios
         if set(ratios) == {AS_GIVEN}:
             return min(found, key=_rank)
-        found += self._best_elsewhere(limit_bytes)
-        return steadiest(found, [[*plain, *first], plain], ratios, self.step_ms_at, _rank)
+        found += self.best_elsewhere(limit_bytes)
+        ways = [*plain, *first]
+        bounds: list[list[tuple[list[Candidate], tuple[float, ...]]]] = [
+            [(ways, ratios)],
+            [(ways, (AS_GIVEN,)), (plain, ratios)],
+            [(ways, (AS_GIVEN,))],
+        ]
+        return steadiest(found, bounds, ratios, self.step_ms_at, _rank)
 
-    def _first_layers_fitting(self, limit_bytes: float) -> list[Candidate]:
+    def first_layers_fitting(self, limit_bytes: float) -> list[Candidate]:
         """Return checkpointing and offloading of as few of the first layers as fit."""
         found = []
         for name in (FIRST_CHECKPOINTED, FIRST_OFFLOADED):
@@ -144,7 +150,7 @@ class Planner(Proposals):
                 found.append(best)
         return found
 
-    def _best_elsewhere(self, limit_bytes: float) -> list[Candidate]:
+    def best_elsewhere(self, limit_bytes: float) -> list[Candidate]:
         """Return the best plans for links that are faster or slower than given."""
         found = []
         for ratio in self.conditions.speed_ratios:

@@ -11,7 +11,7 @@ out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from hf_pyao.hardware.speeds import LinkModel
@@ -67,7 +67,7 @@ def worst_regret(
 
 def steadiest(
     plans: Sequence[Plan],
-    plain: Sequence[Sequence[Plan]],
+    bounds: Sequence[Sequence[tuple[Sequence[Plan], Sequence[float]]]],
     ratios: Sequence[float],
     ms: Callable[[Plan, float], float],
     rank: Callable[[Plan], tuple[float, ...]],
@@ -76,26 +76,27 @@ def steadiest(
 
     Args:
         plans: to choose from.
-        plain: sets of ways that it must not lose to. The first set is heeded for which some plan
-            loses to none.
+        bounds: rivals that the plan must not lose to, and the ratios at which it must not; several
+            of these at once. Of the alternatives, the first counts that some plan meets.
         ratios: of the link's speed to compute's.
         ms: says what a step takes under a plan, at a ratio.
         rank: orders plans of equal regret.
     """
     steady: Sequence[Plan] = plans
-    for rivals in plain:
+    for alternative in bounds:
         found = [
             plan
             for plan in plans
-            if rivals and worst_regret(plan, rivals, ratios, ms) <= NEVER_SLOWER
+            if all(
+                rivals and worst_regret(plan, rivals, where, ms) <= NEVER_SLOWER
+                for rivals, where in alternative
+            )
         ]
         if found:
             steady = found
             break
     likely = [ratio for ratio in ratios if ratio >= OFF_BY_30_PERCENT[0]]
-    regret: Mapping[int, float] = {
-        id(plan): worst_regret(plan, plans, likely, ms) for plan in steady
-    }
+    regret = {id(plan): worst_regret(plan, plans, likely, ms) for plan in steady}
     least = min(regret.values())
     equal = [plan for plan in steady if regret[id(plan)] <= least + SAME_REGRET]
     return min(equal, key=rank)

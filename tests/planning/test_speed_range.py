@@ -130,7 +130,7 @@ def test_as_few_first_layers_as_fit() -> None:
     planner = planner_of(wide_mistral())
     peaks = [each.peak_bytes for each in planner.simple().values()]
     limit = min(peaks) + 0.5 * (max(peaks) - min(peaks))
-    for found in planner._first_layers_fitting(limit):
+    for found in planner.first_layers_fitting(limit):
         fitting = [
             number
             for number in range(1, planner.num_open_layers)
@@ -138,12 +138,12 @@ def test_as_few_first_layers_as_fit() -> None:
             and each.peak_bytes <= limit
         ]
         assert found is planner.of_first_layers(found.name, min(fitting))
-    assert len(planner._first_layers_fitting(limit)) == 2
+    assert len(planner.first_layers_fitting(limit)) == 2
 
 
 def test_what_cannot_recompute_or_offload_has_no_such_plans() -> None:
     planner = planner_of(small_opt(), may_recompute=False, may_offload=False)
-    assert planner._first_layers_fitting(1.0) == []
+    assert planner.first_layers_fitting(1.0) == []
     with pytest.raises(NoPlanFitsError):
         planner.best(1.0)
 
@@ -160,7 +160,9 @@ def test_the_least_worst_case_is_what_brute_force_finds() -> None:
             return times[name][ratio]
 
         plain = ["a", "b"]
-        chosen = steadiest(list(times), [plain], PRESET, at, lambda name: (at(name, 1.0),))
+        chosen = steadiest(
+            list(times), [[(plain, PRESET)]], PRESET, at, lambda name: (at(name, 1.0),)
+        )
         likely = [ratio for ratio in PRESET if ratio != HALF_A_LINK]
         # The rules by themselves, over all names.
         regrets = {
