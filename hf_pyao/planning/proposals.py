@@ -364,17 +364,21 @@ class Proposals:
         if key not in self._elsewhere_ms:
             self._candidates_elsewhere.append(candidate)  # so that no other gets its id
             self.num_predicted += 1
-            step = candidate.step
-            self._elsewhere_ms[key] = predict(
+            step, link = candidate.step, scaled(self.conditions.link, ratio)
+            is_blocking = self.conditions.is_blocking
+            found = predict(
                 step.program,
                 step.leaves,
                 window_bytes=candidate.window_bytes,
                 times_ms=step.times_ms,
-                link=scaled(self.conditions.link, ratio),
+                link=None if is_blocking else link,
                 rebuilds=step.rebuilds,
                 gradient_bytes=self.conditions.gradient_bytes,
                 coded=step.coded,
-            ).step_ms
+            )
+            if is_blocking:
+                found = with_blocking_copies(found, link)
+            self._elsewhere_ms[key] = found.step_ms
         return self._elsewhere_ms[key]
 
     def all_known(self) -> list[Candidate]:
