@@ -14,7 +14,7 @@ class OperationCost(NamedTuple):
 
     flops: float
     nbytes: int
-    """Bytes that it reads and writes, each tensor once."""
+    """Bytes that it reads, each tensor once, and bytes that it writes."""
 
 
 def cost_of(
@@ -22,7 +22,8 @@ def cost_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
-    tensors: Iterable[torch.Tensor],
+    inputs: Iterable[torch.Tensor],
+    outputs: Iterable[torch.Tensor],
 ) -> OperationCost | None:
     """Return the cost of a dispatched operation; None if it runs no kernel.
 
@@ -31,7 +32,8 @@ def cost_of(
         args: its arguments.
         kwargs: its keyword arguments.
         result: what it returned.
-        tensors: all tensors among arguments and results.
+        inputs: all tensors among the arguments.
+        outputs: all tensors among the results; an operation in place returns what it has written.
     """
     if func.is_view or func._overloadpacket in _FREE or is_question(func):
         return None
@@ -41,7 +43,21 @@ def cost_of(
     flops = 0.0 if count is None else float(count(*known, **kwargs, out_val=result))
     if flops and _is_causal(func, args, kwargs):
         flops /= 2  # kernels skip the half of the scores that is masked; formulas count it
-    return OperationCost(flops, sum(t.numel() * t.element_size() for t in tensors))
+    overwritten = _overwritten_by(func, args, kwargs)
+    read = {id(each): each for each in inputs if id(each) not in overwritten}
+    moved = (*read.values(), *outputs)
+    return OperationCost(flops, sum(t.numel() * t.element_size() for t in moved))
+
+
+def _overwritten_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Return the ids of the arguments that an operation writes and does not read."""
+    written: set[int] = set()
+    read: set[int] = set()
+    for position, argument in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        is_written = argument.is_out or (not position and func._overloadpacket in _OVERWRITING)
+        (written if is_written else read).add(id(given))
+    return written - read
 
 
 def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -74,6 +90,15 @@ def is_question(func: Any) -> bool:
     name = func._overloadpacket.__name__
     return bool(func.namespace == "prim" or name.startswith("sym_") or name == "_fused_sdp_choice")
 
+
+_OVERWRITING = frozenset(
+    {
+        *(torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_),
+        *(torch.ops.aten.normal_, torch.ops.aten.uniform_, torch.ops.aten.random_),
+        *(torch.ops.aten.bernoulli_, torch.ops.aten.exponential_),
+    }
+)
+"""Operations that write their first argument without reading it."""
 
 _FREE = frozenset(
     {

@@ -167,7 +167,7 @@ class StepRecorder:
         with self._without_cache_for(func):
             result = func(*args, **kwargs)
         outputs = list(tensors_in(result))
-        cost = cost_of(func, args, kwargs, result, [*tensors_in((args, kwargs)), *outputs])
+        cost = cost_of(func, args, kwargs, result, tensors_in((args, kwargs)), outputs)
         self._enter_head()
         made = self._new_storages(outputs)
         if cost is None and not made:

@@ -55,8 +55,8 @@ class SimulatedDevice(NotingMode):  # type: ignore[no-untyped-call]
         """Run the operation; charge it unless it only makes a view or an empty tensor."""
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        tensors = [*tensors_in((args, kwargs)), *tensors_in(result)]
-        cost = cost_of(func, args, kwargs, result, tensors)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
+        cost = cost_of(func, args, kwargs, result, inputs, outputs)
         if cost is not None:
             self.link.advance(self.model.op_ms(cost.flops, cost.nbytes))
         return result

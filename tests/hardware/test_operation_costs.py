@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.hardware.operation_costs import cost_of
+from hf_pyao.runtime.layer_inputs import tensors_in
 
 SHAPE = (2, 4, 64, 16)
 
@@ -29,7 +30,7 @@ class Costs(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if "attention" in func.__name__:
-            cost = cost_of(func, args, kwargs, result, [])
+            cost = cost_of(func, args, kwargs, result, [], [])
             assert cost is not None
             self.flops.append(cost.flops)
         return result
@@ -64,7 +65,41 @@ def test_queries_that_share_keys_compute_as_much() -> None:
 def test_the_place_of_the_argument_does_not_matter() -> None:
     query = torch.empty(SHAPE, device="meta")
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
-    named = cost_of(attention, (query, query, query), {"is_causal": True}, (query,), [])
-    placed = cost_of(attention, (query, query, query, 0.0, True), {}, (query,), [])
+    named = cost_of(attention, (query, query, query), {"is_causal": True}, (query,), [], [])
+    placed = cost_of(attention, (query, query, query, 0.0, True), {}, (query,), [], [])
     assert named is not None and named == placed
     assert named.flops == 2 * 2 * 4 * 64 * 64 * 16
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [  # in elements, counted by hand: a is 6 x 4, b is 4 x 5, row is 4
+        ("a + a", 24 + 24),
+        ("a + 1", 24 + 24),
+        ("a.add_(row)", 24 + 4 + 24),
+        ("a.copy_(a2)", 24 + 24),
+        ("a.zero_()", 24),
+        ("torch.mm(a, b, out=product)", 24 + 20 + 30),
+        ("torch.addmm(product, a, b, out=product)", 24 + 20 + 30 + 30),
+        ("torch.sum(a, 0, out=row)", 24 + 4),
+        ("torch.addcmul(a, a, a2)", 24 + 24 + 24),
+    ],
+)
+def test_traffic_is_what_is_read_once_and_what_is_written(name, expected):
+    tensors = {"a": torch.randn(6, 4), "a2": torch.randn(6, 4), "b": torch.randn(4, 5)}
+    tensors |= {"row": torch.randn(4), "product": torch.randn(6, 5), "torch": torch}
+    found = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            result = func(*args, **kwargs)
+            inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
+            cost = cost_of(func, args, kwargs, result, inputs, outputs)
+            found.append(0 if cost is None else cost.nbytes)
+            return result
+
+    with Seen():
+        eval(name, tensors)
+
+    assert sum(found) == 4 * expected
