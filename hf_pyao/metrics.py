@@ -48,6 +48,11 @@ class MicroBatchStats:
     num_packs: int = 0
     """Calls of the pack hook."""
 
+    @property
+    def link_times_ms(self) -> tuple[float, float, float]:
+        """Time of copies, and what forward and backward waited for them."""
+        return self.transfer_ms, self.stall_forward_ms, self.stall_backward_ms
+
     def add(self, other: MicroBatchStats) -> None:
         """Add what happened in another forward of the same micro-batch."""
         for name in _SUMS:
@@ -99,10 +104,11 @@ class MicroBatchStats:
 
 
 _PEAKS = ("device_peak_bytes", "host_peak_bytes", "pool_bytes")
+_TIMES = ("transfer_ms", "stall_forward_ms", "stall_backward_ms")
 _SUMS = (
     *("would_hold_bytes", "offloaded_bytes", "reloaded_bytes", "duplicate_bytes"),
     *("recomputed_bytes", "link_bytes", "num_packs"),
-    *("transfer_ms", "stall_forward_ms", "stall_backward_ms"),
+    *_TIMES,
 )
 
 
@@ -128,6 +134,20 @@ class RunTotals:
                 values[key] = values.get(key, 0) + value
         self.values = values
         self.num_micro_batches += 1
+
+    def add_link_times(
+        self, before: tuple[float, float, float], after: tuple[float, float, float]
+    ) -> None:
+        """Add what a micro-batch that was added turned out later to have taken more.
+
+        Args:
+            before: :attr:`MicroBatchStats.link_times_ms` as it was added.
+            after: the same as it is now.
+        """
+        values = dict(self.values)
+        for key, was, now in zip(_TIMES, before, after, strict=True):
+            values[key] = values.get(key, 0) + now - was
+        self.values = values
 
     def as_dict(self) -> dict[str, float]:
         """Return the totals under the same keys as one micro-batch, and ``num_micro_batches``."""

@@ -115,8 +115,7 @@ class PlanCheck(Observer):
         self._start = self._turn = self._end = None
         if start is None or end is None:
             return
-        stall_ms = stats.stall_forward_ms, stats.stall_backward_ms
-        self._spans.append(_Span(self.num_elements, start, turn, end, stall_ms))
+        self._spans.append(_Span(self.num_elements, start, turn, end, stats))
         self._num_left -= 1
         self.is_done = self._num_left <= 0
 
@@ -125,6 +124,9 @@ class PlanCheck(Observer):
         counted = self._spans[NUM_UNCOUNTED:] or self._spans
         if counted and self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+        engine = self._engine()
+        if engine is not None:
+            engine.settle_times()
         return [self._timed(span) for span in counted]
 
     def _timed(self, span: _Span) -> TimedMicroBatch:
@@ -132,9 +134,9 @@ class PlanCheck(Observer):
         return TimedMicroBatch(
             span.num_elements,
             elapsed_ms(span.start, span.end),
-            sum(span.stall_ms),
+            span.stats.stall_forward_ms + span.stats.stall_backward_ms,
             0.0 if span.turn is None else elapsed_ms(span.start, span.turn),
-            span.stall_ms[0],
+            span.stats.stall_forward_ms,
         )
 
 
@@ -146,8 +148,8 @@ class _Span(NamedTuple):
     turn: Any
     """Where backward begins; None if that was not heard."""
     end: Any
-    stall_ms: tuple[float, float]
-    """In forward, and in backward."""
+    stats: MicroBatchStats
+    """Complete once the device has run it and the engine's times are settled."""
 
 
 def typical(timed: Sequence[TimedMicroBatch]) -> TimedMicroBatch:

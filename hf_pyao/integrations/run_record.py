@@ -70,11 +70,12 @@ class RunRecord:
             return {}
         if self.engine.rests:
             return nothing_moved()
-        self.engine.mover.collect_times(stats)
+        self.engine.settle_times()
         return stats.as_dict()
 
     def totals(self) -> dict[str, float]:
         """Return sums (sizes held at once: peaks) over all micro-batches since attaching."""
+        self.engine.settle_times()
         return self.engine.totals.as_dict()
 
     def logged_metrics(self) -> dict[str, float]:

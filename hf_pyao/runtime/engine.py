@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 
 import torch
@@ -31,7 +32,11 @@ from hf_pyao.transfer.layout import reason_not_movable
 from hf_pyao.transfer.link import LinkContext
 from hf_pyao.transfer.mover import Mover
 from hf_pyao.transfer.profiler_ranges import named_range
+from hf_pyao.transfer.transport import LinkTimes
 from hf_pyao.weak_calls import weakly
+
+_MOST_LATE = 4
+"""Micro-batches by which a host may run ahead of its device."""
 
 
 class _Here(threading.local):
@@ -72,6 +77,8 @@ class OffloadEngine:
         self.link = link
         self.totals = RunTotals()
         self.last_stats: MicroBatchStats | None = None
+        self._late_times: deque[tuple[MicroBatchStats, LinkTimes]] = deque(maxlen=_MOST_LATE)
+        """Micro-batches that were counted, some of whose copies may not be timed yet."""
         self.num_layer_calls = 0
         self.idle_warnings = IdleWarnings()
         self.passed_over = ""
@@ -414,14 +421,27 @@ class OffloadEngine:
         stats = micro_batch.publish()
         if stats is None:
             return
-        self.mover.collect(stats)
+        self.settle_times()
+        times = self.mover.collect(stats)
         self.last_stats = stats
         self.totals.add(stats)
+        self._late_times.append((stats, times))
         if self.observer is not None:
             self.observer.on_micro_batch(stats)
         is_meant = self.policy.name == "off" or rests(self.policy)
         if not (stats.offloaded_bytes or stats.recomputed_bytes or is_meant):
             self.idle_warnings.nothing_moved(stats)
+
+    def settle_times(self) -> None:
+        """Add to the newest micro-batches what their copies are known by now to have taken.
+
+        The host counts a micro-batch when it has queued its backward, long before the device runs
+        it. After a synchronization the figures of the last micro-batch are complete.
+        """
+        for stats, times in self._late_times:
+            before = stats.link_times_ms
+            self.mover.collect_times(stats, times)
+            self.totals.add_link_times(before, stats.link_times_ms)
 
     # ---- what happened -------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class Mover:
         self.reloads = ReloadWindow(link.window_bytes)
         """What is brought back ahead; for this engine alone."""
         self.times = LinkTimes()
-        """What the copies of this engine took since they were collected last."""
+        """What the copies took that were queued since the last micro-batch was counted."""
         self.host_use = link.pool.new_use()
         """Host memory that this engine uses."""
         self.watcher: CopyWatcher | None = None
@@ -380,15 +380,21 @@ class Mover:
         if host is not None:
             self._pool.release(host, last)
 
-    def collect_times(self, stats: MicroBatchStats) -> None:
-        """Move into *stats* what this engine's copies took, as far as they are known to be done."""
-        self._transport.collect(stats, self.times)
+    def collect_times(self, stats: MicroBatchStats, times: LinkTimes) -> None:
+        """Move *times* into *stats*, with those of copies that are known by now to be done."""
+        self._transport.collect(stats, times)
 
-    def collect(self, stats: MicroBatchStats) -> None:
-        """Do so, and note this engine's peak on the host since the last time."""
-        self.collect_times(stats)
+    def collect(self, stats: MicroBatchStats) -> LinkTimes:
+        """End a micro-batch: note in *stats* what its copies took, and its peak on the host.
+
+        Returns:
+            Where its other copies are timed: a host that runs ahead knows of few that are done.
+        """
+        times, self.times = self.times, LinkTimes()
+        self.collect_times(stats, times)
         stats.host_peak_bytes = self._pool.take_peak(self.host_use)
         stats.pool_bytes = self._pool.pool_bytes
+        return times
 
 
 def _layer_of(moved: MovedBytes) -> str:
