@@ -83,7 +83,7 @@ def ran_bytes(training: FakeTraining, planner: Planner, drawn: Candidate, path: 
 
 
 @pytest.mark.parametrize("architecture", SHAPES)
-@pytest.mark.sampled(every=16)
+@pytest.mark.sampled(every=1000)
 def test_peaks_are_the_engines_to_the_byte(architecture: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(architecture, **SHAPES[architecture])
     training = FakeTraining(config=config, training_state="device", optimizer_bytes=0)

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from transformers import AutoConfig
@@ -23,6 +23,7 @@ from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.planning.auto_plan import plan_of
 from hf_pyao.planning.planner import Candidate, Planner
 from hf_pyao.planning.predict import operation_times_ms, predict
+from hf_pyao.planning.speed_range import MEASURED
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.simulation.late_transport import LateTransport
@@ -55,8 +56,8 @@ class Ran(NamedTuple):
     left_bytes: int
 
 
-def training_of(architecture: str) -> FakeTraining:
-    config = AutoConfig.for_model(architecture, **SHAPES[architecture])
+def training_of(architecture: str, **more: object) -> FakeTraining:
+    config = AutoConfig.for_model(architecture, **{**SHAPES[architecture], **more})
     return FakeTraining(config=config, training_state="device", optimizer_bytes=0)
 
 
@@ -137,30 +138,51 @@ def planned_bytes(chosen: Candidate) -> int:
     ).peak_bytes
 
 
-@pytest.mark.parametrize("architecture", SHAPES)
-@pytest.mark.sampled(every=16)
-def test_plans_within_caps(architecture: str, tmp_path: Path) -> None:
-    training = training_of(architecture)
+def check_plans(
+    training: FakeTraining, shares: tuple[float, ...], path: Path, *, is_exact: bool, **more: Any
+) -> None:
+    """Run the plans for *shares* of the range of peaks, and compare peaks with the predicted ones.
+
+    Args:
+        shares: as :data:`CAPS`.
+        path: where the plans are written.
+        is_exact: peaks of plans that rebuild are equal to what is predicted, not only below it.
+        more: of :class:`Conditions`.
+    """
     program = storages_alone(record_step(training, MICRO_BATCH, LENGTH))
-    conditions = Conditions(link=CARD.link, window_bytes=WINDOW, min_bytes=MIN_BYTES)
+    conditions = Conditions(link=CARD.link, window_bytes=WINDOW, min_bytes=MIN_BYTES, **more)
     planner = Planner(program, operation_times_ms(program, CARD.device), conditions)
     least, most = (
         planner.least().peak_bytes,
         max(each.peak_bytes for each in planner.simple().values()),
     )
-    for share in CAPS:
+    for share in shares:
         limit = least + share * (most - least)
         chosen = planner.best(limit)
-        plan_of(planner, chosen).to_json_file(tmp_path / "plan.json")
+        plan_of(planner, chosen).to_json_file(path)
         settings = settings_of(
             "plan",
-            plan=str(tmp_path / "plan.json"),
+            plan=str(path),
             window=chosen.window_bytes,
             keep_last_layers=chosen.keep_last_layers,
         )
         first, second = two_steps(training, settings)
         assert first.peak_bytes <= planned_bytes(chosen) <= limit
-        if not chosen.step.rebuilds or architecture not in LAYERS_DIFFER:
+        if is_exact or not chosen.step.rebuilds:
             assert first.peak_bytes == planned_bytes(chosen)
         assert second.peak_bytes <= first.peak_bytes
         assert second.left_bytes <= first.left_bytes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_plans_within_caps(architecture: str, tmp_path: Path) -> None:
+    is_exact = architecture not in LAYERS_DIFFER
+    check_plans(training_of(architecture), CAPS, tmp_path / "plan.json", is_exact=is_exact)
+
+
+def test_a_plan_within_a_cap(tmp_path: Path) -> None:
+    """A short case of the test above: fewer layers, one cap, and speeds that are known."""
+    training = training_of("opt", num_hidden_layers=3)
+    path = tmp_path / "plan.json"
+    check_plans(training, CAPS[:1], path, is_exact=True, speed_ratios=MEASURED)

@@ -41,12 +41,12 @@ def planner_of(config: transformers.PretrainedConfig, **conditions: object) -> P
     return Planner(program, operation_times_ms(program, CARD.device), given)
 
 
-def small_opt() -> transformers.PretrainedConfig:
+def small_opt(num_layers: int = 5) -> transformers.PretrainedConfig:
     return transformers.OPTConfig(
         hidden_size=512,
         ffn_dim=2048,
         word_embed_proj_dim=512,
-        num_hidden_layers=5,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         vocab_size=2048,
     )
@@ -91,9 +91,13 @@ def plain_ways(planner: Planner, limit_bytes: float) -> list[Candidate]:
     return [each for each in every if each is not None and each.peak_bytes <= limit_bytes]
 
 
-@pytest.mark.parametrize("config", [small_opt(), wide_mistral()], ids=lambda c: c.model_type)
+@pytest.mark.parametrize(
+    "config",
+    [small_opt(3), small_opt(), wide_mistral()],
+    ids=lambda config: f"{config.model_type}-{config.num_hidden_layers}",
+)
 @pytest.mark.parametrize("share", [0.1, 0.45, 0.8])
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=1000)
 def test_a_presets_plan_loses_to_no_plain_way(
     config: transformers.PretrainedConfig, share: float
 ) -> None:
@@ -107,8 +111,11 @@ def test_a_presets_plan_loses_to_no_plain_way(
         assert ms(chosen, link, compute) <= (1 + NEVER_SLOWER + 1e-3) * best, (link, compute)
 
 
-def test_measured_speeds_give_the_fastest_plan() -> None:
-    measured, preset = (planner_of(small_opt(), speed_ratios=each) for each in (MEASURED, PRESET))
+@pytest.mark.parametrize("num_layers", [3, 5])
+@pytest.mark.sampled(every=2)
+def test_measured_speeds_give_the_fastest_plan(num_layers: int) -> None:
+    config = small_opt(num_layers)
+    measured, preset = (planner_of(config, speed_ratios=each) for each in (MEASURED, PRESET))
     peaks = [each.peak_bytes for each in measured.simple().values()]
     limit = min(peaks) + 0.3 * (max(peaks) - min(peaks))
     fastest = measured.best(limit)
@@ -181,7 +188,7 @@ def test_the_least_worst_case_is_what_brute_force_finds() -> None:
 
 
 def test_a_scaled_link_keeps_what_is_no_speed() -> None:
-    planner = planner_of(small_opt())
+    planner = planner_of(small_opt(3))
     other = planner._elsewhere
     planner.best(min(each.peak_bytes for each in planner.simple().values()))
     for ratio, each in other.items():
