@@ -408,6 +408,9 @@ def test_a_plan_loses_to_what_was_as_large_and_faster(
 class Clock:
     """As an engine whose transport's marks are told beforehand."""
 
+    def settle_times(self) -> None:
+        """Know all times at once."""
+
     def __init__(self) -> None:
         self.link = self.transport = self
         self.num_forwards = 0
