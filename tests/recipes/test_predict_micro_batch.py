@@ -201,9 +201,24 @@ def test_the_page_says_what_was_predicted() -> None:
         assert f"| {method.name} | {cells} |" in page
     cells = " | ".join(str(v) for v in largest_of(keep_none, "policy all + chunked loss"))
     assert f"| policy all + chunked loss, no layer kept | {cells} |" in page
+
+
+def test_the_readme_says_what_was_estimated() -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    for method in ("policy all", "policy all + chunked loss"):
-        assert " / ".join(str(v) for v in largest_of(everything, method)) in readme
+    estimates = [
+        json.loads((RESULTS / f"estimate_{model}_rtx4070.json").read_text(encoding="utf-8"))
+        for model in PAPER_MODELS
+    ]
+    rows = [{row["method"]: row for row in each["rows"]} for each in estimates]
+    for method in ("policy all", "policy all + chunked loss", "long context"):
+        found = [each[method] for each in rows]
+        assert " / ".join(str(row["largest_micro_batch"]) for row in found) in readme
+        cells = [
+            f"{row['largest_micro_batch']} ({row['largest_with_expandable_segments']})"
+            f" · {row['tokens_per_s']:,.0f}"
+            for row in found
+        ]
+        assert " | ".join(cells) in readme
 
 
 def test_the_chunked_loss_is_the_largest_step() -> None:
