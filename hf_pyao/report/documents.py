@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hf_pyao.errors import nearest
 from hf_pyao.report.bench_report import BenchReport, FactsReport
 from hf_pyao.report.bench_view import bench_view, facts_view
-from hf_pyao.report.estimate_report import EstimateReport, estimate_view
-from hf_pyao.report.microbatch_report import MicroBatchReport, microbatch_view
+from hf_pyao.report.estimate_report import EstimateReport
+from hf_pyao.report.estimate_view import estimate_view
+from hf_pyao.report.microbatch_report import MicroBatchReport
+from hf_pyao.report.microbatch_view import microbatch_view
 from hf_pyao.report.plan_report import Plan
 from hf_pyao.report.plan_view import plan_view
 from hf_pyao.report.plots.bench_plots import bench_figure
@@ -23,8 +25,10 @@ from hf_pyao.report.plots.profile_plots import throughput_figure
 from hf_pyao.report.plots.run_plots import run_figure
 from hf_pyao.report.plots.step_plots import step_figure
 from hf_pyao.report.plots.sweep_plots import sweep_figure
-from hf_pyao.report.prediction_report import PredictionReport, prediction_view
-from hf_pyao.report.profile_report import Profile, profile_view
+from hf_pyao.report.prediction_report import PredictionReport
+from hf_pyao.report.prediction_view import prediction_view
+from hf_pyao.report.profile_report import Profile
+from hf_pyao.report.profile_view import profile_view
 from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.run_view import run_view
 from hf_pyao.report.schema import ReportError, read_json
