@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_pyao.config import PyAOConfig as PyAOConfig
+    from hf_pyao.documents.plan import Plan as Plan
+    from hf_pyao.documents.profile import Profile as Profile
     from hf_pyao.integrations.accelerator import PyAOAccelerator as PyAOAccelerator
     from hf_pyao.integrations.arguments import PyAOArguments as PyAOArguments
     from hf_pyao.integrations.arguments import PyAOTrainingArguments as PyAOTrainingArguments
@@ -27,6 +29,8 @@ _HOMES = {
     "ModuleMap": "hf_pyao.integrations.module_map",
     "Offloader": "hf_pyao.integrations.attach",
     "OutOfDeviceMemoryError": "hf_pyao.integrations.out_of_memory",
+    "Plan": "hf_pyao.documents.plan",
+    "Profile": "hf_pyao.documents.profile",
     "PyAOAccelerator": "hf_pyao.integrations.accelerator",
     "PyAOArguments": "hf_pyao.integrations.arguments",
     "PyAOCallback": "hf_pyao.integrations.callback",

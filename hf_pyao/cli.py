@@ -13,7 +13,7 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.text import echo, one_line, say
 
 if TYPE_CHECKING:
-    from hf_pyao.report.documents import Document
+    from hf_pyao.report.kinds import Document
 
 DESCRIPTION = """\
 Activation offloading for HuggingFace training: tools beside the library.
@@ -202,7 +202,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from hf_pyao.report.documents import read_named_document
+    from hf_pyao.report.kinds import read_named_document
 
     documents = [read_named_document(path) for path in args.files]
     if args.output is None:
@@ -226,9 +226,9 @@ def _report(args: argparse.Namespace) -> int:
 
 def _with_steps(document: Document) -> list[Document]:
     """Return *document*, and behind it a profile's steps over time, or a run's plan."""
-    from hf_pyao.report.plan_report import Plan
-    from hf_pyao.report.profile_report import Profile
-    from hf_pyao.report.run_report import RunReport
+    from hf_pyao.documents.plan import Plan
+    from hf_pyao.documents.profile import Profile
+    from hf_pyao.documents.run import RunReport
 
     if isinstance(document, RunReport) and isinstance(document.extra.get("plan"), dict):
         return [document, Plan.from_dict(document.extra["plan"], "the plan in the report")]

@@ -18,7 +18,7 @@ import torch
 
 from hf_pyao.codecs.backend import kernels_for
 from hf_pyao.codecs.base import BoundedCodec
-from hf_pyao.report.bench_report import StepTimes
+from hf_pyao.documents.bench import StepTimes
 from result_file import write_result
 from study_codecs import STUDY_CODECS, study_codec
 

@@ -20,8 +20,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from head_loss_curve import compare_curves
+from hf_pyao.documents.bench import StepTimes
 from hf_pyao.integrations.head_loss import install_head_loss
-from hf_pyao.report.bench_report import StepTimes
 from result_file import write_result
 
 SCHEMA_VERSION = 1

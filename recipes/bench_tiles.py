@@ -25,7 +25,7 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_pyao.report.bench_report import StepTimes
+from hf_pyao.documents.bench import StepTimes
 from hf_pyao.tiling import TiledCall, plan_tiles, run_in_tiles
 from hf_pyao.tiling.weight_sums import SummedProducts, WeightSums
 from result_file import write_result

@@ -35,9 +35,9 @@ from cluster_engine import (
 from cluster_settings import EVENT_PREFIX, NodeSettings, PointPlan, links_reply
 from cluster_volume import bytes_per_step, gradient_bytes, link_seconds
 from hf_pyao import PyAOTrainer
+from hf_pyao.documents.schema import read_fields
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.files import read_json_object
-from hf_pyao.report.schema import read_fields
 from recipe_model import build_model
 
 _PAUSE_S = 0.05

@@ -9,9 +9,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_pyao.documents.schema import read_fields
 from hf_pyao.errors import ConfigError
 from hf_pyao.files import read_json_object
-from hf_pyao.report.schema import read_fields
 from result_file import write_result
 
 KIND = "local_cluster"

@@ -34,8 +34,8 @@ from cluster_namespaces import (
     unshaping_commands,
 )
 from cluster_settings import EVENT_PREFIX, SupervisorSettings, links_reply
+from hf_pyao.documents.schema import read_fields
 from hf_pyao.errors import PyAOError
-from hf_pyao.report.schema import read_fields
 
 WORK_DIR = "/run/cluster"
 """In the namespaces' own /run, in memory, which nobody else sees."""

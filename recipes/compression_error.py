@@ -60,8 +60,8 @@ from compression_training import (
     Variant,
     difference_to,
 )
+from hf_pyao.documents.provenance import collect_provenance, git_state, now
 from hf_pyao.errors import ConfigError
-from hf_pyao.report.provenance import collect_provenance, git_state, now
 
 SCHEMA_VERSION = 1
 PRECISIONS = ("fp32", "bf16")

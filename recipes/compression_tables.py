@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from compression_training import ALL_SLOTS, LOSSLESS, LOSSY, NONE, NUDGED, SIGN_KEEPING, SLOTS
+from hf_pyao.quantities import ABSENT
 from hf_pyao.report.markdown import table
-from hf_pyao.report.quantities import ABSENT
 
 Rows = list[dict[str, Any]]
 _SIGN_CODECS = ("int8", SIGN_KEEPING)

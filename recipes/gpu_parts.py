@@ -14,12 +14,12 @@ from hf_pyao.bench.harness import Recorder, smoke, title_of
 from hf_pyao.bench.methods import known_methods
 from hf_pyao.bench.processes import Deadline, run_trials
 from hf_pyao.bench.setup import BenchSetup, Trial
+from hf_pyao.documents.bench import CRASHED, FAILED, NOT_REACHED, BenchReport, FactsReport
+from hf_pyao.documents.provenance import collect_provenance, source_digest
+from hf_pyao.documents.schema import ReportError, to_plain, write_json
 from hf_pyao.estimate.model_sizes import PAPER_SIZES
 from hf_pyao.estimate.model_specs import parse_model
-from hf_pyao.report.bench_report import CRASHED, FAILED, NOT_REACHED, BenchReport, FactsReport
-from hf_pyao.report.documents import read_document
-from hf_pyao.report.provenance import collect_provenance, source_digest
-from hf_pyao.report.schema import ReportError, to_plain, write_json
+from hf_pyao.report.kinds import read_document
 
 CAP_GIB = 12.0
 """Memory of the PyAO paper's GPU, an RTX 4070."""

@@ -168,7 +168,7 @@ def print_list(names: Sequence[str], suite: Suite) -> None:
 def summarise(suite: Suite) -> list[Path]:
     """Write all results in the output folder as one Markdown page; return the files."""
     from gpu_parts import PARTS
-    from hf_pyao.report.documents import read_document
+    from hf_pyao.report.kinds import read_document
     from hf_pyao.report.pages import write_page
 
     order = list(PARTS)

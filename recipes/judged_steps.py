@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 
+from hf_pyao.documents.plan import OFFLOAD, RECOMPUTE, Plan
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_sizes import build_config, find_size
 from hf_pyao.estimate.recorded_step import record_step
@@ -19,7 +20,6 @@ from hf_pyao.planning.planner import Candidate, Planner
 from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import StepProgram
-from hf_pyao.report.plan_report import OFFLOAD, RECOMPUTE, Plan
 
 SIZES = {"opt": "1.3b", "gpt2": "0.8b", "llama": "1.2b"}
 WINDOW_BYTES = 256 * 2**20

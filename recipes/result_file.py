@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_pyao.report.provenance import collect_provenance
-from hf_pyao.report.schema import to_plain
+from hf_pyao.documents.provenance import collect_provenance
+from hf_pyao.documents.schema import to_plain
 
 
 def write_result(path: Path | str, *, kind: str, schema_version: int, **content: Any) -> None:

@@ -19,14 +19,14 @@ ROOT = Path(hf_pyao.__file__).parent
 LAYERS = (
     ("text",),
     ("errors", "weak_calls"),
-    ("files", "metrics", "hardware", "gradient_buffer", "rerun"),
+    ("files", "metrics", "quantities", "hardware", "gradient_buffer", "rerun"),
     ("attention", "codecs", "stores", "losses", "tiling", "settings"),
     ("config", "transfer"),
     ("levers",),
     ("runtime",),
-    ("recompute", "report"),
+    ("recompute", "documents"),
     ("simulation", "planning"),
-    ("integrations",),
+    ("integrations", "report"),
     ("estimate",),
     ("bench",),
     ("cli",),
@@ -34,7 +34,8 @@ LAYERS = (
 """Parts of the package from the bottom up; each may import those before it, and itself."""
 
 ONLY_TORCH = (
-    *("text", "errors", "files", "metrics", "hardware", "settings", "config", "levers"),
+    *("text", "errors", "files", "metrics", "quantities", "hardware", "settings", "config"),
+    *("levers", "documents"),
     *("attention", "gradient_buffer", "rerun", "weak_calls", "tiling"),
     *("codecs", "stores", "transfer", "runtime", "recompute", "simulation", "losses", "planning"),
 )

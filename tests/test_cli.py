@@ -11,9 +11,9 @@ import pytest
 from hf_pyao import __version__, cli
 from hf_pyao.bench import doctor
 from hf_pyao.bench.doctor import Machine
-from hf_pyao.report import read_document
-from hf_pyao.report.bench_report import FactsReport
-from hf_pyao.report.schema import write_json
+from hf_pyao.documents.bench import FactsReport
+from hf_pyao.documents.schema import write_json
+from hf_pyao.report.kinds import read_document
 from tests.report.documents import make_bench, make_run
 
 COMMANDS = [

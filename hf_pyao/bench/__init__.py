@@ -2,5 +2,5 @@
 
 ``harness`` runs each method in a process of its own (``processes``, ``worker``), which builds the
 model (``models``), installs the method (``methods``), and measures it (``measure``). The results
-are ``hf_pyao.report.BenchReport``. Importing this package imports no torch.
+are ``hf_pyao.documents.bench.BenchReport``. Importing this package imports no torch.
 """

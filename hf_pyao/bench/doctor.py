@@ -10,10 +10,10 @@ from typing import Any
 
 from hf_pyao.bench.packages import REMEDY, Broken
 from hf_pyao.bench.processes import broken_packages, probe
+from hf_pyao.documents.bench import FactsReport
+from hf_pyao.documents.provenance import collect_provenance
 from hf_pyao.hardware.device_speed import DeviceSpeed
 from hf_pyao.hardware.link_speed import LinkSpeed
-from hf_pyao.report.bench_report import FactsReport
-from hf_pyao.report.provenance import collect_provenance
 from hf_pyao.stores import available_host_bytes
 from hf_pyao.stores.numa import cores_of_node, node_of_pci_device
 

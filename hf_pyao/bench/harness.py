@@ -10,9 +10,9 @@ from typing import Any
 from hf_pyao.bench.methods import find_method, is_lossy
 from hf_pyao.bench.processes import probe, run_trials
 from hf_pyao.bench.setup import BenchSetup, Trial
-from hf_pyao.report.bench_report import OK, REFERENCE, BenchReport, BenchRow
-from hf_pyao.report.provenance import Provenance, collect_provenance
-from hf_pyao.report.schema import to_plain, write_json
+from hf_pyao.documents.bench import OK, REFERENCE, BenchReport, BenchRow
+from hf_pyao.documents.provenance import Provenance, collect_provenance
+from hf_pyao.documents.schema import to_plain, write_json
 
 Progress = Callable[[str], None]
 """Told what happens, a line at a time."""

@@ -15,7 +15,7 @@ from hf_pyao.bench.methods import Installed, find_method
 from hf_pyao.bench.models import make_batch
 from hf_pyao.bench.pack_clock import PackClock
 from hf_pyao.bench.setup import BenchSetup, Trial
-from hf_pyao.report.bench_report import BenchRow, StepTimes
+from hf_pyao.documents.bench import BenchRow, StepTimes
 
 
 class Bench:

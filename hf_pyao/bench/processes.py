@@ -23,8 +23,8 @@ from typing import Any
 from hf_pyao.bench.methods import find_method
 from hf_pyao.bench.packages import CHECKED, REMEDY, Broken, import_failure, is_installed
 from hf_pyao.bench.setup import BenchSetup, Trial
+from hf_pyao.documents.bench import CRASHED, NOT_REACHED, TIMED_OUT, BenchRow
 from hf_pyao.errors import ConfigError
-from hf_pyao.report.bench_report import CRASHED, NOT_REACHED, TIMED_OUT, BenchRow
 from hf_pyao.text import one_line
 
 PRELOAD = ["hf_pyao.bench.preload"]

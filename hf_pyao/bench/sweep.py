@@ -11,11 +11,11 @@ from hf_pyao.bench.harness import describe_machine
 from hf_pyao.bench.methods import CUSTOM_PREFIX, OVER_CHECKPOINT, find_method
 from hf_pyao.bench.processes import probe, run_trials
 from hf_pyao.bench.setup import BenchSetup, Trial
+from hf_pyao.documents.bench import BenchRow
+from hf_pyao.documents.provenance import Provenance, collect_provenance
+from hf_pyao.documents.schema import to_plain, write_json
+from hf_pyao.documents.sweep import TENSORS, SweepPoint, SweepReport
 from hf_pyao.planning.sweep import Budgets, order_of, with_points
-from hf_pyao.report.bench_report import BenchRow
-from hf_pyao.report.provenance import Provenance, collect_provenance
-from hf_pyao.report.schema import to_plain, write_json
-from hf_pyao.report.sweep_report import TENSORS, SweepPoint, SweepReport
 
 ON_DEVICE = "peak of allocated device memory over the timed steps"
 ON_A_CPU = "bytes that autograd holds in the layers after forward; there was no device"

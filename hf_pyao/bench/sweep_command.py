@@ -149,7 +149,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     if args.predict:
         report = _predicted(args, budgets)
         if output is not None:
-            from hf_pyao.report.schema import write_json
+            from hf_pyao.documents.schema import write_json
 
             write_json(output, report)
     else:

@@ -21,11 +21,11 @@ from hf_pyao.bench.methods import MethodUnavailable, find_method
 from hf_pyao.bench.models import build_model
 from hf_pyao.bench.packages import MODELS, REMEDY, import_failure
 from hf_pyao.bench.setup import BenchSetup, Trial
+from hf_pyao.documents.bench import FAILED, OUT_OF_MEMORY, UNAVAILABLE, BenchRow
+from hf_pyao.documents.schema import to_plain
 from hf_pyao.errors import PyAOError
 from hf_pyao.hardware.device_speed import measure_device
 from hf_pyao.hardware.link_speed import measure_link
-from hf_pyao.report.bench_report import FAILED, OUT_OF_MEMORY, UNAVAILABLE, BenchRow
-from hf_pyao.report.schema import to_plain
 from hf_pyao.text import one_line
 
 CUBLAS_WORKSPACE = ":4096:8"

@@ -214,7 +214,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model cannot be had.
     """
-    from hf_pyao.report.schema import to_plain, write_json
+    from hf_pyao.documents.schema import to_plain, write_json
     from hf_pyao.report.tables import markdown_of
 
     hardware = hardware_of(args)
@@ -262,8 +262,8 @@ def _check_options(args: argparse.Namespace) -> None:
             flag = "--" + option.replace("_", "-")
             raise ConfigError(f"{flag} is {value}; expected {least} or more.")
     if args.step is not None:
+        from hf_pyao.documents.run import check_report_path
         from hf_pyao.estimate.one_step import check_method
-        from hf_pyao.report.run_report import check_report_path
 
         check_method(args.step_method)
         check_report_path(args.step, "--step")
@@ -354,21 +354,21 @@ def estimate_report(
         shows_progress: draw a bar to stderr.
 
     Returns:
-        An :class:`~hf_pyao.report.estimate_report.EstimateReport`.
+        An :class:`~hf_pyao.documents.estimate.EstimateReport`.
 
     Raises:
         ConfigError: the model is unknown, or has no positions for so long a sequence.
     """
     from tqdm import tqdm
 
+    from hf_pyao.documents.estimate import EstimateReport
+    from hf_pyao.documents.provenance import collect_provenance
     from hf_pyao.estimate.assumptions import assumptions_for
     from hf_pyao.estimate.card_memory import card_memory
     from hf_pyao.estimate.jobs import all_jobs, run_jobs
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.estimate.positions import check_sequence_length
     from hf_pyao.estimate.verdict import verdict
-    from hf_pyao.report.estimate_report import EstimateReport
-    from hf_pyao.report.provenance import collect_provenance
 
     spec = parse_model(model)
     config = config_of(spec)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.estimate import EstimateRow
+from hf_pyao.documents.plan import Plan
 from hf_pyao.estimate.card_memory import card_memory
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.positions import most_positions
@@ -29,7 +31,6 @@ from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.lever_choice import ChosenLevers, LeverChoice, LeverRoom
 from hf_pyao.planning.peak_cause import largest_workspace, peak_cause
-from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.planner import Planner
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.prediction import Prediction
@@ -38,7 +39,6 @@ from hf_pyao.planning.scaling import OtherOperationsError, interpolate
 from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import FORWARD, StepProgram
-from hf_pyao.report.estimate_report import EstimateRow
 
 LONGEST = 2**24
 """Where the search for the longest sequence ends."""

@@ -10,10 +10,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
+from hf_pyao.documents.estimate import EstimateRow
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.estimate import ALL_WAYS, LONG_CONTEXT, Estimator, Way
 from hf_pyao.hardware.presets import Hardware
-from hf_pyao.report.estimate_report import EstimateRow
 from hf_pyao.text import describe_error
 
 HEAD_LOSSES = ("off", "chunked")

@@ -120,7 +120,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model cannot be had.
     """
-    from hf_pyao.report.schema import to_plain, write_json
+    from hf_pyao.documents.schema import to_plain, write_json
     from hf_pyao.report.tables import markdown_of
 
     _check_options(args)
@@ -183,17 +183,17 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
     """Choose as the options say.
 
     Returns:
-        A :class:`~hf_pyao.report.microbatch_report.MicroBatchReport`.
+        A :class:`~hf_pyao.documents.microbatch.MicroBatchReport`.
 
     Raises:
         ConfigError: an option is bad, or the model cannot be run on fake tensors.
     """
+    from hf_pyao.documents.microbatch import MicroBatchReport
+    from hf_pyao.documents.provenance import collect_provenance
     from hf_pyao.estimate.assumptions import assumptions_for
     from hf_pyao.estimate.card_memory import card_memory
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.planning.microbatch import accumulation_of
-    from hf_pyao.report.microbatch_report import MicroBatchReport
-    from hf_pyao.report.provenance import collect_provenance
 
     hardware = hardware_of(args)
     kernels = training_fields_of(args, hardware)["kernels"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_pyao.documents.estimate import EstimateReport, EstimateRow
+from hf_pyao.documents.step import StepReport
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.estimate.estimate import ALL_WAYS, LONG_CONTEXT, Estimator
 from hf_pyao.estimate.jobs import METHODS
 from hf_pyao.estimate.verdict import CHUNKED, named_row
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.planning.step_view import predicted_step
-from hf_pyao.report.estimate_report import EstimateReport, EstimateRow
-from hf_pyao.report.step_report import StepReport
 
 
 def check_method(method: str | None) -> None:

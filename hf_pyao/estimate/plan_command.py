@@ -26,12 +26,12 @@ from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.text import echo, one_line, say
 
 if TYPE_CHECKING:
+    from hf_pyao.documents.plan import Plan
+    from hf_pyao.documents.profile import Profile
     from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.hardware.presets import Hardware
     from hf_pyao.hardware.speeds import LinkModel
-    from hf_pyao.planning.plan import Plan
     from hf_pyao.planning.step_program import StepProgram
-    from hf_pyao.report.profile_report import Profile
 
 DESCRIPTION = """\
 Find the fastest plan whose peak fits into a device's memory: which saved tensors of which layers
@@ -103,7 +103,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, a file is not what it should be, or nothing fits.
     """
-    from hf_pyao.report.schema import write_json
+    from hf_pyao.documents.schema import write_json
     from hf_pyao.report.tables import markdown_of
 
     if args.compare:
@@ -127,7 +127,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from hf_pyao.planning.plan import Plan
+    from hf_pyao.documents.plan import Plan
     from hf_pyao.report.plan_view import plans_side_by_side
     from hf_pyao.report.tables import markdown_of_view
 
@@ -304,8 +304,8 @@ def _link(args: argparse.Namespace, hardware: Hardware | None) -> LinkModel | No
 
 
 def _read_profile(args: argparse.Namespace) -> Profile:
-    from hf_pyao.report.documents import read_document
-    from hf_pyao.report.profile_report import Profile
+    from hf_pyao.documents.profile import Profile
+    from hf_pyao.report.kinds import read_document
 
     profile = read_document(args.source)
     if not isinstance(profile, Profile):

@@ -64,7 +64,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or a file is not what it should be.
     """
-    from hf_pyao.report.schema import to_plain, write_json
+    from hf_pyao.documents.schema import to_plain, write_json
     from hf_pyao.report.tables import markdown_of
 
     report = _report(args)
@@ -80,16 +80,16 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> Any:
+    from hf_pyao.documents.plan import Plan
+    from hf_pyao.documents.profile import Profile
     from hf_pyao.estimate.card_memory import card_memory
     from hf_pyao.estimate.command import link_gib_per_s
     from hf_pyao.hardware.presets import find_hardware
     from hf_pyao.hardware.speeds import LinkModel
     from hf_pyao.planning.caching_allocator import AllocatorSettings
     from hf_pyao.planning.forecast import Forecast
-    from hf_pyao.planning.plan import Plan
     from hf_pyao.planning.predicted_plans import prediction_of
-    from hf_pyao.report.documents import read_document
-    from hf_pyao.report.profile_report import Profile
+    from hf_pyao.report.kinds import read_document
     from hf_pyao.settings import Size
 
     profile = read_document(args.profile)

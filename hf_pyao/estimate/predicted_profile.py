@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from hf_pyao.documents.profile import Profile, ProfiledModule, ProfiledSlot, Spread
+from hf_pyao.documents.provenance import collect_provenance
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.recorded_step import recorded_step
 from hf_pyao.hardware.presets import Hardware
@@ -15,8 +17,6 @@ from hf_pyao.planning.activation_throughput import by_pack_intervals
 from hf_pyao.planning.calibration import speeds_of
 from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, StepProgram
-from hf_pyao.report.profile_report import Profile, ProfiledModule, ProfiledSlot, Spread
-from hf_pyao.report.provenance import collect_provenance
 
 
 def predict_profile(

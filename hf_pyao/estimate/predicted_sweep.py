@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Callable
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.bench import OK, OUT_OF_MEMORY
+from hf_pyao.documents.provenance import collect_provenance
+from hf_pyao.documents.sweep import TENSORS, SweepPoint, SweepReport
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.estimate.card_memory import card_memory
@@ -23,9 +26,6 @@ from hf_pyao.planning.predict import predict
 from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.planning.sweep import Budgets, with_points
-from hf_pyao.report.bench_report import OK, OUT_OF_MEMORY
-from hf_pyao.report.provenance import collect_provenance
-from hf_pyao.report.sweep_report import TENSORS, SweepPoint, SweepReport
 from hf_pyao.settings import Size
 from hf_pyao.text import describe_error
 

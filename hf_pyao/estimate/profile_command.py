@@ -8,11 +8,11 @@ import runpy
 import sys
 from pathlib import Path
 
+from hf_pyao.documents.profile import Profile
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.estimate.command import add_training_arguments
 from hf_pyao.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
-from hf_pyao.report.documents import Document
-from hf_pyao.report.profile_report import Profile
+from hf_pyao.report.kinds import Document
 from hf_pyao.text import echo, one_line, say
 
 DESCRIPTION = """\
@@ -101,13 +101,13 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
 
 def _predicted(args: argparse.Namespace) -> Profile:
+    from hf_pyao.documents.schema import write_json
     from hf_pyao.estimate.command import training_fields_of
     from hf_pyao.estimate.fake_step import FakeTraining
     from hf_pyao.estimate.model_specs import config_of, parse_model
     from hf_pyao.estimate.positions import check_sequence_length
     from hf_pyao.estimate.predicted_profile import predict_profile
     from hf_pyao.hardware.presets import find_hardware
-    from hf_pyao.report.schema import write_json
 
     hardware = find_hardware(args.device or "rtx4070")
     spec = parse_model(args.model)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_pyao.documents.plan import Plan
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.levers import NO_LEVERS, Levers
-from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import StepProgram
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hf_pyao.documents.estimate import EstimateRow
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.planning.caching_allocator import EXPANDABLE_SEGMENTS
-from hf_pyao.report.estimate_report import EstimateRow
 
 CHUNKED = " + chunked loss"
 """Ends the names of rows with the chunked loss."""

@@ -9,12 +9,12 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_pyao.config import SETTINGS, PyAOConfig, file_labels, read_settings
+from hf_pyao.documents.run import check_report_path
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.conflicts import check_other_offloaders
 from hf_pyao.integrations.flags import flag_of, flag_text
 from hf_pyao.integrations.micro_batch_checks import check_auto_micro_batch
 from hf_pyao.integrations.setting_fields import ArgumentFields
-from hf_pyao.report import check_report_path
 from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.run import check_report_path, outcome_of
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.auto_policy import AutoPolicy
 from hf_pyao.integrations.conflicts import check_model, check_other_checkpointing
@@ -40,7 +42,6 @@ from hf_pyao.integrations.wiring import (
 )
 from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.levers import Levers
-from hf_pyao.planning.plan import Plan
 from hf_pyao.recompute.dispatch_modes import stop_left_behind
 from hf_pyao.recompute.verification import (
     REBUILT,
@@ -50,8 +51,6 @@ from hf_pyao.recompute.verification import (
     SecondRunCheck,
     Wrong,
 )
-from hf_pyao.report import check_report_path
-from hf_pyao.report.run_report import outcome_of
 from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.lifecycle import Lifecycle
 from hf_pyao.runtime.model_hooks import ModelHook
@@ -401,9 +400,9 @@ class Offloader:
 
         Graphs that were built before keep their saved tensors and may still be run backward. The
         report that the configuration asks for is written, with *outcome* as
-        :attr:`~hf_pyao.report.RunReport.outcome`; None: by the error, if any, that this is called
-        in the handling of (``except``, ``finally``). Where detaching is forgotten, the report is
-        written when the model goes or the process ends.
+        :attr:`~hf_pyao.documents.run.RunReport.outcome`; None: by the error, if any, that this is
+        called in the handling of (``except``, ``finally``). Where detaching is forgotten, the
+        report is written when the model goes or the process ends.
 
         An interrupt is raised when all is removed; should another one come, call it again.
         """

@@ -8,12 +8,13 @@ import weakref
 import torch
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import KEEP, Plan
 from hf_pyao.integrations.device_limit import device_limit, release_cached, why_unlimited
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.plan_files import PlanFiles
 from hf_pyao.planning.auto_plan import describe, needed_bytes
-from hf_pyao.planning.plan import KEEP, Plan, PlanPolicy
 from hf_pyao.planning.plan_levers import levers_of_plan
+from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.policy import KeepEverything

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from hf_pyao.documents.plan import Plan
 from hf_pyao.integrations.auto_check import Comparison
 from hf_pyao.integrations.auto_correction import Corrector
 from hf_pyao.integrations.auto_planning import PlanMaker
 from hf_pyao.integrations.auto_trained import TrainedParameters
 from hf_pyao.integrations.model_copy import ForwardWatch
-from hf_pyao.planning.plan import Plan
 
 MOST_PHASES = 8
 """Sets of parameters for which plans are made in a run."""

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.profile import Profile
 from hf_pyao.integrations.auto_unrecorded import explain, kept_peak_bytes, plan_if_all_fits
 from hf_pyao.integrations.device_limit import beside_bytes, device_limit
 from hf_pyao.levers import Levers, LeversRefusedError
@@ -20,12 +22,10 @@ from hf_pyao.planning.calibration import at_other_size
 from hf_pyao.planning.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.planning.correction import NO_CORRECTION, Correction, ExpectedTimes
 from hf_pyao.planning.lever_choice import FIXED, ChosenLevers, LeverChoice, LeverRoom
-from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.planning.planner import KEEP_ALL, OFFLOAD_ALL, Candidate, Planner
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import StepProgram
-from hf_pyao.report.profile_report import Profile
 
 logger = logging.getLogger(__name__)
 

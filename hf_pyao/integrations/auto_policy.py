@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.profile import Profile
 from hf_pyao.integrations.auto_check import (
     NUM_UNCOUNTED,
     Comparison,
@@ -41,9 +43,7 @@ from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.levers import Levers
 from hf_pyao.planning.auto_plan import describe
 from hf_pyao.planning.lever_choice import FIXED, LeverRoom
-from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.plan_request import PlanRequest
-from hf_pyao.report.profile_report import Profile
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.stores import HostPool
 from hf_pyao.text import describe_error

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import KEEP, KEEP_EVERYTHING, Plan
+from hf_pyao.documents.profile import Profile
 from hf_pyao.integrations.device_limit import DeviceLimit
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.auto_plan import SOURCE
-from hf_pyao.report.plan_report import KEEP, KEEP_EVERYTHING, Plan
-from hf_pyao.report.profile_report import Profile
 
 LOGITS_COPIES = 4
 """Tensors of the size of float32 logits that head and loss hold at once: logits, their float32

@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.run import FINISHED, UNKNOWN
 from hf_pyao.integrations.announce import announce
 from hf_pyao.integrations.arguments import PyAOArguments
 from hf_pyao.integrations.attach import attach
@@ -21,14 +22,13 @@ from hf_pyao.integrations.conflicts import (
 )
 from hf_pyao.integrations.micro_batch_checks import refuse_without_trainer
 from hf_pyao.integrations.run_record import LOG_PREFIX
-from hf_pyao.report.run_report import FINISHED, UNKNOWN
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from hf_pyao.documents.plan import Plan
     from hf_pyao.integrations.attach import Offloader
-    from hf_pyao.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
 

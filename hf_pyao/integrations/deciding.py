@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.run import check_report_path
 from hf_pyao.integrations.auto_policy import AutoPolicy
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.model_identity import identity_of
@@ -27,11 +29,10 @@ from hf_pyao.integrations.tightening import OffloadLadder, PlansFirst, Tightenin
 from hf_pyao.integrations.wiring import make_engine, recomputed_paths, wrapper_of
 from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.levers import Levers
-from hf_pyao.planning.plan import Plan, PlanPolicy
 from hf_pyao.planning.plan_levers import followed_config
+from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.planning.policies import make_policy
 from hf_pyao.recompute.verification import SEGMENT, Sampler, Wrong
-from hf_pyao.report import check_report_path
 from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.lifecycle import is_compiled
 from hf_pyao.runtime.policy import OffloadAll, Policy

@@ -13,7 +13,7 @@ from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.errors import PyAOError
 from hf_pyao.metrics import MicroBatchStats, format_bytes
 from hf_pyao.planning.budget import OVER_BUDGET
-from hf_pyao.planning.plan import PLANNED
+from hf_pyao.planning.plan_policy import PLANNED
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.policy import LAST_LAYER, NOT_SELECTED, POLICY_OFF
 from hf_pyao.transfer.mover import HOST_FULL

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.documents.plan import Plan
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.device_limit import allocator_settings, beside_bytes, device_limit
 from hf_pyao.integrations.device_speeds import hardware_of
@@ -39,7 +40,7 @@ from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.auto_plan import plan_of_choice
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.microbatch import SizeChoice, choose_micro_batch, divisors_of, in_words
-from hf_pyao.planning.plan import Plan, PlanPolicy
+from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.planning.planner import OFFLOAD_ALL
 from hf_pyao.planning.predict import operation_times_ms

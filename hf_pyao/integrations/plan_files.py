@@ -12,15 +12,14 @@ import torch
 
 from hf_pyao.codecs import get_codec
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import KEEP, KEEP_EVERYTHING, Plan, PlanError
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.device_limit import DeviceLimit, device_limit
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.auto_plan import needed_bytes
 from hf_pyao.planning.lever_choice import WORTH
-from hf_pyao.planning.plan import KEEP, Plan, PlanError
 from hf_pyao.planning.plan_levers import levers_of_plan
-from hf_pyao.report.plan_report import KEEP_EVERYTHING
 from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,9 @@ import torch
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.profile import Profile
+from hf_pyao.documents.provenance import collect_provenance
+from hf_pyao.documents.schema import ReportError, read_json, to_plain, write_json
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.model_copy import CopyError, ForwardWatch, SeenForward
 from hf_pyao.integrations.rank_exchange import RankExchange
@@ -29,9 +32,6 @@ from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.levers import Levers
 from hf_pyao.planning.profile import StepProfiler
 from hf_pyao.planning.profile_merge import merge_profiles
-from hf_pyao.report.profile_report import Profile
-from hf_pyao.report.provenance import collect_provenance
-from hf_pyao.report.schema import ReportError, read_json, to_plain, write_json
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.text import describe_error, echo
 from hf_pyao.transfer.link import LinkContext

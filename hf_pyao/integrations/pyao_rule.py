@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import Plan
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.pack_intervals import PackIntervals
-from hf_pyao.planning.plan import Plan, PlanPolicy
+from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.planning.pyao_plan import plan_of_rule
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.policy import Policy

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.documents.run import UNKNOWN, outcome_of, write_run_report
 from hf_pyao.levers import Levers
 from hf_pyao.metrics import describe_totals, format_bytes, nothing_moved, select_metrics
-from hf_pyao.report import write_run_report
-from hf_pyao.report.run_report import UNKNOWN, outcome_of
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.stores import HostPool
 from hf_pyao.transfer.transport import Transport

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.profile import Profile
 from hf_pyao.errors import ConflictError, NoLayersFoundError, PyAOError
 from hf_pyao.integrations.attach import Offloader, attach, offloader_of
-from hf_pyao.report.profile_report import Profile
 
 logger = logging.getLogger(__name__)
 

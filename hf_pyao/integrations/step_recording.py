@@ -14,6 +14,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import OFFLOAD, RECOMPUTE, Plan
 from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.integrations.quiet import quiet_fake_tensors
@@ -28,7 +29,7 @@ from hf_pyao.integrations.wiring import (
 )
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
 from hf_pyao.losses.chunking import ChunkPlan
-from hf_pyao.planning.plan import RECOMPUTE, Plan, PlanPolicy
+from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.planning.policies import make_policy
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_recorder import (
@@ -37,7 +38,6 @@ from hf_pyao.planning.step_recorder import (
     RecordingTransport,
     StepRecorder,
 )
-from hf_pyao.report.plan_report import OFFLOAD
 from hf_pyao.stores import HostPool
 from hf_pyao.tiling import TilePlan
 from hf_pyao.transfer.link import LinkContext

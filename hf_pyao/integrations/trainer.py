@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.run import FINISHED, outcome_of
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.arguments import PyAOArguments
 from hf_pyao.integrations.auto_micro_batch import choose_batch
@@ -18,7 +19,6 @@ from hf_pyao.integrations.conflicts import check_training_arguments
 from hf_pyao.integrations.micro_batch_checks import check_auto_micro_batch
 from hf_pyao.integrations.repeatable_inputs import RepeatableInputs
 from hf_pyao.integrations.training_state import take_batch
-from hf_pyao.report.run_report import FINISHED, outcome_of
 
 if TYPE_CHECKING:
     from hf_pyao.integrations.attach import Offloader

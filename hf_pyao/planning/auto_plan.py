@@ -7,12 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from hf_pyao.levers import Levers
-from hf_pyao.metrics import format_bytes
-from hf_pyao.planning.lever_choice import ChosenLevers
-from hf_pyao.planning.planner import KEEP_ALL, PLANNED, Candidate, Planner
-from hf_pyao.planning.step_problem import Conditions, chosen_slots
-from hf_pyao.report.plan_report import (
+from hf_pyao.documents.plan import (
     KEEP,
     OFFLOAD,
     RECOMPUTE,
@@ -21,6 +16,11 @@ from hf_pyao.report.plan_report import (
     PlannedSlot,
     PlanPoint,
 )
+from hf_pyao.levers import Levers
+from hf_pyao.metrics import format_bytes
+from hf_pyao.planning.lever_choice import ChosenLevers
+from hf_pyao.planning.planner import KEEP_ALL, PLANNED, Candidate, Planner
+from hf_pyao.planning.step_problem import Conditions, chosen_slots
 
 SOURCE = "policy auto"
 

@@ -12,6 +12,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from hf_pyao.documents.profile import Profile, Spread
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.recorded_step import RecordedStep
@@ -23,8 +25,6 @@ from hf_pyao.planning.step_program import (
     Segment,
     StepProgram,
 )
-from hf_pyao.report.profile_report import Profile, Spread
-from hf_pyao.report.schema import ReportError
 
 REFERENCE = DeviceModel(tflop_per_s=50.0, memory_gib_per_s=400.0, launch_us=3.0)
 """In which proportion the operations of one sub-module share its time."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from hf_pyao.documents.plan import OFFLOAD
 from hf_pyao.planning.layer_recipes import LayerRecipe
 from hf_pyao.planning.layer_replay import Replaying, SlotMoments
 from hf_pyao.planning.prediction import Rebuild, Replayed
 from hf_pyao.planning.step_layers import StepLayers
 from hf_pyao.planning.step_program import Buffer, SlotUse, StepProgram
-from hf_pyao.report.plan_report import OFFLOAD
 from hf_pyao.runtime.slots import ANCHOR
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from hf_pyao.documents.plan import KEEP, RECOMPUTE, Plan, PlanError
+from hf_pyao.documents.prediction import ComparedFigure, PredictedPlan
+from hf_pyao.documents.profile import Profile
 from hf_pyao.errors import PyAOError
 from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
@@ -14,15 +17,12 @@ from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.calibration import times_of
 from hf_pyao.planning.peak_cause import peak_cause
-from hf_pyao.planning.plan import KEEP, RECOMPUTE, Plan, PlanError
 from hf_pyao.planning.planned_step import PlannedStep, StepPlanner
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_program import FORWARD
-from hf_pyao.report.prediction_report import ComparedFigure, PredictedPlan
-from hf_pyao.report.profile_report import Profile
 
 BLOCKING = "blocking"
 """Name of the transport under which compute stands still while copies run."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hf_pyao.documents.microbatch import MicroBatchRow
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.caching_allocator import EXPANDABLE_SEGMENTS
 from hf_pyao.planning.sized_steps import SizedPlan
-from hf_pyao.report.microbatch_report import MicroBatchRow
-from hf_pyao.report.quantities import number
+from hf_pyao.quantities import number
 
 FASTEST, LARGEST = "fastest", "largest"
 TIE = 1e-3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_pyao.documents.plan import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.planning.plan_problem import GroupChoice, LayerGroup, PlanChoice, PlanProblem
-from hf_pyao.report.plan_report import KEEP, OFFLOAD, RECOMPUTE
 
 
 @dataclass(frozen=True)

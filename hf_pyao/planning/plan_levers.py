@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from hf_pyao.config import SETTINGS, PyAOConfig
+from hf_pyao.documents.plan import Plan, PlanError
 from hf_pyao.levers import Levers
-from hf_pyao.report.plan_report import Plan, PlanError
 from hf_pyao.text import echo
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.profile import Profile
 from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.levers import NO_LEVERS, Levers
@@ -23,7 +24,6 @@ from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.speed_range import MEASURED, PRESET
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import StepProgram
-from hf_pyao.report.profile_report import Profile
 from hf_pyao.runtime.policy import POINTWISE
 
 DEFAULTS = PyAOConfig()

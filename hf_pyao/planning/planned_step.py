@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hf_pyao.documents.plan import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.planning.dropped_layer import Draft, DroppedLayer
 from hf_pyao.planning.prediction import Coded, Rebuild
 from hf_pyao.planning.step_layers import StepLayers
 from hf_pyao.planning.step_program import SlotUse, StepProgram
-from hf_pyao.report.plan_report import KEEP, OFFLOAD, RECOMPUTE
 
 
 @dataclass(frozen=True)

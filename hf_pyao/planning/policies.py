@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_pyao.config import POLICY_NAMES, PyAOConfig
+from hf_pyao.documents.plan import Plan
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.planning.budget import OffloadBudget
-from hf_pyao.planning.plan import Plan, PlanPolicy
+from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.runtime.policy import OffloadAll, OffloadModules, OffloadNothing, Policy, Selection
 from hf_pyao.settings import amount_of
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.prediction import PredictionReport
+from hf_pyao.documents.profile import Profile
+from hf_pyao.documents.provenance import collect_provenance
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.planning.forecast import Forecast
 from hf_pyao.planning.iqr import find_outliers
-from hf_pyao.planning.plan import Plan
 from hf_pyao.planning.planned_step import PlannedStep
-from hf_pyao.report.prediction_report import PredictionReport
-from hf_pyao.report.profile_report import Profile
-from hf_pyao.report.provenance import collect_provenance
-from hf_pyao.report.schema import ReportError
 from hf_pyao.text import echo
 
 

@@ -1,4 +1,4 @@
-"""Measures real steps, part by part, for a :class:`~hf_pyao.report.profile_report.Profile`."""
+"""Measures real steps, part by part, for a :class:`~hf_pyao.documents.profile.Profile`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_pyao.metrics import MicroBatchStats
-from hf_pyao.planning.pack_intervals import PackIntervals
-from hf_pyao.report.profile_report import (
+from hf_pyao.documents.profile import (
     Profile,
     ProfiledModule,
     ProfiledSlot,
     ProfiledSpan,
     Spread,
 )
-from hf_pyao.report.provenance import collect_provenance
+from hf_pyao.documents.provenance import collect_provenance
+from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.planning.pack_intervals import PackIntervals
 from hf_pyao.runtime.policy import Decision
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.runtime.timeline import StepTimeline

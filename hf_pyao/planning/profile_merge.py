@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from hf_pyao.report.profile_report import Profile, ProfiledModule, Spread
+from hf_pyao.documents.profile import Profile, ProfiledModule, Spread
 
 _DIRECTIONS = ("d2h_gib_per_s", "h2d_gib_per_s")
 

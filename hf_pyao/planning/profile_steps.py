@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from hf_pyao.documents.profile import Profile
+from hf_pyao.documents.step import StepReport
 from hf_pyao.errors import PyAOError
 from hf_pyao.planning.forecast import Forecast
 from hf_pyao.planning.predicted_plans import leaves_as_profiled
 from hf_pyao.planning.step_view import measured_step, predicted_step
-from hf_pyao.report.profile_report import Profile
-from hf_pyao.report.step_report import StepReport
 from hf_pyao.runtime.timeline import Span
 
 

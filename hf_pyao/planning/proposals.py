@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hf_pyao.documents.plan import KEEP, KEEP_EVERYTHING, OFFLOAD, RECOMPUTE
 from hf_pyao.planning.blocking_copies import with_blocking_copies
 from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.coding import CodedWays
@@ -29,7 +30,6 @@ from hf_pyao.planning.speed_range import AS_GIVEN, scaled
 from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_problem import Conditions, IsForced, chosen_slots, problem_of
 from hf_pyao.planning.step_program import StepProgram
-from hf_pyao.report.plan_report import KEEP, KEEP_EVERYTHING, OFFLOAD, RECOMPUTE
 
 KEEP_ALL = KEEP_EVERYTHING
 CHECKPOINT = "checkpointing"

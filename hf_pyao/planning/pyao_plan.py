@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_pyao.planning.plan import RECOMPUTE, Plan, PlannedSlot
+from hf_pyao.documents.plan import RECOMPUTE, Plan, PlannedSlot
 from hf_pyao.planning.step_program import StepProgram
 
 SOURCE = "PyAO's rule (PyAO paper, section 4.4)"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.hardware.kernel_settings import KernelSettings
 from hf_pyao.hardware.kernel_workspaces import workspace_of
 from hf_pyao.planning.layer_graph import GraphOperation, GraphValue, LayerGraph
@@ -28,7 +29,6 @@ from hf_pyao.planning.step_program import (
     StepProgram,
 )
 from hf_pyao.planning.stretch import NUM_RECORDED, stretch
-from hf_pyao.report.schema import ReportError
 from hf_pyao.text import echo
 
 Row = TypeVar("Row", bound=NamedTuple)

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from hf_pyao.documents.plan import KEEP
 from hf_pyao.planning.layer_graph import INPUT, MADE
 from hf_pyao.planning.layer_recipes import LayerRecipe, RecipeSearch
 from hf_pyao.planning.layer_replay import LayerReplay, SlotMoments, replay_layer
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, StepProgram
-from hf_pyao.report.plan_report import KEEP
 
 
 class StepLayers:

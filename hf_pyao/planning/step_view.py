@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hf_pyao.documents.provenance import Provenance
+from hf_pyao.documents.step import MemoryPoint, StepPeak, StepReport, StepSpan, StepTotals
 from hf_pyao.planning.peak_cause import peak_cause
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import OUTSIDE, Segment, StepProgram
-from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.step_report import MemoryPoint, StepPeak, StepReport, StepSpan, StepTotals
 from hf_pyao.runtime.timeline import Span
 
 MOST_POINTS = 2000

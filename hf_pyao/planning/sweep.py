@@ -7,9 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_pyao.errors import ConfigError
-from hf_pyao.planning.knee import Point, find_knee
-from hf_pyao.report.sweep_report import (
+from hf_pyao.documents.sweep import (
     BYTES,
     TENSORS,
     SweepPoint,
@@ -19,6 +17,8 @@ from hf_pyao.report.sweep_report import (
     noise_of,
     rows_of,
 )
+from hf_pyao.errors import ConfigError
+from hf_pyao.planning.knee import Point, find_knee
 from hf_pyao.settings import Amount, amount_of
 from hf_pyao.text import echo
 
@@ -36,7 +36,7 @@ class Budgets:
     values: tuple[int, ...]
     """Rising, each once, 0 among them."""
     are: str
-    """:data:`~hf_pyao.report.sweep_report.TENSORS` or ``BYTES``."""
+    """:data:`~hf_pyao.documents.sweep.TENSORS` or ``BYTES``."""
 
     def setting(self, value: int) -> int | str:
         """Return *value* as ``PyAOConfig.budget`` takes it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_pyao.report.bench_report import OK, REFERENCE, BenchReport, BenchRow, FactsReport
-from hf_pyao.report.quantities import ABSENT, GIB, fact_text, number
+from hf_pyao.documents.bench import OK, REFERENCE, BenchReport, BenchRow, FactsReport
+from hf_pyao.quantities import ABSENT, GIB, fact_text, number
 from hf_pyao.report.view import Table, View
 
 ON_A_CPU = "There was no device: host memory stood in for it, and times say nothing about a GPU."

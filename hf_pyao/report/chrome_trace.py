@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.files import replace_file
-from hf_pyao.report.documents import KINDS, Document, kind_of, view_of
-from hf_pyao.report.schema import ReportError
+from hf_pyao.report.kinds import KINDS, Document, kind_of, view_of
 from hf_pyao.text import echo, one_line
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_pyao.report.estimate_report import EstimateReport, EstimateRow
-from hf_pyao.report.quantities import ABSENT
+from hf_pyao.documents.estimate import EstimateReport, EstimateRow
+from hf_pyao.quantities import ABSENT
 from hf_pyao.report.view import Table, View
 
 

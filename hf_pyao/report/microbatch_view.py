@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_pyao.report.microbatch_report import SEQUENCE, MicroBatchReport
-from hf_pyao.report.quantities import ABSENT, GIB, number
+from hf_pyao.documents.microbatch import SEQUENCE, MicroBatchReport
+from hf_pyao.quantities import ABSENT, GIB, number
 from hf_pyao.report.view import Table, View
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.files import replace_file
 from hf_pyao.report.chrome_trace import write_trace
-from hf_pyao.report.documents import Document, figure_of, kind_of, view_of
+from hf_pyao.report.kinds import Document, figure_of, kind_of, view_of
 from hf_pyao.report.plots.look import DARK, LIGHT, Look, image_bytes, need_matplotlib
-from hf_pyao.report.schema import ReportError
 from hf_pyao.report.tables import markdown_of, provenance_line
 from hf_pyao.report.view import Table
 from hf_pyao.text import echo, one_line

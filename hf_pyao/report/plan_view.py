@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from hf_pyao.report.plan_report import ACTIONS, LeverSetting, Plan, PlannedSlot
-from hf_pyao.report.quantities import ABSENT, MIB, fact_text
+from hf_pyao.documents.plan import ACTIONS, LeverSetting, Plan, PlannedSlot
+from hf_pyao.quantities import ABSENT, MIB, fact_text
 from hf_pyao.report.view import Table, View
 
 MOST_LAYERS = 100_000

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_pyao.report.prediction_report import ComparedFigure, PredictedPlan, PredictionReport
-from hf_pyao.report.quantities import ABSENT
+from hf_pyao.documents.prediction import ComparedFigure, PredictedPlan, PredictionReport
+from hf_pyao.quantities import ABSENT
 from hf_pyao.report.view import Table, View
 
 MEMORY = ("allocated, GB", "reserved, GB", "host, GB")

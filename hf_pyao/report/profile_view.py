@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_pyao.report.profile_report import Profile, Spread
-from hf_pyao.report.quantities import ABSENT, MIB
+from hf_pyao.documents.profile import Profile, Spread
+from hf_pyao.quantities import ABSENT, MIB
 from hf_pyao.report.view import Table, View
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_pyao.report.quantities import ABSENT, quantity
-from hf_pyao.report.run_report import RunReport
+from hf_pyao.documents.run import RunReport
+from hf_pyao.quantities import ABSENT, quantity
 from hf_pyao.report.view import Table, View
 
 _KEPT = "kept_bytes/"

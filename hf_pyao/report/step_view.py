@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hf_pyao.report.quantities import ABSENT, number
-from hf_pyao.report.step_report import LANES, StepReport, StepSpan
+from hf_pyao.documents.step import LANES, StepReport, StepSpan
+from hf_pyao.quantities import ABSENT, number
 from hf_pyao.report.view import Table, View
 
 MOST_STALLS = 8

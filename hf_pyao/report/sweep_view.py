@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_pyao.report.bench_report import OK
-from hf_pyao.report.quantities import ABSENT, GIB, MIB, number
-from hf_pyao.report.sweep_report import BYTES, KNEE, Spread, SweepReport, SweepRow
+from hf_pyao.documents.bench import OK
+from hf_pyao.documents.sweep import BYTES, KNEE, Spread, SweepReport, SweepRow
+from hf_pyao.quantities import ABSENT, GIB, MIB, number
 from hf_pyao.report.view import Table, View
 
 ON_A_CPU = "There was no device: host memory stood in for it, and times say nothing about a GPU."

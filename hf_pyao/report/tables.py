@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hf_pyao.report.documents import Document, view_of
+from hf_pyao.documents.provenance import Provenance
+from hf_pyao.report.kinds import Document, view_of
 from hf_pyao.report.markdown import code, escaped, paragraph, table
-from hf_pyao.report.provenance import Provenance
 from hf_pyao.report.view import View
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_pyao.report.profile_report import Profile, ProfiledSpan
-from hf_pyao.report.step_report import LANES, StepReport, StepSpan
+from hf_pyao.documents.profile import Profile, ProfiledSpan
+from hf_pyao.documents.step import LANES, StepReport, StepSpan
 from hf_pyao.text import one_line
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_pyao.report.provenance import Provenance
+from hf_pyao.documents.provenance import Provenance
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,6 +13,7 @@ from experiments.runner import Options, need_accelerator
 from hf_pyao.bench.setup import BenchSetup
 from hf_pyao.bench.sweep import SweepPlan, run_sweep
 from hf_pyao.config import PyAOConfig
+from hf_pyao.documents.sweep import SweepPoint, SweepReport
 from hf_pyao.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import config_of, parse_model
@@ -21,7 +22,6 @@ from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.hardware.presets import Hardware, find_hardware
 from hf_pyao.levers import Levers
 from hf_pyao.planning.sweep import Budgets, parse_budgets
-from hf_pyao.report.sweep_report import SweepPoint, SweepReport
 
 Read = Callable[[str], dict[str, Any] | None]
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from hf_pyao.bench.setup import BenchSetup, Trial
-from hf_pyao.report.bench_report import BenchRow
-from hf_pyao.report.schema import to_plain
+from hf_pyao.documents.bench import BenchRow
+from hf_pyao.documents.schema import to_plain
 
 
 def misbehave(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:

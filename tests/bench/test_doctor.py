@@ -10,8 +10,8 @@ import pytest
 from hf_pyao.bench import doctor
 from hf_pyao.bench.doctor import Finding, Machine, examine, render, report_of
 from hf_pyao.bench.verdict import hardware_of, verdict_on
+from hf_pyao.documents.bench import FactsReport
 from hf_pyao.hardware.device_speed import DeviceSpeed
-from hf_pyao.report.bench_report import FactsReport
 
 GIB = 2**30
 GOOD = Machine(

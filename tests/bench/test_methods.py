@@ -19,8 +19,8 @@ from hf_pyao.bench.methods import MethodUnavailable, find_method, known_methods
 from hf_pyao.bench.setup import Trial
 from hf_pyao.bench.worker import run_trial
 from hf_pyao.config import POLICY_NAMES
+from hf_pyao.documents.bench import OK, UNAVAILABLE
 from hf_pyao.errors import ConfigError
-from hf_pyao.report.bench_report import OK, UNAVAILABLE
 from tests.report.documents import make_row
 
 NOT_ON_A_CPU = {

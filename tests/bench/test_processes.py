@@ -12,8 +12,8 @@ import pytest
 from hf_pyao.bench import processes
 from hf_pyao.bench.processes import Deadline, run_trials
 from hf_pyao.bench.setup import BenchSetup, Trial
+from hf_pyao.documents.bench import CRASHED, NOT_REACHED, OK, TIMED_OUT, BenchRow
 from hf_pyao.errors import ConfigError
-from hf_pyao.report.bench_report import CRASHED, NOT_REACHED, OK, TIMED_OUT, BenchRow
 
 SERVERS = "tests.bench.servers"
 

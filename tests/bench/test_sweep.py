@@ -20,12 +20,11 @@ from hf_pyao.bench.pack_clock import PackClock
 from hf_pyao.bench.setup import BenchSetup, Trial
 from hf_pyao.bench.sweep import SweepPlan, run_sweep
 from hf_pyao.bench.worker import run_trial
+from hf_pyao.documents.bench import OK, OUT_OF_MEMORY, BenchRow, StepTimes
+from hf_pyao.documents.sweep import BYTES, TENSORS, SweepPoint, SweepReport
 from hf_pyao.errors import ConfigError
 from hf_pyao.planning.sweep import Budgets, order_of, parse_budgets, with_points
-from hf_pyao.report import read_document
-from hf_pyao.report.bench_report import OK, OUT_OF_MEMORY, BenchRow, StepTimes
-from hf_pyao.report.documents import figure_of
-from hf_pyao.report.sweep_report import BYTES, TENSORS, SweepPoint, SweepReport
+from hf_pyao.report.kinds import figure_of, read_document
 from hf_pyao.report.tables import markdown_of
 
 MIB = 2**20

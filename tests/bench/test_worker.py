@@ -20,9 +20,9 @@ from hf_pyao.bench.worker import (
     make_bench,
     run_trial,
 )
+from hf_pyao.documents.bench import FAILED, OK, OUT_OF_MEMORY, UNAVAILABLE, BenchRow
 from hf_pyao.errors import ConfigError
 from hf_pyao.hardware.link_speed import LinkSpeed, measure_link
-from hf_pyao.report.bench_report import FAILED, OK, OUT_OF_MEMORY, UNAVAILABLE, BenchRow
 
 SEARCH = Trial(method="none", micro_batch=64, is_search=True)
 

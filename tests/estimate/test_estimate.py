@@ -11,6 +11,7 @@ import pytest
 
 from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
+from hf_pyao.documents.estimate import EstimateReport, EstimateRow
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.card_memory import card_memory
 from hf_pyao.estimate.command import ENGINES
@@ -20,7 +21,6 @@ from hf_pyao.estimate.model_sizes import build_config, find_size
 from hf_pyao.estimate.verdict import verdict
 from hf_pyao.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
-from hf_pyao.report.estimate_report import EstimateReport, EstimateRow
 from tests.report.documents import PROVENANCE
 
 SMALL = Hardware(

@@ -12,15 +12,15 @@ import pytest
 
 from hf_pyao import PyAOConfig
 from hf_pyao.cli import main
+from hf_pyao.documents.microbatch import MicroBatchReport
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.profile import Profile
+from hf_pyao.documents.sweep import SweepReport
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.lever_arguments import add_lever_arguments, levers_of
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.planning.forecast import Forecast
-from hf_pyao.planning.plan import Plan
-from hf_pyao.report import read_document
-from hf_pyao.report.microbatch_report import MicroBatchReport
-from hf_pyao.report.profile_report import Profile
-from hf_pyao.report.sweep_report import SweepReport
+from hf_pyao.report.kinds import read_document
 
 MODEL = "llama:hidden_size=64,intermediate_size=512,num_hidden_layers=5,num_attention_heads=4,vocab_size=128"
 SIZE = ("--micro-batch", "2", "--sequence-length", "128")

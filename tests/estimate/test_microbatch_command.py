@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_pyao.cli import main
-from hf_pyao.report import read_document
-from hf_pyao.report.microbatch_report import MicroBatchReport
+from hf_pyao.documents.microbatch import MicroBatchReport
+from hf_pyao.report.kinds import read_document
 
 MODEL = ("microbatch", "--model", "llama:micro", "--sequence-length", "32")
 

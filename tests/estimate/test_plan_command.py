@@ -10,10 +10,10 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.cli import main
+from hf_pyao.documents.plan import Plan
 from hf_pyao.estimate.fake_step import build_model
 from hf_pyao.estimate.model_specs import config_of, parse_model
-from hf_pyao.planning.plan import Plan
-from hf_pyao.report.documents import figure_of, read_document
+from hf_pyao.report.kinds import figure_of, read_document
 
 MODEL = "llama:hidden_size=64,intermediate_size=128,num_hidden_layers=5,num_attention_heads=4,vocab_size=128"
 

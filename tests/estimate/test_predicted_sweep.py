@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.bench import peers
+from hf_pyao.documents.bench import OK, OUT_OF_MEMORY
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.predicted_sweep import predict_points, predict_sweep
@@ -19,7 +20,6 @@ from hf_pyao.levers import Levers
 from hf_pyao.planning.budget import OffloadBudget, leaving
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.sweep import parse_budgets
-from hf_pyao.report.bench_report import OK, OUT_OF_MEMORY
 from tests.helpers import ARCHITECTURES
 
 BATCH, LENGTH = 2, 16

@@ -13,12 +13,12 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
+from hf_pyao.documents.plan import Plan, PlanError
 from hf_pyao.integrations import lever_recording
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.lever_recording import room_for
 from hf_pyao.levers import Levers
 from hf_pyao.planning.lever_choice import LeverChoice
-from hf_pyao.planning.plan import Plan, PlanError
 from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
 from tests.helpers import enable_checkpointing, tiny_model
 from tests.integrations.test_auto_policy import (

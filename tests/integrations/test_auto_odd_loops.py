@@ -17,13 +17,13 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
+from hf_pyao.documents.plan import PlanError
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.integrations import profiling
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.auto_check import PlanCheck, TimedMicroBatch, loses
 from hf_pyao.integrations.model_copy import ForwardWatch
 from hf_pyao.metrics import MicroBatchStats
-from hf_pyao.planning.plan import PlanError
 from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import tiny_model

@@ -17,12 +17,12 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainingArguments, attach
 from hf_pyao.config import GIB
+from hf_pyao.documents.plan import Plan, PlanError
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.auto_check import PlanCheck, TimedMicroBatch
 from hf_pyao.integrations.auto_planning import AFTER_RUNNING_OUT
 from hf_pyao.integrations.auto_policy import PLAN_FILE
-from hf_pyao.planning.plan import Plan, PlanError
 from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import tiny_batch, tiny_model

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_pyao import Offloader, PyAOConfig, PyAOPlugin, attach
+from hf_pyao.documents.plan import Plan
 from hf_pyao.integrations.auto_policy import PLAN_FILE
-from hf_pyao.planning.plan import Plan
 from tests.helpers import tiny_batch, tiny_model
 
 SMALL_GIB = 6.5e-4

@@ -11,16 +11,16 @@ import pytest
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.documents.plan import PlanError
+from hf_pyao.documents.profile import Profile
+from hf_pyao.documents.schema import read_json
 from hf_pyao.integrations import auto_policy
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.auto_phases import TRAINED, Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
 from hf_pyao.integrations.auto_trained import TrainedParameters
 from hf_pyao.levers import Levers
-from hf_pyao.planning.plan import PlanError
 from hf_pyao.planning.recorded_step import RecordedStep
-from hf_pyao.report.profile_report import Profile
-from hf_pyao.report.schema import read_json
 from tests.helpers import enable_checkpointing, tiny_model
 from tests.integrations.test_auto_levers import (
     config_of,

@@ -19,13 +19,13 @@ from torch import library, nn
 from torch._guards import active_fake_mode
 
 from hf_pyao import attach
+from hf_pyao.documents.profile import Profile
 from hf_pyao.integrations import profiling
 from hf_pyao.integrations.model_copy import CopyError, ForwardWatch, SeenForward
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.levers import Levers
 from hf_pyao.planning.recorded_step import RecordedStep
 from hf_pyao.planning.step_program import StepProgram
-from hf_pyao.report.profile_report import Profile
 from tests.helpers import ARCHITECTURES, EVERY_LAYER, Batch, tiny_batch, tiny_model
 
 VALUES_MATTER = ("mixtral", "qwen3_moe") if Version(transformers.__version__).major < 5 else ()

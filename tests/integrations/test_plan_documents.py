@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.documents.plan import FOLLOWED, PREDICTED, Plan, PlanError
 from hf_pyao.errors import PyAOError
-from hf_pyao.planning.plan import Plan, PlanError
-from hf_pyao.report.plan_report import FOLLOWED, PREDICTED
 from tests.helpers import Stack, assert_same_tensors, gradients_of, linear_relu
 
 CONFIG = PyAOConfig(

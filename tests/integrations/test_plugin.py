@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from hf_pyao import PyAOAccelerator, PyAOConfig, PyAOPlugin
+from hf_pyao.documents.run import RunReport
 from hf_pyao.errors import ConfigError, ConflictError, NoLayersFoundError
-from hf_pyao.report import RunReport
 
 VOCAB = 64
 SMALL: dict[str, Any] = {"policy": "all", "min_bytes": 0, "host_memory_gib": 0.25}

@@ -17,8 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_pyao import Offloader, PyAOCallback, PyAOPlugin, PyAOTrainer, attach
-from hf_pyao.report import RunReport
-from hf_pyao.report.run_report import outcome_of, write_run_report
+from hf_pyao.documents.run import RunReport, outcome_of, write_run_report
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
 from tests.integrations.test_trainer import FailsAt, arguments, tiny_opt, trainer_for
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_pyao.documents.profile import Profile
 from hf_pyao.planning.recorded_step import RecordedStep
-from hf_pyao.report.profile_report import Profile
 
 SCRIPT = """
 import sys

@@ -32,8 +32,8 @@ from hf_pyao import (
     PyAOTrainingArguments,
     attach,
 )
+from hf_pyao.documents.run import RunReport
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.report import RunReport
 
 # TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is depre:FutureWarning")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.planning.plan import Plan, PlannedSlot, PlanPolicy
+from hf_pyao.documents.plan import Plan, PlannedSlot
+from hf_pyao.planning.plan_policy import PlanPolicy
 from tests.helpers import (
     ARCHITECTURES,
     EVERY_LAYER,

@@ -13,16 +13,16 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.cli import main
+from hf_pyao.documents.plan import Plan, PlanError, PlannedSlot
+from hf_pyao.documents.profile import Profile
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.planning.calibration import times_of
 from hf_pyao.planning.forecast import Forecast, ForecastError
-from hf_pyao.planning.plan import Plan, PlanError, PlannedSlot
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.profile_merge import merge_profiles
 from hf_pyao.planning.profile_steps import steps_of
 from hf_pyao.planning.recorded_step import RecordedStep
-from hf_pyao.report import ReportError
-from hf_pyao.report.profile_report import Profile
 from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from hf_pyao import PyAOConfig
+from hf_pyao.documents.plan import Plan, PlanError, PlannedSlot
 from hf_pyao.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.recorded_step import record_step
@@ -24,7 +25,6 @@ from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.planning.auto_plan import describe, plan_of_choice
 from hf_pyao.planning.calibration import times_like
 from hf_pyao.planning.lever_choice import GAIN, WORTH, ChosenLevers, LeverChoice, LeverRoom
-from hf_pyao.planning.plan import Plan, PlanError, PlannedSlot
 from hf_pyao.planning.plan_levers import levers_of_plan
 from hf_pyao.planning.plan_request import PlanRequest, room_of
 from hf_pyao.planning.planner import KEEP_ALL, OFFLOAD_ALL, NoPlanFitsError, Planner

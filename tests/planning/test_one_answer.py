@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hf_pyao import attach
+from hf_pyao.documents.profile import Profile
 from hf_pyao.planning.forecast import Forecast
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.planning.planner import KEEP_ALL, OFFLOAD_ALL
-from hf_pyao.report.profile_report import Profile
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
 
 

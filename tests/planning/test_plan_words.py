@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from hf_pyao.documents.plan import KEEP, KEEP_EVERYTHING, OFFLOAD, Plan, PlannedSlot
 from hf_pyao.planning.auto_plan import SOURCE, describe
-from hf_pyao.report.plan_report import KEEP, KEEP_EVERYTHING, OFFLOAD, Plan, PlannedSlot
 
 MIB = 2**20
 

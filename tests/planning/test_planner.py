@@ -8,13 +8,13 @@ from functools import cache
 
 import pytest
 
+from hf_pyao.documents.plan import Plan, PlannedSlot
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_sizes import build_config, find_size
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.estimate.replayed_step import replay_step
 from hf_pyao.hardware.presets import find_hardware
 from hf_pyao.planning.auto_plan import plan_of
-from hf_pyao.planning.plan import Plan, PlannedSlot
 from hf_pyao.planning.planned_step import StepPlanner
 from hf_pyao.planning.planner import (
     CHECKPOINT,

@@ -12,6 +12,8 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import POLICY_NAMES
+from hf_pyao.documents.plan import Plan, PlanError, PlannedSlot
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.model_identity import identity_of
@@ -19,10 +21,9 @@ from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.planning.budget import OVER_BUDGET, OffloadBudget
 from hf_pyao.planning.pack_intervals import PackIntervals
-from hf_pyao.planning.plan import PLANNED, Plan, PlanError, PlannedSlot, PlanPolicy
+from hf_pyao.planning.plan_policy import PLANNED, PlanPolicy
 from hf_pyao.planning.policies import POLICIES
 from hf_pyao.planning.pyao_plan import plan_of_rule, saved_by
-from hf_pyao.report import ReportError
 from hf_pyao.runtime.policy import Offload, Situation
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.simulation.transport import SimulatedTransport

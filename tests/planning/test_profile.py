@@ -11,11 +11,11 @@ import torch
 
 from hf_pyao import attach
 from hf_pyao.cli import main
+from hf_pyao.documents.profile import Profile
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.errors import ConflictError
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.planning.profile import StepProfiler
-from hf_pyao.report import ReportError
-from hf_pyao.report.profile_report import Profile
 from hf_pyao.runtime.observer import Observer
 from hf_pyao.runtime.timeline import StepTimeline
 from hf_pyao.simulation.device import SimulatedDevice

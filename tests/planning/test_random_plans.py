@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from hf_pyao import PyAOConfig
+from hf_pyao.documents.plan import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.estimate.replayed_step import replay_step
@@ -20,7 +21,6 @@ from hf_pyao.planning.planner import Candidate, Planner
 from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.pyao_plan import paths_of
 from hf_pyao.planning.step_problem import Conditions
-from hf_pyao.report.plan_report import KEEP, OFFLOAD, RECOMPUTE
 from tests.planning.test_architectures import SHAPES
 
 MICRO_BATCH, LENGTH = 2, 32

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from hf_pyao import attach
+from hf_pyao.documents.schema import to_plain
+from hf_pyao.documents.step import COMPUTE_LANES, MemoryPoint, StepReport, StepSpan
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.planning.predict import predict
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.step_program import Buffer, Operation, Segment, SlotUse, StepProgram
 from hf_pyao.planning.step_view import measured_step, predicted_step, thinned
-from hf_pyao.report.schema import to_plain
-from hf_pyao.report.step_report import COMPUTE_LANES, MemoryPoint, StepReport, StepSpan
 from hf_pyao.runtime.timeline import StepTimeline
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
 from tests.planning.test_predict import FAST, SLOW, Case

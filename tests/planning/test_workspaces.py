@@ -7,6 +7,7 @@ from math import ceil
 
 import pytest
 
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.recorded_step import record_step, recorded_step
@@ -22,7 +23,6 @@ from hf_pyao.planning.step_program import (
     Segment,
     StepProgram,
 )
-from hf_pyao.report.schema import ReportError
 
 FLASH = "_scaled_dot_product_flash_attention_backward"
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.report.provenance import collect_provenance
+from hf_pyao.documents.provenance import collect_provenance
 from hf_pyao.simulation.transport import SimulatedTransport
 from races.models import ARCHITECTURES, SCENARIOS, make_pair
 

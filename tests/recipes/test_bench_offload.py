@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_pyao.bench.arguments import SMOKE_METHODS
-from hf_pyao.report import BenchReport
-from hf_pyao.report.bench_report import OK, UNAVAILABLE
+from hf_pyao.documents.bench import OK, UNAVAILABLE, BenchReport
 from tests.recipes.conftest import RECIPES, run_once
 
 pytestmark = pytest.mark.thorough  # the bench tests run the same in one process

@@ -16,9 +16,17 @@ from gpu_test_run import count_outcomes, files_with_gpu_tests
 from hf_pyao.bench import processes
 from hf_pyao.bench.processes import Deadline
 from hf_pyao.bench.setup import Trial
-from hf_pyao.report import BenchReport, BenchRow, read_document
-from hf_pyao.report.bench_report import CRASHED, NOT_REACHED, OK, UNAVAILABLE, FactsReport
-from hf_pyao.report.schema import write_json
+from hf_pyao.documents.bench import (
+    CRASHED,
+    NOT_REACHED,
+    OK,
+    UNAVAILABLE,
+    BenchReport,
+    BenchRow,
+    FactsReport,
+)
+from hf_pyao.documents.schema import write_json
+from hf_pyao.report.kinds import read_document
 from tests.recipes.conftest import RECIPES, REPOSITORY, run_once
 
 CPU = {"device": "cpu", "name": "CPU", "memory_gib": None}

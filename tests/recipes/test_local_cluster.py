@@ -33,8 +33,8 @@ from cluster_result import (
 from cluster_settings import Fault, NodeSettings, SupervisorSettings
 from cluster_sweep import ClusterError, plan_points, run_sweep, write_logs
 from cluster_volume import bytes_per_step, gradient_bytes, link_seconds, volume_coefficient
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.errors import ConfigError, PyAOError
-from hf_pyao.report.schema import ReportError
 from tests.recipes.cluster_stub import processes_with, wait_until_gone, write_stub
 from tests.recipes.conftest import RECIPES, REPOSITORY
 
@@ -569,7 +569,7 @@ OUTER = """
 import json, sys
 from cluster_settings import SupervisorSettings
 from cluster_sweep import run_sweep
-from hf_pyao.report.schema import read_fields
+from hf_pyao.documents.schema import read_fields
 settings = read_fields(SupervisorSettings, json.loads(sys.argv[1]), "settings")
 run_sweep(settings, sys.argv[2], lambda event: print(event["event"], flush=True))
 """

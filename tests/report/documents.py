@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_pyao.report import BenchReport, BenchRow, RunReport
-from hf_pyao.report.bench_report import OUT_OF_MEMORY, UNAVAILABLE, FactsReport, StepTimes
-from hf_pyao.report.microbatch_report import MicroBatchReport, MicroBatchRow
-from hf_pyao.report.plan_report import Plan, PlannedSlot
-from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.step_report import MemoryPoint, StepPeak, StepReport, StepSpan, StepTotals
+from hf_pyao.documents.bench import (
+    OUT_OF_MEMORY,
+    UNAVAILABLE,
+    BenchReport,
+    BenchRow,
+    FactsReport,
+    StepTimes,
+)
+from hf_pyao.documents.microbatch import MicroBatchReport, MicroBatchRow
+from hf_pyao.documents.plan import Plan, PlannedSlot
+from hf_pyao.documents.provenance import Provenance
+from hf_pyao.documents.run import RunReport
+from hf_pyao.documents.step import MemoryPoint, StepPeak, StepReport, StepSpan, StepTotals
 
 GIB = 2**30
 MIB = 2**20

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_pyao.report import BenchReport, ReportError, read_document
-from hf_pyao.report.bench_report import FactsReport, StepTimes
-from hf_pyao.report.schema import to_plain, write_json
+from hf_pyao.documents.bench import BenchReport, FactsReport, StepTimes
+from hf_pyao.documents.schema import ReportError, to_plain, write_json
+from hf_pyao.report.kinds import read_document
 from tests.report.documents import make_bench, make_facts, make_row
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from hf_pyao.report import ReportError, read_document
-from hf_pyao.report.documents import figure_of, view_of
-from hf_pyao.report.microbatch_report import MicroBatchReport, MicroBatchRow
+from hf_pyao.documents.microbatch import MicroBatchReport, MicroBatchRow
+from hf_pyao.documents.schema import ReportError, write_json
+from hf_pyao.report.kinds import figure_of, read_document, view_of
 from hf_pyao.report.pages import html_page
 from hf_pyao.report.plots.look import DARK, LIGHT, image_bytes
-from hf_pyao.report.schema import write_json
 from hf_pyao.report.tables import markdown_of
 from tests.report.documents import GIB, make_microbatch
 

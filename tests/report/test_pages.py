@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_pyao.report import ReportError
-from hf_pyao.report.documents import figure_of
+from hf_pyao.documents.schema import ReportError
+from hf_pyao.report.kinds import figure_of
 from hf_pyao.report.labels import place_labels
 from hf_pyao.report.pages import html_page, write_page
 from hf_pyao.report.plots.bench_plots import largest_figure, trade_off_figure

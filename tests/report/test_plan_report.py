@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from hf_pyao.cli import main
-from hf_pyao.planning import plan as policy
-from hf_pyao.report import read_document
-from hf_pyao.report.documents import figure_of
-from hf_pyao.report.plan_report import LeverSetting, Plan, PlannedSlot
+from hf_pyao.documents.plan import LeverSetting, Plan, PlannedSlot
+from hf_pyao.documents.schema import write_json
+from hf_pyao.planning import plan_policy as policy
+from hf_pyao.report.kinds import figure_of, read_document
 from hf_pyao.report.plan_view import bytes_by_action, plan_view, ranges
-from hf_pyao.report.schema import write_json
 from hf_pyao.report.tables import markdown_of
 from tests.report.documents import MIB, make_plan
 

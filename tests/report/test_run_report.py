@@ -13,9 +13,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_pyao import PyAOConfig, PyAOTrainer, attach
+from hf_pyao.documents.provenance import package_versions, source_digest
+from hf_pyao.documents.run import RunReport, write_run_report
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.errors import ConfigError
-from hf_pyao.report import ReportError, RunReport, read_document, write_run_report
-from hf_pyao.report.provenance import package_versions, source_digest
+from hf_pyao.report.kinds import read_document
 from tests.report.documents import make_run
 
 SETTINGS = {
@@ -145,7 +147,7 @@ def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_versions_name_what_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_pyao.report.provenance.PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr("hf_pyao.documents.provenance.PACKAGES", ("torch", "no-such-package"))
     versions = package_versions()
     assert torch.__version__.startswith(versions["torch"] or "?")
     assert versions["no-such-package"] is None
@@ -192,7 +194,7 @@ def test_a_report_that_cannot_be_made_is_logged_and_no_error(
     def fail() -> None:
         raise RuntimeError("no provenance")
 
-    monkeypatch.setattr("hf_pyao.report.run_report.collect_provenance", fail)
+    monkeypatch.setattr("hf_pyao.documents.run.collect_provenance", fail)
     model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
     with attach(model) as offloader:
         assert write_run_report(offloader, tmp_path / "run.json") is None
@@ -221,7 +223,7 @@ def test_training_ends_well_without_its_report(
     def fail(*args: object) -> None:
         raise RuntimeError("no report")
 
-    monkeypatch.setattr("hf_pyao.report.run_report.make_run_report", fail)
+    monkeypatch.setattr("hf_pyao.documents.run.make_run_report", fail)
     arguments = TrainingArguments(
         str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
     )

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from hf_pyao.cli import main
-from hf_pyao.report import ReportError, read_document
+from hf_pyao.documents.profile import Profile, ProfiledSpan
+from hf_pyao.documents.schema import ReportError, write_json
+from hf_pyao.documents.step import MOST_SPANS, StepReport, StepSpan, StepTotals
 from hf_pyao.report.chrome_trace import trace_of
-from hf_pyao.report.documents import figure_of
+from hf_pyao.report.kinds import figure_of, read_document
 from hf_pyao.report.plots.look import DARK, LIGHT, image_bytes
 from hf_pyao.report.plots.step_plots import FINEST
-from hf_pyao.report.profile_report import Profile, ProfiledSpan
-from hf_pyao.report.schema import write_json
-from hf_pyao.report.step_report import MOST_SPANS, StepReport, StepSpan, StepTotals
 from hf_pyao.report.tables import markdown_of
 from tests.report.documents import GIB, PROVENANCE, make_bench, make_step
 

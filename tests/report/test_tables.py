@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from hf_pyao.report.bench_report import OUT_OF_MEMORY, BenchRow
+from hf_pyao.documents.bench import OUT_OF_MEMORY, BenchRow
+from hf_pyao.quantities import number
 from hf_pyao.report.bench_view import bench_table
-from hf_pyao.report.quantities import number
 from hf_pyao.report.tables import markdown_of
 from tests.report.documents import make_bench, make_facts, make_row, make_run
 

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from hf_pyao import cli
-from hf_pyao.report import ReportError, RunReport, markdown, read_document
-from hf_pyao.report.documents import figure_of
+from hf_pyao.documents.plan import PlannedSlot
+from hf_pyao.documents.run import RunReport
+from hf_pyao.documents.schema import ReportError, to_plain, write_json
+from hf_pyao.documents.step import StepSpan
+from hf_pyao.report import markdown
+from hf_pyao.report.kinds import figure_of, read_document
 from hf_pyao.report.pages import html_page
-from hf_pyao.report.plan_report import PlannedSlot
 from hf_pyao.report.plots.look import image_bytes
-from hf_pyao.report.schema import to_plain, write_json
-from hf_pyao.report.step_report import StepSpan
 from hf_pyao.report.tables import markdown_of
 from tests.report.documents import (
     make_bench,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hf_pyao.report.bench_report import BenchReport, BenchRow
+from hf_pyao.documents.bench import BenchReport, BenchRow
+from hf_pyao.quantities import GIB
 from hf_pyao.report.labels import place_labels
 from hf_pyao.report.plots.look import FAMILIES, LIGHT, MOST_ROWS, NOTHING, Look, family_of
-from hf_pyao.report.quantities import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

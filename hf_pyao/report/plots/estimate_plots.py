@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_pyao.report.estimate_report import EstimateReport
+from hf_pyao.documents.estimate import EstimateReport
 from hf_pyao.report.plots.look import LIGHT, MOST_ROWS, NOTHING, OURS, RECOMPUTE, Family, Look
 
 if TYPE_CHECKING:

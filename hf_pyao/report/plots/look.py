@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hf_pyao.report.bench_report import REFERENCE
-from hf_pyao.report.schema import ReportError
+from hf_pyao.documents.bench import REFERENCE
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.text import describe_error, one_line
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_pyao.report.microbatch_report import SEQUENCE, MicroBatchReport, MicroBatchRow
+from hf_pyao.documents.microbatch import SEQUENCE, MicroBatchReport, MicroBatchRow
+from hf_pyao.quantities import GIB
 from hf_pyao.report.plots.look import LIGHT, MOST_ROWS, OURS, QUIET, WAITING, Look
-from hf_pyao.report.quantities import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_pyao.report.plan_report import KEEP, OFFLOAD, RECOMPUTE, Plan
+from hf_pyao.documents.plan import KEEP, OFFLOAD, RECOMPUTE, Plan
+from hf_pyao.quantities import GIB, MIB, number
 from hf_pyao.report.plan_view import bytes_by_action, num_layers
 from hf_pyao.report.plots import look as looks
 from hf_pyao.report.plots.look import LIGHT, Look
-from hf_pyao.report.quantities import GIB, MIB, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
+from hf_pyao.documents.profile import Profile
 from hf_pyao.report.plots.look import LIGHT, MOST_ROWS, OFFLOAD, OURS, RECOMPUTE, Look
-from hf_pyao.report.profile_report import Profile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_pyao.documents.run import RunReport
+from hf_pyao.quantities import GIB, MIB, number
 from hf_pyao.report.plots.look import LIGHT, NOTHING, OFFLOAD, OURS, QUIET, RECOMPUTE, Look
-from hf_pyao.report.quantities import GIB, MIB, number
-from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.run_view import RUN_FIGURES, kept_rows
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hf_pyao.documents.step import StepReport, StepSpan
 from hf_pyao.report.plots.look import (
     BACKWARD,
     FORWARD,
@@ -20,7 +21,6 @@ from hf_pyao.report.plots.look import (
     Family,
     Look,
 )
-from hf_pyao.report.step_report import StepReport, StepSpan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

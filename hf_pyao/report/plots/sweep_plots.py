@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from hf_pyao.documents.sweep import BYTES, Spread, SweepReport, SweepRow
+from hf_pyao.quantities import GIB, MIB
 from hf_pyao.report.labels import place_labels
 from hf_pyao.report.plots.look import LIGHT, MOST_ROWS, OURS, RECOMPUTE, Look
-from hf_pyao.report.quantities import GIB, MIB
-from hf_pyao.report.sweep_report import BYTES, Spread, SweepReport, SweepRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_pyao.report.bench_report import OK
-from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import JsonDocument
+from hf_pyao.documents.bench import OK
+from hf_pyao.documents.provenance import Provenance
+from hf_pyao.documents.schema import JsonDocument
 
 SCHEMA_VERSION = 1
 """Version of the JSON of a :class:`SweepReport`."""
@@ -39,7 +39,7 @@ class SweepPoint:
     position: int
     """When it ran among those of its seed, from 0."""
     status: str = OK
-    """One of :data:`~hf_pyao.report.bench_report.STATUSES`."""
+    """One of :data:`~hf_pyao.documents.bench.STATUSES`."""
     reason: str = ""
     """Why the status is what it is."""
     memory_bytes: int | None = None
@@ -96,7 +96,7 @@ class SweepRow:
 
     budget: int
     status: str = OK
-    """:data:`~hf_pyao.report.bench_report.OK` if any of its points was measured."""
+    """:data:`~hf_pyao.documents.bench.OK` if any of its points was measured."""
     reason: str = ""
     """Why a point of it was not."""
     memory_bytes: Spread | None = None

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import JsonDocument, read_fields
+from hf_pyao.documents.provenance import Provenance
+from hf_pyao.documents.schema import JsonDocument, read_fields
 
 SCHEMA_VERSION = 1
 """Version of the JSON of a :class:`BenchReport`."""

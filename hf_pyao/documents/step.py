@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from hf_pyao.documents.provenance import Provenance
+from hf_pyao.documents.schema import JsonDocument, ReportError, check_version, read_fields
 from hf_pyao.errors import unknown_name
-from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import JsonDocument, ReportError, check_version, read_fields
 from hf_pyao.text import echo
 
 SCHEMA_VERSION = 1

@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hf_pyao.documents.bench import BenchReport, FactsReport
+from hf_pyao.documents.estimate import EstimateReport
+from hf_pyao.documents.microbatch import MicroBatchReport
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.prediction import PredictionReport
+from hf_pyao.documents.profile import Profile
+from hf_pyao.documents.run import RunReport
+from hf_pyao.documents.schema import ReportError, read_json
+from hf_pyao.documents.step import StepReport
+from hf_pyao.documents.sweep import SweepReport
 from hf_pyao.errors import nearest
-from hf_pyao.report.bench_report import BenchReport, FactsReport
 from hf_pyao.report.bench_view import bench_view, facts_view
-from hf_pyao.report.estimate_report import EstimateReport
 from hf_pyao.report.estimate_view import estimate_view
-from hf_pyao.report.microbatch_report import MicroBatchReport
 from hf_pyao.report.microbatch_view import microbatch_view
-from hf_pyao.report.plan_report import Plan
 from hf_pyao.report.plan_view import plan_view
 from hf_pyao.report.plots.bench_plots import bench_figure
 from hf_pyao.report.plots.estimate_plots import estimate_figure
@@ -25,16 +31,10 @@ from hf_pyao.report.plots.profile_plots import throughput_figure
 from hf_pyao.report.plots.run_plots import run_figure
 from hf_pyao.report.plots.step_plots import step_figure
 from hf_pyao.report.plots.sweep_plots import sweep_figure
-from hf_pyao.report.prediction_report import PredictionReport
 from hf_pyao.report.prediction_view import prediction_view
-from hf_pyao.report.profile_report import Profile
 from hf_pyao.report.profile_view import profile_view
-from hf_pyao.report.run_report import RunReport
 from hf_pyao.report.run_view import run_view
-from hf_pyao.report.schema import ReportError, read_json
-from hf_pyao.report.step_report import StepReport
 from hf_pyao.report.step_view import step_view
-from hf_pyao.report.sweep_report import SweepReport
 from hf_pyao.report.sweep_view import sweep_view
 from hf_pyao.report.trace_events import profile_events, step_events
 from hf_pyao.report.view import Kind, View

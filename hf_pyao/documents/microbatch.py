@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import JsonDocument, ReportError
+from hf_pyao.documents.provenance import Provenance
+from hf_pyao.documents.schema import JsonDocument, ReportError
 from hf_pyao.text import echo
 
 SCHEMA_VERSION = 1

@@ -1,13 +1,9 @@
-"""The policy that decides as a :class:`~hf_pyao.report.plan_report.Plan` says."""
+"""The policy that decides as a :class:`~hf_pyao.documents.plan.Plan` says."""
 
 from __future__ import annotations
 
 from hf_pyao.codecs import get_codec
-from hf_pyao.report.plan_report import KEEP as KEEP
-from hf_pyao.report.plan_report import RECOMPUTE as RECOMPUTE
-from hf_pyao.report.plan_report import Plan as Plan
-from hf_pyao.report.plan_report import PlanError as PlanError
-from hf_pyao.report.plan_report import PlannedSlot as PlannedSlot
+from hf_pyao.documents.plan import KEEP, RECOMPUTE, Plan, PlanError
 from hf_pyao.runtime.policy import Decision, Keep, LayerRun, Offload, Recompute, Situation
 from hf_pyao.runtime.slots import Slot
 

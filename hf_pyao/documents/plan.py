@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from hf_pyao.config import LEAST_LAYERS, SETTINGS
+from hf_pyao.documents.schema import JsonDocument
 from hf_pyao.errors import ConfigError, PyAOError, nearest, unknown_name
-from hf_pyao.report.schema import JsonDocument
+from hf_pyao.levers import Levers
+from hf_pyao.runtime.slots import ANCHOR, SHARED
 from hf_pyao.text import echo
 
 SCHEMA_VERSION = 1
@@ -162,10 +165,6 @@ class Plan(JsonDocument):
 
     def _check_levers(self) -> None:
         """Refuse levers that are unknown, or have a value that the configuration would refuse."""
-        # They make all settings, which reading other reports does not.
-        from hf_pyao.config import LEAST_LAYERS, SETTINGS
-        from hf_pyao.levers import Levers
-
         for name, value in self.levers.items():
             if name not in Levers.names():
                 raise PlanError(f"the plan's levers: {unknown_name('lever', name, Levers.names())}")
@@ -183,19 +182,17 @@ class Plan(JsonDocument):
 
     def _check_slots(self) -> None:
         """Refuse unknown actions, codecs and forms of names, and slots that are named twice."""
-        from hf_pyao.codecs import CODECS  # imports torch, which reading other reports does not
-        from hf_pyao.runtime.slots import ANCHOR, SHARED
-
         named: set[tuple[str, int | None]] = set()
         for slot in self.slots:
             if slot.action not in ACTIONS:
                 raise PlanError(
                     f"slot {echo(slot.name)}: {unknown_name('action', slot.action, ACTIONS)}"
                 )
-            if slot.codec is not None and slot.codec not in CODECS:
-                raise PlanError(
-                    f"slot {echo(slot.name)}: {unknown_name('codec', slot.codec, CODECS)}"
-                )
+            if slot.codec is not None:
+                try:
+                    SETTINGS["codec"].kind.check("its codec", slot.codec)
+                except ConfigError as error:
+                    raise PlanError(f"slot {echo(slot.name)}: {error}") from error
             _, colon, number = slot.name.rpartition(":")
             if not colon or not number.removeprefix(ANCHOR).removeprefix(SHARED).isdigit():
                 raise PlanError(

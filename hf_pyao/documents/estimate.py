@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_pyao.report.provenance import Provenance
-from hf_pyao.report.schema import JsonDocument
+from hf_pyao.documents.provenance import Provenance
+from hf_pyao.documents.schema import JsonDocument
 
 SCHEMA_VERSION = 1
 """Version of the JSON of an :class:`EstimateReport`."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from hf_pyao.errors import ConfigError
-from hf_pyao.report.provenance import Provenance, collect_provenance, now
-from hf_pyao.report.schema import (
+from hf_pyao.documents.provenance import Provenance, collect_provenance, now
+from hf_pyao.documents.schema import (
     JsonDocument,
     ReportError,
 )
+from hf_pyao.errors import ConfigError
 from hf_pyao.text import describe_error, echo
 
 logger = logging.getLogger(__name__)
