@@ -26,6 +26,7 @@ LAYERS = (
     ("runtime",),
     ("recompute", "documents"),
     ("simulation", "planning"),
+    ("auto",),
     ("integrations", "report"),
     ("estimate",),
     ("bench",),
@@ -38,6 +39,7 @@ ONLY_TORCH = (
     *("levers", "documents"),
     *("attention", "gradient_buffer", "rerun", "weak_calls", "tiling"),
     *("codecs", "stores", "transfer", "runtime", "recompute", "simulation", "losses", "planning"),
+    "auto",
 )
 """Parts that import neither transformers nor accelerate, not even inside a function."""
 
