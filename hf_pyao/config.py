@@ -7,10 +7,9 @@ import json
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.files import read_json_object
@@ -49,21 +48,20 @@ AUTO_MICRO_BATCH_NAMES = ("off", "fastest", "largest")
 VERIFY_RECOMPUTE_NAMES = ("auto", "always", "off")
 """Names that ``verify_recompute`` takes."""
 
-IMPLIED = {
-    "head_loss": ("off", "chunked"),
-    "mlp_tiles": ("off", "auto"),
-    "checkpoint_every": (0, 1),
-    "checkpoint_nested": (False, True),
-    "save_attention": (False, True),
-    "attention_groups": ("off", "auto"),
-}
-"""By setting that was not given: what it is without ``long_context``, and with it."""
-
 LEAST_LAYERS = {"checkpoint_nested": 2, "save_attention": 1}
 """By setting that says how layers run again: what ``checkpoint_every`` must be for it."""
 
 MIB = 2**20
 GIB = 2**30
+
+DEFAULT_WINDOW_BYTES = 256 * MIB
+"""What ``window`` is where it is left open."""
+
+DEFAULT_KEEP_LAST_LAYERS = 1
+"""What ``keep_last_layers`` is where it is left open."""
+
+DEFAULT_MIN_BYTES = 64 * 1024
+"""What ``min_bytes`` is where it is not given."""
 
 REMOVED = {
     "copy_streams": "it served comparisons alone: remove it, and pass "
@@ -86,6 +84,12 @@ class PyAOConfig:
     depend on the model (roles and module names) are checked when the model is attached. The same
     settings are flags of :class:`~hf_pyao.PyAOArguments` (``--activation_offload_<field>``) and
     fields and variables of :class:`~hf_pyao.PyAOPlugin` (``PYAO_<FIELD>``).
+
+    A configuration is a value. A field that is None is *left open*: hf_pyao may choose it, and
+    policy ``auto`` does. A field that is given binds, also where its value is the one that an open
+    field has: ``PyAOConfig(checkpoint_every=0)`` is not equal to ``PyAOConfig()``. Open fields stay
+    open in ``dataclasses.replace``, in dictionaries, files, flags and the environment.
+    :meth:`effective` returns the values that are used where nothing else is chosen.
 
     Raises:
         ConfigError: a value has the wrong type, is out of range, or contradicts another.
@@ -168,26 +172,27 @@ class PyAOConfig:
         "'pointwise': all that needs no matrix product, the most bytes for the least time. The "
         "policy decides on the rest.",
     )
-    keep_last_layers: int = setting(
-        1,
-        Count("layers"),
+    keep_last_layers: int | None = setting(
+        None,
+        Implied(Count("layers"), DEFAULT_KEEP_LAST_LAYERS),
         "Number of last layers of each forward whose tensors stay on the device. Backward begins "
         "with them, so offloading them only costs time (PyAO paper, section 4.2); raise it as far "
-        "as memory allows.",
+        "as memory allows. (default: 1; {policy} 'auto' keeps fewer where nothing else fits)",
     )
     min_bytes: int | str = setting(
-        64 * 1024,
+        DEFAULT_MIN_BYTES,
         Size(),
         "Saved tensors smaller than this stay on the device: a number of bytes, or a size such as "
         "256KiB. Raise it if there are many small copies, lower it only to free the last few MiB.",
     )
-    window: int | str = setting(
-        256 * MIB,
-        Size(words=("layer",)),
+    window: int | str | None = setting(
+        None,
+        Implied(Size(words=("layer",)), DEFAULT_WINDOW_BYTES),
         "How much may be in flight. A number of bytes, or a size such as 256MiB: copies run on "
         "under later layers as long as no more than that waits to leave or was brought back ahead "
         "of its use; faster, and that much more device memory. 'layer': compute and copies meet "
-        "at the end of every layer (PyAO paper, section 4.2), the tightest memory.",
+        "at the end of every layer (PyAO paper, section 4.2), the tightest memory. (default: "
+        "256MiB; {policy} 'auto' takes a smaller one where nothing else fits)",
     )
     host_memory_gib: float | None = setting(
         None,
@@ -211,9 +216,9 @@ class PyAOConfig:
         "With {policy} 'auto': let it choose codecs that are not exact ('int8') where they are "
         "faster. A lossy {codec} that is given is permission for that one.",
     )
-    head_loss: str = setting(
+    head_loss: str | None = setting(
         None,
-        Implied(Choice(HEAD_LOSS_NAMES)),
+        Implied(Choice(HEAD_LOSS_NAMES), "off", with_long_context="chunked"),
         "How the loss is computed from the last hidden states. 'off': as the model does. "
         "'chunked': without ever holding all logits, which frees much when the vocabulary is "
         "large. 'liger': by Liger's kernel, if installed. 'auto': 'chunked' where the model's "
@@ -228,9 +233,9 @@ class PyAOConfig:
         "with the number of tokens is then on the device for one layer, or one tile, at a time. "
         "{policy} stays. Costs about the time of one more forward.",
     )
-    mlp_tiles: int | str = setting(
+    mlp_tiles: int | str | None = setting(
         None,
-        Implied(Parts("tiles")),
+        Implied(Parts("tiles"), "off", with_long_context="auto"),
         "Run the MLP of each layer over tiles of tokens, forward and backward, so that its "
         "intermediate tensors exist for one tile at a time; norms that are written out in steps, "
         "as Llama's are, too. A number of tiles, or 'auto': as many as keep a tile's tensors small "
@@ -238,33 +243,33 @@ class PyAOConfig:
         "forward once more. Gradients of its weights are summed in another order. (default: off; "
         "with {long_context}: auto)",
     )
-    checkpoint_every: int = setting(
+    checkpoint_every: int | None = setting(
         None,
-        Implied(Count("layers")),
+        Implied(Count("layers"), 0, with_long_context=1),
         "Of every so many layers only the first one's input is saved, and leaves; the layers run "
         "again in backward, which gives the same bits. 1: each layer's input leaves. More: that "
         "part of the host memory, while the tensors of so many layers are on the device at once. "
         "0: off. In place of gradient checkpointing. (default: 0; with {long_context}: 1; {policy} "
         "'auto' takes another number where that is faster, or where nothing else fits)",
     )
-    checkpoint_nested: bool = setting(
+    checkpoint_nested: bool | None = setting(
         None,
-        Implied(Switch()),
+        Implied(Switch(), False, with_long_context=True),
         "With {checkpoint_every} of 2 or more: the layers between two saved inputs run again "
         "twice, the first time for their inputs alone, so that one layer's tensors are on the "
         "device at once. Costs the time of up to one more forward. (default: false; with "
         "{long_context}: true)",
     )
-    save_attention: bool = setting(
+    save_attention: bool | None = setting(
         None,
-        Implied(Switch()),
+        Implied(Switch(), False, with_long_context=True),
         "With {checkpoint_every}: what attention returns leaves as well, and its kernel does not "
         "run again, where the host has room for it beside the layers' inputs. Attention takes time "
         "by the square of the length. (default: false; with {long_context}: true)",
     )
-    attention_groups: int | str = setting(
+    attention_groups: int | str | None = setting(
         None,
-        Implied(Parts("groups", zero_is_off=True)),
+        Implied(Parts("groups", zero_is_off=True), "off", with_long_context="auto"),
         "Run flash attention for one group of samples and heads after the other, so that what its "
         "backward allocates inside (float32 sums for all queries, and with grouped heads expanded "
         "keys and values) exists for one group at a time. A number of groups, or 'auto': as many "
@@ -306,41 +311,44 @@ class PyAOConfig:
         "Write what was moved, kept and waited for to this JSON file when training ends.",
     )
 
-    _labels: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    _left_open: ClassVar[frozenset[str]] = frozenset()
+    labels: InitVar[Mapping[str, str] | None] = None
+    """By field, the name by which messages call it, such as a flag. Labels change messages and
+    nothing else, so they are no field and take no part in ``==``; ``replace`` keeps them."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, labels: Mapping[str, str] | None) -> None:
         """Check every field, and hold it in its plain form; see the class docstring."""
-        for name, declared in settings_of(type(self)).items():
-            value = declared.kind.check(name, getattr(self, name))
+        object.__setattr__(self, "labels", dict(labels or {}))
+        for name, declared in SETTINGS.items():
+            value = declared.kind.check(self.label(name), getattr(self, name))
             object.__setattr__(self, name, value)
-        left_open = frozenset(name for name in IMPLIED if getattr(self, name) is None)
-        object.__setattr__(self, "_left_open", left_open)
-        for name, value in implied_by(vars(self)).items():
-            object.__setattr__(self, name, value)
-        _check_together(vars(self), self.label)
+        _check_together(implied_by(vars(self)), self.label)
 
     @property
     def left_open(self) -> frozenset[str]:
-        """Fields of :data:`IMPLIED` that were not given.
+        """The fields that are not given, which are those that are None."""
+        return frozenset(name for name in SETTINGS if getattr(self, name) is None)
 
-        ``dataclasses.replace`` gives all: what it returns leaves nothing open.
+    def effective(self) -> EffectiveConfig:
+        """Return the configuration with the implied value in each field that was left open.
+
+        This is what a step runs with where no plan chooses otherwise. As a configuration of its own
+        it leaves nothing to choose. Fields that stand for something to do without a default, such
+        as ``report``, stay None.
         """
-        return self._left_open
+        return EffectiveConfig(**implied_by(vars(self)))
 
     def label(self, name: str) -> str:
         """Return a field's name as the user gave it: a flag, a variable, a key of a file."""
-        return self._labels.get(name, name)
+        labels: Mapping[str, str] = vars(self)["labels"]
+        return labels.get(name, name)
 
     def with_settings(self, **values: Any) -> PyAOConfig:
-        """Return the same with *values* given; messages call settings as they do here.
+        """Return the same with *values* given, as ``dataclasses.replace`` does.
 
         Raises:
             ConfigError: a bad value, or one that contradicts another.
         """
-        changed = dataclasses.replace(self, **values)
-        object.__setattr__(changed, "_labels", dict(self._labels))
-        return changed
+        return dataclasses.replace(self, **values)
 
     @classmethod
     def from_dict(
@@ -355,15 +363,7 @@ class PyAOConfig:
         Raises:
             ConfigError: an unknown key (the nearest known one is named), or a bad value.
         """
-        labels = labels or {}
-        checked = _checked(_known(values), labels)
-        defaults = {name: declared.default for name, declared in SETTINGS.items()}
-        whole = {**defaults, **checked}
-        whole |= implied_by(whole)
-        _check_together(whole, lambda name: labels.get(name, name))
-        config = cls(**checked)
-        object.__setattr__(config, "_labels", dict(labels))
-        return config
+        return cls(**_known(values), labels=labels)
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> PyAOConfig:
@@ -377,7 +377,7 @@ class PyAOConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain values, with a ``schema_version``.
 
-        Policy and codec instances are written by their ``name``.
+        Open fields are None. Policy and codec instances are written by their ``name``.
         """
         values: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         for name in SETTINGS:
@@ -392,15 +392,30 @@ class PyAOConfig:
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
+class EffectiveConfig(PyAOConfig):
+    """A configuration whose open fields hold their implied values; see PyAOConfig.effective."""
+
+    if TYPE_CHECKING:
+        keep_last_layers: int
+        window: int | str
+        head_loss: str
+        mlp_tiles: int | str
+        checkpoint_every: int
+        checkpoint_nested: bool
+        save_attention: bool
+        attention_groups: int | str
+
+
 def implied_by(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what those settings are that *values*, all settings by name, leave open (None)."""
+    """Return *values*, by field, with the implied value in place of each open one."""
     whole = dict(values)
-    for name, (without, with_long_context) in IMPLIED.items():
-        if whole[name] is None:
-            whole[name] = with_long_context if whole["long_context"] else without
+    for name, declared in SETTINGS.items():
+        if isinstance(declared.kind, Implied) and whole[name] is None:
+            whole[name] = declared.kind.implied(long_context=whole["long_context"])
+            # checkpoint_every is declared before the fields that depend on it.
             if name in LEAST_LAYERS and whole["checkpoint_every"] < LEAST_LAYERS[name]:
                 whole[name] = False
-    return {name: whole[name] for name in IMPLIED}
+    return whole
 
 
 SETTINGS = settings_of(PyAOConfig)
@@ -408,7 +423,7 @@ SETTINGS = settings_of(PyAOConfig)
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Return what a configuration file says, checked value by value, without its version.
+    """Return what a configuration file gives, checked value by value; open fields are left out.
 
     Raises:
         ConfigError: the file is missing, is no JSON object, or holds a bad key or value.
@@ -451,8 +466,9 @@ def _known(values: object, where: str = "") -> dict[str, Any]:
 
 
 def _checked(values: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return *values*, each checked by itself."""
-    return {n: SETTINGS[n].kind.check(labels.get(n, n), value) for n, value in values.items()}
+    """Return *values* that are given, each checked by itself."""
+    checked = {n: SETTINGS[n].kind.check(labels.get(n, n), value) for n, value in values.items()}
+    return {name: value for name, value in checked.items() if value is not None}
 
 
 def _check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> None:

@@ -54,13 +54,14 @@ class Levers:
     @classmethod
     def of(cls, config: PyAOConfig) -> Levers:
         """Return those of *config*."""
+        effective = config.effective()
         return cls(
-            head_loss=config.head_loss,
-            mlp_tiles=config.mlp_tiles,
-            checkpoint_every=config.checkpoint_every,
-            checkpoint_nested=config.checkpoint_nested,
-            save_attention=config.save_attention,
-            attention_groups=config.attention_groups,
+            head_loss=effective.head_loss,
+            mlp_tiles=effective.mlp_tiles,
+            checkpoint_every=effective.checkpoint_every,
+            checkpoint_nested=effective.checkpoint_nested,
+            save_attention=effective.save_attention,
+            attention_groups=effective.attention_groups,
         )
 
     @classmethod
@@ -73,7 +74,7 @@ class Levers:
         plans = config.policy in ("auto", "plan") or hasattr(config.policy, "plan")
         if not plans:
             return frozenset()
-        found = {"mlp_tiles"} if config.mlp_tiles == "auto" else set()
+        found = {"mlp_tiles"} if cls.of(config).mlp_tiles == "auto" else set()
         found |= {"attention_groups"} & config.left_open
         if "checkpoint_every" in config.left_open and not config.recompute_modules:
             found |= {"checkpoint_every"}

@@ -336,9 +336,18 @@ class Parts(Kind):
 
 @dataclass(frozen=True)
 class Implied(Kind):
-    """What *kind* may hold, or None: then another setting says what it is."""
+    """What *kind* may hold, or None: the setting is left open, and another value is implied."""
 
     kind: Kind
+    usual: Any
+    """What is implied."""
+    with_long_context: Any = None
+    """What ``long_context`` implies; None: the same."""
+
+    def implied(self, *, long_context: bool) -> Any:
+        """Return what the setting is where it is left open."""
+        changes = long_context and self.with_long_context is not None
+        return self.with_long_context if changes else self.usual
 
     @property
     def flag_type(self) -> Any:

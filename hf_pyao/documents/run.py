@@ -75,7 +75,7 @@ class RunReport(JsonDocument):
     policy: str
     """Name of the policy that decided."""
     config: dict[str, Any]
-    """``PyAOConfig.to_dict()``."""
+    """``PyAOConfig.to_dict()``: open fields are None."""
     device: str
     """The device, such as ``cuda:0``."""
     layer_names: list[str]

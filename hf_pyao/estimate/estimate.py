@@ -12,7 +12,12 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import (
+    DEFAULT_KEEP_LAST_LAYERS,
+    DEFAULT_MIN_BYTES,
+    DEFAULT_WINDOW_BYTES,
+    PyAOConfig,
+)
 from hf_pyao.documents.estimate import EstimateRow
 from hf_pyao.documents.plan import Plan
 from hf_pyao.estimate.card_memory import card_memory
@@ -142,7 +147,7 @@ class Estimator:
         *,
         training_state: str = "host",
         sequence_length: int = 512,
-        window: int | str = PyAOConfig.window,
+        window: int | str = DEFAULT_WINDOW_BYTES,
         allocator: AllocatorSettings | None = None,
         **more: Any,
     ) -> None:
@@ -150,7 +155,7 @@ class Estimator:
         self.config = config
         self.hardware = hardware
         self.sequence_length = sequence_length
-        window = PyAOConfig(window=window).window
+        window = PyAOConfig(window=window).effective().window
         self.window_bytes = None if isinstance(window, str) else window
         self.num_recordings = 0
         kernels = more.setdefault("kernels", hardware.kernels)
@@ -330,7 +335,7 @@ class Estimator:
                     length,
                     levers=family.levers,
                     plan=self.rule_plan() if family.follows_rule else None,
-                    keep_last_layers=PyAOConfig.keep_last_layers if family.follows_rule else 0,
+                    keep_last_layers=DEFAULT_KEEP_LAST_LAYERS if family.follows_rule else 0,
                     must_run_again=family.is_other,
                 )
         return self._recorded[key]
@@ -391,8 +396,8 @@ class Estimator:
         conditions = Conditions(
             link=self.hardware.link,
             window_bytes=self.window_bytes,
-            min_bytes=int(PyAOConfig().min_bytes),
-            keep_last_layers=levers.kept_layers(program.num_layers, PyAOConfig.keep_last_layers),
+            min_bytes=DEFAULT_MIN_BYTES,
+            keep_last_layers=levers.kept_layers(program.num_layers, DEFAULT_KEEP_LAST_LAYERS),
             allocator=allocator or self.allocator,
         )
         times_ms = operation_times_ms(program, self.hardware.device)
@@ -414,8 +419,8 @@ class Estimator:
 
     def leaves(self, way: Way, program: StepProgram) -> list[bool]:
         """Return which slots of *program* are offloaded."""
-        first_kept = program.num_layers - PyAOConfig.keep_last_layers
-        least = int(PyAOConfig().min_bytes)
+        first_kept = program.num_layers - DEFAULT_KEEP_LAST_LAYERS
+        least = DEFAULT_MIN_BYTES
         found = [
             way.offloads and slot.nbytes >= least and slot.layer < first_kept
             for slot in program.slots
@@ -423,7 +428,7 @@ class Estimator:
         if not way.is_budget:
             return found
         budget = OffloadBudget(least, max_bytes=self.hidden_bytes(program))
-        return leaving(program, budget, PyAOConfig.keep_last_layers)
+        return leaving(program, budget, DEFAULT_KEEP_LAST_LAYERS)
 
     def hidden_bytes(self, program: StepProgram) -> int:
         """Return what the link carries while forward computes (Megatron-Core's rule of thumb)."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import DEFAULT_KEEP_LAST_LAYERS, DEFAULT_WINDOW_BYTES, PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.model_sizes import build_config, find_size
 from hf_pyao.hardware.beside_step import FUSED, zero_bucket
@@ -46,7 +46,7 @@ class Method:
     """``PyAOConfig.policy``."""
     head_loss: str = "off"
     """``PyAOConfig.head_loss``."""
-    window: str | int = PyAOConfig.window
+    window: str | int = DEFAULT_WINDOW_BYTES
     """``PyAOConfig.window``."""
     checkpointing: bool = False
 
@@ -208,7 +208,7 @@ def peak_of_step(
     *,
     sequence_length: int = 512,
     training_state: str = "host",
-    keep_last_layers: int = PyAOConfig.keep_last_layers,
+    keep_last_layers: int = DEFAULT_KEEP_LAST_LAYERS,
 ) -> StepPeak:
     """Run one step of a bfloat16 model and return what would be alive on the device.
 
@@ -342,7 +342,7 @@ def check_head_loss(offloader: Offloader) -> int:
     """
     head_loss = offloader.head_loss
     num_chunks = 0 if head_loss is None else int(head_loss.metrics()["head_loss_num_chunks"])
-    if offloader.config.head_loss == "chunked" and not num_chunks:
+    if offloader.config.effective().head_loss == "chunked" and not num_chunks:
         raise ConfigError(f"the model kept its own loss: {offloader.describe()}")
     return num_chunks
 

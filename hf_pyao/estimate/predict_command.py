@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import DEFAULT_WINDOW_BYTES, PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.estimate.command import add_allocator_argument
 from hf_pyao.text import echo, one_line, say
@@ -51,7 +51,7 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--window",
-        default=str(PyAOConfig.window),
+        default=str(DEFAULT_WINDOW_BYTES),
         help="bytes in flight, or 'layer' (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, which `pyao report` reads")
@@ -106,7 +106,7 @@ def _report(args: argparse.Namespace) -> Any:
     limit_bytes = None if hardware is None else card_memory(hardware).limit_bytes
     if args.device_memory is not None:
         limit_bytes = int(Size().check("--device-memory", args.device_memory))
-    window = PyAOConfig.from_dict({"window": _number_or_text(args.window)}).window
+    window = PyAOConfig.from_dict({"window": _number_or_text(args.window)}).effective().window
     forecast = Forecast(
         profile,
         device=None if hardware is None else hardware.device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import EffectiveConfig, PyAOConfig
 from hf_pyao.documents.bench import OK, OUT_OF_MEMORY
 from hf_pyao.documents.provenance import collect_provenance
 from hf_pyao.documents.sweep import TENSORS, SweepPoint, SweepReport
@@ -66,7 +66,7 @@ def predict_sweep(
         ConfigError: the model is unknown, or cannot be run on fake tensors, or has no positions
             for so long a sequence.
     """
-    settings = settings or PyAOConfig()
+    effective = (settings or PyAOConfig()).effective()
     config = config_of(model)
     check_sequence_length(config, sequence_length)
     training = FakeTraining(
@@ -75,13 +75,13 @@ def predict_sweep(
         dtype=dtype,
         **training_fields(hardware, engine=engine, optimizer=optimizer),
     )
-    program = _record(training, micro_batch, sequence_length, Levers.of(settings))
+    program = _record(training, micro_batch, sequence_length, Levers.of(effective))
     points = predict_points(
         program,
         budgets,
         hardware,
         tokens=micro_batch * sequence_length,
-        settings=settings,
+        settings=effective,
         on_point=on_point,
     )
     first, *others = ASSUMPTIONS
@@ -100,10 +100,10 @@ def predict_sweep(
             "checkpointing": checkpointing,
             "engine": engine,
             "optimizer": optimizer,
-            **Levers.of(settings).settings(),
-            "min_bytes": settings.min_bytes,
-            "keep_last_layers": settings.keep_last_layers,
-            "window": settings.window,
+            **Levers.of(effective).settings(),
+            "min_bytes": effective.min_bytes,
+            "keep_last_layers": effective.keep_last_layers,
+            "window": effective.window,
             "budgets": list(budgets.values),
         },
         device=dataclasses.asdict(hardware),
@@ -147,7 +147,7 @@ def predict_points(
     hardware: Hardware,
     *,
     tokens: int,
-    settings: PyAOConfig,
+    settings: EffectiveConfig,
     on_point: Callable[[SweepPoint], None] = lambda point: None,
 ) -> list[SweepPoint]:
     """Predict each budget.
@@ -174,7 +174,7 @@ def _predict(
     budget: int,
     hardware: Hardware,
     tokens: int,
-    settings: PyAOConfig,
+    settings: EffectiveConfig,
     position: int,
 ) -> SweepPoint:
     is_count = budgets.are == TENSORS

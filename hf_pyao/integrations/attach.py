@@ -113,8 +113,8 @@ def attach(
     stop_left_behind()
     check_model(model)
     as_planned = config_with_plan(config)
-    if as_planned.checkpoint_every:
-        check_other_checkpointing(model, as_planned.checkpoint_every)
+    if length := as_planned.effective().checkpoint_every:
+        check_other_checkpointing(model, length)
     check_report_path(config.report, config.label("report"))
     check_report_path(config.profile, config.label("profile"))
     attached = offloader_of(model)
@@ -137,8 +137,8 @@ def attach(
     if link is not None and link.window_bytes != window_bytes_of(config):
         shared = "layer" if link.window_bytes is None else link.window_bytes
         raise ConfigError(
-            f"{config.label('window')} is {config.window!r}; expected the window of the link that "
-            f"is shared, {shared!r}. Give both models the same window."
+            f"{config.label('window')} is {config.effective().window!r}; expected the window of "
+            f"the link that is shared, {shared!r}. Give both models the same window."
         )
     offloader = Offloader(model, found, as_planned, transport, host_pool, link, backward_order)
     offloader.config = config
@@ -146,7 +146,7 @@ def attach(
         logger.info("%s", offloader.describe())
         if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
             offloader.engine.idle_warnings.all_layers_kept(
-                f"{config.label('keep_last_layers')}={config.keep_last_layers}",
+                f"{config.label('keep_last_layers')}={config.effective().keep_last_layers}",
                 len(offloader.layer_names),
             )
         return offloader

@@ -115,7 +115,7 @@ class PyAOCallback(TrainerCallback):
         config = self.config or _config_of(args)
         if not self.trainer_chooses_micro_batch:
             refuse_without_trainer(config, "a callback")
-        check_checkpointing_arguments(args, config.checkpoint_every)
+        check_checkpointing_arguments(args, config.effective().checkpoint_every)
         if uses_checkpointing(args) and not self._has_warned_checkpointing:
             self._has_warned_checkpointing = True
             logger.warning(

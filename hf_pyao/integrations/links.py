@@ -29,7 +29,8 @@ def make_link(
 
 def window_bytes_of(config: PyAOConfig) -> int | None:
     """Return the bound on bytes in flight; None is to meet at the end of each layer."""
-    return None if isinstance(config.window, str) else config.window
+    window = config.effective().window
+    return None if isinstance(window, str) else window
 
 
 def _make_pool(config: PyAOConfig, transport: Transport, device: torch.device) -> HostPool:

@@ -124,7 +124,7 @@ class MemoryFailure:
 
     def _lever(self, config: PyAOConfig) -> str:
         smaller = "a smaller micro-batch, with as many more gradient accumulation steps"
-        if not self.where and config.head_loss == "off":
+        if not self.where and config.effective().head_loss == "off":
             return (
                 f"{config.label('head_loss')}='chunked', which never holds all logits; then "
                 f"{smaller}"

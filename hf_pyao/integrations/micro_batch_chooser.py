@@ -210,7 +210,7 @@ class MicroBatchChooser:
                 CopiedStep(self._model, seen),
                 levers=levers,
                 recompute_modules=config.recompute_modules if recomputes else (),
-                keep_last_layers=config.keep_last_layers if recomputes else 0,
+                keep_last_layers=config.effective().keep_last_layers if recomputes else 0,
                 layers=config.layers,
                 must_run_again=is_other,
             )
@@ -324,7 +324,7 @@ def _measured(peak_bytes: int | None) -> str:
 def _leaves(config: PyAOConfig, program: StepProgram) -> list[bool]:
     """Return which slots leave under a policy that looks at no times."""
     least = int(config.min_bytes)
-    kept = Levers.of(config).kept_layers(program.num_layers, config.keep_last_layers)
+    kept = Levers.of(config).kept_layers(program.num_layers, config.effective().keep_last_layers)
     if config.policy == "off":
         return [False] * len(program.slots)
     if config.policy == "budget":

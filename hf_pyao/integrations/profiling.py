@@ -96,7 +96,7 @@ class ProfileWriter:
         self._on_done = on_done
         self._levers = Levers.of(config)
         self._layers = config.layers
-        plain = config.to_dict()
+        plain = config.effective().to_dict()
         self._settings = {name: plain[name] for name in SETTINGS}
         self._settings["transport"] = link.transport.name
         self._title = title

@@ -111,11 +111,11 @@ class RunRecord:
         A layer that runs several times in a forward is kept the last time only, so that the earlier
         ones are offloaded all the same.
         """
-        return self.config.keep_last_layers >= len(self.layer_names)
+        return self.config.effective().keep_last_layers >= len(self.layer_names)
 
     def describe(self) -> str:
         """Say in one line what is offloaded, how, and within which limits."""
-        config = self.config
+        config = self.config.effective()
         head = self.levers_description
         if self.engine.policy.name == "off":
             what = f"; {self.segments}" if self.segments else ""
@@ -210,10 +210,11 @@ class RunRecord:
         return what
 
     def _limits(self) -> str:
-        window = (
+        window = self.config.effective().window
+        in_flight = (
             "meeting copies at each layer's end"
-            if isinstance(self.config.window, str)
-            else f"{self.config.window / 2**20:.0f} MiB in flight"
+            if isinstance(window, str)
+            else f"{window / 2**20:.0f} MiB in flight"
         )
         place = (
             "counting only: on a CPU the host stands in for the device"
@@ -223,7 +224,7 @@ class RunRecord:
         share = self.host_pool.share
         how = "" if share is None else f" ({share.describe()})"
         capacity_gib = self.host_pool.capacity_bytes / GIB
-        return f"{window}, {place}, at most {capacity_gib:.1f} GiB{how}"
+        return f"{in_flight}, {place}, at most {capacity_gib:.1f} GiB{how}"
 
 
 def is_main_process() -> bool:

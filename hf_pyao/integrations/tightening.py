@@ -59,7 +59,8 @@ class OffloadLadder:
         # Functions and not bound methods: those would hold this object, which holds them.
         rungs: list[_Rung] = [OffloadLadder._recompute, OffloadLadder._wait_for_copies]
         # What recomputes already would only come to hold more.
-        if not _may_recompute(config) and (config.keep_last_layers or config.policy != "all"):
+        keeps = config.effective().keep_last_layers or config.policy != "all"
+        if not _may_recompute(config) and keeps:
             rungs.insert(0, OffloadLadder._offload)
         self._rungs = iter(rungs)
 
@@ -122,7 +123,7 @@ class PlansFirst:
 
 
 def _may_recompute(config: PyAOConfig) -> bool:
-    if config.checkpoint_every:
+    if config.effective().checkpoint_every:
         return False
     if config.recompute_modules or config.policy in ("auto", "plan", "pyao"):
         return True

@@ -178,11 +178,16 @@ def _resolve_config(args: object, pyao_config: PyAOConfig | None) -> PyAOConfig 
             "pyao_config was given, but the training arguments say activation_offload=False. "
             "Pass activation_offload=True (--activation_offload), or drop pyao_config."
         )
-    for name in args.given_pyao_settings():
+    given = args.given_pyao_settings()
+    for name in given:
+        if name in pyao_config.left_open:
+            continue
         flag, argument = getattr(from_flags, name), getattr(pyao_config, name)
         if flag != argument:
             raise ConfigError(
                 f"the training arguments say {name}={flag!r} (activation_offload_{name}, or the "
                 f"configuration file), and pyao_config says {name}={argument!r}. Drop one of them."
             )
-    return pyao_config
+    return pyao_config.with_settings(
+        **{name: getattr(from_flags, name) for name in given if name in pyao_config.left_open}
+    )

@@ -45,7 +45,7 @@ def make_engine(
         recomputer=LayerRecomputer(sampler),
         backward_order=backward_order,
         buffer_keys=BufferKeys(model),
-        enters_always=bool(config.checkpoint_every),
+        enters_always=bool(config.effective().checkpoint_every),
     )
 
 
@@ -63,13 +63,14 @@ def make_lifecycle(
     """
     make: Callable[..., Lifecycle] = Lifecycle
     is_free = config.policy == "auto" and "checkpoint_every" in Levers.free_in(config)
-    if config.checkpoint_every or is_free:
+    levers = Levers.of(config)
+    if levers.checkpoint_every or is_free:
         make = functools.partial(
             SegmentLifecycle,
-            length=config.checkpoint_every,
-            is_nested=config.checkpoint_nested,
-            saves_attention=config.save_attention,
-            is_asked_for=bool(config.checkpoint_every),
+            length=levers.checkpoint_every,
+            is_nested=levers.checkpoint_nested,
+            saves_attention=levers.save_attention,
+            is_asked_for=bool(levers.checkpoint_every),
             sampler=sampler,
         )
     return make(
@@ -88,11 +89,12 @@ def put_on_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
     Raises:
         ConfigError: the model has no head that it understands.
     """
-    if config.head_loss == "off":
+    mode = config.effective().head_loss
+    if mode == "off":
         return None
     from hf_pyao.integrations.head_loss import install_head_loss  # imports transformers
 
-    return install_head_loss(model, config.head_loss)
+    return install_head_loss(model, mode)
 
 
 def put_on_mlp_tiles(
@@ -102,11 +104,12 @@ def put_on_mlp_tiles(
 
     *sampler* checks the tiles that run again in backward.
     """
-    if config.mlp_tiles == "off":
+    tiles = config.effective().mlp_tiles
+    if tiles == "off":
         return None
     from hf_pyao.integrations.mlp_tiles import install_mlp_tiles
 
-    return install_mlp_tiles(model, found, config.mlp_tiles, sampler)
+    return install_mlp_tiles(model, found, tiles, sampler)
 
 
 def put_on_attention_groups(
@@ -116,12 +119,13 @@ def put_on_attention_groups(
 
     None where neither does.
     """
-    if config.attention_groups == "off" and "attention_groups" not in Levers.free_in(config):
+    num_groups = config.effective().attention_groups
+    if num_groups == "off" and "attention_groups" not in Levers.free_in(config):
         return None
     from hf_pyao.integrations.attention_groups import groups_of
 
     groups = groups_of(model, found)
-    groups.set_groups(config.attention_groups)
+    groups.set_groups(num_groups)
     return groups
 
 
@@ -152,13 +156,14 @@ def wrapper_of(config: PyAOConfig, found: FoundLayers) -> Callable[[Policy], Pol
         names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
     )
     num_layers = len(found.layers)
-    first_kept = num_layers - Levers.of(config).kept_layers(num_layers, config.keep_last_layers)
+    keep_last_layers = config.effective().keep_last_layers
+    first_kept = num_layers - Levers.of(config).kept_layers(num_layers, keep_last_layers)
 
     def wrap(policy: Policy) -> Policy:
         if config.recompute_modules:
             is_pointwise = POINTWISE in config.recompute_modules
             policy = RecomputeSelected(policy, selected, is_pointwise=is_pointwise)
-        if config.keep_last_layers:
+        if keep_last_layers:
             policy = KeepLastLayers(policy, first_kept)
         return policy
 

@@ -26,12 +26,10 @@ from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.runtime.policy import POINTWISE
 
-DEFAULTS = PyAOConfig()
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What binds the solver. What a configuration has at its default is free."""
+    """What binds the solver. What a configuration leaves open is free."""
 
     min_bytes: int
     window_bytes: int | None
@@ -69,16 +67,17 @@ class PlanRequest:
             is_link_shared: the window is another model's too.
             allocator: settings of the device's caching allocator; None: it has none.
         """
-        window = config.window
+        effective = config.effective()
+        window = effective.window
         codec = config.codec if isinstance(config.codec, str) else config.codec.name
         return cls(
             min_bytes=int(config.min_bytes),
             window_bytes=None if isinstance(window, str) else window,
-            keep_last_layers=config.keep_last_layers,
+            keep_last_layers=effective.keep_last_layers,
             levers=Levers.of(config),
             room=room_of(config),
-            may_shrink_window=window == DEFAULTS.window and not is_link_shared,
-            may_keep_fewer=config.keep_last_layers == DEFAULTS.keep_last_layers,
+            may_shrink_window="window" in config.left_open and not is_link_shared,
+            may_keep_fewer="keep_last_layers" in config.left_open,
             recompute_modules=recomputed_paths,
             codec=codec,
             allow_lossy=config.allow_lossy,

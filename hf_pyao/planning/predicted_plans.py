@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import DEFAULT_KEEP_LAST_LAYERS, DEFAULT_MIN_BYTES
 from hf_pyao.documents.plan import Plan
 from hf_pyao.documents.prediction import PredictionReport
 from hf_pyao.documents.profile import Profile
@@ -35,7 +35,7 @@ def prediction_of(
         PlanError: a plan cannot be predicted, or is not for this step.
     """
     profile = forecast.profile
-    min_bytes, keep_last_layers = int(PyAOConfig().min_bytes), PyAOConfig.keep_last_layers
+    min_bytes, keep_last_layers = DEFAULT_MIN_BYTES, DEFAULT_KEEP_LAST_LAYERS
     everything = forecast.leaves(min_bytes=min_bytes, keep_last_layers=keep_last_layers)
     hidden_bytes = forecast.hidden_bytes()
     found: dict[str, PlannedStep | Sequence[bool]] = {
