@@ -64,23 +64,6 @@ class Levers:
             attention_groups=effective.attention_groups,
         )
 
-    @classmethod
-    def free_in(cls, config: PyAOConfig) -> frozenset[str]:
-        """Return the fields that a plan may set for *config*, since they were not given.
-
-        A number of tiles is free where it is ``"auto"``: without that there are none, since tiles
-        change the order of sums. The loss is never free.
-        """
-        plans = config.policy in ("auto", "plan") or hasattr(config.policy, "plan")
-        if not plans:
-            return frozenset()
-        found = {"mlp_tiles"} if cls.of(config).mlp_tiles == "auto" else set()
-        found |= {"attention_groups"} & config.left_open
-        if "checkpoint_every" in config.left_open and not config.recompute_modules:
-            found |= {"checkpoint_every"}
-            found |= {"checkpoint_nested", "save_attention"} & config.left_open
-        return frozenset(found)
-
     def in_config(self, config: PyAOConfig) -> PyAOConfig:
         """Return *config* with these given."""
         return config.with_settings(**self.settings())

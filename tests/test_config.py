@@ -24,6 +24,7 @@ from hf_pyao.runtime.policy import (
     Offload,
     OffloadAll,
     OffloadModules,
+    Policy,
     Situation,
 )
 from hf_pyao.runtime.slots import Slot
@@ -355,7 +356,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------
 
 
-class KeepsAll:
+class KeepsAll(Policy):
     name = "keeps all"
 
     def decide(self, slot: Slot, situation: Situation) -> Decision:

@@ -104,6 +104,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         PyAOError: an option is bad, a file is not what it should be, or nothing fits.
     """
     from hf_pyao.documents.schema import write_json
+    from hf_pyao.planning.plan_levers import free_levers
     from hf_pyao.report.tables import markdown_of
 
     if args.compare:
@@ -119,7 +120,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     if args.save is not None and not args.json:
         say(f"written: {one_line(str(args.save))}")
         # What is left open is set by the plan; what changes sums has to be asked for.
-        free = Levers.free_in(lever_config_of(args)) - {"mlp_tiles"}
+        free = free_levers(lever_config_of(args)) - {"mlp_tiles"}
         given = {name: v for name, v in levers_of(args).given().items() if name not in free}
         if given:
             say(f"follow it with: {', '.join(f'{name}={given[name]!r}' for name in given)}")

@@ -43,6 +43,7 @@ from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.levers import Levers
 from hf_pyao.planning.auto_plan import describe
 from hf_pyao.planning.lever_choice import FIXED, LeverRoom
+from hf_pyao.planning.plan_levers import free_levers
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.stores import HostPool
@@ -362,7 +363,7 @@ class AutoPolicy:
         """
         if not plan.levers.get("checkpoint_every"):
             return ""
-        if "checkpoint_every" not in Levers.free_in(self._config):
+        if "checkpoint_every" not in free_levers(self._config):
             return ""
         room = self._room()
         return "" if room.segments else f"layers would run again, and {room.why_no_segments}"

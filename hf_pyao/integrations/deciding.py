@@ -122,7 +122,7 @@ class Deciding:
             return self.auto.plan
         if self.pyao_rule is not None:
             return self.pyao_rule.plan
-        policy = getattr(self.engine.policy, "base", self.engine.policy)
+        policy = self.engine.policy.innermost
         return policy.plan if isinstance(policy, PlanPolicy) else None
 
     @property

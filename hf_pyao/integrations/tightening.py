@@ -11,7 +11,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.module_map import FoundLayers, named_submodules
 from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.runtime.policy import OffloadAll, RecomputeSelected
+from hf_pyao.runtime.policy import OffloadAll, RecomputeSelected, as_policy
 
 
 @runtime_checkable
@@ -127,7 +127,7 @@ def _may_recompute(config: PyAOConfig) -> bool:
         return False
     if config.recompute_modules or config.policy in ("auto", "plan", "pyao"):
         return True
-    return hasattr(config.policy, "products_to_replay")
+    return not isinstance(config.policy, str) and as_policy(config.policy).may_recompute
 
 
 def paths_of(found: FoundLayers) -> Mapping[str, frozenset[str]]:

@@ -14,6 +14,7 @@ from hf_pyao.integrations.buffer_keys import BufferKeys
 from hf_pyao.integrations.module_map import FoundLayers, named_submodules, resolve_selections
 from hf_pyao.integrations.sharding import KnownSharding
 from hf_pyao.levers import Levers
+from hf_pyao.planning.plan_levers import free_levers
 from hf_pyao.recompute.recomputer import LayerRecomputer
 from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
 from hf_pyao.recompute.verification import Sampler
@@ -62,7 +63,7 @@ def make_lifecycle(
     *sampler* checks what these give to backward.
     """
     make: Callable[..., Lifecycle] = Lifecycle
-    is_free = config.policy == "auto" and "checkpoint_every" in Levers.free_in(config)
+    is_free = config.policy == "auto" and "checkpoint_every" in free_levers(config)
     levers = Levers.of(config)
     if levers.checkpoint_every or is_free:
         make = functools.partial(
@@ -120,7 +121,7 @@ def put_on_attention_groups(
     None where neither does.
     """
     num_groups = config.effective().attention_groups
-    if num_groups == "off" and "attention_groups" not in Levers.free_in(config):
+    if num_groups == "off" and "attention_groups" not in free_levers(config):
         return None
     from hf_pyao.integrations.attention_groups import groups_of
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.planning.step_program import StepProgram
-from hf_pyao.runtime.policy import BELOW_MIN_BYTES, Decision, Keep, Offload, Situation
+from hf_pyao.runtime.policy import BELOW_MIN_BYTES, Decision, Keep, Offload, Policy, Situation
 from hf_pyao.runtime.slots import Slot
 
 OVER_BUDGET = "over budget"
@@ -19,7 +19,7 @@ _KEEP_SMALL = Keep(BELOW_MIN_BYTES)
 _KEEP_OVER = Keep(OVER_BUDGET)
 
 
-class OffloadBudget:
+class OffloadBudget(Policy):
     """Offload what is saved first in each forward, within a budget; keep the rest.
 
     What stays in any case, and what is too small, takes nothing of the budget. Of bytes, a tensor

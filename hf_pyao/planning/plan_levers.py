@@ -12,7 +12,24 @@ from typing import Any
 from hf_pyao.config import SETTINGS, PyAOConfig
 from hf_pyao.documents.plan import Plan, PlanError
 from hf_pyao.levers import Levers
+from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.text import echo
+
+
+def free_levers(config: PyAOConfig) -> frozenset[str]:
+    """Return the levers that a plan may set for *config*, since they were left open.
+
+    A number of tiles is free where it is ``"auto"``: without that there are none, since tiles
+    change the order of sums. The loss is never free.
+    """
+    if config.policy not in ("auto", "plan") and not isinstance(config.policy, PlanPolicy):
+        return frozenset()
+    found = {"mlp_tiles"} if config.effective().mlp_tiles == "auto" else set()
+    found |= {"attention_groups"} & config.left_open
+    if "checkpoint_every" in config.left_open and not config.recompute_modules:
+        found |= {"checkpoint_every"}
+        found |= {"checkpoint_nested", "save_attention"} & config.left_open
+    return frozenset(found)
 
 
 def levers_of_plan(plan: Plan, config: PyAOConfig) -> Levers:
@@ -22,7 +39,7 @@ def levers_of_plan(plan: Plan, config: PyAOConfig) -> Levers:
         PlanError: it needs others than were given; says which, and what to do.
     """
     given = Levers.of(config).settings()
-    free = Levers.free_in(config)
+    free = free_levers(config)
     found = dict(given)
     for name, value in plan.levers.items():
         planned = SETTINGS[name].kind.check(name, value)

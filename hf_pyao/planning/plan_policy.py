@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from hf_pyao.codecs import get_codec
 from hf_pyao.documents.plan import KEEP, RECOMPUTE, Plan, PlanError
-from hf_pyao.runtime.policy import Decision, Keep, LayerRun, Offload, Recompute, Situation
+from hf_pyao.runtime.policy import Decision, Keep, LayerRun, Offload, Policy, Recompute, Situation
 from hf_pyao.runtime.slots import Slot
 
 PLANNED = "plan keeps it"
 """Why a slot stays that a plan keeps."""
 
 
-class PlanPolicy:
+class PlanPolicy(Policy):
     """Decides as a :class:`Plan` says.
 
     Args:
@@ -22,6 +22,7 @@ class PlanPolicy:
 
     name = "plan"
     is_static = True
+    may_recompute = True
 
     def __init__(self, plan: Plan, min_bytes: int = 0, name: str = name) -> None:
         self.name = name
@@ -34,7 +35,6 @@ class PlanPolicy:
         }
         codecs = {slot.codec for slot in plan.slots} - {None}
         self.may_lose = any(not get_codec(name).is_lossless for name in codecs if name)
-        """It asks for codecs that lose something."""
         self._recomputed = frozenset(plan.recomputed_modules)
         self._replayed = self._recomputed | frozenset(plan.replayed_modules)
         self._recomputes = bool(plan.recomputed_modules) or any(

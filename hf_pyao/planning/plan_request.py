@@ -19,6 +19,7 @@ from hf_pyao.planning.coding import CodedWays
 from hf_pyao.planning.correction import NO_CORRECTION, Correction
 from hf_pyao.planning.forecast import Forecast
 from hf_pyao.planning.lever_choice import FIXED, LeverChoice, LeverRoom
+from hf_pyao.planning.plan_levers import free_levers
 from hf_pyao.planning.planner import Planner
 from hf_pyao.planning.predict import operation_times_ms
 from hf_pyao.planning.speed_range import MEASURED, PRESET
@@ -240,7 +241,7 @@ class PlanRequest:
 
 def room_of(config: PyAOConfig) -> LeverRoom:
     """Return which levers policy ``auto`` may choose for *config*."""
-    free = Levers.free_in(config) if config.policy == "auto" else frozenset()
+    free = free_levers(config) if config.policy == "auto" else frozenset()
     given, why = Levers.of(config).checkpoint_every, ""
     if config.recompute_modules:
         why = f"{config.label('recompute_modules')} is given"

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_pyao.config import POLICY_NAMES, PyAOConfig
+from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.plan import Plan
-from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.errors import unknown_name
 from hf_pyao.planning.budget import OffloadBudget
 from hf_pyao.planning.plan_policy import PlanPolicy
-from hf_pyao.runtime.policy import OffloadAll, OffloadModules, OffloadNothing, Policy, Selection
+from hf_pyao.runtime.policy import (
+    OffloadAll,
+    OffloadModules,
+    OffloadNothing,
+    Policy,
+    Selection,
+    as_policy,
+)
 from hf_pyao.settings import amount_of
 
 
@@ -65,7 +72,7 @@ def make_policy(config: PyAOConfig, selected: Selection | None = None) -> Policy
         selected: the sub-modules that ``config.modules`` stands for in this model.
 
     Raises:
-        ConfigError: the name is unknown, or the object is no policy.
+        ConfigError: the name is unknown.
         ReportError: the plan cannot be read.
         PlanError: the plan contradicts itself.
     """
@@ -73,9 +80,4 @@ def make_policy(config: PyAOConfig, selected: Selection | None = None) -> Policy
         if config.policy not in POLICIES:
             raise unknown_name("policy", config.policy, POLICIES)
         return POLICIES[config.policy](config, selected or {})
-    if not isinstance(config.policy, Policy):
-        raise ConfigError(
-            f"policy is {config.policy!r}; expected one of {list(POLICY_NAMES)} or an object with "
-            "`name` and `decide(slot, situation)`."
-        )
-    return config.policy
+    return as_policy(config.policy)

@@ -15,7 +15,7 @@ from hf_pyao.recompute.replay import DroppedStorage, Replay
 from hf_pyao.recompute.trace_values import Source
 from hf_pyao.recompute.tracing import Trace
 from hf_pyao.recompute.verification import Sampler
-from hf_pyao.runtime.policy import LayerRun, Policy, products_to_replay
+from hf_pyao.runtime.policy import LayerRun, Policy
 from hf_pyao.runtime.recomputation import Anchor, Recipe, Recomputation, Refused
 from hf_pyao.runtime.slots import Slot
 from hf_pyao.runtime.tape import LayerCall
@@ -47,7 +47,7 @@ class LayerRecomputer:
         watcher: CopyWatcher | None,
     ) -> Recomputation | None:
         """Prepare to trace a layer call, if *policy* may recompute something of it; else None."""
-        products = products_to_replay(policy, run)
+        products = policy.products_to_replay(run)
         if products is None:
             return None
         reason = reason_not_traceable()

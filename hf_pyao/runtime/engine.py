@@ -15,7 +15,6 @@ from collections.abc import Callable, Container, Sequence
 import torch
 
 from hf_pyao.codecs import Codec
-from hf_pyao.errors import ConfigError
 from hf_pyao.metrics import MicroBatchStats, RunTotals
 from hf_pyao.runtime.backward_order import BackwardOrder, Reversed
 from hf_pyao.runtime.compile_guard import uncompiled
@@ -23,7 +22,7 @@ from hf_pyao.runtime.idle_warnings import IdleWarnings
 from hf_pyao.runtime.observer import Observer, Observers
 from hf_pyao.runtime.packing import Packer
 from hf_pyao.runtime.parameters import FrozenShapes, is_parameter
-from hf_pyao.runtime.policy import LayerRun, Policy, for_forward, rests
+from hf_pyao.runtime.policy import LayerRun, Policy, as_policy
 from hf_pyao.runtime.recomputation import Recomputer
 from hf_pyao.runtime.saved_tensor import Handle, KeptTensor
 from hf_pyao.runtime.tape import Layer, LayerCall, MicroBatch, Tape
@@ -87,9 +86,9 @@ class OffloadEngine:
         """Hears what happens; see :meth:`observe`."""
         self._observers: tuple[Observer, ...] = ()
         self._lasting_observers: tuple[Observer, ...] = ()
-        self._policy = policy
+        self._policy = policy = as_policy(policy)
         self._enters_always = enters_always
-        self.rests = rests(policy) and not enters_always
+        self.rests = policy.rests and not enters_always
         """True while the policy keeps everything: layers are not entered."""
         self._recomputer = recomputer
         self._find_buffer_keys = buffer_keys
@@ -130,24 +129,20 @@ class OffloadEngine:
         Raises:
             ConfigError: *policy* is none.
         """
-        if not isinstance(policy, Policy):
-            raise ConfigError(
-                f"policy is {policy!r}; expected an object with `name` and `decide(slot, "
-                "situation)`. A named one is made by hf_pyao.planning.policies.make_policy(config)."
-            )
+        policy = as_policy(policy)
         self._policy = policy
         self._expect_codecs_of(policy)
-        self.rests = rests(policy) and not self._enters_always
+        self.rests = policy.rests and not self._enters_always
 
     def _expect_codecs_of(self, policy: Policy) -> None:
-        """Have statistics of rows known from the first forward on, where codecs may lose."""
-        if getattr(getattr(policy, "base", policy), "may_lose", False):
+        """Collect statistics of rows from the first forward on if *policy* may use lossy codecs."""
+        if policy.may_lose:
             self.packer.note_shapes()
 
     def enter_always(self, is_wanted: bool) -> None:
         """Have layers entered also while the policy keeps everything, from the next forward on."""
         self._enters_always = is_wanted
-        self.rests = rests(self._policy) and not is_wanted
+        self.rests = self._policy.rests and not is_wanted
 
     def set_window(self, window_bytes: int) -> None:
         """Let no more than *window_bytes* be in flight, from the next copy on.
@@ -201,7 +196,7 @@ class OffloadEngine:
             is_announced: False if that is only concluded from the order of the layers.
         """
         self.end_forward()
-        tape = Tape(for_forward(self._policy), self._num_tapes, is_announced=is_announced)
+        tape = Tape(self._policy.for_forward(), self._num_tapes, is_announced=is_announced)
         self._open_tapes[tape.number] = tape
         self._num_tapes += 1
         self._running.add(tape)
@@ -428,7 +423,7 @@ class OffloadEngine:
         self._late_times.append((stats, times))
         if self.observer is not None:
             self.observer.on_micro_batch(stats)
-        is_meant = self.policy.name == "off" or rests(self.policy)
+        is_meant = self.policy.name == "off" or self.policy.rests
         if not (stats.offloaded_bytes or stats.recomputed_bytes or is_meant):
             self.idle_warnings.nothing_moved(stats)
 

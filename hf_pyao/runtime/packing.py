@@ -19,7 +19,7 @@ from hf_pyao.codecs.row_statistics import is_row_statistic
 from hf_pyao.runtime.equal_casts import cast_key
 from hf_pyao.runtime.observer import Observer
 from hf_pyao.runtime.parameters import is_parameter, makes_new_tensors
-from hf_pyao.runtime.policy import Decision, Keep, Offload, Recompute, Situation, is_static
+from hf_pyao.runtime.policy import Decision, Keep, Offload, Recompute, Situation
 from hf_pyao.runtime.recomputation import Anchor, Refused
 from hf_pyao.runtime.saved_tensor import (
     Handle,
@@ -271,7 +271,7 @@ class Packer:
         policy = call.policy
         decision = policy.decide(entry.slot, Situation(call.is_last_run, None, stays))
         decision = _unless_it_stays(decision, stays)
-        if is_static(policy):
+        if policy.is_static:
             entry.remember(policy, stays, decision)
         return decision
 

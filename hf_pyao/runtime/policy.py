@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from hf_pyao.codecs import Codec
+from hf_pyao.errors import ConfigError
 from hf_pyao.runtime.slots import Slot
 
 BELOW_MIN_BYTES = "below min_bytes"
@@ -80,24 +82,118 @@ Selection = Mapping[str, frozenset[str]]
 """Layer name -> paths of selected sub-modules in it; ``""`` is the layer itself."""
 
 
-@runtime_checkable
-class Policy(Protocol):
+class Policy(abc.ABC):
     """Decides, for each distinct saved storage of a layer call, what becomes of it.
 
     It is asked inside the pack hook for all that autograd saves in a layer but parameters and
     buffers, and for anchors; of what stays in any case (``situation.stays``) it only hears. It must
-    be cheap and must not touch data. An attribute ``is_static = True`` says that decisions follow
-    from the arguments alone: it is then asked once for each slot, not in every call.
+    be cheap and must not touch data.
+
+    A subclass gives :attr:`name` and :meth:`decide`. The other attributes and methods have defaults
+    that are right for a policy that decides on each slot by itself.
     """
 
     name: str
+    """What reports call it."""
+    is_static: bool = False
+    """True if decisions follow from the arguments of :meth:`decide` alone: it is then asked once
+    for each slot, not in every call."""
+    rests: bool = False
+    """True if it keeps everything and counts nothing, so that layers need not be entered at all."""
+    may_lose: bool = False
+    """True if it asks for codecs that are not exact."""
+    may_recompute: bool = False
+    """True if it may decide to recompute; :meth:`products_to_replay` is then asked."""
 
+    @abc.abstractmethod
     def decide(self, slot: Slot, situation: Situation) -> Decision:
         """Return what becomes of *slot*."""
-        ...
+
+    def would_decide(self, slot: Slot, situation: Situation) -> Decision:
+        """Return what :meth:`decide` would return, and count nothing.
+
+        A policy whose decisions change what it decides next overrides this.
+        """
+        return self.decide(slot, situation)
+
+    def for_forward(self) -> Policy:
+        """Return what decides in one forward.
+
+        A policy that counts as it goes returns a new one for each forward, so that forwards on
+        several threads share no state.
+        """
+        return self
+
+    def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
+        """Return the sub-modules whose matrix products and attention may run again.
+
+        None if nothing of this run of the layer is recomputed: its operations are not traced then.
+        """
+        return None
+
+    @property
+    def innermost(self) -> Policy:
+        """The policy that decides in the end, without those that are wrapped around it."""
+        return self
 
 
-class OffloadAll:
+class AdaptedPolicy(Policy):
+    """An object with ``name`` and ``decide(slot, situation)`` that is no :class:`Policy`.
+
+    What else of a policy's attributes and methods the object has is used; the others have their
+    defaults.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+        self.name = theirs.name
+        for name in ("is_static", "rests", "may_lose"):
+            setattr(self, name, bool(getattr(theirs, name, False)))
+        self.may_recompute = hasattr(theirs, "products_to_replay")
+
+    def decide(self, slot: Slot, situation: Situation) -> Decision:
+        """Ask the object."""
+        decision: Decision = self.theirs.decide(slot, situation)
+        return decision
+
+    def would_decide(self, slot: Slot, situation: Situation) -> Decision:
+        """Ask the object."""
+        decision: Decision = getattr(self.theirs, "would_decide", self.theirs.decide)(
+            slot, situation
+        )
+        return decision
+
+    def for_forward(self) -> Policy:
+        """Return what the object makes for a forward; itself if it makes nothing."""
+        make = getattr(self.theirs, "for_forward", None)
+        return self if make is None else as_policy(make())
+
+    def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
+        """Ask the object, if it may recompute."""
+        if not self.may_recompute:
+            return None
+        found: frozenset[str] | None = self.theirs.products_to_replay(run)
+        return found
+
+
+def as_policy(given: Any) -> Policy:
+    """Return *given* as a :class:`Policy`: an object with ``name`` and ``decide`` is adapted.
+
+    Raises:
+        ConfigError: *given* is no such object.
+    """
+    if isinstance(given, Policy):
+        return given
+    if not hasattr(given, "name") or not callable(getattr(given, "decide", None)):
+        raise ConfigError(
+            f"policy is {given!r}; expected a hf_pyao.runtime.policy.Policy, or an object with "
+            "`name` and `decide(slot, situation)`. A named one is made by "
+            "hf_pyao.planning.policies.make_policy(config)."
+        )
+    return AdaptedPolicy(given)
+
+
+class OffloadAll(Policy):
     """Offload everything that is large enough to be worth a copy."""
 
     is_static = True
@@ -111,7 +207,7 @@ class OffloadAll:
         return _OFFLOAD if slot.nbytes >= self.min_bytes else _KEEP_SMALL
 
 
-class OffloadModules:
+class OffloadModules(Policy):
     """Offload what the selected sub-modules saved first (Megatron-Core's ``offload_modules``)."""
 
     name = "modules"
@@ -128,19 +224,23 @@ class OffloadModules:
         return _OFFLOAD if slot.nbytes >= self.min_bytes else _KEEP_SMALL
 
 
-@runtime_checkable
-class RecomputingPolicy(Policy, Protocol):
-    """A policy that may decide to recompute."""
+class WrappedPolicy(Policy):
+    """A policy around another one, which decides on whatever this one does not."""
 
-    def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
-        """Return the sub-modules whose matrix products and attention may run again.
+    def __init__(self, base: Policy) -> None:
+        self.base = base
+        self.name = base.name
+        self.is_static = base.is_static
+        self.may_lose = base.may_lose
+        self.may_recompute = base.may_recompute
 
-        None if nothing of this run of the layer is recomputed: its operations are not traced then.
-        """
-        ...
+    @property
+    def innermost(self) -> Policy:
+        """What the base policy says."""
+        return self.base.innermost
 
 
-class RecomputeSelected:
+class RecomputeSelected(WrappedPolicy):
     """Recompute what the selected sub-modules save or make; a base policy decides on the rest.
 
     So do Megatron-Core's offload and fine-grained recomputation compose.
@@ -154,9 +254,8 @@ class RecomputeSelected:
             selected: sub-modules, whose matrix products may run again too.
             is_pointwise: recompute of every layer whatever needs no further matrix product.
         """
-        self.name = base.name
-        self.is_static = is_static(base)
-        self.base = base
+        super().__init__(base)
+        self.may_recompute = True
         self.selected = selected
         self.is_pointwise = is_pointwise
 
@@ -166,12 +265,12 @@ class RecomputeSelected:
         is_selected = slot.path in selected or situation.producer in selected
         if not (is_selected or self.is_pointwise):
             return self.base.decide(slot, situation)
-        otherwise = would_decide(self.base, slot, situation)
+        otherwise = self.base.would_decide(slot, situation)
         return otherwise if isinstance(otherwise, Recompute) else Recompute(otherwise)
 
     def for_forward(self) -> RecomputeSelected:
         """Return the same over what the base policy makes for a forward."""
-        base = for_forward(self.base)
+        base = self.base.for_forward()
         if base is self.base:
             return self
         return RecomputeSelected(base, self.selected, is_pointwise=self.is_pointwise)
@@ -182,7 +281,7 @@ class RecomputeSelected:
         return selected if selected or self.is_pointwise else None
 
 
-class KeepLastLayers:
+class KeepLastLayers(WrappedPolicy):
     """Keep what the last layers of each forward save, since backward begins with it.
 
     Of a layer that runs several times in a forward, the last run alone is kept.
@@ -190,9 +289,7 @@ class KeepLastLayers:
 
     def __init__(self, base: Policy, first_kept: int) -> None:
         """Keep layers from index *first_kept* on; *base* decides on those before."""
-        self.name = base.name
-        self.is_static = is_static(base)
-        self.base = base
+        super().__init__(base)
         self.first_kept = first_kept
 
     def decide(self, slot: Slot, situation: Situation) -> Decision:
@@ -201,23 +298,28 @@ class KeepLastLayers:
             return _KEEP_LAST
         return self.base.decide(slot, situation)
 
+    def would_decide(self, slot: Slot, situation: Situation) -> Decision:
+        """Say the same, and count nothing."""
+        if situation.is_last_run and slot.layer_index >= self.first_kept:
+            return _KEEP_LAST
+        return self.base.would_decide(slot, situation)
+
     def for_forward(self) -> KeepLastLayers:
         """Return the same over what the base policy makes for a forward."""
-        base = for_forward(self.base)
+        base = self.base.for_forward()
         return self if base is self.base else KeepLastLayers(base, self.first_kept)
 
     def products_to_replay(self, run: LayerRun) -> frozenset[str] | None:
-        """Ask the base policy, if it is one that recomputes, about the layers before."""
+        """Ask the base policy about the layers before."""
         is_kept = run.is_last_run and run.layer_index >= self.first_kept
-        return None if is_kept else products_to_replay(self.base, run)
+        return None if is_kept else self.base.products_to_replay(run)
 
 
-class KeepEverything:
+class KeepEverything(Policy):
     """Leave all to autograd: no hook of ours is on, and nothing is counted."""
 
     is_static = True
     rests = True
-    """The engine has nothing to do; see :func:`rests`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -227,12 +329,7 @@ class KeepEverything:
         return _KEEP_OFF
 
 
-def rests(policy: Policy) -> bool:
-    """Say whether *policy* keeps everything, so that layers need not be entered at all."""
-    return bool(getattr(policy, "rests", False))
-
-
-class OffloadNothing:
+class OffloadNothing(Policy):
     """Keep everything: bytes are counted, and other parts of hf_pyao work alone."""
 
     name = "off"
@@ -241,36 +338,3 @@ class OffloadNothing:
     def decide(self, slot: Slot, situation: Situation) -> Decision:
         """Keep."""
         return _KEEP_OFF
-
-
-def products_to_replay(policy: Policy, run: LayerRun) -> frozenset[str] | None:
-    """Ask *policy*, if it is a :class:`RecomputingPolicy`; None if it is not."""
-    # No isinstance: to check a protocol takes as long as to pack ten tensors.
-    ask = getattr(policy, "products_to_replay", None)
-    found: frozenset[str] | None = None if ask is None else ask(run)
-    return found
-
-
-def is_static(policy: Policy) -> bool:
-    """Say whether what *policy* decides follows from what it is asked alone."""
-    return bool(getattr(policy, "is_static", False))
-
-
-def would_decide(policy: Policy, slot: Slot, situation: Situation) -> Decision:
-    """Return what *policy* decides if nothing else becomes of *slot*.
-
-    A policy that counts what leaves has a method ``would_decide``, which counts nothing.
-    """
-    ask = getattr(policy, "would_decide", policy.decide)
-    decision: Decision = ask(slot, situation)
-    return decision
-
-
-def for_forward(policy: Policy) -> Policy:
-    """Return what decides in one forward: *policy*, or what it makes for each (``for_forward()``).
-
-    So a policy that counts as it goes has no state that forwards on several threads share.
-    """
-    make = getattr(policy, "for_forward", None)
-    made: Policy = policy if make is None else make()
-    return made

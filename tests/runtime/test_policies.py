@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.documents.plan import Plan, PlannedSlot
 from hf_pyao.errors import ConfigError
-from hf_pyao.runtime.policy import Keep, KeepLastLayers, LayerRun, Offload, Recompute, Situation
+from hf_pyao.planning.budget import OffloadBudget
+from hf_pyao.planning.plan_policy import PlanPolicy
+from hf_pyao.runtime.policy import (
+    Keep,
+    KeepLastLayers,
+    LayerRun,
+    Offload,
+    Policy,
+    Recompute,
+    RecomputeSelected,
+    Situation,
+    as_policy,
+)
 from hf_pyao.runtime.slots import Slot
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
 
 OFFLOAD = Offload()
 
 
-class Lists:
+class Lists(Policy):
     """Lists what it is asked, and has all of it moved; or rebuilt, in traced layers."""
 
     name = "lists"
@@ -105,7 +118,7 @@ def test_names_are_stable_and_anchors_have_their_own() -> None:
 # ---- another policy ----------------------------------------------------------------------------------
 
 
-class KeepsAll:
+class KeepsAll(Policy):
     name = "keeps all"
 
     def decide(self, slot: Slot, situation: Situation) -> Keep:
@@ -151,7 +164,9 @@ def test_a_forward_that_has_begun_goes_on_with_the_policy_it_began_with() -> Non
 def test_what_is_no_policy_is_refused() -> None:
     with (
         attach(tiny_model("opt"), EVERYTHING) as offloader,
-        pytest.raises(ConfigError, match=r"policy is 'all'; expected an object with `name`"),
+        pytest.raises(
+            ConfigError, match=r"policy is 'all'; expected a .*Policy, or an object with `name`"
+        ),
     ):
         offloader.engine.use("all")  # type: ignore[arg-type]
 
@@ -196,3 +211,86 @@ def test_equal_layers_save_under_equal_names(architecture: str) -> None:
     if architecture == "llama":
         assert [slot.name for slot in policy.shared] == ["self_attn:shared0", "self_attn:shared1"]
         assert {slot.layer_index for slot in policy.shared} == {0}
+
+
+# ---- objects that are no Policy, and policies around policies --------------------------------------
+
+
+class Foreign:
+    """Has what the configuration asks of a policy, and derives from nothing."""
+
+    name = "foreign"
+
+    def __init__(self) -> None:
+        self.asked: list[Slot] = []
+
+    def decide(self, slot: Slot, situation: Situation) -> Offload:
+        self.asked.append(slot)
+        return OFFLOAD
+
+
+def test_an_object_with_a_name_and_decide_is_taken_as_a_policy() -> None:
+    foreign = Foreign()
+    model = tiny_model("opt")
+    with attach(model, replace(EVERYTHING, policy=foreign)) as offloader:
+        assert offloader.engine.policy.name == "foreign"
+        for _ in range(2):
+            model(**tiny_batch()).loss.backward()
+        num_asked = len(foreign.asked)
+        assert offloader.metrics()["offloaded_bytes"] > 0
+        offloader.engine.use(KeepsAll())
+        model(**tiny_batch()).loss.backward()
+        assert len(foreign.asked) == num_asked
+    assert num_asked % 2 == 0, "it does not say that it is static, so each call asks it again"
+
+
+def test_optional_parts_of_such_an_object_are_used() -> None:
+    class Counting(Foreign):
+        is_static = True
+        may_lose = True
+        made: ClassVar[list[Counting]] = []
+
+        def for_forward(self) -> Counting:
+            self.made.append(Counting())
+            return self.made[-1]
+
+        def would_decide(self, slot: Slot, situation: Situation) -> Keep:
+            return Keep("not counted")
+
+        def products_to_replay(self, run: LayerRun) -> frozenset[str]:
+            return frozenset({run.layer})
+
+    slot = Slot("layers.0", 0, "mlp", 0, 8, torch.float32)
+    policy = as_policy(Counting())
+    assert (policy.is_static, policy.may_lose, policy.may_recompute) == (True, True, True)
+    assert policy.rests is False
+    assert policy.would_decide(slot, Situation()) == Keep("not counted")
+    assert policy.products_to_replay(LayerRun("layers.0", 0)) == {"layers.0"}
+    assert policy.for_forward().decide(slot, Situation()) is OFFLOAD
+    assert [len(each.asked) for each in Counting.made] == [1]
+    assert as_policy(policy) is policy
+
+
+def test_what_is_wrapped_around_a_policy_says_what_that_says() -> None:
+    budget = OffloadBudget(0, max_tensors=1)
+    wrapped = KeepLastLayers(RecomputeSelected(budget, {}, is_pointwise=True), first_kept=1)
+    assert wrapped.innermost is budget
+    assert (wrapped.is_static, wrapped.may_recompute, wrapped.rests) == (False, True, False)
+    first, last = (Slot(f"layers.{i}", i, "mlp", 0, 8, torch.float32) for i in (0, 1))
+    forward = wrapped.for_forward()
+    for _ in range(3):  # what is only asked for uses nothing of the budget
+        assert forward.would_decide(first, Situation()) == Recompute(OFFLOAD)
+        assert forward.would_decide(last, Situation()) == Keep("last layer")
+    assert KeepLastLayers(budget, 1).for_forward().would_decide(first, Situation()) == OFFLOAD
+
+    lossy = PlanPolicy(Plan(slots=[PlannedSlot(name="mlp:0", action="offload", codec="int8")]))
+    both = KeepLastLayers(RecomputeSelected(lossy, {"layers.0": frozenset({"mlp"})}), 1)
+    assert lossy.may_lose and both.may_lose
+    assert both.innermost is lossy
+
+
+def test_the_plan_that_is_followed_is_found_within_what_is_wrapped_around_it() -> None:
+    policy = PlanPolicy(Plan(slots=[PlannedSlot(name="mlp:0", action="offload")]))
+    config = replace(EVERYTHING, policy=policy, recompute_modules=("mlp_act",), keep_last_layers=1)
+    with attach(tiny_model("llama"), config) as offloader:
+        assert offloader.plan is policy.plan
