@@ -138,7 +138,7 @@ def predict_plan(
     ``PyAOConfig``) says otherwise.
     """
     leaves = [offloads and slot.layer < program.num_layers - 1 for slot in program.slots]
-    window = PyAOConfig(policy="all", window=window).window
+    window = PyAOConfig(policy="all", window=window).effective().window
     window_bytes = None if isinstance(window, str) else window
     return predict(program, leaves, window_bytes=window_bytes, **speeds)
 

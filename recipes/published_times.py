@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import DEFAULT_WINDOW_BYTES
 from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
 from hf_pyao.planning.pyao_plan import paths_of, plan_of_rule, saved_by
 from hf_pyao.planning.step_program import BACKWARD, FORWARD, StepProgram
@@ -207,7 +207,7 @@ def window_overheads(steps: Steps, models: Sequence[str] = tuple(MODELS)) -> lis
             base_ms = predict_plan(kept, offloads=False, device=machine.device).step_ms
             for name, program in (("policy all", kept), ("PyAO's rule", recomputed)):
                 row: dict[str, Any] = {"machine": machine.name, "model": model, "method": name}
-                for window in ("layer", PyAOConfig.window):
+                for window in ("layer", DEFAULT_WINDOW_BYTES):
                     predicted = predict_plan(
                         program,
                         offloads=True,

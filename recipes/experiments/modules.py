@@ -13,7 +13,7 @@ from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
 from experiments.rows import MINIATURE, PREDICT, Result, Row, one, select
 from experiments.runner import Options, progress
 from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import DEFAULT_WINDOW_BYTES
 from hf_pyao.estimate.fake_step import FakeTraining
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.hardware.presets import find_hardware
@@ -136,7 +136,7 @@ def miniature_modules(options: Options) -> Result:
 
 def _modules(model: str, predictor: Predictor, micro_batch: int) -> Iterator[Row]:
     hardware = find_hardware(MEGATRON_CARD)
-    window_bytes = int(PyAOConfig(policy="all").window)
+    window_bytes = DEFAULT_WINDOW_BYTES
     plain = predictor.program(BASELINE, micro_batch)
     training = FakeTraining(config=predictor.config)
     light = record_step(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from experiments.systems import System
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import DEFAULT_WINDOW_BYTES, PyAOConfig
 from hf_pyao.estimate.estimate import (
     AUTO,
     LONG_CONTEXT,
@@ -247,7 +247,7 @@ class Predictor:
 
 
 def _default_window_bytes() -> int | None:
-    window = PyAOConfig().window
+    window = DEFAULT_WINDOW_BYTES
     return None if isinstance(window, str) else window
 
 

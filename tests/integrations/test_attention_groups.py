@@ -106,7 +106,7 @@ def test_with_checkpointing_of_transformers(use_reentrant: bool) -> None:
 
 def test_long_context_takes_groups_with_it() -> None:
     config = PyAOConfig(policy="all", long_context=True)
-    assert config.attention_groups == "auto"
+    assert config.effective().attention_groups == "auto"
     model = tiny_model("llama", attention="sdpa")
     with attach(model, config) as offloader:
         train(model, STEP)
