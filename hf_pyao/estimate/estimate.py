@@ -41,6 +41,7 @@ from hf_pyao.planning.predict import operation_times_ms, predict
 from hf_pyao.planning.prediction import Prediction
 from hf_pyao.planning.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.planning.scaling import OtherOperationsError, interpolate
+from hf_pyao.planning.speed_range import MEASURED
 from hf_pyao.planning.step_memory import StepMemory
 from hf_pyao.planning.step_problem import Conditions
 from hf_pyao.planning.step_program import FORWARD, StepProgram
@@ -399,6 +400,8 @@ class Estimator:
             min_bytes=DEFAULT_MIN_BYTES,
             keep_last_layers=levers.kept_layers(program.num_layers, DEFAULT_KEEP_LAST_LAYERS),
             allocator=allocator or self.allocator,
+            # `auto` plans after it has measured: these are the speeds that it finds.
+            speed_ratios=MEASURED,
         )
         times_ms = operation_times_ms(program, self.hardware.device)
         return Planner(program, times_ms, conditions)

@@ -370,6 +370,7 @@ def _best(
     from hf_pyao.planning.plan_request import PlanRequest
     from hf_pyao.planning.predict import operation_times_ms
     from hf_pyao.planning.sized_steps import best_plan, gradients_held
+    from hf_pyao.planning.speed_range import MEASURED
     from hf_pyao.settings import Size
 
     host_bytes = float("inf")
@@ -390,7 +391,8 @@ def _best(
 
         program = record(request.levers)
         times_ms = operation_times_ms(program, device)
-        planner = request.planner_of(program, times_ms, hardware.link, {})
+        # `auto` plans after it has measured: these are the speeds that it finds.
+        planner = request.planner_of(program, times_ms, hardware.link, {}, speed_ratios=MEASURED)
         found = best_plan(request.choice(planner, record, device=device), limit_bytes)
         later_bytes = training.optimizer_step_bytes(step_with(request.levers))
         if later_bytes <= found.peak_bytes:
