@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hf_pyao.config import LEAST_LAYERS, SETTINGS
+from hf_pyao.documents.plan_facts import NO_FACTS, PlanError, PlanFacts, facts_of_version_1
 from hf_pyao.documents.schema import JsonDocument
-from hf_pyao.errors import ConfigError, PyAOError, nearest, unknown_name
+from hf_pyao.errors import ConfigError, nearest, unknown_name
 from hf_pyao.levers import Levers
 from hf_pyao.runtime.slots import ANCHOR, SHARED
 from hf_pyao.text import echo
 
-SCHEMA_VERSION = 1
-"""Version of the JSON of a :class:`Plan`."""
+SCHEMA_VERSION = 2
+"""Version of the JSON of a :class:`Plan`. Version 1, which had the facts among the figures, is read
+too; the next release reads version 2 alone."""
 
 KIND = "plan"
 
@@ -23,24 +25,6 @@ KEEP = "keep"
 OFFLOAD = "offload"
 RECOMPUTE = "recompute"
 ACTIONS = (KEEP, OFFLOAD, RECOMPUTE)
-
-KEEP_EVERYTHING = "keep everything"
-"""The plan that does nothing, as figures and points name it."""
-
-PREDICTED = (
-    "step_ms",
-    "peak_bytes",
-    f"step_ms/{KEEP_EVERYTHING}",
-    f"peak_bytes/{KEEP_EVERYTHING}",
-)
-"""Figures of a prediction: a plan has all of them or none."""
-
-FOLLOWED = ("limit_bytes", "beside_bytes", "window_bytes", "num_elements", "needed_bytes")
-"""Further figures that decide how, and whether, a plan is followed."""
-
-
-class PlanError(PyAOError, ValueError):
-    """A plan does not hold for this model, or contradicts itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +88,7 @@ class Plan(JsonDocument):
 
     Raises:
         PlanError: an action or a codec is unknown, a slot is named twice for a layer, slots are
-            recomputed from each other, or figures are negative or lack one of :data:`PREDICTED`.
+            recomputed from each other.
     """
 
     called: ClassVar[str] = "the plan"
@@ -124,8 +108,11 @@ class Plan(JsonDocument):
     replayed_modules: list[str] = field(default_factory=list)
     """Further sub-modules whose matrix products and attention may run again, on the way to a slot
     that is recomputed; ``""`` is the layer itself."""
+    facts: PlanFacts = NO_FACTS
+    """Numbers that steer the run that follows the plan."""
     figures: dict[str, float] = field(default_factory=dict)
-    """What it was computed from, and what it is predicted to come to."""
+    """Further numbers to show: predictions of other plans, corrections, measured times. A run that
+    follows the plan reads none of them."""
     front: list[PlanPoint] = field(default_factory=list)
     """What else was looked at: plans that need no solver, and the fastest at other peaks."""
     levers: dict[str, Any] = field(default_factory=dict)
@@ -145,23 +132,6 @@ class Plan(JsonDocument):
         self._check_slots()
         self._check_order()
         self._check_levers()
-        self._check_figures()
-
-    def _check_figures(self) -> None:
-        """Refuse figures that are less than 0, and a prediction of which figures are absent."""
-        for name in (*PREDICTED, *FOLLOWED):
-            if self.figures.get(name, 0.0) < 0:
-                raise PlanError(
-                    f"the plan's figure {name!r} is {self.figures[name]:g}; expected a number that "
-                    "is not negative. Make the plan anew."
-                )
-        absent = [name for name in PREDICTED if name not in self.figures]
-        if absent and len(absent) < len(PREDICTED):
-            raise PlanError(
-                f"the plan's figures lack {absent[0]!r}, which belongs with {PREDICTED[0]!r} and "
-                "the others of its prediction. Make the plan anew, or leave all of them out: "
-                f"{', '.join(PREDICTED)}."
-            )
 
     def _check_levers(self) -> None:
         """Refuse levers that are unknown, or have a value that the configuration would refuse."""
@@ -241,11 +211,15 @@ class Plan(JsonDocument):
         if values.get("kind", KIND) != KIND:
             raise PlanError(f"{where} has kind {echo(values.get('kind'))}; expected 'plan'.")
         try:
-            return super().from_dict(values, where)
+            return super().from_dict(_as_version_2(values), where)
         except PlanError as error:
             if where == cls.called:
                 raise
             raise PlanError(f"{where}: {error}") from error
+
+    def numbers(self) -> dict[str, float]:
+        """Return the facts that are known, then the figures, by name."""
+        return {**self.facts.known(), **self.figures}
 
     def check_model(
         self, identity: Mapping[str, Any], layers: Sequence[tuple[str, Sequence[str]]]
@@ -285,3 +259,14 @@ class Plan(JsonDocument):
                         f"the plan names layer {layer} for slot {echo(slot.name)}, and this model "
                         f"has {len(layers)} layers. {remedy}"
                     )
+
+
+def _as_version_2(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a document of version 1 as one of version 2; any other as it is."""
+    version, figures = values.get("schema_version"), values.get("figures", {})
+    if version != 1 or isinstance(version, bool) or "facts" in values:
+        return values
+    if not isinstance(figures, Mapping):
+        return {**values, "schema_version": SCHEMA_VERSION}
+    facts, others = facts_of_version_1(figures)
+    return {**values, "schema_version": SCHEMA_VERSION, "facts": facts, "figures": others}

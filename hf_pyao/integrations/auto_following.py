@@ -12,7 +12,7 @@ from hf_pyao.documents.plan import KEEP, Plan
 from hf_pyao.integrations.device_limit import device_limit, release_cached, why_unlimited
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.plan_files import PlanFiles
-from hf_pyao.planning.auto_plan import describe, needed_bytes
+from hf_pyao.planning.auto_plan import describe
 from hf_pyao.planning.plan_levers import levers_of_plan
 from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.planning.plan_request import PlanRequest
@@ -22,6 +22,9 @@ from hf_pyao.runtime.policy import KeepEverything
 logger = logging.getLogger(__name__)
 
 NAME = "auto"
+
+LARGEST_GROWTH = 2.0
+"""Largest power of a batch's elements that memory grows with: attention scores grow so."""
 
 LARGER = 1.02
 """By how much more elements a batch must have than the one planned for to be planned for anew."""
@@ -95,21 +98,21 @@ class PlanFollower:
         if plan.otherwise == KEEP and all(slot.action == KEEP for slot in plan.slots):
             engine.use(KeepEverything(NAME))
             return
-        window_bytes = int(plan.figures.get("window_bytes", 0))
+        window_bytes = plan.facts.window_bytes
         if window_bytes and self._request.may_shrink_window:
             engine.set_window(window_bytes)
         engine.use(PlanPolicy(plan, self._request.min_bytes, NAME))
 
     def check_size(self, num_elements: int) -> None:
         """Offload everything where the plan, which cannot be made anew, is for smaller batches."""
-        planned = None if self.plan is None else self.plan.figures.get("num_elements")
+        planned = None if self.plan is None else self.plan.facts.num_elements
         engine = self._engine()
         if engine is None or planned is None or self.holds(num_elements):
             return
         self.plan = None
         engine.use(self._without_plan)
         self.summary = (
-            f"policy {NAME!r} offloads everything: its plan is for batches of {planned:.0f} "
+            f"policy {NAME!r} offloads everything: its plan is for batches of {planned} "
             f"elements, and one of {num_elements} came. Delete the plan to have it made anew"
         )
         logger.warning("%s.", self.summary)
@@ -123,16 +126,18 @@ class PlanFollower:
         Where that fits, on the device and on the host, no other plan is needed; where the plan does
         not fit as it is, none is known that does.
         """
-        figures = {} if self.plan is None else self.plan.figures
-        planned = figures.get("num_elements")
-        if self.plan is None or not planned or num_elements <= LARGER * planned:
+        if self.plan is None:
             return True
-        limit_bytes = figures.get("limit_bytes", 0.0)
-        growth = (num_elements / planned) ** figures.get("growth_exponent", 2.0)
-        fixed_bytes = figures.get("resident_bytes", 0.0) + figures.get("beside_bytes", 0.0)
-        needed = needed_bytes(self.plan)
+        facts = self.plan.facts
+        planned, limit_bytes = facts.num_elements, facts.limit_bytes
+        if limit_bytes is None or not planned or num_elements <= LARGER * planned:
+            return True
+        exponent = LARGEST_GROWTH if facts.growth_exponent is None else facts.growth_exponent
+        growth = (num_elements / planned) ** exponent
+        fixed_bytes = (facts.resident_bytes or 0) + (facts.beside_bytes or 0)
+        needed = facts.total_bytes
         grown = fixed_bytes + (needed - fixed_bytes) * growth
-        host_bytes = figures.get("host_bytes", 0.0) * growth
+        host_bytes = (facts.host_bytes or 0) * growth
         fits = grown <= limit_bytes and host_bytes <= self._request.host_limit_bytes
         return fits or needed > limit_bytes
 

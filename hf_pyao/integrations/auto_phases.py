@@ -29,9 +29,6 @@ MOST_PHASES = 8
 MOST_ROUNDS = 2 * MOST_PHASES
 """How often measuring may begin anew: what changes all the time comes to no end."""
 
-TRAINED = "trained_parameters"
-"""The figure of a plan that tells for which parameters it was made."""
-
 
 @dataclass
 class Phase:
@@ -79,7 +76,7 @@ class Phases:
         self._first = self._flags = trained.flags
         self._num_forwards = 1
         self._known[trained.flags] = self.now
-        self.now.maker.marks[TRAINED] = trained.mark
+        self.now.maker.trained = trained.mark
 
     def planned(self) -> None:
         """Take note that a plan is made, for what is trained in the forward that begins.
@@ -96,7 +93,7 @@ class Phases:
                 self._first = trained.flags
         self._flags = trained.flags
         self._known[trained.flags] = self.now
-        self.now.maker.marks[TRAINED] = trained.mark
+        self.now.maker.trained = trained.mark
 
     @property
     def is_first(self) -> bool:
@@ -122,8 +119,8 @@ class Phases:
 
     def are_of(self, plan: Plan) -> bool:
         """Say whether *plan* is for the parameters that are trained, as far as it tells."""
-        mark = self.now.maker.marks.get(TRAINED)
-        return mark is None or plan.figures.get(TRAINED, mark) == mark
+        trained = self.now.maker.trained
+        return None in (trained, plan.facts.trained) or plan.facts.trained == trained
 
     def go_over(self) -> None:
         """Go over to the phase of what is trained now."""
@@ -134,7 +131,7 @@ class Phases:
         self._num_forwards = 1
         known = self._known.get(trained.flags)
         self.now = self._new() if known is None else known
-        self.now.maker.marks[TRAINED] = trained.mark
+        self.now.maker.trained = trained.mark
         if len(self._known) < MOST_PHASES:
             self._known.setdefault(trained.flags, self.now)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.plan_facts import PlanFacts
 from hf_pyao.documents.profile import Profile
 from hf_pyao.integrations.auto_unrecorded import explain, kept_peak_bytes, plan_if_all_fits
 from hf_pyao.integrations.device_limit import beside_bytes, device_limit
@@ -93,8 +94,8 @@ class PlanMaker:
         self._before: ChosenLevers | None = None
         self.num_elements = 0
         """Of the batch of the step that is planned for."""
-        self.marks: dict[str, float] = {}
-        """More figures for plans to hold."""
+        self.trained: int | None = None
+        """Which parameters are trained, as :attr:`PlanFacts.trained`; None: not known."""
 
     @property
     def chosen(self) -> Candidate | None:
@@ -198,8 +199,8 @@ class PlanMaker:
         if limit is None:
             return None
         kept_bytes = kept_peak_bytes(profile, self._parameters(), num_elements)
-        figures = {"num_elements": float(num_elements), **self.marks}
-        plan = plan_if_all_fits(limit, kept_bytes, self._config, self._identity, figures)
+        facts = PlanFacts(num_elements=num_elements, trained=self.trained)
+        plan = plan_if_all_fits(limit, kept_bytes, self._config, self._identity, facts)
         return None if plan is None else (plan, explain(limit, plan, profile.why_no_program))
 
     def plan_larger(
@@ -359,17 +360,13 @@ class PlanMaker:
             found,
             limit_bytes=self._limit_bytes + self._beside_bytes,
             model=self._identity,
-            figures={
-                "beside_bytes": float(self._beside_bytes),
-                "device_limit_bytes": float(self._device_limit_bytes),
-                **(
-                    {}
-                    if self._growth_exponent is None
-                    else {"growth_exponent": self._growth_exponent}
-                ),
-                "resident_bytes": float(found.planner.program.resident_bytes),
-                "num_elements": float(self.num_elements),
-                **self.marks,
-                **self._correction.figures(),
-            },
+            facts=PlanFacts(
+                num_elements=self.num_elements,
+                trained=self.trained,
+                device_limit_bytes=self._device_limit_bytes,
+                beside_bytes=int(self._beside_bytes),
+                resident_bytes=found.planner.program.resident_bytes,
+                growth_exponent=self._growth_exponent,
+            ),
+            figures=self._correction.figures(),
         )

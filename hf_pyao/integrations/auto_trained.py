@@ -37,9 +37,9 @@ class TrainedParameters:
         self.look_again()
 
     @property
-    def mark(self) -> float:
+    def mark(self) -> int:
         """A number that differs where other parameters are trained, for a plan to hold."""
-        return float(zlib.crc32(self.flags))
+        return zlib.crc32(self.flags)
 
     def have_changed(self) -> bool:
         """Say whether others are trained than when all were looked at.

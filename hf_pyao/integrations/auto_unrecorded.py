@@ -7,13 +7,15 @@ within the limit, no other plan is better.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from hf_pyao.config import PyAOConfig
-from hf_pyao.documents.plan import KEEP, KEEP_EVERYTHING, Plan
+from hf_pyao.documents.plan import KEEP, Plan
+from hf_pyao.documents.plan_facts import KEEP_EVERYTHING, PlanFacts
 from hf_pyao.documents.profile import Profile
 from hf_pyao.integrations.device_limit import DeviceLimit
 from hf_pyao.metrics import format_bytes
@@ -63,7 +65,7 @@ def plan_if_all_fits(
     kept_bytes: int | None,
     config: PyAOConfig,
     identity: Mapping[str, Any],
-    figures: Mapping[str, float],
+    facts: PlanFacts,
 ) -> Plan | None:
     """Return the plan that keeps everything; None if that may not fit.
 
@@ -72,7 +74,7 @@ def plan_if_all_fits(
         kept_bytes: the bound on the peak.
         config: what was asked for; where something is to be recomputed, there is no plan.
         identity: what tells the model.
-        figures: more figures for the plan to hold.
+        facts: of the run that the plan is for.
     """
     if kept_bytes is None or kept_bytes > limit.nbytes or config.recompute_modules:
         return None
@@ -81,22 +83,22 @@ def plan_if_all_fits(
         model=dict(identity),
         slots=[],
         otherwise=KEEP,
-        figures={
-            "kept_peak_bytes": float(kept_bytes),
-            "needed_bytes": float(kept_bytes),
-            "limit_bytes": float(limit.nbytes),
-            "device_limit_bytes": float(limit.nbytes),
-            **figures,
-        },
+        facts=dataclasses.replace(
+            facts,
+            kept_bound_bytes=kept_bytes,
+            needed_bytes=kept_bytes,
+            limit_bytes=limit.nbytes,
+            device_limit_bytes=limit.nbytes,
+        ),
     )
 
 
 def explain(limit: DeviceLimit, plan: Plan, why_no_program: str) -> str:
     """Return the limit, and why there is no other plan, in words."""
-    kept = format_bytes(int(plan.figures["kept_peak_bytes"]))
+    kept = format_bytes(plan.facts.kept_bound_bytes or 0)
     return f"{limit.how}, {kept} at most are needed; not recorded: {why_no_program.rstrip('.')}"
 
 
 def is_unrecorded(plan: Plan | None) -> bool:
     """Say whether *plan* was made here, without a recorded step."""
-    return plan is not None and "kept_peak_bytes" in plan.figures
+    return plan is not None and plan.facts.kept_bound_bytes is not None

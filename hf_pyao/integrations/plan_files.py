@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,12 @@ import torch
 
 from hf_pyao.codecs import get_codec
 from hf_pyao.config import PyAOConfig
-from hf_pyao.documents.plan import KEEP, KEEP_EVERYTHING, Plan, PlanError
+from hf_pyao.documents.plan import KEEP, Plan
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.device_limit import DeviceLimit, device_limit
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.metrics import format_bytes
-from hf_pyao.planning.auto_plan import needed_bytes
 from hf_pyao.planning.lever_choice import WORTH
 from hf_pyao.planning.plan_levers import levers_of_plan
 from hf_pyao.text import echo
@@ -117,22 +116,24 @@ class PlanFiles:
         It is none where it needs more memory than there is, and none where there is more than it
         was made for and another plan may be better.
         """
-        figures = plan.figures
-        needed = needed_bytes(plan)
-        if needed > limit.nbytes and figures.get("limit_bytes", 0) > limit.nbytes:
+        facts = plan.facts
+        needed = facts.total_bytes
+        if needed > limit.nbytes and (facts.limit_bytes or 0) > limit.nbytes:
             logger.warning(
                 "%s is made anew: it needs %s on the device, and there is less now (%s).",
                 what,
-                format_bytes(int(needed)),
+                format_bytes(needed),
                 limit.how,
             )
             return False
-        planned_bytes = figures.get("device_limit_bytes", math.inf)
+        planned_bytes = facts.device_limit_bytes
+        if planned_bytes is None:
+            return True
         if limit.nbytes > MORE * planned_bytes and _may_be_better(plan, limit.nbytes):
             logger.info(
                 "%s is made anew: it is for a device with %s, and there is more now (%s).",
                 what,
-                format_bytes(int(planned_bytes)),
+                format_bytes(planned_bytes),
                 limit.how,
             )
             return False
@@ -144,15 +145,15 @@ def _may_be_better(plan: Plan, limit_bytes: int) -> bool:
 
     None is where it keeps everything, or takes as long as that though not everything fits.
     """
-    figures = plan.figures
+    facts = plan.facts
     is_kept = plan.otherwise == KEEP and all(slot.action == KEEP for slot in plan.slots)
     if is_kept and not plan.levers.get("checkpoint_every"):
         return False
-    kept_bytes = figures.get(f"peak_bytes/{KEEP_EVERYTHING}", math.inf)
-    if kept_bytes + figures.get("beside_bytes", 0.0) <= limit_bytes:
+    kept_bytes, kept_ms = facts.kept_peak_bytes, facts.kept_step_ms
+    if kept_bytes is None or kept_ms is None or facts.step_ms is None:  # there is no prediction
         return True
-    kept_ms = figures.get(f"step_ms/{KEEP_EVERYTHING}", 0.0)
-    return figures.get("step_ms", math.inf) > WORTH * kept_ms
+    fits_kept = kept_bytes + (facts.beside_bytes or 0) <= limit_bytes
+    return fits_kept or facts.step_ms > WORTH * kept_ms
 
 
 def _write(plan: Plan, path: Path, failure: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from hf_pyao.documents.plan import (
     PlannedSlot,
     PlanPoint,
 )
+from hf_pyao.documents.plan_facts import NO_FACTS, PlanFacts
 from hf_pyao.levers import Levers
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.lever_choice import ChosenLevers
@@ -31,6 +33,7 @@ def plan_of(
     *,
     limit_bytes: float | None = None,
     model: Mapping[str, Any] | None = None,
+    facts: PlanFacts = NO_FACTS,
     figures: Mapping[str, float] | None = None,
     num_front_points: int = 0,
     levers: ChosenLevers | None = None,
@@ -42,11 +45,13 @@ def plan_of(
         chosen: what was chosen.
         limit_bytes: most bytes on the device, if that was given.
         model: what tells the model; None: any.
-        figures: more figures to hold.
+        facts: what is known of the run that the plan is for.
+        figures: more figures to show.
         num_front_points: how many budgets are solved for the front; 0: it has what is known.
         levers: what it was chosen with, and from; None: nothing is said of them.
     """
     program, conditions = planner.program, planner.conditions
+    configured = levers.configured if levers else planner
     decided = {
         number
         for layer in range(program.num_layers)
@@ -83,10 +88,8 @@ def plan_of(
         slots=slots,
         otherwise=_otherwise(chosen, conditions),
         replayed_modules=sorted(chosen.products),
-        figures={
-            **_figures(planner, chosen, limit_bytes, levers.configured if levers else planner),
-            **(figures or {}),
-        },
+        facts=_facts(facts, chosen, limit_bytes, configured.simple()[KEEP_ALL]),
+        figures={**_figures(chosen, configured), **(figures or {})},
         front=_front(planner, chosen, num_front_points),
         levers=levers.levers.settings() if levers else {},
         levers_reason=levers.reason if levers else "",
@@ -141,30 +144,40 @@ def _front(planner: Planner, chosen: Candidate, num_points: int) -> list[PlanPoi
     ]
 
 
-def _figures(
-    planner: Planner, chosen: Candidate, limit_bytes: float | None, configured: Planner
-) -> dict[str, float]:
+def _facts(
+    known: PlanFacts, chosen: Candidate, limit_bytes: float | None, kept: Candidate
+) -> PlanFacts:
+    """Return *known* with what is predicted for *chosen*, and for *kept*: keeping everything."""
+    is_limited = limit_bytes is not None and limit_bytes < math.inf
+    return dataclasses.replace(
+        known,
+        window_bytes=chosen.window_bytes or None,
+        limit_bytes=int(limit_bytes) if is_limited and limit_bytes is not None else None,
+        step_ms=chosen.timed.step_ms,
+        peak_bytes=chosen.peak_bytes,
+        needed_bytes=int(chosen.memory.needed_within(limit_bytes or math.inf)),
+        host_bytes=int(chosen.host_bytes),
+        kept_step_ms=kept.step_ms,
+        kept_peak_bytes=kept.peak_bytes,
+    )
+
+
+def _figures(chosen: Candidate, configured: Planner) -> dict[str, float]:
     timed = chosen.timed
     found = {
-        "step_ms": timed.step_ms,
         "compute_ms": timed.compute_ms,
         "rebuild_ms": chosen.step.rebuild_ms,
         "stall_forward_ms": timed.stall_forward_ms,
         "stall_backward_ms": timed.stall_backward_ms,
-        "peak_bytes": float(chosen.peak_bytes),
-        "needed_bytes": float(chosen.memory.needed_within(limit_bytes or math.inf)),
-        "host_bytes": float(chosen.host_bytes),
         "offloaded_bytes": float(timed.offloaded_bytes),
         "keep_last_layers": float(chosen.keep_last_layers),
-        "window_bytes": float(chosen.window_bytes or 0),
     }
     if chosen.choice is not None:
         found["bound_overhead_ms"] = chosen.choice.bound_ms
-    if limit_bytes is not None:
-        found["limit_bytes"] = float(limit_bytes)
     for name, candidate in configured.simple().items():
-        found[f"step_ms/{name}"] = candidate.step_ms
-        found[f"peak_bytes/{name}"] = float(candidate.peak_bytes)
+        if name != KEEP_ALL:  # that one is a fact
+            found[f"step_ms/{name}"] = candidate.step_ms
+            found[f"peak_bytes/{name}"] = float(candidate.peak_bytes)
     return found
 
 
@@ -214,13 +227,6 @@ class _Reasons:
         return f"there is room for {size} of {len(layers)} layers"
 
 
-def needed_bytes(plan: Plan) -> float:
-    """Return what *plan* needs of the device, other tensors' memory included; 0 if unknown."""
-    figures = plan.figures
-    own = figures.get("needed_bytes", figures.get("peak_bytes", 0.0))
-    return own + figures.get("beside_bytes", 0.0)
-
-
 def described_levers(plan: Plan) -> str:
     """Say in words what changes the step itself; empty if nothing does, or it is not known."""
     levers = {name: value for name, value in plan.levers.items() if value is not None}
@@ -233,11 +239,11 @@ def describe(plan: Plan) -> str:
     for slot in plan.slots:
         number = 1 if slot.layers is None else len(slot.layers)
         counts[slot.action] = counts.get(slot.action, 0) + number
-    figures = plan.figures
+    facts = plan.facts
     every = plan.levers.get("checkpoint_every")
-    needed, limit = needed_bytes(plan), figures.get("limit_bytes", math.inf)
+    needed, limit = facts.total_bytes, facts.limit_bytes
     misfit = ""
-    if needed > limit:
+    if limit is not None and needed > limit:
         misfit = f"; it does not fit: {format_bytes(needed)} of {format_bytes(limit)}"
     if not set(counts) - {KEEP} and plan.otherwise == KEEP and not every:
         if misfit:
@@ -258,11 +264,10 @@ def describe(plan: Plan) -> str:
         # What runs again is not kept: of each segment its input is.
         is_kept = every and name == KEEP_ALL
         what = f"{changes}, nothing is offloaded" if is_kept else f"{changes}: {what}"
-    kept_ms = figures.get(f"step_ms/{KEEP_ALL}")
-    if kept_ms and "peak_bytes" in figures:
+    if facts.step_ms is not None and facts.kept_step_ms:
         what += (
-            f"; predicted peak {format_bytes(int(figures['peak_bytes']))} instead of "
-            f"{format_bytes(int(figures[f'peak_bytes/{KEEP_ALL}']))}, time "
-            f"{figures['step_ms'] / kept_ms - 1:+.1%}"
+            f"; predicted peak {format_bytes(facts.peak_bytes or 0)} instead of "
+            f"{format_bytes(facts.kept_peak_bytes or 0)}, time "
+            f"{facts.step_ms / facts.kept_step_ms - 1:+.1%}"
         )
     return what + misfit

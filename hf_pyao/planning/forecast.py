@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from hf_pyao.documents.plan import KEEP, RECOMPUTE, Plan, PlanError
+from hf_pyao.documents.plan import KEEP, RECOMPUTE, Plan
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.documents.prediction import ComparedFigure, PredictedPlan
 from hf_pyao.documents.profile import Profile
 from hf_pyao.errors import PyAOError

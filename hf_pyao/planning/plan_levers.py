@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from hf_pyao.config import SETTINGS, PyAOConfig
-from hf_pyao.documents.plan import Plan, PlanError
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.levers import Levers
 from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.text import echo

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hf_pyao.codecs import get_codec
-from hf_pyao.documents.plan import KEEP, RECOMPUTE, Plan, PlanError
+from hf_pyao.documents.plan import KEEP, RECOMPUTE, Plan
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.runtime.policy import Decision, Keep, LayerRun, Offload, Policy, Recompute, Situation
 from hf_pyao.runtime.slots import Slot
 

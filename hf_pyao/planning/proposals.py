@@ -15,7 +15,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_pyao.documents.plan import KEEP, KEEP_EVERYTHING, OFFLOAD, RECOMPUTE
+from hf_pyao.documents.plan import KEEP, OFFLOAD, RECOMPUTE
+from hf_pyao.documents.plan_facts import KEEP_EVERYTHING
 from hf_pyao.planning.blocking_copies import with_blocking_copies
 from hf_pyao.planning.caching_allocator import AllocatorSettings
 from hf_pyao.planning.coding import CodedWays

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from hf_pyao.documents.plan import ACTIONS, LeverSetting, Plan, PlannedSlot
-from hf_pyao.quantities import ABSENT, MIB, fact_text
+from hf_pyao.quantities import ABSENT, MIB, fact_text, number
 from hf_pyao.report.view import Table, View
 
 MOST_LAYERS = 100_000
@@ -22,7 +22,7 @@ def plan_view(plan: Plan) -> View:
             _front_rows(plan),
         ),
         Table(["levers that were looked at", *_LEVER_COLUMNS], _lever_rows(plan), 2),
-        Table(["figure", "value"], [[name, fact_text(v)] for name, v in plan.figures.items()]),
+        Table(["figure", "value"], [[name, number(v)] for name, v in plan.numbers().items()]),
         Table(["made for", ""], [[name, fact_text(v)] for name, v in plan.model.items()], 2),
     ]
     return View(
@@ -115,10 +115,10 @@ def plans_side_by_side(plans: Mapping[str, Plan]) -> View:
     names = list(plans)
     slots = dict.fromkeys(slot.name for plan in plans.values() for slot in plan.slots)
     rows = [[name, *(_actions_of(plans[each], name) for each in names)] for name in slots]
-    figures = dict.fromkeys(name for plan in plans.values() for name in plan.figures)
+    numbers = {name: plan.numbers() for name, plan in plans.items()}
     values = [
-        [name, *(fact_text(plans[each].figures.get(name, ABSENT)) for each in names)]
-        for name in figures
+        [name, *(number(of[name]) if name in of else ABSENT for of in numbers.values())]
+        for name in dict.fromkeys(name for of in numbers.values() for name in of)
     ]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     return View(
@@ -163,11 +163,11 @@ def _slot_rows(plan: Plan) -> list[list[str]]:
 def ranges(numbers: Iterable[int]) -> str:
     """Return whole numbers in order, runs of three and more as their ends: ``0–5, 7``."""
     runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+    for each in sorted(set(numbers)):
+        if runs and each == runs[-1][1] + 1:
+            runs[-1][1] = each
         else:
-            runs.append([number, number])
+            runs.append([each, each])
     parts = []
     for first, last in runs:
         if last == first:

@@ -37,11 +37,11 @@ def test_a_profile_is_planned_for_within_its_memory(
 ) -> None:
     whole = planned(str(profile), "--device-memory", "1GiB", path=tmp_path / "whole.json")
     assert {slot.action for slot in whole.slots} == {"keep"}
-    most = whole.figures["peak_bytes/keep everything"]
+    most = whole.facts.kept_peak_bytes
     least = min(point.peak_bytes for point in whole.front)
     limit = int((most + least) / 2)
     plan = planned(str(profile), "--device-memory", str(limit), path=tmp_path / "plan.json")
-    assert plan.figures["peak_bytes"] <= limit
+    assert plan.facts.peak_bytes <= limit
     assert {slot.action for slot in plan.slots} != {"keep"}
     assert sum(point.is_chosen for point in plan.front) == 1
     out = capsys.readouterr().out
@@ -121,8 +121,7 @@ def test_the_bucket_is_counted_where_it_is_asked_for_and_said(
     bucket = planned(MODEL, "--engine", "zero2", path=tmp_path / "bucket.json")
     assert bucket.figures["bucket_bytes"] == 1e9
     assert "a bucket of 1.00 GB" in capsys.readouterr().out
-    name = "peak_bytes/keep everything"
-    assert 0.9e9 < bucket.figures[name] - plain.figures[name] < 1e9
+    assert 0.9e9 < bucket.facts.kept_peak_bytes - plain.facts.kept_peak_bytes < 1e9
 
 
 @pytest.mark.thorough
@@ -134,7 +133,7 @@ def test_plan_and_microbatch_count_the_same(
     arguments = ["--model", MODEL, "--global-batch", "4", "--micro-batches", "4"]
     assert main(["microbatch", *arguments, "--output", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
-    assert row["peak_bytes"] == plan.figures["peak_bytes/keep everything"]
+    assert row["peak_bytes"] == plan.facts.kept_peak_bytes
 
 
 @pytest.mark.thorough
@@ -144,5 +143,5 @@ def test_a_card_and_its_link_can_be_exchanged(profile: Path, tmp_path: Path) -> 
     slow = planned(*arguments, "h200", "--link", "1GiB/s", path=tmp_path / "slow.json")
     fast = planned(*arguments, "h200", "--link", "500GiB/s", path=tmp_path / "fast.json")
     for plan in (slow, fast):
-        assert plan.figures["peak_bytes"] <= int(least)
+        assert plan.facts.peak_bytes <= int(least)
     assert slow.figures["step_ms/offload everything"] > fast.figures["step_ms/offload everything"]

@@ -174,7 +174,7 @@ def model_and_cap() -> tuple[torch.nn.Module, PyAOConfig]:
         for _ in range(NUM_MEASURED + 1):
             step(model, BATCH, offloader)
         assert offloader.plan is not None
-        figures = offloader.plan.figures
+        figures = offloader.plan.numbers()
     least = min(value for name, value in figures.items() if name.startswith("peak_bytes/"))
     return model, replace(config, device_memory_gib=least / GIB)
 
@@ -196,9 +196,9 @@ def test_compute_that_slows_down_after_the_profile_gets_a_faster_plan(
         assert second is not None
         assert [slot.action for slot in second.slots] != [slot.action for slot in first.slots]
         assert times_ms[-1] < first_ms / 1.01
-        assert times_ms[-1] == pytest.approx(second.figures["step_ms"], rel=0.1)
+        assert times_ms[-1] == pytest.approx(second.facts.step_ms, rel=0.1)
         assert second.figures["correction/compute"] == pytest.approx(1.5, rel=0.01)
-        assert second.figures["peak_bytes"] <= config.device_memory_gib * GIB
+        assert second.facts.peak_bytes <= config.device_memory_gib * GIB
         assert_same(step(model, BATCH, offloader, SLOWER), expected)
         reported = offloader.auto.report()["plan"]["figures"]  # type: ignore[union-attr]
         for name in ("layers_ms", "compute_ms"):

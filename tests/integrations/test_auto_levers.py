@@ -13,7 +13,8 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
-from hf_pyao.documents.plan import Plan, PlanError
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.integrations import lever_recording
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.lever_recording import room_for
@@ -157,7 +158,7 @@ def test_a_cap_below_the_least_of_slot_by_slot_plans_is_met_by_segments() -> Non
         plan = offloader.plan
         assert plan is not None
         assert plan.levers["checkpoint_every"] == 1
-        assert plan.figures["peak_bytes"] <= segments + 1
+        assert plan.facts.peak_bytes <= segments + 1
         assert "the fastest that fits" in plan.levers_reason
         assert {setting.is_chosen for setting in plan.lever_settings} == {True, False}
 
@@ -360,10 +361,10 @@ def test_running_out_of_memory_may_bring_segments() -> None:
         auto = offloader.auto
         assert auto is not None
         assert levers_of(offloader).checkpoint_every == 0
-        peaks = [offloader.plan.figures["peak_bytes"]]  # type: ignore[union-attr]
+        peaks = [offloader.plan.facts.peak_bytes]  # type: ignore[union-attr]
         while (sentence := auto.tighter(torch.OutOfMemoryError("out"))) is not None:
             assert_same(step(model, LARGE, offloader), expected)
-            peaks.append(offloader.plan.figures["peak_bytes"])  # type: ignore[union-attr]
+            peaks.append(offloader.plan.facts.peak_bytes)  # type: ignore[union-attr]
             assert len(peaks) < 20
             last = sentence
         assert "run again" in last

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
-from hf_pyao.documents.plan import PlanError
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.integrations import profiling
 from hf_pyao.integrations.attach import Offloader
@@ -175,9 +175,9 @@ def cap_for(kind: Callable[[], nn.Module], inputs: Any, share: float = 0.4) -> f
     with attached(model, replace(AUTO, device_memory_gib=1.0)) as offloader:
         run(model, [inputs] * (NUM_MEASURED + 1), offloader=offloader)
         assert offloader.plan is not None, offloader.describe()
-        figures = offloader.plan.figures
+        figures = offloader.plan.numbers()
     peaks = [value for name, value in figures.items() if name.startswith("peak_bytes/")]
-    most = figures["peak_bytes/keep everything"]
+    most = figures["kept_peak_bytes"]
     return (min(peaks) + share * (most - min(peaks))) / GIB
 
 
@@ -252,7 +252,7 @@ def test_a_kernel_is_not_called_with_the_addresses_of_fake_tensors(
 def test_an_empty_first_batch_is_planned_for_anew() -> None:
     offloader = check(Net, [batch(0), *[batch()] * 4])
     assert offloader.plan is not None
-    assert offloader.plan.figures["num_elements"] == batch().numel()
+    assert offloader.plan.facts.num_elements == batch().numel()
     assert {slot.action for slot in offloader.plan.slots} != {"keep"}
 
 
@@ -273,7 +273,7 @@ def test_larger_batches_inside_of_other_values_are_seen(nest: Callable[[Any], An
     with attached(model, config) as offloader:
         assert_same(run(model, batches, offloader=offloader), expected)
         assert offloader.plan is not None
-        assert offloader.plan.figures["num_elements"] == batch(8).numel()
+        assert offloader.plan.facts.num_elements == batch(8).numel()
 
 
 def changing_dtype(model: Any, inputs: torch.Tensor) -> None:
@@ -490,10 +490,8 @@ def damaged(document: dict[str, Any]) -> dict[str, str]:
         "lossy": {"slots": [{**slots[0], "codec": "int8"}]},
         "another model": {"model": {**document["model"], "num_layers": 7}},
         "another kind": {"kind": "profile"},
-        "figures": {"figures": {"num_elements": "many"}},
-        "too large": {
-            "figures": {**document["figures"], "limit_bytes": 2**40, "peak_bytes": 2**39}
-        },
+        "facts": {"facts": {"num_elements": "many"}},
+        "too large": {"facts": {**document["facts"], "limit_bytes": 2**40, "needed_bytes": 2**39}},
     }
     texts = {name: json.dumps({**document, **change}) for name, change in changed.items()}
     return {**texts, "empty": "", "cut off": json.dumps(document)[:200], "a list": "[]"}
@@ -546,9 +544,9 @@ def test_a_kept_plan_that_needs_more_than_there_is_is_made_anew(
         assert offloader.plan is None
         run(model, [batch()] * (NUM_MEASURED + 1), offloader=offloader)
         assert offloader.plan is not None
-        assert offloader.plan.figures["peak_bytes"] < 2**39
+        assert offloader.plan.facts.peak_bytes < 2**39
     assert "it needs 512.0 GiB on the device, and there is less now" in caplog.text
-    assert json.loads(path.read_text())["figures"]["peak_bytes"] < 2**39
+    assert json.loads(path.read_text())["facts"]["needed_bytes"] < 2**39
 
 
 @pytest.mark.thorough

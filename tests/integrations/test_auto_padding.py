@@ -47,4 +47,4 @@ def test_plans_are_few_and_gradients_right(
     assert not again
     assert 1 <= len(new) <= most_plans, new
     largest = 4 * max(LENGTHS[lengths][:2])
-    assert plan.figures["num_elements"] >= largest, "it is for the largest that was measured"
+    assert plan.facts.num_elements >= largest, "it is for the largest that was measured"

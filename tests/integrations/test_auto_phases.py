@@ -17,7 +17,6 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
 from hf_pyao.integrations import auto_phases
 from hf_pyao.integrations.attach import Offloader
-from hf_pyao.integrations.auto_phases import TRAINED
 from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.integrations.auto_trained import STRIDE, TrainedParameters
 from tests.helpers import tiny_model
@@ -83,16 +82,16 @@ def test_thawed_layers_are_planned_for_and_their_plan_comes_back(
         run(model, offloader, NUM_MEASURED)
         thawed = offloader.plan
         assert thawed is not None
-        assert thawed.figures[TRAINED] != frozen.figures[TRAINED]
+        assert thawed.facts.trained != frozen.facts.trained
         peak = "peak_bytes/keep everything"
         assert thawed.figures[peak] > frozen.figures[peak]
-        assert thawed.figures["peak_bytes"] <= TIGHT.device_memory_gib * GIB
+        assert thawed.facts.peak_bytes <= TIGHT.device_memory_gib * GIB
         run(model, offloader, NUM_MEASURED)
         num_packs = offloader.engine.num_packs
         freeze(model, 1)
         run(model, offloader)
         assert offloader.plan is not None
-        assert offloader.plan.figures[TRAINED] == frozen.figures[TRAINED]
+        assert offloader.plan.facts.trained == frozen.facts.trained
         assert [s.action for s in offloader.plan.slots] == [s.action for s in frozen.slots]
         assert offloader.engine.num_packs > num_packs
     lines = [record.getMessage() for record in caplog.records]
@@ -144,7 +143,7 @@ def test_layers_that_are_thawed_while_it_measures_are_measured() -> None:
         assert plan is not None
         run(model, offloader, 3 * NUM_MEASURED)
         assert offloader.plan is not None
-        assert offloader.plan.figures[TRAINED] == plan.figures[TRAINED]
+        assert offloader.plan.facts.trained == plan.facts.trained
 
 
 @pytest.mark.thorough
@@ -196,7 +195,7 @@ def test_a_kept_plan_for_other_parameters_is_made_anew(tmp_path: Path) -> None:
                 assert offloader.plan is None
             run(model, offloader, NUM_MEASURED)
             assert offloader.plan is not None
-            marks.append(offloader.plan.figures[TRAINED])
+            marks.append(offloader.plan.facts.trained)
     assert marks[0] != marks[1] == marks[2]
 
 

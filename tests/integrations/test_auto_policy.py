@@ -17,7 +17,8 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainingArguments, attach
 from hf_pyao.config import GIB
-from hf_pyao.documents.plan import Plan, PlanError
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.auto_check import PlanCheck, TimedMicroBatch
@@ -84,7 +85,7 @@ def figures_of(
         for _ in range(NUM_MEASURED + 1):
             step(model, batch, offloader)
         assert offloader.plan is not None
-        return offloader.plan.figures
+        return offloader.plan.numbers()
 
 
 def transport() -> SimulatedTransport:
@@ -100,7 +101,8 @@ def capped(
     """Return a configuration whose cap lies between the lowest peak and that of keeping all."""
     figures = figures_of(architecture, config, batch)
     peaks = [value for name, value in figures.items() if name.startswith("peak_bytes/")]
-    least, most = min(peaks), figures["peak_bytes/keep everything"]
+    most = figures["kept_peak_bytes"]
+    least = min(*peaks, most)
     return replace(config, device_memory_gib=(least + share * (most - least)) / GIB)
 
 
@@ -125,7 +127,7 @@ def test_gradients_stay_right_before_at_and_after_the_switch(architecture: str) 
             assert_same(step(model, None, offloader), expected)
         plan = offloader.plan
         assert plan is not None
-        assert plan.figures["peak_bytes"] <= config.device_memory_gib * GIB
+        assert plan.facts.peak_bytes <= config.device_memory_gib * GIB
         assert {slot.action for slot in plan.slots} != {"keep"}
         moved = offloader.metrics()
         assert moved["offloaded_bytes"] + moved["recomputed_bytes"] > 0
@@ -146,10 +148,10 @@ def test_of_layers_that_run_again_their_inputs_alone_are_planned() -> None:
             assert_same(step(model, batch, offloader), expected)
         plan = offloader.plan
         assert plan is not None
-        assert plan.figures["peak_bytes"] <= config.device_memory_gib * GIB
+        assert plan.facts.peak_bytes <= config.device_memory_gib * GIB
         assert {slot.name for slot in plan.slots} == {":0"}
         assert {slot.action for slot in plan.slots} == {"keep", "offload"}
-        assert not {name for name in plan.figures if "checkpointing" in name}
+        assert not {name for name in plan.numbers() if "checkpointing" in name}
         moved = offloader.metrics()
         assert moved["offloaded_bytes"] > 0 and moved["recomputed_bytes"] == 0
 
@@ -214,8 +216,8 @@ def test_a_larger_batch_is_planned_for_anew() -> None:
         second = offloader.plan
         assert second is not None
         assert second is not first
-        assert second.figures["num_elements"] == 4 * first.figures["num_elements"]
-        assert second.figures["peak_bytes"] > first.figures["peak_bytes"]
+        assert second.facts.num_elements == 4 * first.facts.num_elements
+        assert second.facts.peak_bytes > first.facts.peak_bytes
         step(model, small, offloader)
         assert offloader.plan is second  # it holds for smaller ones
 
@@ -280,7 +282,7 @@ def test_what_is_given_binds_the_plan() -> None:
         plan = offloader.plan
         assert plan is not None
         assert plan.figures["keep_last_layers"] == 2
-        assert plan.figures["window_bytes"] == 0
+        assert plan.facts.window_bytes is None
         last = {3 - 1, 3 - 2}
         for slot in plan.slots:
             if slot.action != "keep":
@@ -375,10 +377,10 @@ def test_running_out_of_memory_makes_the_plan_tighter() -> None:
             step(model, None, offloader)
         auto = offloader.auto
         assert auto is not None
-        peaks = [offloader.plan.figures["peak_bytes"]]  # type: ignore[union-attr]
+        peaks = [offloader.plan.facts.peak_bytes]  # type: ignore[union-attr]
         while auto.tighter(torch.OutOfMemoryError("out")) is not None:
             assert_same(step(model, None, offloader), expected)
-            peaks.append(offloader.plan.figures["peak_bytes"])  # type: ignore[union-attr]
+            peaks.append(offloader.plan.facts.peak_bytes)  # type: ignore[union-attr]
             assert len(peaks) < 40
         assert peaks == sorted(peaks, reverse=True)
         assert len(peaks) > 1
@@ -404,9 +406,9 @@ def test_what_the_device_could_not_hold_is_not_planned_for_a_larger_batch(
         assert_same(step(model, large, offloader), expected)
         plan = offloader.plan
     assert plan is not None and plan is not held
-    assert plan.figures["num_elements"] == 1.25 * held.figures["num_elements"]
-    assert plan.figures["limit_bytes"] == held.figures["limit_bytes"]
-    assert plan.figures["peak_bytes"] <= held.figures["limit_bytes"]
+    assert plan.facts.num_elements == 1.25 * held.facts.num_elements
+    assert plan.facts.limit_bytes == held.facts.limit_bytes
+    assert plan.facts.peak_bytes <= held.facts.limit_bytes
     assert AFTER_RUNNING_OUT in caplog.text
 
 

@@ -83,7 +83,7 @@ def test_on_a_larger_device_it_is_made_anew(
 def test_the_plan_that_is_kept_is_made_anew_too(tmp_path: Path) -> None:
     path, none = tmp_path / "plan.json", tmp_path / "none"
     train(none, SMALL_GIB, plan=str(path))
-    assert Plan.from_json_file(path).figures["device_limit_bytes"] == int(SMALL_GIB * 2**30)
+    assert Plan.from_json_file(path).facts.device_limit_bytes == int(SMALL_GIB * 2**30)
     assert train(none, 8.0, plan=str(path))[-1] == "kept"
     assert train(none, 8.0, plan=str(path)) == ["kept"] * 5, "it is written anew"
     assert train(none, SMALL_GIB, plan=str(path))[-1] == "saved"

@@ -11,12 +11,12 @@ import pytest
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.documents.plan import PlanError
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.documents.profile import Profile
 from hf_pyao.documents.schema import read_json
 from hf_pyao.integrations import auto_policy
 from hf_pyao.integrations.attach import Offloader
-from hf_pyao.integrations.auto_phases import TRAINED, Phases
+from hf_pyao.integrations.auto_phases import Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
 from hf_pyao.integrations.auto_trained import TrainedParameters
 from hf_pyao.levers import Levers
@@ -116,7 +116,7 @@ def test_a_plan_is_for_the_parameters_with_which_its_step_was_recorded() -> None
         freeze(model, 0)
         run(model, offloader)
         assert offloader.plan is not None
-        assert offloader.plan.figures[TRAINED] == TrainedParameters(model).mark
+        assert offloader.plan.facts.trained == TrainedParameters(model).mark
 
 
 @pytest.mark.thorough

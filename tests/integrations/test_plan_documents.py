@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.documents.plan import FOLLOWED, PREDICTED, Plan, PlanError
+from hf_pyao.documents.plan import Plan
+from hf_pyao.documents.plan_facts import NO_FACTS, PREDICTED, PlanError, PlanFacts
+from hf_pyao.documents.schema import ReportError
 from hf_pyao.errors import PyAOError
 from tests.helpers import Stack, assert_same_tensors, gradients_of, linear_relu
 
@@ -66,42 +69,117 @@ def follow(document: dict[str, Any], path: Path, *, policy: str = "auto") -> str
 
 @pytest.mark.parametrize("policy", ["auto", "plan"])
 @pytest.mark.parametrize("name", PREDICTED)
-@pytest.mark.parametrize("value", [None, -1.0, "absent"])
+@pytest.mark.parametrize("value", [None, -1, "absent"])
 @pytest.mark.sampled(every=3)
 def test_a_figure_of_a_prediction_that_is_none(
     name: str, value: Any, policy: str, planned: dict[str, Any], tmp_path: Path
 ) -> None:
     document = copy.deepcopy(planned)
     if value == "absent":
-        del document["figures"][name]
+        del document["facts"][name]
     else:
-        document["figures"][name] = value
+        document["facts"][name] = value
     found = follow(document, tmp_path / "forged.json", policy=policy)
-    assert repr(name) in found
+    assert name in found
     assert "forged.json" in found
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_other_figures_that_it_is_followed_by(
+@pytest.mark.parametrize("name", sorted({*vars(NO_FACTS)} - {*PREDICTED}))
+def test_a_fact_that_is_negative_or_absent(
     name: str, planned: dict[str, Any], tmp_path: Path
 ) -> None:
     document = copy.deepcopy(planned)
-    document["figures"][name] = -1.0
+    document["facts"][name] = -1
     found = follow(document, tmp_path / "forged.json")
-    assert repr(name) in found
+    assert name in found
     assert "forged.json" in found
-    del document["figures"][name]
+    del document["facts"][name]
     assert follow(document, tmp_path / "less.json") == ""
 
 
 def test_a_plan_without_any_figure_is_followed(planned: dict[str, Any], tmp_path: Path) -> None:
-    assert follow({**planned, "figures": {}}, tmp_path / "plan.json") == ""
+    assert follow({**planned, "facts": {}, "figures": {}}, tmp_path / "plan.json") == ""
 
 
 def test_a_plan_that_the_library_makes_itself_is_complete() -> None:
     with pytest.raises(PlanError, match="lack 'peak_bytes'"):
-        Plan(slots=[], figures={"step_ms": 1.0})
+        PlanFacts(step_ms=1.0)
+    for value in (math.nan, math.inf):
+        with pytest.raises(PlanError, match="'limit_bytes'"):
+            PlanFacts(limit_bytes=value)  # type: ignore[arg-type]
     Plan(slots=[], figures={"link_gib_per_s": 1.0, "measured_compute_ms": -0.1})
+
+
+# ---- files of schema version 1 -----------------------------------------------------------------------
+
+VERSION_1 = Path(__file__).with_name("plan_version_1.json")
+"""A plan that hf_pyao wrote before facts were apart from figures."""
+
+
+def test_a_plan_of_version_1_is_read() -> None:
+    written = json.loads(VERSION_1.read_text())
+    figures = written["figures"]
+    plan = Plan.from_json_file(VERSION_1)
+    assert plan.facts == PlanFacts(
+        num_elements=128,
+        trained=2214730159,
+        window_bytes=8192,
+        limit_bytes=874412,
+        device_limit_bytes=874412,
+        beside_bytes=0,
+        resident_bytes=127904,
+        step_ms=4.895315136768285,
+        peak_bytes=873388,
+        needed_bytes=873388,
+        host_bytes=0,
+        kept_step_ms=4.728107382353761,
+        kept_peak_bytes=1156012,
+    )
+    assert {each for each in vars(plan.facts).values() if each is not None} <= {*figures.values()}
+    assert plan.figures == {
+        name: figures[name]
+        for name in figures
+        if name in ("compute_ms", "rebuild_ms", "offloaded_bytes", "keep_last_layers")
+        or name.startswith(("stall_", "bound_"))
+        or ("/" in name and "keep everything" not in name)
+    }
+    assert [vars(slot) for slot in plan.slots] == written["slots"]
+    assert plan.levers == written["levers"]
+    assert plan.to_dict()["schema_version"] == 2
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_a_plan_of_version_1_is_followed_like_the_same_of_version_2(
+    planned: dict[str, Any], tmp_path: Path
+) -> None:
+    facts = {name: value for name, value in planned["facts"].items() if value is not None}
+    names = {
+        "trained": "trained_parameters",
+        "kept_step_ms": "step_ms/keep everything",
+        "kept_peak_bytes": "peak_bytes/keep everything",
+    }
+    figures = {names.get(name, name): float(value) for name, value in facts.items()}
+    version_1 = {**planned, "schema_version": 1, "figures": {**planned["figures"], **figures}}
+    del version_1["facts"]
+    assert Plan.from_dict(version_1) == Plan.from_dict(planned)
+    assert follow(version_1, tmp_path / "plan.json") == ""
+
+
+@pytest.mark.parametrize("value", ["many", True, [1], {}, -1.0])
+def test_a_bad_figure_of_version_1_is_refused_by_name(value: Any) -> None:
+    written = json.loads(VERSION_1.read_text())
+    written["figures"]["num_elements"] = value
+    with pytest.raises(PyAOError, match=r"num_elements"):
+        Plan.from_dict(written)
+
+
+def test_a_version_that_is_neither_is_refused() -> None:
+    written = json.loads(VERSION_1.read_text())
+    for version in (0, 3, True, "1", None):
+        with pytest.raises(ReportError, match="schema_version"):
+            Plan.from_dict({**written, "schema_version": version})
+    with pytest.raises(ReportError, match="schema_version"):
+        Plan.from_dict({**written, "facts": {}})
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

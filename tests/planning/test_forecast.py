@@ -13,7 +13,8 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.cli import main
-from hf_pyao.documents.plan import Plan, PlanError, PlannedSlot
+from hf_pyao.documents.plan import Plan, PlannedSlot
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.documents.profile import Profile
 from hf_pyao.documents.schema import ReportError
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel

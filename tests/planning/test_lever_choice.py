@@ -14,7 +14,8 @@ from typing import Any, cast
 import pytest
 
 from hf_pyao import PyAOConfig
-from hf_pyao.documents.plan import Plan, PlanError, PlannedSlot
+from hf_pyao.documents.plan import Plan, PlannedSlot
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.recorded_step import record_step

@@ -6,22 +6,23 @@ from typing import Any
 
 import pytest
 
-from hf_pyao.documents.plan import KEEP, KEEP_EVERYTHING, OFFLOAD, Plan, PlannedSlot
+from hf_pyao.documents.plan import KEEP, OFFLOAD, Plan, PlannedSlot
+from hf_pyao.documents.plan_facts import KEEP_EVERYTHING, PlanFacts
 from hf_pyao.planning.auto_plan import SOURCE, describe
 
 MIB = 2**20
 
 
 def plan(name: str = "", *, limit: float = 10.0, **more: Any) -> Plan:
-    figures = {
-        "step_ms": 2.0,
-        "peak_bytes": 6.0 * MIB,
-        f"step_ms/{KEEP_EVERYTHING}": 1.0,
-        f"peak_bytes/{KEEP_EVERYTHING}": 20.0 * MIB,
-        "limit_bytes": limit * MIB,
-    }
+    facts = PlanFacts(
+        step_ms=2.0,
+        peak_bytes=6 * MIB,
+        kept_step_ms=1.0,
+        kept_peak_bytes=20 * MIB,
+        limit_bytes=int(limit * MIB),
+    )
     source = f"{SOURCE}: {name}" if name else SOURCE
-    return Plan(**{"source": source, "slots": [], "otherwise": KEEP, "figures": figures, **more})
+    return Plan(**{"source": source, "slots": [], "otherwise": KEEP, "facts": facts, **more})
 
 
 @pytest.mark.parametrize("levers", [{"checkpoint_every": 1}, {"checkpoint_every": 2}])

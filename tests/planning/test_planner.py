@@ -231,4 +231,4 @@ def test_reasons_are_given_for_every_slot() -> None:
     texts = " ".join(slot.reason for slot in plan.slots)
     for part in ("hide under compute", "rebuilt in", "there is room for"):
         assert part in texts
-    assert plan.figures["peak_bytes"] <= least.peak_bytes * 1.3
+    assert plan.facts.peak_bytes <= least.peak_bytes * 1.3

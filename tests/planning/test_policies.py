@@ -12,7 +12,8 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import POLICY_NAMES
-from hf_pyao.documents.plan import Plan, PlanError, PlannedSlot
+from hf_pyao.documents.plan import Plan, PlannedSlot
+from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.documents.schema import ReportError
 from hf_pyao.errors import ConfigError
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward

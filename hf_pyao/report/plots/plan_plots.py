@@ -81,7 +81,7 @@ def _front_figure(plan: Plan, look: Look) -> Figure:
                 zorder=4,
                 label="chosen",
             )
-    limit = plan.figures.get("limit_bytes", 0.0)
+    limit = plan.facts.limit_bytes or 0
     most = max(point.peak_bytes for point in points)
     if 0 < limit <= 1.5 * most:
         axes.axvline(limit / GIB, color=look.soft, linestyle="--", linewidth=1.0, label="limit")
