@@ -36,6 +36,10 @@ SCHEMA_VERSION = 1
 POLICY_NAMES = ("auto", "all", "modules", "budget", "plan", "pyao", "off")
 """Names that ``policy`` takes; ``planning/policies.py`` makes them."""
 
+CODEC_NAMES = ("identity", "int8", "fp8", "int4", "bitmask")
+"""Names that ``codec`` takes: the keys of ``CODECS``, which is not imported here since codecs are
+above the configuration and import torch."""
+
 HEAD_LOSS_NAMES = ("auto", "off", "chunked", "liger")
 """Names that ``head_loss`` takes."""
 
@@ -68,12 +72,6 @@ REMOVED = {
     "attach(model, config, transport=StreamTransport(copy_streams=1)) where one is made",
 }
 """Settings of earlier versions, and what to do instead."""
-
-
-def _codec_names() -> Sequence[str]:
-    from hf_pyao.codecs import CODECS  # imports torch
-
-    return tuple(CODECS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +111,7 @@ class PyAOConfig:
         "identity",
         Named(
             "Codec",
-            _codec_names,
+            lambda: CODEC_NAMES,
             methods=("accepts", "encode", "decode"),
             attributes=("name", "is_lossless"),
         ),

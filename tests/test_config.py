@@ -15,7 +15,7 @@ import pytest
 
 from hf_pyao import PyAOConfig
 from hf_pyao.codecs import CODECS, Codec, get_codec
-from hf_pyao.config import POLICY_NAMES, SETTINGS
+from hf_pyao.config import CODEC_NAMES, POLICY_NAMES, SETTINGS
 from hf_pyao.errors import ConfigError, PyAOError, unknown_name
 from hf_pyao.planning.policies import POLICIES, make_policy
 from hf_pyao.runtime.policy import (
@@ -365,6 +365,7 @@ class KeepsAll(Policy):
 
 def test_names_are_those_that_are_implemented() -> None:
     assert set(POLICIES) == set(POLICY_NAMES)
+    assert tuple(CODECS) == CODEC_NAMES
     for name in CODECS:
         assert isinstance(get_codec(name), Codec)
 

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import hf_pyao
 from hf_pyao.bench.methods import find_method
 from hf_pyao.bench.packages import CHECKED, REMEDY, Broken, import_failure, is_installed
 from hf_pyao.bench.setup import BenchSetup, Trial
@@ -247,7 +248,7 @@ def _context() -> Any:
 @contextmanager
 def _environment() -> Iterator[None]:
     """Let the server of processes find this hf_pyao, installed or not, and touch no device."""
-    here = str(Path(__file__).resolve().parents[2])
+    here = str(Path(hf_pyao.__file__).resolve().parents[1])
     before = dict(os.environ)
     path = before.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = here if not path else os.pathsep.join([here, path])

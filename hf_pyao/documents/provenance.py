@@ -15,6 +15,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import hf_pyao
+
 PACKAGES = (
     "torch",
     "transformers",
@@ -85,8 +87,6 @@ def now() -> str:
 
 def package_versions() -> dict[str, str | None]:
     """Return the versions of Python, hf_pyao and :data:`PACKAGES`; None for what is missing."""
-    import hf_pyao
-
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "hf_pyao": hf_pyao.__version__,
@@ -99,9 +99,14 @@ def package_versions() -> dict[str, str | None]:
     return versions
 
 
+def _package() -> Path:
+    """Return the folder of hf_pyao's source."""
+    return Path(hf_pyao.__file__).resolve().parent
+
+
 def git_state() -> tuple[str | None, bool | None]:
     """Return the commit of hf_pyao's source and whether it was changed since; None if unknown."""
-    package = Path(__file__).resolve().parents[1]
+    package = _package()
     # A checkout of something else may surround an installed hf_pyao; one that tracks it counts.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None, None
@@ -112,7 +117,7 @@ def git_state() -> tuple[str | None, bool | None]:
 
 def source_digest() -> str:
     """Return a digest (16 hex digits of SHA-256) of hf_pyao's Python files and their names."""
-    package = Path(__file__).resolve().parents[1]
+    package = _package()
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,11 +38,29 @@ from hf_pyao.report.run_view import run_view
 from hf_pyao.report.step_view import step_view
 from hf_pyao.report.sweep_view import sweep_view
 from hf_pyao.report.trace_events import profile_events, step_events
-from hf_pyao.report.view import Kind, View
+from hf_pyao.report.view import View
 from hf_pyao.text import echo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of document: how it is read and shown. A new kind is one more row of :data:`KINDS`.
+
+    A document is a dataclass with ``schema_version`` and ``kind``.
+    """
+
+    document: type[Any]
+    """Its class, which has ``from_dict(values, where)``."""
+    view: Callable[[Any], View]
+    figure: Callable[[Any, Look], Figure | None] | None = None
+    """Draws its plot, or returns None where there is too little to draw; None: it has none."""
+    trace_events: Callable[[Any, int], list[dict[str, Any]]] | None = None
+    """Returns its spans as events of a Chrome trace, as the process of a number; None: it has no
+    spans."""
+
 
 KINDS: Mapping[str, Kind] = {
     "run": Kind(document=RunReport, view=run_view, figure=run_figure),
