@@ -64,10 +64,6 @@ class Levers:
             attention_groups=effective.attention_groups,
         )
 
-    def in_config(self, config: PyAOConfig) -> PyAOConfig:
-        """Return *config* with these given."""
-        return config.with_settings(**self.settings())
-
     def settings(self) -> dict[str, Any]:
         """Return them as :meth:`PyAOConfig.from_dict` takes them."""
         return dict(vars(self))

@@ -20,9 +20,9 @@ from hf_pyao.documents.run import check_report_path, outcome_of
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.integrations.auto_policy import AutoPolicy
 from hf_pyao.integrations.conflicts import check_model, check_other_checkpointing
-from hf_pyao.integrations.deciding import Deciding, config_with_plan
+from hf_pyao.integrations.deciding import Deciding, followed_levers
 from hf_pyao.integrations.lever_switch import LeverSwitch
-from hf_pyao.integrations.links import make_link, window_bytes_of
+from hf_pyao.integrations.links import make_link
 from hf_pyao.integrations.memory_failure import explain_uncaught
 from hf_pyao.integrations.module_map import (
     FoundLayers,
@@ -30,6 +30,7 @@ from hf_pyao.integrations.module_map import (
     find_layers,
 )
 from hf_pyao.integrations.out_of_memory import MicroBatchRunner
+from hf_pyao.integrations.parts import Parts, parts_of
 from hf_pyao.integrations.profiling import ProfileWriter
 from hf_pyao.integrations.pyao_rule import PyAORule
 from hf_pyao.integrations.run_record import RunRecord
@@ -108,15 +109,16 @@ def attach(
     config = config or PyAOConfig()
     if not isinstance(config, PyAOConfig):
         raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
-    found = find_layers(model, config.layers, field=config.label("layers"))
+    parts = parts_of(config)
+    found = find_layers(model, parts.layers.names, field=parts.layers.label)
     pop_left_behind()
     stop_left_behind()
     check_model(model)
-    as_planned = config_with_plan(config)
-    if length := as_planned.effective().checkpoint_every:
-        check_other_checkpointing(model, length)
-    check_report_path(config.report, config.label("report"))
-    check_report_path(config.profile, config.label("profile"))
+    levers = followed_levers(parts.policy, parts.levers)
+    if levers.checkpoint_every:
+        check_other_checkpointing(model, levers.checkpoint_every)
+    check_report_path(parts.report.path, parts.report.label)
+    check_report_path(parts.profile.path, parts.profile.label)
     attached = offloader_of(model)
     if attached is not None and not attached.is_attached:
         attached.detach()  # it was interrupted as it was made, or as it was detached
@@ -134,19 +136,28 @@ def attach(
             "link is given together with transport or host_pool, which are a part of it. Pass "
             "either link, or the other two."
         )
-    if link is not None and link.window_bytes != window_bytes_of(config):
+    if link is not None and link.window_bytes != parts.link.window_bytes:
         shared = "layer" if link.window_bytes is None else link.window_bytes
         raise ConfigError(
-            f"{config.label('window')} is {config.effective().window!r}; expected the window of "
-            f"the link that is shared, {shared!r}. Give both models the same window."
+            f"{parts.link.label} is {parts.link.window!r}; expected the window of the link that "
+            f"is shared, {shared!r}. Give both models the same window."
         )
-    offloader = Offloader(model, found, as_planned, transport, host_pool, link, backward_order)
-    offloader.config = config
+    is_link_shared = link is not None
+    link = link or make_link(
+        device_of(model),
+        transport,
+        host_pool,
+        window_bytes=parts.link.window_bytes,
+        host_memory_gib=parts.link.host_memory_gib,
+    )
+    offloader = Offloader(
+        model, found, config, parts, levers, link, backward_order, is_link_shared=is_link_shared
+    )
     try:
         logger.info("%s", offloader.describe())
         if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
             offloader.engine.idle_warnings.all_layers_kept(
-                f"{config.label('keep_last_layers')}={config.effective().keep_last_layers}",
+                f"{config.label('keep_last_layers')}={parts.keep_last_layers}",
                 len(offloader.layer_names),
             )
         return offloader
@@ -177,29 +188,34 @@ class Offloader:
         model: nn.Module,
         found: FoundLayers,
         config: PyAOConfig,
-        transport: Transport | None,
-        host_pool: HostPool | None,
-        link: LinkContext | None,
+        parts: Parts,
+        levers: Levers,
+        link: LinkContext,
         backward_order: BackwardOrder | None,
+        *,
+        is_link_shared: bool,
     ) -> None:
         self.config = config
-        self.device = _device_of(model)
-        self.link = link or make_link(config, self.device, transport, host_pool)
+        """What was given. What is followed is :attr:`levers` and :attr:`plan`."""
+        self.device = device_of(model)
+        self.link = link
         self.transport = self.link.transport
         self.host_pool = self.link.pool
+        self._remedies = parts.remedies
         self._model = weakref.ref(model)
         self._num_packs_seen = 0
         check_roles(found)
-        check = SecondRunCheck(config.verify_recompute)
+        check = SecondRunCheck(parts.verify_recompute)
         sampler = Sampler(check, SEGMENT)
         self._deciding = Deciding(
             model,
             found,
-            config,
-            self.link,
+            parts,
+            levers,
+            link,
             self.device,
             backward_order,
-            is_link_shared=link is not None,
+            is_link_shared=is_link_shared,
             sampler=Sampler(check, REBUILT),
         )
         self.engine = self._deciding.engine
@@ -208,24 +224,36 @@ class Offloader:
         self.mlp_tiles: MLPTiles | None = None
         self.attention_groups: AttentionGroups | None = None
         self.record = record = RunRecord(
-            config, self.engine, self.transport, self.device, self.host_pool
+            config,
+            self.engine,
+            self.transport,
+            self.device,
+            self.host_pool,
+            layer_names=tuple(fqn for fqn, _ in found.layers),
+            how_found=found.how,
+            auto_summary=_summary_of(weakref.ref(self._deciding)),
+            levers=_levers_of(self._deciding.switch),
         )
-        record.layer_names = tuple(fqn for fqn, _ in found.layers)
-        record.how_found = found.how
-        record.auto_summary = _summary_of(weakref.ref(self._deciding))
-        record.levers = _levers_of(self._deciding.switch)
         self._layers = tuple(weakref.ref(layer) for _, layer in found.layers)
         self._error_at_start = id(sys.exc_info()[1])
         self._finalizer: weakref.finalize[..., Offloader] | None = None
         # The model's hooks own the lifecycle, which owns this object as its `owner`. A strong
         # reference back would leave host memory to Python's cyclic collector.
-        lifecycle = make_lifecycle(self.engine, found, config, self, sampler)
+        may_come = parts.levers.free if self.auto is not None else frozenset()
+        lifecycle = make_lifecycle(
+            self.engine,
+            found,
+            levers,
+            segments_may_come="checkpoint_every" in may_come,
+            owner=self,
+            sampler=sampler,
+        )
         self._driver: weakref.ref[Lifecycle] | None = weakref.ref(lifecycle)
         self._guard = SecondRunGuard(check, _without_second_runs(weakref.ref(self._deciding)))
         self.micro_batches = MicroBatchRunner(
             model,
             lifecycle,
-            config,
+            parts.remedies,
             self.device,
             self._deciding.tightening,
             _noting(record, self._deciding),
@@ -235,20 +263,19 @@ class Offloader:
         _forget_compiled_code()
         # After everything that may refuse: a failed attach leaves the model as it was.
         try:
-            self.head_loss = put_on_head_loss(model, config)
-            if self.head_loss is not None:
-                record.levers_description = f" {self.head_loss.describe()}."
-            self.mlp_tiles = put_on_mlp_tiles(model, found, config, Sampler(check, TILES))
-            self.attention_groups = put_on_attention_groups(model, found, config)
+            self.head_loss = put_on_head_loss(model, levers.head_loss)
+            self.mlp_tiles = put_on_mlp_tiles(model, found, levers.mlp_tiles, Sampler(check, TILES))
+            self.attention_groups = put_on_attention_groups(
+                model, found, levers.attention_groups, may_come="attention_groups" in may_come
+            )
             self._deciding.switch.bind(lifecycle, self.mlp_tiles, self.attention_groups)
-            if self.mlp_tiles is not None:
-                record.levers_description += f" {self.mlp_tiles.describe()}."
-            if self.attention_groups is not None and (said := self.attention_groups.describe()):
-                record.levers_description += f" {said}."
+            for part in (self.head_loss, self.mlp_tiles, self.attention_groups):
+                if part is not None:
+                    record.describe_further(part.describe())
             lifecycle.install()
             self._deciding.start(model, self)
             self._guard.start()
-            if config.report is not None:
+            if parts.report.path is not None:
                 # It holds the engine, which therefore goes a collection later than its cycle with
                 # us: only where there is something to write.
                 self._finalizer = weakref.finalize(self, record.end_unseen)
@@ -256,6 +283,11 @@ class Offloader:
         except BaseException:
             self.detach()
             raise
+
+    @property
+    def levers(self) -> Levers:
+        """With what the model runs from its next forward on: as configured, or as a plan has it."""
+        return self._deciding.switch.levers
 
     @property
     def plan(self) -> Plan | None:
@@ -410,7 +442,7 @@ class Offloader:
         error = None if id(error) == self._error_at_start else error
         outcome = outcome_of(error) if outcome is None else outcome
         has_run = self._is_attached
-        if has_run and (advice := explain_uncaught(error, self.engine, self.device, self.config)):
+        if has_run and (advice := self._advice_on(error)):
             logger.error("%s", advice)
         self._is_attached = False
         try:
@@ -422,6 +454,9 @@ class Offloader:
             raise
         if has_run:
             self._end_record(outcome)
+
+    def _advice_on(self, error: BaseException | None) -> str:
+        return explain_uncaught(error, self.engine, self.device, self._remedies)
 
     def _take_down(self) -> None:
         """Remove what is installed still. It may be called again, also where it was interrupted."""
@@ -510,7 +545,7 @@ def _noting(record: RunRecord, deciding: Deciding) -> Callable[[str], None]:
     return note
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     for tensor in model.parameters():
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device

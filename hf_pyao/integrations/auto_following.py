@@ -7,8 +7,8 @@ import weakref
 
 import torch
 
-from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.plan import KEEP, Plan
+from hf_pyao.integrations.auto_settings import AutoSettings
 from hf_pyao.integrations.device_limit import device_limit, release_cached, why_unlimited
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.plan_files import PlanFiles
@@ -36,7 +36,7 @@ class PlanFollower:
     Args:
         engine: whose policy it is; held weakly.
         device: where the model is.
-        config: what the user chose.
+        config: what policy ``auto`` takes from the configuration.
         request: what it binds.
         files: where plans are kept.
         switch: sets the levers of plans.
@@ -46,7 +46,7 @@ class PlanFollower:
         self,
         engine: OffloadEngine,
         device: torch.device,
-        config: PyAOConfig,
+        config: AutoSettings,
         request: PlanRequest,
         files: PlanFiles,
         switch: LeverSwitch,
@@ -76,10 +76,11 @@ class PlanFollower:
         if kept is not None:
             self.follow(kept, f"the plan of {self._files.path}")
         elif device_limit(self._device, self._config.device_memory_gib) is None:
-            self.summary = f"policy {NAME!r} {why_unlimited(self._device, self._config)}"
+            label = self._config.label("device_memory_gib")
+            self.summary = f"policy {NAME!r} {why_unlimited(self._device, label)}"
             engine = self._engine()
             # A profile that is asked for is made first: of everything offloaded.
-            if self._device.type == "cpu" and self._config.profile is None and engine is not None:
+            if self._device.type == "cpu" and not self._config.makes_profile and engine is not None:
                 engine.use(KeepEverything(NAME))
 
     def follow(self, plan: Plan, how: str) -> None:
@@ -91,7 +92,7 @@ class PlanFollower:
         engine = self._engine()
         if engine is None:
             return
-        self._switch.set(levers_of_plan(plan, self._config))
+        self._switch.set(levers_of_plan(plan, self._config.given))
         release_cached(self._device)  # the plan fits segments that are its own
         self.plan = plan
         self.summary = f"policy {NAME!r} ({how}): {describe(plan)}"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.plan import Plan
 from hf_pyao.documents.plan_facts import PlanFacts
 from hf_pyao.documents.profile import Profile
+from hf_pyao.integrations.auto_settings import AutoSettings
 from hf_pyao.integrations.auto_unrecorded import explain, kept_peak_bytes, plan_if_all_fits
 from hf_pyao.integrations.device_limit import beside_bytes, device_limit
 from hf_pyao.levers import Levers, LeversRefusedError
@@ -65,7 +65,7 @@ class PlanMaker:
     def __init__(
         self,
         device: torch.device,
-        config: PyAOConfig,
+        config: AutoSettings,
         request: PlanRequest,
         identity: Mapping[str, Any],
         parameters: Callable[[], Iterable[nn.Parameter]],
@@ -196,11 +196,11 @@ class PlanMaker:
             self._config.device_memory_gib,
             self._config.label("device_memory_gib"),
         )
-        if limit is None:
+        if limit is None or self._config.recomputes:
             return None
         kept_bytes = kept_peak_bytes(profile, self._parameters(), num_elements)
         facts = PlanFacts(num_elements=num_elements, trained=self.trained)
-        plan = plan_if_all_fits(limit, kept_bytes, self._config, self._identity, facts)
+        plan = plan_if_all_fits(limit, kept_bytes, self._identity, facts)
         return None if plan is None else (plan, explain(limit, plan, profile.why_no_program))
 
     def plan_larger(

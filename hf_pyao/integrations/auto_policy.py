@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.plan import Plan
 from hf_pyao.documents.profile import Profile
 from hf_pyao.integrations.auto_check import (
@@ -32,21 +30,18 @@ from hf_pyao.integrations.auto_correction import LEAST_TIMED, beside
 from hf_pyao.integrations.auto_following import LARGER, PlanFollower
 from hf_pyao.integrations.auto_phases import Phase, Phases
 from hf_pyao.integrations.auto_planning import PlanMaker
+from hf_pyao.integrations.auto_settings import AutoSettings
 from hf_pyao.integrations.auto_unrecorded import is_unrecorded
-from hf_pyao.integrations.device_limit import allocator_settings
 from hf_pyao.integrations.lever_recording import LeverRecorder, num_hooks_in, room_for
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.model_copy import CopiedStep, ForwardWatch, SeenForward
 from hf_pyao.integrations.plan_files import PlanFiles
 from hf_pyao.integrations.rank_exchange import RankExchange, own_rank
 from hf_pyao.integrations.step_recording import record_fake_step
-from hf_pyao.levers import Levers
 from hf_pyao.planning.auto_plan import describe
 from hf_pyao.planning.lever_choice import FIXED, LeverRoom
-from hf_pyao.planning.plan_levers import free_levers
 from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.stores import HostPool
 from hf_pyao.text import describe_error
 
 logger = logging.getLogger(__name__)
@@ -61,38 +56,28 @@ class AutoPolicy:
     Args:
         engine: what follows the plan.
         device: where the model is.
-        config: what binds the plan.
-        pool: host memory.
+        config: what it takes from the configuration.
+        request: what binds its plans.
         identity: what tells the model.
         switch: sets the levers of plans.
         check_plan: refuses a plan that is for another model, by a ``PlanError``.
-        recomputed_paths: what ``recompute_modules`` stand for in a layer.
-        is_link_shared: the window is another model's too.
     """
 
     def __init__(
         self,
         engine: OffloadEngine,
         device: torch.device,
-        config: PyAOConfig,
-        pool: HostPool,
+        config: AutoSettings,
+        request: PlanRequest,
         *,
         identity: Mapping[str, Any],
         switch: LeverSwitch,
         check_plan: Callable[[Plan], None],
-        recomputed_paths: tuple[str, ...] = (),
-        is_link_shared: bool = False,
     ) -> None:
         self._engine = weakref.ref(engine)
         self._device = device
         self._config = config
-        request = PlanRequest.of_config(
-            config,
-            recomputed_paths=recomputed_paths,
-            host_limit_bytes=pool.capacity_bytes or math.inf,
-            is_link_shared=is_link_shared,
-            allocator=allocator_settings(device),
-        )
+        self._room_given = request.room
         self._switch = switch
         self._files = PlanFiles(config, device, check_plan)
         self._watch: ForwardWatch | None = None
@@ -249,7 +234,7 @@ class AutoPolicy:
         model = None if self._model is None else self._model()
         if model is None:
             return FIXED
-        room, why = room_for(self._config, model), self._switch.refused
+        room, why = room_for(self._room_given, model, self._config.layers), self._switch.refused
         if room.segments and why:
             return dataclasses.replace(room, segments=False, why_no_segments=why)
         return room
@@ -363,7 +348,7 @@ class AutoPolicy:
         """
         if not plan.levers.get("checkpoint_every"):
             return ""
-        if "checkpoint_every" not in free_levers(self._config):
+        if "checkpoint_every" not in self._config.given.free:
             return ""
         room = self._room()
         return "" if room.segments else f"layers would run again, and {room.why_no_segments}"
@@ -440,7 +425,7 @@ class AutoPolicy:
     ) -> tuple[Plan, str]:
         """Record the step of a larger batch, take times in proportion, and plan for it."""
         recorded, _ = record_fake_step(
-            steps(), levers=Levers.of(self._config), layers=self._config.layers
+            steps(), levers=self._config.given.levers, layers=self._config.layers
         )
         recorder = LeverRecorder(steps, self._config.layers)
         return self._maker.plan_larger(recorded, num_elements, recorder, self._room())

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.plan import KEEP, Plan
 from hf_pyao.documents.plan_facts import KEEP_EVERYTHING, PlanFacts
 from hf_pyao.documents.profile import Profile
@@ -63,7 +62,6 @@ def kept_peak_bytes(
 def plan_if_all_fits(
     limit: DeviceLimit,
     kept_bytes: int | None,
-    config: PyAOConfig,
     identity: Mapping[str, Any],
     facts: PlanFacts,
 ) -> Plan | None:
@@ -72,11 +70,10 @@ def plan_if_all_fits(
     Args:
         limit: of the device.
         kept_bytes: the bound on the peak.
-        config: what was asked for; where something is to be recomputed, there is no plan.
         identity: what tells the model.
         facts: of the run that the plan is for.
     """
-    if kept_bytes is None or kept_bytes > limit.nbytes or config.recompute_modules:
+    if kept_bytes is None or kept_bytes > limit.nbytes:
         return None
     return Plan(
         source=f"{SOURCE}: {KEEP_EVERYTHING}",

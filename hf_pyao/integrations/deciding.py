@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import SETTINGS
 from hf_pyao.documents.plan import Plan
 from hf_pyao.documents.run import check_report_path
 from hf_pyao.integrations.auto_policy import AutoPolicy
+from hf_pyao.integrations.device_limit import allocator_settings
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.model_identity import identity_of
 from hf_pyao.integrations.module_map import (
@@ -23,15 +25,22 @@ from hf_pyao.integrations.module_map import (
     named_submodules,
     resolve_selections,
 )
-from hf_pyao.integrations.profiling import ProfileWriter
+from hf_pyao.integrations.parts import Parts
+from hf_pyao.integrations.profiling import ProfileSettings, ProfileWriter
 from hf_pyao.integrations.pyao_rule import PyAORule, kept_plan
 from hf_pyao.integrations.tightening import OffloadLadder, PlansFirst, Tightening
-from hf_pyao.integrations.wiring import make_engine, recomputed_paths, wrapper_of
+from hf_pyao.integrations.wiring import (
+    first_kept_layer,
+    make_engine,
+    paths_in_a_layer,
+    select_recomputed,
+    wrap_policy,
+)
 from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.levers import Levers
-from hf_pyao.planning.plan_levers import followed_config
+from hf_pyao.planning.plan_levers import GivenLevers, levers_of_plan
 from hf_pyao.planning.plan_policy import PlanPolicy
-from hf_pyao.planning.policies import make_policy
+from hf_pyao.planning.policies import PolicySettings, make_policy
 from hf_pyao.recompute.verification import SEGMENT, Sampler, Wrong
 from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.lifecycle import is_compiled
@@ -46,7 +55,8 @@ class Deciding:
     Args:
         model: what is attached; it is not held.
         found: its layers.
-        config: what was asked for.
+        parts: what was given.
+        levers: what is followed: those that were given, or a plan's.
         link: the engine's.
         device: where the model is.
         backward_order: as in :func:`~hf_pyao.attach`.
@@ -63,7 +73,8 @@ class Deciding:
         self,
         model: nn.Module,
         found: FoundLayers,
-        config: PyAOConfig,
+        parts: Parts,
+        levers: Levers,
         link: LinkContext,
         device: torch.device,
         backward_order: BackwardOrder | None,
@@ -71,37 +82,65 @@ class Deciding:
         is_link_shared: bool,
         sampler: Sampler | None = None,
     ) -> None:
-        self._config = config
+        self._parts = parts
         self._link = link
         self._device = device
         identity = identity_of(found)
-        selected = resolve_selections(config.modules, found, field=config.label("modules"))
-        kept = kept_plan(config)
-        policy = make_policy(config, selected)
+        min_bytes, named = parts.policy.min_bytes, parts.policy.policy
+        selected = resolve_selections(parts.modules.names, found, field=parts.modules.label)
+        kept = kept_plan(parts.policy.plan) if named == "pyao" else None
+        policy = make_policy(parts.policy, selected)
         if kept is not None:
-            policy = PlanPolicy(kept, int(config.min_bytes), "pyao")
+            policy = PlanPolicy(kept, min_bytes, "pyao")
         _check_plan(policy, identity, found)
-        wrap = wrapper_of(config, found)
-        self.engine = make_engine(model, config, wrap(policy), link, backward_order, sampler)
+        recomputed = select_recomputed(parts.recompute.names, found, parts.recompute.label)
+        wrap = functools.partial(
+            wrap_policy,
+            recompute=parts.recompute.names,
+            selected=recomputed,
+            first_kept=first_kept_layer(len(found.layers), parts.keep_last_layers, levers),
+        )
+        self.engine = make_engine(
+            model,
+            wrap(policy),
+            link,
+            codec=parts.codec,
+            enters_always=bool(levers.checkpoint_every),
+            backward_order=backward_order,
+            sampler=sampler,
+        )
         self.pyao_rule: PyAORule | None = None
         """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
-        if config.policy == "pyao" and kept is None:
-            self.pyao_rule = PyAORule(self.engine, link.transport, device, config, identity, wrap)
-        self.switch = LeverSwitch(Levers.of(config))
+        if named == "pyao" and kept is None:
+            self.pyao_rule = PyAORule(
+                self.engine,
+                link.transport,
+                device,
+                identity,
+                wrap,
+                num_micro_batches=parts.profile_steps,
+                plan_path=parts.policy.plan,
+                min_bytes=min_bytes,
+            )
+        self.switch = LeverSwitch(levers)
         """Changes segments and tiles between forwards."""
         self.auto: AutoPolicy | None = None
         """What plans, with policy ``auto``; None with others."""
-        if config.policy == "auto":
+        if named == "auto":
+            request = parts.binds.on(
+                recomputed_paths=paths_in_a_layer(parts.recompute.names, recomputed),
+                host_limit_bytes=link.pool.capacity_bytes or math.inf,
+                is_link_shared=is_link_shared,
+                allocator=allocator_settings(device),
+            )
             self.auto = AutoPolicy(
                 self.engine,
                 device,
-                config,
-                link.pool,
+                parts.auto,
+                request,
                 identity=identity,
                 switch=self.switch,
                 check_plan=_plan_check(identity, found),
-                recomputed_paths=recomputed_paths(config, found),
-                is_link_shared=is_link_shared,
             )
             self.auto.decide_at_once()
             _check_plan(self.engine.policy, identity, found)
@@ -109,9 +148,21 @@ class Deciding:
         self.profile_writer: ProfileWriter | None = None
         """What measures, for a profile that is asked for or for policy ``auto``; None else."""
         plans = self.auto is not None and self.auto.profiles
-        if config.profile is not None or plans:
-            self.profile_writer = self._profile_writer(model, found, config, identity)
-        ladder = OffloadLadder(self.engine, config, found, self.switch)
+        if parts.profile.path is not None or plans:
+            asked = self._profile_settings(parts.profile.path, parts.profile_steps)
+            self.profile_writer = self._profile_writer(model, found, asked, identity)
+        decides_later = named in ("auto", "pyao")
+        recomputes = policy.may_recompute or bool(parts.recompute.names) or decides_later
+        ladder = OffloadLadder(
+            self.engine,
+            found,
+            self.switch,
+            min_bytes=min_bytes,
+            offloads_first=(
+                (parts.keep_last_layers > 0 or named != "all")
+                and (bool(levers.checkpoint_every) or not recomputes)
+            ),
+        )
         self.tightening: Tightening = ladder if self.auto is None else PlansFirst(self.auto, ladder)
         """What makes room where a micro-batch does not fit."""
 
@@ -149,9 +200,10 @@ class Deciding:
             deciding, model, owner = (ref() for ref in refs)
             if not isinstance(deciding, Deciding) or not isinstance(model, nn.Module):
                 return
-            config = dataclasses.replace(deciding._config, profile=None)
-            found = find_layers(model, config.layers, field=config.label("layers"))
-            writer = deciding._profile_writer(model, found, config, identity_of(found))
+            parts = deciding._parts
+            found = find_layers(model, parts.layers.names, field=parts.layers.label)
+            asked = deciding._profile_settings(None, parts.profile_steps)
+            writer = deciding._profile_writer(model, found, asked, identity_of(found))
             before = deciding.profile_writer
             if before is not None and not before.is_complete:
                 deciding._other_writers.append(before)
@@ -173,11 +225,11 @@ class Deciding:
         Raises:
             ReportError: there is a file already that is no profile of this model.
         """
-        config = dataclasses.replace(
-            self._config, profile=os.fspath(path), profile_steps=num_micro_batches
-        )
-        check_report_path(config.profile, config.label("profile"))
-        self.profile_writer = self._profile_writer(model, found, config, identity_of(found))
+        path = SETTINGS["profile"].kind.check(self._parts.profile.label, path)
+        num_micro_batches = SETTINGS["profile_steps"].kind.check("profile_steps", num_micro_batches)
+        check_report_path(path, self._parts.profile.label)
+        asked = self._profile_settings(path, num_micro_batches)
+        self.profile_writer = self._profile_writer(model, found, asked, identity_of(found))
         self.profile_writer.start(model, owner)
 
     def end(self) -> None:
@@ -210,7 +262,7 @@ class Deciding:
         if self.pyao_rule is not None:
             self.pyao_rule.stop()
         self.switch.set(Levers(head_loss=self.switch.levers.head_loss))
-        self.engine.use(OffloadAll(int(self._config.min_bytes)))
+        self.engine.use(OffloadAll(self._parts.policy.min_bytes))
         done = "no layer runs again in backward, and everything that the layers save is offloaded"
         return f"{done}, until policy 'auto' has another plan" if plans else done
 
@@ -222,21 +274,31 @@ class Deciding:
         """Return plain values that the run's report is to hold."""
         return {} if self.auto is None else self.auto.report()
 
+    def _profile_settings(
+        self, path: str | os.PathLike[str] | None, num_micro_batches: int
+    ) -> ProfileSettings:
+        levers = self.switch.levers  # as it runs: a plan may have set others than were given
+        return ProfileSettings(
+            path=None if path is None else os.fspath(path),
+            num_micro_batches=num_micro_batches,
+            layers=self._parts.layers.names,
+            levers=levers,
+            settings={**self._parts.in_force, **levers.settings()},
+        )
+
     def _profile_writer(
         self,
         model: nn.Module,
         found: FoundLayers,
-        config: PyAOConfig,
+        asked: ProfileSettings,
         identity: Mapping[str, Any],
     ) -> ProfileWriter:
         auto = self.auto if self.auto is not None and self.auto.profiles else None
-        levers = self.switch.levers  # as it runs: a plan may have set others than were given
-        config = config if levers == Levers.of(config) else levers.in_config(config)
         writer = ProfileWriter(
             self.engine,
             self._link,
             self._device,
-            config,
+            asked,
             title=f"{class_name(model)} on {self._device.type}",
             identity=identity,
             layer_names=[fqn for fqn, _ in found.layers],
@@ -250,8 +312,8 @@ class Deciding:
         return writer
 
 
-def config_with_plan(config: PyAOConfig) -> PyAOConfig:
-    """Return *config* with the levers of the plan that it follows; itself if it follows none.
+def followed_levers(policy: PolicySettings, given: GivenLevers) -> Levers:
+    """Return the levers of the plan that *policy* follows; those *given* if it follows none.
 
     Policy ``auto`` sets those of its plans itself.
 
@@ -259,13 +321,15 @@ def config_with_plan(config: PyAOConfig) -> PyAOConfig:
         PlanError: the plan needs others than were given.
         ReportError: the plan cannot be read.
     """
-    plan = kept_plan(config)
-    if config.policy == "plan":
-        assert config.plan is not None
-        plan = Plan.from_json_file(config.plan)
-    elif isinstance(config.policy, PlanPolicy):
-        plan = config.policy.plan
-    return config if plan is None else followed_config(config, plan)
+    plan = None
+    if policy.policy == "pyao":
+        plan = kept_plan(policy.plan)
+    elif policy.policy == "plan":
+        assert policy.plan is not None
+        plan = Plan.from_json_file(policy.plan)
+    elif isinstance(policy.policy, PlanPolicy):
+        plan = policy.policy.plan
+    return given.levers if plan is None else levers_of_plan(plan, given)
 
 
 def _plan_check(identity: Mapping[str, Any], found: FoundLayers) -> Callable[[Plan], None]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.config import GIB
 from hf_pyao.errors import ConfigError
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.caching_allocator import AllocatorSettings
@@ -87,9 +87,8 @@ def release_cached(device: torch.device) -> None:
         empty_cache()
 
 
-def why_unlimited(device: torch.device, config: PyAOConfig) -> str:
-    """Say what is done where :func:`device_limit` knows of no limit, and what to give."""
-    label = config.label("device_memory_gib")
+def why_unlimited(device: torch.device, label: str = "device_memory_gib") -> str:
+    """Say what is done where :func:`device_limit` knows of no limit, and that *label* gives one."""
     if device.type == "cpu":
         return (
             "offloads nothing: on a CPU there is no device memory to free. Give "

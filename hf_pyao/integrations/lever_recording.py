@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConflictError
 from hf_pyao.integrations.conflicts import check_other_checkpointing
 from hf_pyao.integrations.model_copy import CopiedStep, is_of_transformers
@@ -18,7 +17,6 @@ from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.planning.lever_choice import LeverRoom
-from hf_pyao.planning.plan_request import room_of
 from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.runtime.model_hooks import ModelHook
@@ -53,9 +51,14 @@ class LeverRecorder:
         return or_refuse(record)
 
 
-def room_for(config: PyAOConfig, model: nn.Module) -> LeverRoom:
-    """Return which levers policy ``auto`` may choose for *model* as it is now."""
-    room = room_of(config)
+def room_for(room: LeverRoom, model: nn.Module, layers: Sequence[str] = ()) -> LeverRoom:
+    """Return which of the levers in *room* may be chosen for *model* as it is now.
+
+    Args:
+        room: what the configuration leaves open.
+        model: what is trained.
+        layers: ``PyAOConfig.layers``.
+    """
     if not room.segments:
         return room
     try:
@@ -63,7 +66,7 @@ def room_for(config: PyAOConfig, model: nn.Module) -> LeverRoom:
     except ConflictError:
         why = "the layers are checkpointed already (gradient checkpointing is on)"
         return dataclasses.replace(room, segments=False, why_no_segments=why)
-    why = _why_not_again(model, config.layers)
+    why = _why_not_again(model, layers)
     if why:
         return dataclasses.replace(room, segments=False, why_no_segments=why)
     if KnownSharding().reason_to_run_alone(model) is not None:

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.config import GIB
 from hf_pyao.stores import HostPool
 from hf_pyao.stores.host_share import HostShare
 from hf_pyao.stores.numa import node_of_pci_device
@@ -16,30 +16,36 @@ from hf_pyao.transfer.transport import Transport
 
 
 def make_link(
-    config: PyAOConfig,
     device: torch.device,
     transport: Transport | None,
     host_pool: HostPool | None,
+    *,
+    window_bytes: int | None,
+    host_memory_gib: float | None,
 ) -> LinkContext:
-    """Return the link that *config* describes; what is not given is made for *device*."""
+    """Return a link for *device*.
+
+    Args:
+        device: where the model is.
+        transport: None picks by device.
+        host_pool: host memory; None makes it.
+        window_bytes: bound on bytes in flight; None: compute and copies meet at each layer's end.
+        host_memory_gib: ``PyAOConfig.host_memory_gib``, for host memory that is made.
+    """
     transport = transport or transport_for(device)
-    pool = host_pool or _make_pool(config, transport, device)
-    return LinkContext(transport, pool, window_bytes_of(config))
+    pool = host_pool or _make_pool(host_memory_gib, transport, device)
+    return LinkContext(transport, pool, window_bytes)
 
 
-def window_bytes_of(config: PyAOConfig) -> int | None:
-    """Return the bound on bytes in flight; None is to meet at the end of each layer."""
-    window = config.effective().window
-    return None if isinstance(window, str) else window
-
-
-def _make_pool(config: PyAOConfig, transport: Transport, device: torch.device) -> HostPool:
-    if config.host_memory_gib is None:
+def _make_pool(
+    host_memory_gib: float | None, transport: Transport, device: torch.device
+) -> HostPool:
+    if host_memory_gib is None:
         share = HostShare.of_this_process(os.environ)
         capacity = share.capacity_bytes
     else:
         share = None
-        capacity = int(config.host_memory_gib * GIB)
+        capacity = int(host_memory_gib * GIB)
     return HostPool(
         capacity,
         pin=transport.needs_pinned_memory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -25,6 +26,25 @@ _OWN_PLACES = tuple(
 )
 _MARGIN = 0.95
 """Share of what was allocated that is advised as a cap: the rest is fragments, and others'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedies:
+    """What of a configuration may be changed where a micro-batch does not fit."""
+
+    head_loss: str
+    """How the loss is computed."""
+    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By field, how messages call it."""
+
+    @classmethod
+    def of(cls, config: PyAOConfig) -> Remedies:
+        """Return those of *config*."""
+        names = ("head_loss", "host_memory_gib", "keep_last_layers", "policy")
+        return cls(
+            head_loss=config.effective().head_loss,
+            labels={name: config.label(name) for name in names},
+        )
 
 
 @dataclass(frozen=True)
@@ -80,18 +100,18 @@ class MemoryFailure:
         tried = f": no room for {self.tried} more" if self.tried else ""
         return f"{where}{line}{tried}"
 
-    def explain(self, config: PyAOConfig, reason: str) -> str:
+    def explain(self, remedies: Remedies, reason: str) -> str:
         """Return the message that a run ends with.
 
         Args:
-            config: what the user chose.
+            remedies: what the user may change.
             reason: why the micro-batch is not run again.
         """
         # Never the words that others look for to try a smaller batch unasked.
         return (
             f"a micro-batch did not fit into device memory {self.describe()}. It is not run again: "
             f"{reason}. {self._figures()} "
-            f"The biggest lever: {self._lever(config)}. {self._cap()}"
+            f"The biggest lever: {self._lever(remedies)}. {self._cap()}"
         )
 
     def _figures(self) -> str:
@@ -122,23 +142,21 @@ class MemoryFailure:
             f"the last try, {found}."
         )
 
-    def _lever(self, config: PyAOConfig) -> str:
+    def _lever(self, remedies: Remedies) -> str:
+        labels = remedies.labels
         smaller = "a smaller micro-batch, with as many more gradient accumulation steps"
-        if not self.where and config.effective().head_loss == "off":
-            return (
-                f"{config.label('head_loss')}='chunked', which never holds all logits; then "
-                f"{smaller}"
-            )
-        remedies = {
-            HOST_FULL: f"a larger {config.label('host_memory_gib')}",
-            LAST_LAYER: f"{config.label('keep_last_layers')}=0",
+        if not self.where and remedies.head_loss == "off":
+            return f"{labels['head_loss']}='chunked', which never holds all logits; then {smaller}"
+        by_reason = {
+            HOST_FULL: f"a larger {labels['host_memory_gib']}",
+            LAST_LAYER: f"{labels['keep_last_layers']}=0",
         }
         for reason in (POLICY_OFF, NOT_SELECTED, OVER_BUDGET, PLANNED):
-            remedies[reason] = f"{config.label('policy')}='all'"
-        kept = dict.fromkeys(remedies.values(), 0)
+            by_reason[reason] = f"{labels['policy']}='all'"
+        kept = dict.fromkeys(by_reason.values(), 0)
         for reason, nbytes in self.stats.kept_bytes.items():
-            if reason in remedies:
-                kept[remedies[reason]] += nbytes
+            if reason in by_reason:
+                kept[by_reason[reason]] += nbytes
         remedy = max(kept, key=kept.__getitem__)
         if not kept[remedy]:
             return smaller
@@ -152,7 +170,7 @@ class MemoryFailure:
 
 
 def explain_uncaught(
-    error: BaseException | None, engine: OffloadEngine, device: torch.device, config: PyAOConfig
+    error: BaseException | None, engine: OffloadEngine, device: torch.device, remedies: Remedies
 ) -> str:
     """Return what to tell of an *error* that ends a run, if it is one for want of device memory.
 
@@ -160,13 +178,13 @@ def explain_uncaught(
         error: what is being handled where the offloader is detached.
         engine: the model's, as the error left it.
         device: what the model is on.
-        config: what the user chose.
+        remedies: what the user may change.
     """
     if not isinstance(error, torch.OutOfMemoryError) or isinstance(error, PyAOError):
         return ""
     failure = MemoryFailure.of(error, engine, device, since=0)
     return failure.explain(
-        config,
+        remedies,
         "that takes offloader.run_micro_batch(function), or a Trainer with PyAOTrainerMixin",
     )
 

@@ -33,7 +33,7 @@ from hf_pyao.integrations.sample_batches import SampleBatches
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.integrations.training_state import library_bytes, memory_beside, nbytes_of
 from hf_pyao.integrations.trial_step import try_step
-from hf_pyao.integrations.wiring import recomputed_paths
+from hf_pyao.integrations.wiring import paths_in_a_layer, select_recomputed
 from hf_pyao.integrations.wrappers import unwrap_parallel
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.metrics import format_bytes
@@ -192,11 +192,17 @@ class MicroBatchChooser:
         )
         request = PlanRequest.of_config(
             config,
-            recomputed_paths=recomputed_paths(config, find_layers(self._model, config.layers)),
+            recomputed_paths=self._recomputed_paths(),
             host_limit_bytes=share_bytes,
             allocator=allocator_settings(self._device),
         )
-        return dataclasses.replace(request, room=room_for(config, self._model))
+        return dataclasses.replace(request, room=room_for(request.room, self._model, config.layers))
+
+    def _recomputed_paths(self) -> tuple[str, ...]:
+        names = self._config.recompute_modules
+        found = find_layers(self._model, self._config.layers)
+        label = self._config.label("recompute_modules")
+        return paths_in_a_layer(names, select_recomputed(names, found, label))
 
     def _recorded(self, batches: SampleBatches, size: int, levers: Levers) -> StepProgram:
         """Return the step of a fake copy of the model at a micro-batch, with *levers*."""

@@ -24,7 +24,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import PyAOError, RecomputationError, SavedTensorModifiedError
 from hf_pyao.integrations.added_gradients import AddedOnce
 from hf_pyao.integrations.collectives import (
@@ -35,7 +34,7 @@ from hf_pyao.integrations.collectives import (
     reason_of_wrappers,
 )
 from hf_pyao.integrations.device_limit import release_cached
-from hf_pyao.integrations.memory_failure import MemoryFailure
+from hf_pyao.integrations.memory_failure import MemoryFailure, Remedies
 from hf_pyao.integrations.noted_tensors import ModelTensors, NotedTensors
 from hf_pyao.integrations.other_gradients import find_other, newest_backward
 from hf_pyao.integrations.rank_alarm import RankAlarm
@@ -66,7 +65,7 @@ class MicroBatchRunner:
     Args:
         model: held weakly.
         lifecycle: drives the engine on it; held weakly, since the model's hooks own it.
-        config: what the user chose.
+        remedies: what the user may change, for messages.
         device: what the model is on.
         tightening: makes room.
         on_tightened: told what is done from now on, each time.
@@ -77,7 +76,7 @@ class MicroBatchRunner:
         self,
         model: nn.Module,
         lifecycle: Lifecycle,
-        config: PyAOConfig,
+        remedies: Remedies,
         device: torch.device,
         tightening: Tightening,
         on_tightened: Callable[[str], None],
@@ -87,7 +86,7 @@ class MicroBatchRunner:
         self._model = weakref.ref(model)
         self._lifecycle = weakref.ref(lifecycle)
         self._engine = lifecycle.engine
-        self._config = config
+        self._remedies = remedies
         self._device = device
         self.tightening = tightening
         """Asked for a tighter plan; may be exchanged."""
@@ -209,7 +208,7 @@ class MicroBatchRunner:
         self._release(tensors)
         if can_be_undone:
             reason = f"nothing tighter is left after {attempt.num_tries} tries"
-        message = failure.explain(self._config, reason)
+        message = failure.explain(self._remedies, reason)
         self._end(message)
         raise OutOfDeviceMemoryError(message) from error
 

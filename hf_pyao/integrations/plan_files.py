@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from hf_pyao.codecs import get_codec
-from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.plan import KEEP, Plan
 from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.errors import PyAOError
+from hf_pyao.integrations.auto_settings import AutoSettings
 from hf_pyao.integrations.device_limit import DeviceLimit, device_limit
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.metrics import format_bytes
@@ -38,7 +38,7 @@ class PlanFiles:
     """
 
     def __init__(
-        self, config: PyAOConfig, device: torch.device, check_model: Callable[[Plan], None]
+        self, config: AutoSettings, device: torch.device, check_model: Callable[[Plan], None]
     ) -> None:
         self._config = config
         self._device = device
@@ -60,7 +60,7 @@ class PlanFiles:
         plan = Plan.from_json_file(self.path)
         self._check(plan)
         try:
-            levers_of_plan(plan, self._config)
+            levers_of_plan(plan, self._config.given)
         except PlanError as error:
             logger.warning("the plan of %s is made anew: %s", echo(str(self.path)), error)
             return None
@@ -75,7 +75,7 @@ class PlanFiles:
         try:
             plan = Plan.from_json_file(path)
             self._check(plan)
-            levers_of_plan(plan, self._config)
+            levers_of_plan(plan, self._config.given)
         except PyAOError as error:
             logger.warning("the plan in the checkpoint is not followed: %s", error)
             return None

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.profile import Profile
 from hf_pyao.documents.provenance import collect_provenance
 from hf_pyao.documents.schema import ReportError, read_json, to_plain, write_json
@@ -56,6 +55,23 @@ _NOT_YET = "the run ended before it was recorded."
 _INTERRUPTED = "its recording was interrupted."
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    """What a profile is to be made of, and where it is written."""
+
+    path: str | None
+    """The JSON file; None: the profile is handed on, and not written."""
+    num_micro_batches: int
+    """How many are measured."""
+    layers: Sequence[str]
+    """``PyAOConfig.layers``."""
+    levers: Levers
+    """With which the model runs."""
+    settings: Mapping[str, Any]
+    """With what it is measured: the fields :data:`SETTINGS` of the configuration, as they are in
+    force."""
+
+
 class ProfileWriter:
     """Has an engine's first micro-batches measured, and writes or hands on what came of it.
 
@@ -63,7 +79,7 @@ class ProfileWriter:
         engine: what is measured.
         link: whose clock and host memory it uses.
         device: where the model is.
-        config: names the file, and says how many micro-batches are measured.
+        asked: what is measured, and where it is written.
         title: a heading.
         identity: what tells the model.
         layer_names: qualified names of its layers.
@@ -80,7 +96,7 @@ class ProfileWriter:
         engine: OffloadEngine,
         link: LinkContext,
         device: torch.device,
-        config: PyAOConfig,
+        asked: ProfileSettings,
         *,
         title: str,
         identity: Mapping[str, Any],
@@ -92,12 +108,11 @@ class ProfileWriter:
         self._link = link
         self._device = device
         # Wherever the script goes meanwhile; None: it is handed on, and not written.
-        self._path = None if config.profile is None else Path(os.path.abspath(config.profile))
+        self._path = None if asked.path is None else Path(os.path.abspath(asked.path))
         self._on_done = on_done
-        self._levers = Levers.of(config)
-        self._layers = config.layers
-        plain = config.effective().to_dict()
-        self._settings = {name: plain[name] for name in SETTINGS}
+        self._levers = asked.levers
+        self._layers = asked.layers
+        self._settings = {name: asked.settings[name] for name in SETTINGS}
         self._settings["transport"] = link.transport.name
         self._title = title
         self._identity = dict(identity)
@@ -109,7 +124,7 @@ class ProfileWriter:
         self.is_complete = False
         """True when nothing more is measured, recorded or written."""
         self._exchange: RankExchange | None = None
-        self._num_micro_batches = config.profile_steps
+        self._num_micro_batches = asked.num_micro_batches
         self._num_rounds_left = NUM_ROUNDS - 1
         self.on_again: Callable[[], None] = lambda: None
         """Called when what was measured is of no use for ``on_done``, and it begins anew."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.plan import Plan
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.run_record import is_main_process
@@ -36,9 +35,11 @@ class PyAORule:
         engine: what is timed.
         transport: whose clock and whose measured speed are used.
         device: where the model is.
-        config: how long to time, and where the plan is kept.
         identity: what tells the model.
         wrap: puts a policy within what the configuration says of last layers and recomputing.
+        num_micro_batches: how many are timed.
+        plan_path: where the plan is kept; None: nowhere.
+        min_bytes: least size of what the plan offloads.
     """
 
     def __init__(
@@ -46,20 +47,24 @@ class PyAORule:
         engine: OffloadEngine,
         transport: Transport,
         device: torch.device,
-        config: PyAOConfig,
         identity: Mapping[str, Any],
         wrap: Callable[[Policy], Policy],
+        *,
+        num_micro_batches: int,
+        plan_path: str | os.PathLike[str] | None,
+        min_bytes: int,
     ) -> None:
         self._engine = weakref.ref(engine)
         self._transport = transport
-        self._config = config
+        self._num_micro_batches = num_micro_batches
+        self._min_bytes = min_bytes
         # Where it was asked for, also if the script goes to another folder.
-        self._plan_path = None if config.plan is None else os.path.abspath(config.plan)
+        self._plan_path = None if plan_path is None else os.path.abspath(plan_path)
         self._identity = dict(identity)
         self._wrap = wrap
         self.plan: Plan | None = None
         """What was decided; None until then."""
-        intervals = PackIntervals(transport, device, config.profile_steps, self._decide)
+        intervals = PackIntervals(transport, device, num_micro_batches, self._decide)
         self._intervals = weakref.ref(intervals)  # which holds this
         engine.observe_too(intervals)
 
@@ -83,7 +88,7 @@ class PyAORule:
                 "policy 'pyao' goes on offloading everything, and keeps no plan: %s after %d "
                 "micro-batches.",
                 why,
-                self._config.profile_steps,
+                self._num_micro_batches,
             )
             return
         outliers = find_outliers(rates, fmean(known))
@@ -95,11 +100,11 @@ class PyAORule:
             figures={
                 "link_gib_per_s": outliers.link_gib_per_s,
                 "upper_bound_gib_per_s": outliers.upper_bound_gib_per_s,
-                "num_micro_batches": float(self._config.profile_steps),
+                "num_micro_batches": float(self._num_micro_batches),
                 **{f"throughput_gib_per_s/{path}": rate for path, rate in rates.items()},
             },
         )
-        engine.use(self._wrap(PlanPolicy(self.plan, int(self._config.min_bytes), "pyao")))
+        engine.use(self._wrap(PlanPolicy(self.plan, self._min_bytes, "pyao")))
         flagged = ", ".join(outliers.flagged) or "nothing"
         logger.info(
             "policy 'pyao' recomputes %s and offloads the rest: above %.1f GiB/s, the bound for "
@@ -115,13 +120,16 @@ class PyAORule:
                 logger.warning("the plan is not kept: %s", error)
 
 
-def kept_plan(config: PyAOConfig) -> Plan | None:
+def kept_plan(path: str | os.PathLike[str] | None) -> Plan | None:
     """Return the plan that policy ``pyao`` decided in a run before; None if none was kept.
+
+    Args:
+        path: where it keeps its plan; None: nowhere.
 
     Raises:
         ReportError: the file is no plan.
         PlanError: the plan contradicts itself.
     """
-    if config.policy != "pyao" or config.plan is None or not Path(config.plan).exists():
+    if path is None or not Path(path).exists():
         return None
-    return Plan.from_json_file(config.plan)
+    return Plan.from_json_file(path)

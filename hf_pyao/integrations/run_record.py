@@ -38,18 +38,24 @@ class RunRecord:
         transport: Transport,
         device: torch.device,
         host_pool: HostPool,
+        *,
+        layer_names: tuple[str, ...],
+        how_found: str,
+        auto_summary: Callable[[], str],
+        levers: Callable[[], Levers],
     ) -> None:
         self.config = config
+        """What was given."""
         self.engine = engine
         self.transport = transport
         self.device = device
         self.host_pool = host_pool
-        self.layer_names: tuple[str, ...] = ()
-        self.how_found = ""
-        self.levers_description = ""
-        self.auto_summary: Callable[[], str] = str
+        self.layer_names = layer_names
+        self.how_found = how_found
+        self._levers_description = ""
+        self.auto_summary = auto_summary
         """Says what policy ``auto`` does; empty with others, and before it has decided."""
-        self.levers: Callable[[], Levers] = lambda: Levers.of(config)
+        self.levers = levers
         """Returns with which levers the model runs now."""
         # Where it was asked for, also if the script goes to another folder.
         self.report_path = None if config.report is None else os.path.abspath(config.report)
@@ -58,6 +64,11 @@ class RunRecord:
         """Plain values that the report is to hold beside the figures."""
         self._process_id = os.getpid()
         self._is_main = is_main_process()
+
+    def describe_further(self, sentence: str) -> None:
+        """Add *sentence*, without its full stop, to what :meth:`describe` says; empty for none."""
+        if sentence:
+            self._levers_description += f" {sentence}."
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of the last finished micro-batch; empty before the first.
@@ -116,7 +127,7 @@ class RunRecord:
     def describe(self) -> str:
         """Say in one line what is offloaded, how, and within which limits."""
         config = self.config.effective()
-        head = self.levers_description
+        head = self._levers_description
         if self.engine.policy.name == "off":
             what = f"; {self.segments}" if self.segments else ""
             return f"hf_pyao offloads nothing (policy 'off'){what}.{head}"

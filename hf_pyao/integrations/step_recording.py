@@ -20,12 +20,14 @@ from hf_pyao.integrations.module_map import find_layers
 from hf_pyao.integrations.quiet import quiet_fake_tensors
 from hf_pyao.integrations.shrunk_model import remove_equal_layers
 from hf_pyao.integrations.wiring import (
+    first_kept_layer,
     make_engine,
     make_lifecycle,
     put_on_attention_groups,
     put_on_head_loss,
     put_on_mlp_tiles,
-    wrapper_of,
+    select_recomputed,
+    wrap_policy,
 )
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
 from hf_pyao.losses.chunking import ChunkPlan
@@ -147,11 +149,18 @@ def record_fake_step(
         link = LinkContext(RecordingTransport(recorder), pool, 0)
         found = find_layers(model, layers)
         policy = make_policy(config) if plan is None else PlanPolicy(_all_leaves(plan))
-        engine = make_engine(model, config, wrapper_of(config, found)(policy), link)
-        lifecycle = make_lifecycle(engine, found, config)
-        loss = put_on_head_loss(model, config)
-        tiles = put_on_mlp_tiles(model, found, config)
-        groups = put_on_attention_groups(model, found, config)
+        policy = wrap_policy(
+            policy,
+            recompute=recompute_modules,
+            selected=select_recomputed(recompute_modules, found),
+            first_kept=first_kept_layer(len(found.layers), keep_last_layers, levers),
+        )
+        runs_again = bool(levers.checkpoint_every)
+        engine = make_engine(model, policy, link, codec=config.codec, enters_always=runs_again)
+        lifecycle = make_lifecycle(engine, found, levers)
+        loss = put_on_head_loss(model, levers.head_loss)
+        tiles = put_on_mlp_tiles(model, found, levers.mlp_tiles)
+        groups = put_on_attention_groups(model, found, levers.attention_groups)
         try:
             lifecycle.install()
             names = [name for name, _ in found.layers]

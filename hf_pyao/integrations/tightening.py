@@ -7,11 +7,10 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from hf_pyao.config import PyAOConfig
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.module_map import FoundLayers, named_submodules
 from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.runtime.policy import OffloadAll, RecomputeSelected, as_policy
+from hf_pyao.runtime.policy import OffloadAll, RecomputeSelected
 
 
 @runtime_checkable
@@ -44,23 +43,29 @@ class OffloadLadder:
 
     Args:
         engine: whose policy is changed.
-        config: what the user chose.
         found: the model's layers.
         switch: knows whether layers run again as a whole.
+        min_bytes: least size of what is offloaded.
+        offloads_first: the configuration keeps something that may be offloaded, and recomputes
+            nothing; what recomputes already would only hold more.
     """
 
     def __init__(
-        self, engine: OffloadEngine, config: PyAOConfig, found: FoundLayers, switch: LeverSwitch
+        self,
+        engine: OffloadEngine,
+        found: FoundLayers,
+        switch: LeverSwitch,
+        *,
+        min_bytes: int,
+        offloads_first: bool,
     ) -> None:
         self._engine = engine
-        self._everything = OffloadAll(int(config.min_bytes))
+        self._everything = OffloadAll(min_bytes)
         self._paths = paths_of(found)
         self._switch = switch
         # Functions and not bound methods: those would hold this object, which holds them.
         rungs: list[_Rung] = [OffloadLadder._recompute, OffloadLadder._wait_for_copies]
-        # What recomputes already would only come to hold more.
-        keeps = config.effective().keep_last_layers or config.policy != "all"
-        if not _may_recompute(config) and keeps:
+        if offloads_first:
             rungs.insert(0, OffloadLadder._offload)
         self._rungs = iter(rungs)
 
@@ -120,14 +125,6 @@ class PlansFirst:
             self._plans.stop_planning()
             self._plans = None
         return self._ladder.tighter(error)
-
-
-def _may_recompute(config: PyAOConfig) -> bool:
-    if config.effective().checkpoint_every:
-        return False
-    if config.recompute_modules or config.policy in ("auto", "plan", "pyao"):
-        return True
-    return not isinstance(config.policy, str) and as_policy(config.policy).may_recompute
 
 
 def paths_of(found: FoundLayers) -> Mapping[str, frozenset[str]]:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_pyao.codecs import get_codec
-from hf_pyao.config import PyAOConfig
+from hf_pyao.codecs import Codec, get_codec
 from hf_pyao.integrations.buffer_keys import BufferKeys
 from hf_pyao.integrations.module_map import FoundLayers, named_submodules, resolve_selections
 from hf_pyao.integrations.sharding import KnownSharding
 from hf_pyao.levers import Levers
-from hf_pyao.planning.plan_levers import free_levers
 from hf_pyao.recompute.recomputer import LayerRecomputer
 from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
 from hf_pyao.recompute.verification import Sampler
 from hf_pyao.runtime.backward_order import BackwardOrder
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.runtime.lifecycle import Lifecycle
-from hf_pyao.runtime.policy import POINTWISE, KeepLastLayers, Policy, RecomputeSelected
+from hf_pyao.runtime.policy import POINTWISE, KeepLastLayers, Policy, RecomputeSelected, Selection
 from hf_pyao.transfer.link import LinkContext
 
 if TYPE_CHECKING:
@@ -32,40 +30,57 @@ if TYPE_CHECKING:
 
 def make_engine(
     model: nn.Module,
-    config: PyAOConfig,
     policy: Policy,
     link: LinkContext,
+    *,
+    codec: str | Codec,
+    enters_always: bool,
     backward_order: BackwardOrder | None = None,
     sampler: Sampler | None = None,
 ) -> OffloadEngine:
-    """Return an engine that follows *policy* over *link*; *sampler* checks what it rebuilds."""
+    """Return an engine that follows *policy* over *link*.
+
+    Args:
+        model: whose buffers never move; it is held weakly.
+        policy: what decides.
+        link: how bytes travel.
+        codec: how tensors are written on the host, where the policy does not say.
+        enters_always: layers are entered also while the policy keeps everything.
+        backward_order: as in :func:`~hf_pyao.attach`.
+        sampler: checks what the engine rebuilds.
+    """
     return OffloadEngine(
         policy=policy,
-        codec=get_codec(config.codec),
+        codec=get_codec(codec),
         link=link,
         recomputer=LayerRecomputer(sampler),
         backward_order=backward_order,
         buffer_keys=BufferKeys(model),
-        enters_always=bool(config.effective().checkpoint_every),
+        enters_always=enters_always,
     )
 
 
 def make_lifecycle(
     engine: OffloadEngine,
     found: FoundLayers,
-    config: PyAOConfig,
+    levers: Levers,
+    *,
+    segments_may_come: bool = False,
     owner: Any = None,
     sampler: Sampler | None = None,
 ) -> Lifecycle:
     """Return what drives *engine* by hooks on *found*, once it is installed.
 
-    It can put layers into segments where *config* asks for that, or leaves it to policy ``auto``;
-    *sampler* checks what these give to backward.
+    Args:
+        engine: what is driven.
+        found: the layers.
+        levers: the segments that are asked for.
+        segments_may_come: plans of policy ``auto`` may put layers into segments later.
+        owner: whose lifecycle it is; hooks find it.
+        sampler: checks what segments give to backward.
     """
     make: Callable[..., Lifecycle] = Lifecycle
-    is_free = config.policy == "auto" and "checkpoint_every" in free_levers(config)
-    levers = Levers.of(config)
-    if levers.checkpoint_every or is_free:
+    if levers.checkpoint_every or segments_may_come:
         make = functools.partial(
             SegmentLifecycle,
             length=levers.checkpoint_every,
@@ -84,13 +99,12 @@ def make_lifecycle(
     )
 
 
-def put_on_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
-    """Put the loss on *model*'s head that *config* asks for; None if it asks for none.
+def put_on_head_loss(model: nn.Module, mode: str) -> HeadLoss | None:
+    """Put the loss ``PyAOConfig.head_loss`` on *model*'s head; None for ``"off"``.
 
     Raises:
         ConfigError: the model has no head that it understands.
     """
-    mode = config.effective().head_loss
     if mode == "off":
         return None
     from hf_pyao.integrations.head_loss import install_head_loss  # imports transformers
@@ -99,13 +113,12 @@ def put_on_head_loss(model: nn.Module, config: PyAOConfig) -> HeadLoss | None:
 
 
 def put_on_mlp_tiles(
-    model: nn.Module, found: FoundLayers, config: PyAOConfig, sampler: Sampler | None = None
+    model: nn.Module, found: FoundLayers, tiles: int | str, sampler: Sampler | None = None
 ) -> MLPTiles | None:
-    """Let the MLPs of *found* run in tiles as *config* asks; None if it asks for none.
+    """Let the MLPs of *found* run in ``PyAOConfig.mlp_tiles`` tiles; None for ``"off"``.
 
     *sampler* checks the tiles that run again in backward.
     """
-    tiles = config.effective().mlp_tiles
     if tiles == "off":
         return None
     from hf_pyao.integrations.mlp_tiles import install_mlp_tiles
@@ -114,14 +127,13 @@ def put_on_mlp_tiles(
 
 
 def put_on_attention_groups(
-    model: nn.Module, found: FoundLayers, config: PyAOConfig
+    model: nn.Module, found: FoundLayers, num_groups: int | str, *, may_come: bool = False
 ) -> AttentionGroups | None:
-    """Let attention of *found* run in groups as *config* asks, or as a plan may ask later.
+    """Let attention of *found* run in ``PyAOConfig.attention_groups`` groups.
 
-    None where neither does.
+    None for ``"off"``, unless they *may_come* later, with a plan of policy ``auto``.
     """
-    num_groups = config.effective().attention_groups
-    if num_groups == "off" and "attention_groups" not in free_levers(config):
+    if num_groups == "off" and not may_come:
         return None
     from hf_pyao.integrations.attention_groups import groups_of
 
@@ -130,42 +142,46 @@ def put_on_attention_groups(
     return groups
 
 
-def recomputed_paths(config: PyAOConfig, found: FoundLayers) -> tuple[str, ...]:
-    """Return the sub-modules of a layer that ``recompute_modules`` stands for, by path.
+def select_recomputed(
+    names: Sequence[str], found: FoundLayers, label: str = "recompute_modules"
+) -> Selection:
+    """Return the sub-modules that ``PyAOConfig.recompute_modules`` stands for.
+
+    ``"pointwise"`` stands for no sub-module. Messages call the field *label*.
 
     Raises:
         ConfigError: a module to recompute is in no layer.
     """
-    names = [name for name in config.recompute_modules if name != POINTWISE]
-    selected = resolve_selections(
-        names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
-    )
+    modules = [name for name in names if name != POINTWISE]
+    return resolve_selections(modules, found, field=label, also=(POINTWISE,))
+
+
+def paths_in_a_layer(names: Sequence[str], selected: Selection) -> tuple[str, ...]:
+    """Return what ``recompute_modules`` stands for in a layer: paths, and ``"pointwise"``."""
     paths = {path for each in selected.values() for path in each}
-    return (*sorted(paths), *((POINTWISE,) if POINTWISE in config.recompute_modules else ()))
+    return (*sorted(paths), *((POINTWISE,) if POINTWISE in names else ()))
 
 
-def wrapper_of(config: PyAOConfig, found: FoundLayers) -> Callable[[Policy], Policy]:
-    """Return what puts a policy within what *config* says of recomputing and of last layers.
+def wrap_policy(
+    policy: Policy, *, recompute: Sequence[str], selected: Selection, first_kept: int | None
+) -> Policy:
+    """Put *policy* within what is recomputed and what is kept whatever it decides.
 
-    It does not hold the model.
-
-    Raises:
-        ConfigError: a module to recompute is in no layer.
+    Args:
+        policy: decides on the rest.
+        recompute: ``PyAOConfig.recompute_modules``.
+        selected: the sub-modules that these are.
+        first_kept: index of the first of the last layers that are kept; None: none is.
     """
-    names = [name for name in config.recompute_modules if name != POINTWISE]
-    selected = resolve_selections(
-        names, found, field=config.label("recompute_modules"), also=(POINTWISE,)
-    )
-    num_layers = len(found.layers)
-    keep_last_layers = config.effective().keep_last_layers
-    first_kept = num_layers - Levers.of(config).kept_layers(num_layers, keep_last_layers)
+    if recompute:
+        policy = RecomputeSelected(policy, selected, is_pointwise=POINTWISE in recompute)
+    if first_kept is not None:
+        policy = KeepLastLayers(policy, first_kept)
+    return policy
 
-    def wrap(policy: Policy) -> Policy:
-        if config.recompute_modules:
-            is_pointwise = POINTWISE in config.recompute_modules
-            policy = RecomputeSelected(policy, selected, is_pointwise=is_pointwise)
-        if keep_last_layers:
-            policy = KeepLastLayers(policy, first_kept)
-        return policy
 
-    return wrap
+def first_kept_layer(num_layers: int, keep_last_layers: int, levers: Levers) -> int | None:
+    """Return the index of the first of the last layers that are kept; None: none is."""
+    if not keep_last_layers:
+        return None
+    return num_layers - levers.kept_layers(num_layers, keep_last_layers)

@@ -7,6 +7,8 @@ chunked loss change the order of sums, so that no plan switches them on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_pyao.config import SETTINGS, PyAOConfig
@@ -33,29 +35,46 @@ def free_levers(config: PyAOConfig) -> frozenset[str]:
     return frozenset(found)
 
 
-def levers_of_plan(plan: Plan, config: PyAOConfig) -> Levers:
-    """Return the levers with which *plan* is followed under *config*.
+@dataclass(frozen=True, kw_only=True)
+class GivenLevers:
+    """The levers of a configuration: what they are, and which of them a plan may set."""
+
+    levers: Levers
+    """What runs where no plan says otherwise."""
+    free: frozenset[str]
+    """Those that a plan may set: see :func:`free_levers`."""
+    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By field, how messages call it."""
+
+    @classmethod
+    def of(cls, config: PyAOConfig) -> GivenLevers:
+        """Return those of *config*."""
+        labels = {name: config.label(name) for name in Levers.names()}
+        return cls(levers=Levers.of(config), free=free_levers(config), labels=labels)
+
+
+def levers_of_plan(plan: Plan, given: GivenLevers) -> Levers:
+    """Return the levers with which *plan* is followed.
 
     Raises:
         PlanError: it needs others than were given; says which, and what to do.
     """
-    given = Levers.of(config).settings()
-    free = free_levers(config)
-    found = dict(given)
+    settings = given.levers.settings()
+    found = dict(settings)
     for name, value in plan.levers.items():
         planned = SETTINGS[name].kind.check(name, value)
-        if planned is None or planned == given[name]:
+        if planned is None or planned == settings[name]:
             continue
-        if name == "head_loss" and "auto" in (planned, given[name]):
+        if name == "head_loss" and "auto" in (planned, settings[name]):
             continue
-        if name not in free:
-            raise _contradicts(name, planned, config)
+        if name not in given.free:
+            label = given.labels.get(name, name)
+            raise _contradicts(name, planned, settings[name], label)
         found[name] = planned
     return Levers(**found)
 
 
-def _contradicts(name: str, planned: Any, config: PyAOConfig) -> PlanError:
-    label, given = config.label(name), Levers.of(config).settings()[name]
+def _contradicts(name: str, planned: Any, given: Any, label: str) -> PlanError:
     why = ""
     if name == "mlp_tiles" and given == "off":
         why = ", and a plan does not switch tiles on, which change the order of sums"
@@ -67,13 +86,3 @@ def _contradicts(name: str, planned: Any, config: PyAOConfig) -> PlanError:
         f"the plan was made for {name}={echo(planned)}, and here {label} is {echo(given)}{why}. "
         f"{remedy}, or make a plan for this configuration (delete the one that is kept)."
     )
-
-
-def followed_config(config: PyAOConfig, plan: Plan) -> PyAOConfig:
-    """Return *config* with the levers of *plan*; itself if they are the same.
-
-    Raises:
-        PlanError: see :func:`levers_of_plan`.
-    """
-    levers = levers_of_plan(plan, config)
-    return config if levers == Levers.of(config) else levers.in_config(config)

@@ -49,6 +49,23 @@ class PlanRequest:
     allocator: AllocatorSettings | None = None
     """Of the device's caching allocator; None: what is allocated decides what fits."""
 
+    def on(
+        self,
+        *,
+        recomputed_paths: tuple[str, ...] = (),
+        host_limit_bytes: float = math.inf,
+        is_link_shared: bool = False,
+        allocator: AllocatorSettings | None = None,
+    ) -> PlanRequest:
+        """Return the same for one model on one machine; arguments as of :meth:`of_config`."""
+        return dataclasses.replace(
+            self,
+            recompute_modules=recomputed_paths,
+            host_limit_bytes=host_limit_bytes,
+            may_shrink_window=self.may_shrink_window and not is_link_shared,
+            allocator=allocator,
+        )
+
     @classmethod
     def of_config(
         cls,
@@ -71,18 +88,21 @@ class PlanRequest:
         effective = config.effective()
         window = effective.window
         codec = config.codec if isinstance(config.codec, str) else config.codec.name
-        return cls(
+        bound = cls(
             min_bytes=int(config.min_bytes),
             window_bytes=None if isinstance(window, str) else window,
             keep_last_layers=effective.keep_last_layers,
             levers=Levers.of(config),
             room=room_of(config),
-            may_shrink_window="window" in config.left_open and not is_link_shared,
+            may_shrink_window="window" in config.left_open,
             may_keep_fewer="keep_last_layers" in config.left_open,
-            recompute_modules=recomputed_paths,
             codec=codec,
             allow_lossy=config.allow_lossy,
+        )
+        return bound.on(
+            recomputed_paths=recomputed_paths,
             host_limit_bytes=host_limit_bytes,
+            is_link_shared=is_link_shared,
             allocator=allocator,
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.plan import Plan
@@ -20,64 +22,69 @@ from hf_pyao.runtime.policy import (
 from hf_pyao.settings import amount_of
 
 
-def _all(config: PyAOConfig, selected: Selection) -> Policy:
-    return OffloadAll(int(config.min_bytes))
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """What policies are made of."""
+
+    policy: Any
+    """Name of the policy, or one."""
+    min_bytes: int
+    """Least size of what leaves, in bytes."""
+    budget: int | str | None
+    """``PyAOConfig.budget``."""
+    plan: str | None
+    """File of the plan."""
+
+    @classmethod
+    def of(cls, config: PyAOConfig) -> PolicySettings:
+        """Return what *config* says."""
+        return cls(
+            policy=config.policy,
+            min_bytes=int(config.min_bytes),
+            budget=config.budget,
+            plan=None if config.plan is None else str(config.plan),
+        )
 
 
-def _modules(config: PyAOConfig, selected: Selection) -> Policy:
-    return OffloadModules(int(config.min_bytes), selected)
+def _budget(settings: PolicySettings) -> Policy:
+    assert settings.budget is not None
+    max_tensors, max_bytes = amount_of(settings.budget)
+    return OffloadBudget(settings.min_bytes, max_tensors=max_tensors, max_bytes=max_bytes)
 
 
-def _budget(config: PyAOConfig, selected: Selection) -> Policy:
-    assert config.budget is not None
-    max_tensors, max_bytes = amount_of(config.budget)
-    return OffloadBudget(int(config.min_bytes), max_tensors=max_tensors, max_bytes=max_bytes)
+def _plan(settings: PolicySettings) -> Policy:
+    assert settings.plan is not None
+    return PlanPolicy(Plan.from_json_file(settings.plan), settings.min_bytes)
 
 
-def _plan(config: PyAOConfig, selected: Selection) -> Policy:
-    assert config.plan is not None
-    return PlanPolicy(Plan.from_json_file(config.plan), int(config.min_bytes))
-
-
-def _pyao(config: PyAOConfig, selected: Selection) -> Policy:
-    """Return what is done until it has been decided, see ``integrations/pyao_rule.py``."""
-    return OffloadAll(int(config.min_bytes), name="pyao")
-
-
-def _auto(config: PyAOConfig, selected: Selection) -> Policy:
-    """Return what is done until it has been decided, see ``integrations/auto_policy.py``."""
-    return OffloadAll(int(config.min_bytes), name="auto")
-
-
-def _off(config: PyAOConfig, selected: Selection) -> Policy:
-    return OffloadNothing()
-
-
-POLICIES: dict[str, Callable[[PyAOConfig, Selection], Policy]] = {
-    "auto": _auto,
-    "all": _all,
-    "modules": _modules,
-    "budget": _budget,
-    "plan": _plan,
-    "pyao": _pyao,
-    "off": _off,
+POLICIES: dict[str, Callable[[PolicySettings, Selection], Policy]] = {
+    # Until 'auto' and 'pyao' have decided: see integrations/auto_policy.py and pyao_rule.py.
+    "auto": lambda settings, _: OffloadAll(settings.min_bytes, name="auto"),
+    "all": lambda settings, _: OffloadAll(settings.min_bytes),
+    "modules": lambda settings, selected: OffloadModules(settings.min_bytes, selected),
+    "budget": lambda settings, _: _budget(settings),
+    "plan": lambda settings, _: _plan(settings),
+    "pyao": lambda settings, _: OffloadAll(settings.min_bytes, name="pyao"),
+    "off": lambda settings, _: OffloadNothing(),
 }
 
 
-def make_policy(config: PyAOConfig, selected: Selection | None = None) -> Policy:
-    """Return the policy that *config* names.
+def make_policy(settings: PyAOConfig | PolicySettings, selected: Selection | None = None) -> Policy:
+    """Return the policy that a configuration names.
 
     Args:
-        config: names the policy or holds an instance.
-        selected: the sub-modules that ``config.modules`` stands for in this model.
+        settings: a configuration, or what policies take of it.
+        selected: the sub-modules that ``PyAOConfig.modules`` stands for in this model.
 
     Raises:
         ConfigError: the name is unknown.
         ReportError: the plan cannot be read.
         PlanError: the plan contradicts itself.
     """
-    if isinstance(config.policy, str):
-        if config.policy not in POLICIES:
-            raise unknown_name("policy", config.policy, POLICIES)
-        return POLICIES[config.policy](config, selected or {})
-    return as_policy(config.policy)
+    if isinstance(settings, PyAOConfig):
+        settings = PolicySettings.of(settings)
+    if not isinstance(settings.policy, str):
+        return as_policy(settings.policy)
+    if settings.policy not in POLICIES:
+        raise unknown_name("policy", settings.policy, POLICIES)
+    return POLICIES[settings.policy](settings, selected or {})

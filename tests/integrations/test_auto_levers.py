@@ -20,6 +20,7 @@ from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.lever_recording import room_for
 from hf_pyao.levers import Levers
 from hf_pyao.planning.lever_choice import LeverChoice
+from hf_pyao.planning.plan_request import room_of
 from hf_pyao.recompute.segment_lifecycle import SegmentLifecycle
 from tests.helpers import enable_checkpointing, tiny_model
 from tests.integrations.test_auto_policy import (
@@ -181,7 +182,7 @@ def test_others_checkpointing_leaves_no_room_and_takes_it_back(
     wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("llama").train()
-    room = room_for(config_of(), model)
+    room = room_for(room_of(config_of()), model)
     assert room.segments
     wanted.update(checkpoint_every=1)
     with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
@@ -190,8 +191,8 @@ def test_others_checkpointing_leaves_no_room_and_takes_it_back(
         assert lifecycle_of(offloader).length == 1
         expected = step(model, None, offloader)
         enable_checkpointing(model, use_reentrant=False)
-        assert not room_for(config_of(), model).segments
-        assert "checkpointed already" in room_for(config_of(), model).why_no_segments
+        assert not room_for(room_of(config_of()), model).segments
+        assert "checkpointed already" in room_for(room_of(config_of()), model).why_no_segments
         assert_same(step(model, None, offloader), expected)
         assert lifecycle_of(offloader).length == 0
     assert any("run again by it no more" in line for line in warnings_in(caplog))
@@ -199,7 +200,8 @@ def test_others_checkpointing_leaves_no_room_and_takes_it_back(
 
 def test_layers_that_no_one_checkpoints_do_not_run_again_by_themselves() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    room = room_for(PyAOConfig(layers=("0", "1", "2")), model)
+    layers = ("0", "1", "2")
+    room = room_for(room_of(PyAOConfig(layers=layers)), model, layers)
     assert not room.segments
     assert "not known to be made for checkpointing" in room.why_no_segments
 
@@ -207,15 +209,15 @@ def test_layers_that_no_one_checkpoints_do_not_run_again_by_themselves() -> None
 @pytest.mark.thorough
 def test_a_hook_of_a_user_is_not_called_twice_without_being_asked() -> None:
     model = tiny_model("llama").train()
-    assert room_for(config_of(), model).segments
+    assert room_for(room_of(config_of()), model).segments
     handle = model.get_decoder().layers[1].mlp.register_forward_hook(lambda *_: None)
-    assert "would be called twice" in room_for(config_of(), model).why_no_segments
+    assert "would be called twice" in room_for(room_of(config_of()), model).why_no_segments
     with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
         for _ in range(NUM_MEASURED + 1):
             step(model, None, offloader)
         assert lifecycle_of(offloader).length == 0
         handle.remove()
-        assert room_for(config_of(), model).segments  # hooks of ours are none of a user's
+        assert room_for(room_of(config_of()), model).segments  # hooks of ours are none of a user's
 
 
 def hook_on_an_mlp(model: nn.Module) -> list[int]:

@@ -14,10 +14,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao import Offloader, PyAOConfig, attach
-from hf_pyao.integrations.lever_switch import LeverSwitch
-from hf_pyao.integrations.module_map import find_layers
-from hf_pyao.integrations.tightening import OffloadLadder
-from hf_pyao.levers import Levers
 from hf_pyao.runtime.saved_tensor import KeptTensor, SavedStorage
 from tests.helpers import (
     EVERY_LAYER,
@@ -134,8 +130,7 @@ def test_nothing_is_recomputed_by_itself_in_layers_that_run_again(
     model = tiny_model("gpt2").train()
     config = PyAOConfig(**settings)
     with attach(model, config) as offloader:
-        switch = LeverSwitch(Levers.of(config))
-        ladder = OffloadLadder(offloader.engine, config, find_layers(model), switch)
+        ladder = offloader.micro_batches.tightening
         told = list(iter(lambda: ladder.tighter(torch.OutOfMemoryError()), None))
     assert len(told) == num_rungs
     assert sum("is recomputed" in sentence for sentence in told) == num_recomputing
@@ -143,13 +138,13 @@ def test_nothing_is_recomputed_by_itself_in_layers_that_run_again(
 
 def test_the_last_message_counts_what_the_last_try_did() -> None:
     """A part of which there are no bytes is not named: no try may have recomputed anything."""
-    from hf_pyao.integrations.memory_failure import MemoryFailure
+    from hf_pyao.integrations.memory_failure import MemoryFailure, Remedies
     from hf_pyao.metrics import MicroBatchStats
 
     def figures(**counts: int) -> str:
         stats = MicroBatchStats(would_hold_bytes=2048, **counts)
         failure = MemoryFailure("", "", "", None, None, stats)
-        return failure.explain(PyAOConfig(), "nothing tighter is left")
+        return failure.explain(Remedies.of(PyAOConfig()), "nothing tighter is left")
 
     assert "Of the 2.0 KiB that the layers had saved in the last try, 2.0 KiB were offloaded." in (
         figures(offloaded_bytes=2048)

@@ -26,7 +26,7 @@ from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.planning.auto_plan import describe, plan_of_choice
 from hf_pyao.planning.calibration import times_like
 from hf_pyao.planning.lever_choice import GAIN, WORTH, ChosenLevers, LeverChoice, LeverRoom
-from hf_pyao.planning.plan_levers import levers_of_plan
+from hf_pyao.planning.plan_levers import GivenLevers, levers_of_plan
 from hf_pyao.planning.plan_request import PlanRequest, room_of
 from hf_pyao.planning.planner import KEEP_ALL, OFFLOAD_ALL, NoPlanFitsError, Planner
 from hf_pyao.planning.predict import operation_times_ms
@@ -333,19 +333,19 @@ def test_a_plan_of_before_is_followed_as_configured() -> None:
         del values[name]
     plan = Plan.from_dict(values)
     config = PyAOConfig(policy="plan", plan="p", checkpoint_every=2)
-    assert levers_of_plan(plan, config) == Levers(checkpoint_every=2)
+    assert levers_of_plan(plan, GivenLevers.of(config)) == Levers(checkpoint_every=2)
 
 
 def test_a_plan_sets_what_was_not_given() -> None:
     plan = Plan.from_dict(plan_with(checkpoint_every=4, save_attention=True, mlp_tiles=8).to_dict())
     config = PyAOConfig(policy="auto", mlp_tiles="auto")
-    assert levers_of_plan(plan, config) == Levers(
+    assert levers_of_plan(plan, GivenLevers.of(config)) == Levers(
         checkpoint_every=4, save_attention=True, mlp_tiles=8
     )
     given = PyAOConfig(
         policy="plan", plan="p", checkpoint_every=4, save_attention=True, mlp_tiles=8
     )
-    assert levers_of_plan(plan, given) == Levers.of(given)
+    assert levers_of_plan(plan, GivenLevers.of(given)) == Levers.of(given)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_a_plan_that_contradicts_what_was_given_is_refused(
     levers: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        levers_of_plan(plan_with(**levers), PyAOConfig(**settings))
+        levers_of_plan(plan_with(**levers), GivenLevers.of(PyAOConfig(**settings)))
 
 
 @pytest.mark.parametrize(
