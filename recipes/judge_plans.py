@@ -18,7 +18,7 @@ Three tables, none of it measured on a GPU:
     solver    how long the integer program takes for 80 layers of 40 slots, and how far it is from
               its bound
 
-The grid's times come from a replay (`hf_pyao/estimate/replayed_step.py`): the engine's own windows
+The grid's times come from a replay (`hf_pyao/estimate/replayed_step.py`): the predictor's walk
 on the simulation's clock. Rows of the targets, and twelve points of the grid, are judged by the
 engine itself on fake tensors: the plan is recorded, and replayed.
 """

@@ -27,7 +27,7 @@ from hf_pyao.hardware.speeds import GIB, DeviceModel, LinkModel
 from hf_pyao.simulation.device import SimulatedDevice
 from hf_pyao.simulation.transport import SimulatedTransport
 from hf_pyao.simulation.virtual_link import VirtualLink
-from hf_pyao.transfer.window import ReloadWindow
+from hf_pyao.transfer.schedule import Schedule
 from result_file import write_result
 
 SCHEMA_VERSION = 1
@@ -136,11 +136,11 @@ def simulate(
     register_module_map("SyntheticStack", ModuleMap(layers=("layers",)))
     stack = SyntheticStack(layers, transport.link).train()
     config = PyAOConfig(policy="all", min_bytes=0, window=window)
-    reach = ReloadWindow.next_bytes if prefetches else (lambda self: None)
+    prefetch = Schedule.prefetch if prefetches else (lambda self: None)
     free = DeviceModel(tflop_per_s=1e9, memory_gib_per_s=1e9, launch_us=0.0)
     with (
         attach(stack, config, transport=transport) as offloader,
-        mock.patch.object(ReloadWindow, "next_bytes", reach),
+        mock.patch.object(Schedule, "prefetch", prefetch),
     ):
         for _ in range(2):
             start_ms = transport.link.compute_ms

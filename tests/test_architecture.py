@@ -109,6 +109,12 @@ def test_the_lower_parts_import_torch_alone() -> None:
                 assert module.split(".")[0] in allowed, f"{path} imports {module}"
 
 
+def test_the_schedule_is_arithmetic() -> None:
+    """It knows neither torch nor the rest of the package: the predictor uses it too."""
+    found = set(imports_of(ROOT / "transfer" / "schedule.py", also_types=True))
+    assert {module.split(".")[0] for module in found} <= set(sys.stdlib_module_names)
+
+
 def test_optional_packages_are_imported_where_they_are_used() -> None:
     optional = {"datasets", "trl", "peft", "deepspeed", "rich", "matplotlib", "triton", "scipy"}
     for path in FILES:
@@ -164,7 +170,8 @@ def _walk(name: str, graph: dict[str, set[str]], path: list[str], done: set[str]
 
 WRITTEN_AT_HOME = {
     "transfer/moved_bytes.py": {"MovedBytes"},
-    "transfer/window.py": {"OffloadWindow", "ReloadWindow"},
+    "transfer/schedule.py": {"Window", "Schedule"},
+    "transfer/window.py": {"OffloadWindow"},
     "transfer/compute_streams.py": {"ComputeStreams", "Home", "Lingering"},
     "runtime/tape.py": {"SlotEntry", "Layer", "LayerCall", "Tape", "MicroBatch", "StorageTable"},
     "runtime/saved_tensor.py": {"WatchedStorage", "SavedStorage", "SavedTensor", "KeptTensor"},

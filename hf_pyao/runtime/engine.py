@@ -157,8 +157,7 @@ class OffloadEngine:
 
         Holds for all engines that share the link.
         """
-        self.link.offloads.let_nothing_wait()
-        self.mover.reloads.bring_nothing_ahead()
+        self.link.offloads.set_limit(0)
 
     def observe(self, *observers: Observer | None) -> None:
         """Tell *observers* what happens from the next layer call on, in place of those before.

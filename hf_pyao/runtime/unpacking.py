@@ -27,7 +27,7 @@ from hf_pyao.runtime.saved_tensor import (
 )
 from hf_pyao.runtime.tape import LayerCall, Tape
 from hf_pyao.transfer.graph_task import NO_TASK, current_graph_task
-from hf_pyao.transfer.moved_bytes import DEVICE, HOST, OFFLOADING, RELOADING, MovedBytes
+from hf_pyao.transfer.moved_bytes import DEVICE, HOST, OFFLOADING, MovedBytes
 from hf_pyao.transfer.mover import Mover
 from hf_pyao.transfer.profiler_ranges import named_range
 
@@ -53,10 +53,8 @@ class Unpacker:
         self.observer: Observer | None = None
         self._mover = mover
         self._offloads = mover.link.offloads
-        self._reloads = mover.reloads
         self._order = order
         self._waiting = waiting
-        self._meets_at_layer_end = mover.link.window_bytes is None
         self._on_tapes_done = on_tapes_done
         self._lock = threading.RLock()  # see [Note: Threads]
         self._tapes: list[Tape] = []
@@ -104,7 +102,7 @@ class Unpacker:
             tensor = handle.layout.view_of(*mover.read_payload(moved))
             if self._task == NO_TASK:
                 return tensor
-            if not self._reloads.is_exhausted:
+            if not mover.is_exhausted:
                 mover.prefetch()
             return record.hand_out(tensor, handle)
         if residency is not DEVICE:
@@ -116,9 +114,9 @@ class Unpacker:
             tensor = known
         else:
             tensor = record.hand_out(record.tensor_on_device(handle), handle)
-        if not moved.is_consumed:
-            self._reloads.consumed(moved)
-            if not self._reloads.is_exhausted:
+        if moved.item in mover.ahead:
+            mover.note_use(moved.item)
+            if not mover.is_exhausted:
                 mover.prefetch()
         if self._task == NO_TASK:
             record.drop_device_copy()  # looked at outside a backward pass
@@ -165,13 +163,12 @@ class Unpacker:
             self._mover.look_for_watchers()
             if self.observer is not None:
                 self.observer.on_module(call.fqn, "", "backward", is_start=True)
-            if self._meets_at_layer_end:
-                for record in call.live_records():
-                    record.wait()
             with named_range("backward_start", call.fqn):
                 following = calls_after(call, self._order, self._waiting())
-                self._reloads.start(call.records, (each.records for each in following))
-                self._mover.prefetch()
+                # Backward asks for what was saved last first.
+                self._mover.start_backward(
+                    reversed(call.records), (reversed(each.records) for each in following)
+                )
 
     def _backward_end(self, call: LayerCall) -> None:
         """End the backward of *call*: what a retained graph still holds leaves the device again."""
@@ -201,7 +198,7 @@ class Unpacker:
                 for recomputation in tape.live_recomputations():
                     recomputation.reset()
             others = [tape for tape in self._waiting() if tape not in tapes]
-            self._reloads.reset(_ahead_bytes(others) if others else 0)
+            self._mover.reset(_items_of(others))
             if others:
                 over = {id(tape.stats) for tape in tapes}
                 self._offloads.drain(lambda moved: id(moved.stats) in over)
@@ -215,11 +212,6 @@ class Unpacker:
         return moved.owner is self._mover
 
 
-def _ahead_bytes(tapes: Sequence[Tape]) -> int:
-    """Return the bytes that were brought back ahead for *tapes*, and are not used yet."""
-    return sum(
-        record.moved.device_bytes
-        for tape in tapes
-        for record in tape.live_records()
-        if record.moved.residency in (RELOADING, DEVICE) and not record.moved.is_consumed
-    )
+def _items_of(tapes: Sequence[Tape]) -> list[int]:
+    """Return the ids of what *tapes* moved, see :class:`~hf_pyao.transfer.schedule.Schedule`."""
+    return [record.moved.item for tape in tapes for record in tape.live_records()]

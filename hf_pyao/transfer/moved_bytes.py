@@ -1,7 +1,7 @@
 """Where the bytes of one range of a storage are: on the device, on the host, or on their way.
 
 Ownership runs one way: whoever may still ask for the bytes holds :class:`MovedBytes`, and that
-holds the buffers. Windows and the mover refer to it weakly, so a buffer lives exactly as long as
+holds the buffers. The mover refers to it weakly, so a buffer lives exactly as long as
 someone may ask for it. Its attributes change here alone; :class:`~hf_pyao.transfer.mover.Mover`
 says when.
 """
@@ -89,8 +89,6 @@ class MovedBytes:
     start = 0
     is_whole = True
     """True if the whole storage is in here."""
-    is_consumed = False
-    """True once its reload no longer counts as ahead of backward."""
     residency: Residency = OFFLOADING
     home: Home | None = None
     """The compute stream that its memory belongs to; None on a CPU. See [Note: Stream order]."""
@@ -98,13 +96,12 @@ class MovedBytes:
     """Its source, which others held yet when it was let go; with several compute streams only."""
     late_codec: Codec | None = None
     """While the copy to the host is put off: how it will be written."""
-    aim: object = None
-    """:attr:`ReloadWindow.aim` for which it is needed sooner than what is brought back next."""
     owner: Owner | None = None
 
     def __init__(
         self,
         owner: Owner,
+        item: int,
         source: torch.Tensor,
         layout: TensorLayout,
         nbytes: int,
@@ -115,6 +112,7 @@ class MovedBytes:
 
         Args:
             owner: takes the buffers back.
+            item: its id in the link's schedule.
             source: a tensor on the storage that may be emptied.
             layout: that of *source*.
             nbytes: all bytes of the storage, unless :meth:`is_part_from` is called next.
@@ -122,6 +120,7 @@ class MovedBytes:
             stats: counts what is moved.
         """
         self.owner = owner
+        self.item = item
         self.source = source
         self.layout = layout
         self.label = label
@@ -214,10 +213,6 @@ class MovedBytes:
         """Let go of the source's memory; the tensor goes on sharing its version counter."""
         self.source.data = self.layout.blank
 
-    def is_aimed_at(self, aim: object) -> None:
-        """Note that it is to be read in place, before what is brought back next for *aim*."""
-        self.aim = aim
-
     def linger(self, lingering: Lingering | None) -> None:
         """Hold on to the source that others hold yet."""
         self.lingering = lingering
@@ -242,11 +237,6 @@ class MovedBytes:
     def is_reloaded_by(self, ticket: Any) -> None:
         """Take note of the copy to the device."""
         self.reload_ticket = ticket
-        self.is_consumed = False
-
-    def consumed(self) -> None:
-        """Take note that it no longer counts as ahead."""
-        self.is_consumed = True
 
     def buffer_as_it_is(self) -> torch.Tensor | None:
         """Return the tensor that was brought back as it is, the first time; else None."""

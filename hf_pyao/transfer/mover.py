@@ -1,13 +1,16 @@
 """Moves byte ranges to the host and back: the only one who knows where bytes may be.
 
 A caller gives bytes away with :meth:`Mover.offload` and gets them back with
-:meth:`Mover.bring_back`, whatever became of them meanwhile. When which copy is queued, and whose
+:meth:`Mover.read`, whatever became of them meanwhile. When which copy is queued, and whose
 memory is let go behind what, is in [Note: Stream order] in ``transport``.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -28,28 +31,41 @@ from hf_pyao.transfer.layout import (
 from hf_pyao.transfer.link import LinkContext
 from hf_pyao.transfer.moved_bytes import DEVICE, HOST, OFFLOADING, RELOADING, MovedBytes
 from hf_pyao.transfer.profiler_ranges import in_range, is_profiling
+from hf_pyao.transfer.schedule import Schedule
 from hf_pyao.transfer.transport import LinkTimes
 from hf_pyao.transfer.watcher import CopyWatcher
-from hf_pyao.transfer.window import ReloadWindow
+
+Group: TypeAlias = "Iterable[weakref.ref[Any]]"
+"""Weak references on what stands for moved bytes (:class:`HasMoved`)."""
 
 HOST_FULL = "host memory full"
 
 
-class Mover:
+class HasMoved(Protocol):
+    """What stands for moved bytes, and dies with them."""
+
+    @property
+    def moved(self) -> MovedBytes:
+        """The bytes."""
+        ...
+
+
+class Mover(Schedule):
     """Moves bytes over one link for one engine.
 
     Args:
         link: the transport, host memory and window that are used; may be shared.
 
-    It is not thread-safe on the way back: whoever calls :meth:`bring_back`, :meth:`prefetch` and
+    It is not thread-safe on the way back: whoever calls :meth:`start_backward`, :meth:`read` and
     :meth:`drop_device_copy` from several threads holds a lock of their own. :meth:`release` runs in
     destructors and takes none.
     """
 
     def __init__(self, link: LinkContext) -> None:
         self.link = link
-        self.reloads = ReloadWindow(link.window_bytes)
-        """What is brought back ahead; for this engine alone."""
+        super().__init__(link.offloads)
+        self._coming: dict[int, weakref.ref[HasMoved]] = {}
+        """What the schedule may bring back, by item."""
         self.times = LinkTimes()
         """What the copies took that were queued since the last micro-batch was counted."""
         self.host_use = link.pool.new_use()
@@ -61,6 +77,7 @@ class Mover:
         self._transport = link.transport
         self._pool = link.pool
         self._offloads = link.offloads
+        self._new_items = link.offloads.new_items
         self._streams = link.streams
         self._byte_blanks: dict[torch.device, torch.Tensor] = {}
 
@@ -75,7 +92,6 @@ class Mover:
             ConfigError: compute and copies meet at each layer's end, which cannot change later.
         """
         self.link.set_window(window_bytes)
-        self.reloads.set_limit(window_bytes)
 
     # ---- to the host ---------------------------------------------------------------------------
 
@@ -102,11 +118,12 @@ class Mover:
             label: names it in messages.
             stats: counts what is moved.
         """
+        item = next(self._new_items)
         if layout.is_dense and layout.nbytes == storage_nbytes:
-            moved = MovedBytes(self, source, layout, storage_nbytes, label, stats)
+            moved = MovedBytes(self, item, source, layout, storage_nbytes, label, stats)
             return moved if self._queue(moved, codec) else None
         start, end = range_to_move(source, storage_nbytes)
-        moved = MovedBytes(self, source, layout, end - start, label, stats)
+        moved = MovedBytes(self, item, source, layout, end - start, label, stats)
         if end - start != storage_nbytes:
             moved.is_part_from(start)
             if layout.is_dense:
@@ -221,21 +238,39 @@ class Mover:
 
     # ---- back to the device --------------------------------------------------------------------
 
-    def prefetch(self) -> None:
-        """Bring back ahead what the window has room for; see [Note: Window] in ``transport``."""
-        reloads, offloads = self.reloads, self._offloads
-        while (moved := reloads.next_bytes()) is not None:
-            lacking_bytes = reloads.lacks_bytes(offloads.waiting_bytes)
-            if lacking_bytes and offloads.make_room(lacking_bytes, reloads.aim) < lacking_bytes:
-                return
-            self.reload(moved)
+    def start_backward(self, own: Group, others: Iterator[Group]) -> None:
+        """Bring back what backward asks for, ahead of it; see [Note: Window] in ``transport``.
 
-    def bring_back(self, moved: MovedBytes) -> None:
-        """Order the home of *moved* behind its reload, which is queued first if it was not."""
-        residency = moved.residency
-        if residency is HOST:
-            self.reload(moved)
-        if residency is not DEVICE:
+        Args:
+            own: what the layer call moved whose backward begins, in the order in which backward
+                asks for it.
+            others: the same of the calls that follow.
+        """
+        coming = self._coming
+        coming.clear()
+        self.start(_items(own, coming), (_items(each, coming) for each in others))
+
+    def _held(self, item: int) -> MovedBytes | None:
+        """Return what backward may ask for as *item*; None if it is gone."""
+        ref = self._coming.get(item)
+        holder = None if ref is None else ref()
+        return None if holder is None else holder.moved
+
+    def is_away(self, item: int) -> bool:
+        """Say whether *item* is on the host alone, and can still be asked for."""
+        moved = self._held(item)
+        return moved is not None and moved.residency is HOST
+
+    def bring_back(self, item: int) -> None:
+        """Queue the copy of *item* to the device, ahead of its use."""
+        moved = self._held(item)
+        assert moved is not None
+        self.reload(moved)
+
+    def await_reload(self, item: int) -> None:
+        """Order compute behind the copy of *item* to the device, if one is under way."""
+        moved = self._held(item)
+        if moved is not None:
             self.wait(moved)
 
     def read(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
@@ -256,9 +291,11 @@ class Mover:
     def _read(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
         if moved.residency is OFFLOADING:
             return self.read_payload(moved)
-        self.bring_back(moved)
+        if moved.residency is HOST:
+            self.reload(moved)
+        self.wait(moved)
         storage = self.device_storage(moved)
-        self.reloads.consumed(moved)
+        self.note_use(moved.item)
         return storage, moved.decoded_start
 
     def read_payload(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
@@ -330,7 +367,7 @@ class Mover:
             source, buffer, after=(moved.offload_ticket,), label=moved.label, times=self.times
         )
         moved.is_reloaded_by(ticket)
-        self.reloads.loaded(moved)
+        self.note_reload(moved.item, moved.device_bytes)
         stats = moved.stats
         stats.reloaded_bytes += moved.nbytes
         stats.link_bytes += moved.device_bytes
@@ -349,7 +386,7 @@ class Mover:
             self._retire(moved)
         elif moved.residency is not DEVICE:
             return
-        self.reloads.consumed(moved)
+        self.note_use(moved.item)
         if moved.home is not None:
             moved.home.await_visitors()
         moved.drop_device_copy()
@@ -367,7 +404,8 @@ class Mover:
         """
         if moved.residency is RELOADING:
             self._retire(moved)
-            self.reloads.consumed(moved)
+            self.note_use(moved.item)
+        self._offloads.end(moved.item)
         home = moved.home
         if home is not None:
             if moved.lingering is not None and moved.lingering.is_held:
@@ -395,6 +433,18 @@ class Mover:
         stats.host_peak_bytes = self._pool.take_peak(self.host_use)
         stats.pool_bytes = self._pool.pool_bytes
         return times
+
+
+def _items(group: Group, coming: dict[int, weakref.ref[HasMoved]]) -> list[int]:
+    """Return the ids of what *group* stands for; note in *coming* what stands for each."""
+    items = []
+    for ref in group:
+        holder = ref()
+        if holder is not None:
+            item = holder.moved.item
+            coming[item] = ref
+            items.append(item)
+    return items
 
 
 def _layer_of(moved: MovedBytes) -> str:

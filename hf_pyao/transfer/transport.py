@@ -22,7 +22,7 @@ what that stream runs next may write to it at once. Hence:
   home's is let go.
 - The source of a copy to the host is the user's, and may have been allocated on any stream. Where
   several compute streams were seen, all of them wait for the home (and its visitors) before it is
-  let go. It is let go only once nothing else holds it (``OffloadWindow.let_go``): who does may yet
+  let go. It is let go only once nothing else holds it (``ComputeStreams.let_go``): who does may yet
   queue readers, which autograd's hold on a saved tensor would have protected.
 - A host buffer is written behind the newest copy of each queue that used it before, whichever
   transport that queue belongs to ([Note: Buffer lifetime] in ``stores.host_pool``).
@@ -32,7 +32,7 @@ that allocates what layers save and never runs anything of a layer that is saved
 [Note: Window]
 The host queues work long before the device runs it: often the whole backward while the device is
 still in forward. The answer to ``is_done`` is then nearly always False, and says nothing about what
-will be in flight when the device gets there. So the window (``window.py``) bounds what is in flight
+will be in flight when the device gets there. So the window (``schedule``) bounds what is in flight
 in the order of the streams, and its decisions follow from the order of the calls alone:
 - A payload is in flight from the call that queues its copy to the host until compute is ordered
   behind that copy (and nothing else holds the memory): only then may an allocation on the compute

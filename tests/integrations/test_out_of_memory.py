@@ -83,7 +83,7 @@ def assert_clean(offloader: Offloader) -> None:
     assert [each for each in gc.get_objects() if type(each) in (SavedStorage, KeptTensor)] == []
     assert offloader.host_pool.settle() == 0
     assert offloader.link.offloads.waiting_bytes == 0
-    assert offloader.engine.mover.reloads.ahead_bytes == 0
+    assert offloader.engine.mover.ahead_bytes == 0
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,7 @@
-"""The predictor against the simulator, which runs the real engine and shares no code with it."""
+"""The predictor against the simulator, which runs the real engine.
+
+They share the table of costs and the schedule, which ``test_same_decisions`` judges.
+"""
 
 from __future__ import annotations
 

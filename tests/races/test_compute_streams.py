@@ -7,7 +7,7 @@ engines with one deliberate fault each show that the watching has teeth.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -359,11 +359,11 @@ def _encoded_sources_go_at_once() -> Any:
 def _newest_copy_stands_for_all() -> Any:
     """Where the layer ends, the newest copy's stream waits, and the others do not."""
 
-    def wait(self: OffloadWindow, leaving: Any) -> None:
-        for each in leaving[-1:]:
-            self._transport.wait(each.ticket)
+    def wait(self: OffloadWindow, items: Sequence[int]) -> None:
+        for item in items[-1:]:
+            self._transport.wait(self._leaving[item].ticket)
 
-    return mock.patch.object(OffloadWindow, "_wait_for", wait)
+    return mock.patch.object(OffloadWindow, "await_copies", wait)
 
 
 def _buffers_return_before_they_are_written() -> Any:

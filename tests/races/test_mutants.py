@@ -7,7 +7,7 @@ that kind of fault.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -95,23 +95,22 @@ def _source_released_early() -> Any:
 def _no_meeting_at_layer_end() -> Any:
     """Sources are let go at the layer's end without waiting for the copies."""
 
-    def drain(self: OffloadWindow, is_meant: Any = None) -> None:
-        for key in list(self._queue):
-            self._release(key)
+    def release(self: OffloadWindow, items: Sequence[int]) -> None:
+        for item in items:
+            self._release(item)
 
-    return mock.patch.object(OffloadWindow, "drain", drain)
+    return mock.patch.object(OffloadWindow, "release", release)
 
 
 def _waits_for_the_oldest_only() -> Any:
     """At the layer's end compute waits for the oldest copy and lets all sources go."""
 
-    def drain(self: OffloadWindow, is_meant: Any = None) -> None:
-        if self._queue:
-            self._transport.wait(self._oldest()[1].ticket)
-        for key in list(self._queue):
-            self._release(key)
+    def release(self: OffloadWindow, items: Sequence[int]) -> None:
+        self.await_copies(items[:1])
+        for item in items:
+            self._release(item)
 
-    return mock.patch.object(OffloadWindow, "drain", drain)
+    return mock.patch.object(OffloadWindow, "release", release)
 
 
 def _window_overrun_without_wait() -> Any:
@@ -129,9 +128,9 @@ def _room_made_without_wait() -> Any:
     """Room for reloads is made without ordering compute behind the copies of what is let go."""
     make_room = OffloadWindow.make_room
 
-    def unordered(self: OffloadWindow, nbytes: int, aim: object) -> int:
+    def unordered(self: OffloadWindow, nbytes: int, sooner: Container[int]) -> bool:
         with mock.patch.object(self._transport, "wait", return_value=None):
-            return make_room(self, nbytes, aim)
+            return make_room(self, nbytes, sooner)
 
     return mock.patch.object(OffloadWindow, "make_room", unordered)
 
@@ -152,7 +151,7 @@ def _reload_dropped_unawaited() -> Any:
 
     def drop(self: Mover, moved: MovedBytes) -> None:
         if moved.residency in (Residency.RELOADING, Residency.DEVICE):
-            self.reloads.consumed(moved)
+            self.note_use(moved.item)
             moved.drop_device_copy()
 
     return mock.patch.object(Mover, "drop_device_copy", drop)

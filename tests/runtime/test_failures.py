@@ -90,7 +90,7 @@ def check_nothing_left(offloader: Offloader) -> None:
     assert live(KeptTensor) == []
     assert offloader.host_pool.settle() == 0
     assert offloader.link.offloads.waiting_bytes == 0
-    assert offloader.engine.mover.reloads.ahead_bytes == 0
+    assert offloader.engine.mover.ahead_bytes == 0
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
@@ -231,7 +231,7 @@ def test_a_failed_backward_holds_no_reloaded_memory_while_its_graph_lives() -> N
         assert reloaded, "prefetched before it failed"
         model(**BATCH, use_cache=False)
         assert all(m.buffer is None and m.decoded is None for m in reloaded)
-        assert offloader.engine.mover.reloads.ahead_bytes == 0
+        assert offloader.engine.mover.ahead_bytes == 0
         model.zero_grad()
         loss.backward()  # the graph is still whole
         assert_same_tensors(gradients_of(model), expected, "the second try")

@@ -69,7 +69,7 @@ def test_four_micro_batches_in_turns(config, order) -> None:  # type: ignore[no-
             assert totals["reloaded_bytes"] == 4 * single["reloaded_bytes"]
         # Two micro-batches are on the host at once, never three.
         assert totals["host_peak_bytes"] == 2 * single["host_peak_bytes"]
-        assert offloader.engine.mover.reloads.ahead_bytes == 0
+        assert offloader.engine.mover.ahead_bytes == 0
         assert offloader.host_pool.settle() == 0
     assert transport.violations == []
     for name, gradient in gradients_of(model).items():

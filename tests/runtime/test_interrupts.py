@@ -132,7 +132,7 @@ def what_is_left(model: Stack, pool: HostPool, engines: list[Any]) -> list[str]:
     elif pool.settle():
         left.append(f"{pool.used_bytes} bytes of host buffers")
     for engine in engines:
-        if engine.link.offloads.waiting_bytes or engine.mover.reloads.ahead_bytes:
+        if engine.link.offloads.waiting_bytes or engine.mover.ahead_bytes:
             left.append("bytes in flight")
     return left
 

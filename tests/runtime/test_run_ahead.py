@@ -193,7 +193,7 @@ def run_counting(
         offloader.engine.observe_too(transport)
         step(model)
         assert offloader.link.offloads.waiting_bytes == 0
-        assert offloader.engine.mover.reloads.ahead_bytes == 0
+        assert offloader.engine.mover.ahead_bytes == 0
         assert offloader.host_pool.settle() == 0
     return transport
 
@@ -294,26 +294,26 @@ def test_models(architecture: str, settings: dict[str, Any]) -> None:
     assert transport.most_bytes < window
 
 
-def wait_for_none(self: OffloadWindow, leaving: Any) -> None:
+def wait_for_none(self: OffloadWindow, items: Sequence[int]) -> None:
     pass
 
 
-def wait_for_the_oldest(self: OffloadWindow, leaving: Any) -> None:
-    if leaving:
-        self._transport.wait(self._oldest()[1].ticket)
+def wait_for_the_oldest(self: OffloadWindow, items: Sequence[int]) -> None:
+    if items:
+        self._transport.wait(next(iter(self._leaving.values())).ticket)
 
 
 @pytest.mark.parametrize("wait", [wait_for_none, wait_for_the_oldest])
 def test_room_that_is_made_without_its_wait_is_noticed(wait: Any) -> None:
     config = replace(EVERY_LAYER, window=4 * SLOT_BYTES)
-    with mock.patch.object(OffloadWindow, "_wait_for", wait):
+    with mock.patch.object(OffloadWindow, "await_copies", wait):
         transport = run_counting(stack(), config, one_step)
     assert transport.freed_early
 
 
 def test_room_that_is_never_made_is_noticed() -> None:
     config = replace(EVERY_LAYER, window=4 * SLOT_BYTES)
-    with mock.patch.object(OffloadWindow, "make_room", return_value=0):
+    with mock.patch.object(OffloadWindow, "make_room", return_value=False):
         transport = run(stack(), config, one_step)
     assert transport.num_on_demand > transport.num_ahead
 
