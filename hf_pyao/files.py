@@ -32,7 +32,7 @@ def read_json_object(
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as cause:  # ValueError: a name that no file can have
-        reason = getattr(cause, "strerror", None) or cause
+        reason = (cause.strerror if isinstance(cause, OSError) else None) or cause
         raise error(f"cannot read {what}{what and ' '}{name}: {reason}. {expected}") from cause
     try:
         values = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)

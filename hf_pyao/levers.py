@@ -70,7 +70,8 @@ class Levers:
 
     def given(self) -> dict[str, Any]:
         """Return those that change something."""
-        return {name: value for name, value in vars(self).items() if value != getattr(Levers, name)}
+        plain = vars(NO_LEVERS)
+        return {name: value for name, value in vars(self).items() if value != plain[name]}
 
     def kept_layers(self, num_layers: int, keep_last_layers: int) -> int:
         """Return how many last layers are kept: those of whole segments.

@@ -41,6 +41,11 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Kernel(Protocol):
     """A kernel of attention. Tensors have shape (batch, heads, length, head_dim)."""
 
+    @property
+    def is_deterministic(self) -> bool:
+        """True if its backward takes the algorithm that gives the same bits each time."""
+        ...
+
     def least_pairs(self, length: int, dropout_p: float) -> int:
         """Return the fewest pairs of a sample and a query head with which bits stay the same.
 
@@ -240,6 +245,9 @@ class FlashKernel:
 @dataclass(frozen=True)
 class CPUKernel:
     """PyTorch's flash attention for CPUs, which allocates next to nothing inside."""
+
+    is_deterministic = False
+    """It has no other algorithm to take."""
 
     def least_pairs(self, length: int, dropout_p: float) -> int:
         """Return that there is no least number."""

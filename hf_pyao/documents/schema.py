@@ -190,7 +190,7 @@ def write_json(path: str | os.PathLike[str], document: Any) -> None:
         # A surrogate, of a file's name that is no UTF-8, becomes JSON's escape for it.
         replace_file(path, (text + "\n").encode("utf-8", "backslashreplace"))
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ReportError(f"cannot write {echo(str(path))}: {reason}.") from error
 
 

@@ -153,7 +153,7 @@ class GroupedAttention(LeftBehind):
 
 def _why_whole(kernel: Kernel, plan: GroupPlan) -> str:
     """Say why a call that is not divided is not, if that is worth saying."""
-    if getattr(kernel, "is_deterministic", False):
+    if kernel.is_deterministic:
         return (
             "with deterministic algorithms the kernel allocates as much for a few heads as for all "
             "of them, unless a group has as many samples times heads as the device has "

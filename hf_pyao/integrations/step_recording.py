@@ -185,8 +185,8 @@ def record_fake_step(
                 groups.uninstall()
             lifecycle.remove()
         num_chunks = 0 if loss is None else int(loss.metrics()["head_loss_num_chunks"])
-        if must_run_again and (reason := getattr(lifecycle, "refused", "")):
-            raise LeversRefusedError(f"a layer does not run again: {reason}")
+        if must_run_again and lifecycle.refused:
+            raise LeversRefusedError(f"a layer does not run again: {lifecycle.refused}")
         program = recorder.program(resident_bytes + state_bytes)
         cut = None if tiles is None else tiles.last_plan
         if cut is not None:

@@ -23,6 +23,19 @@ SHORTEST_MS = 1e-3
 """Least length of an interval: what clocks of devices tell apart."""
 
 
+class _Here(threading.local):
+    """What was timed last on the calling thread."""
+
+    begin: Any = None
+    """Mark at the start of the interval that runs; None before the first."""
+    pending: tuple[str, int] | None = None
+    """Sub-module and storage of the tensor saved last, until its slot is known."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, str] = {}
+        """Names of the layer's slots, by storage."""
+
+
 class PackIntervals(Observer):
     """Notes when tensors are saved, for some micro-batches (PyAO paper, section 5.5).
 
@@ -46,7 +59,7 @@ class PackIntervals(Observer):
         self._on_done = on_done
         self._intervals: list[tuple[str, int, Any, Any]] = []
         self._saved: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        self._here = threading.local()
+        self._here = _Here()
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
         """Begin an interval where a part of a layer starts."""
@@ -64,14 +77,14 @@ class PackIntervals(Observer):
         self._settle_pack()
         self._here.pending = (path, tensor.untyped_storage()._cdata)
         now = self._transport.mark(self._device)
-        begin = getattr(self._here, "begin", None)
+        begin = self._here.begin
         if begin is not None:
             self._intervals.append((path, tensor.nbytes, begin, now))
         self._here.begin = now
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Take note of which slot the tensor is that was just saved, if it was not saved before."""
-        pending = getattr(self._here, "pending", None)
+        pending = self._here.pending
         if pending is not None and stays is None:
             path, key = pending
             self._here.pending = None
@@ -80,7 +93,7 @@ class PackIntervals(Observer):
 
     def _settle_pack(self) -> None:
         """Take note of the tensor before, if it lies in a slot that was saved before."""
-        pending = getattr(self._here, "pending", None)
+        pending = self._here.pending
         if pending is not None:
             path, key = pending
             self._here.pending = None

@@ -179,8 +179,6 @@ class SegmentLifecycle(Lifecycle):
         self.saves_attention = saves_attention
         self._is_asked_for = is_asked_for
         self._has_seen_attention = False
-        self.refused = ""
-        """Why a layer did not run again, where it should have; empty if none was refused."""
         super().__init__(*args, **kwargs)
         self.filled = FilledSegments()
         self._keeper = EngineKeeper(self.engine)

@@ -87,6 +87,8 @@ class Lifecycle:
     ) -> None:
         self.engine = engine
         self.owner = owner
+        self.refused = ""
+        """Why a layer did not run again, where it should have; empty if none was refused."""
         self.running = Running()
         self._is_removed = False
         self._named_submodules = named_submodules

@@ -44,7 +44,7 @@ LARGE = batch_of(32)
 
 
 def config_of(**more: Any) -> PyAOConfig:
-    """Return a configuration that leaves segments open; ``replace`` would not."""
+    """Return a configuration that leaves segments open."""
     return PyAOConfig(**{**GIVEN, **more})
 
 
