@@ -24,7 +24,7 @@ _FACTS: tuple[Any, ...] = (
     *(Tensor.grad_fn, Tensor.is_cuda, Tensor.is_cpu, Tensor.is_meta, Tensor.is_leaf),
 )
 _VALUE_FREE: frozenset[Any] = frozenset(
-    {Tensor.view, Tensor.reshape, Tensor.size, Tensor.dim, F.dropout}
+    {Tensor.view, Tensor.reshape, Tensor.size, Tensor.dim, F.dropout, torch.native_dropout}
     | {fact.__get__ for fact in _FACTS}
 )
 """Functions whose gradient needs no values of what they are given, and which look at none."""
