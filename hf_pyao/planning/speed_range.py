@@ -33,7 +33,7 @@ HALF_A_LINK = 0.5 / 1.3
 PRESET = (HALF_A_LINK, OFF_BY_30_PERCENT[0], AS_GIVEN, OFF_BY_30_PERCENT[1])
 """Ratios for speeds from a data sheet."""
 
-NEVER_SLOWER = 0.005
+NEVER_SLOWER = 0.02
 """By how much a plan may be slower than a plain way anywhere in the range."""
 
 SAME_REGRET = 0.002
