@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_pyao.documents.provenance import collect_provenance
-from hf_pyao.documents.schema import to_plain
-
 
 def write_result(path: Path | str, *, kind: str, schema_version: int, **content: Any) -> None:
     """Write *content* to *path*, behind its kind, version and provenance; say so.
@@ -19,6 +16,10 @@ def write_result(path: Path | str, *, kind: str, schema_version: int, **content:
         schema_version: of *content*; raised whenever its keys change their meaning.
         **content: rows, and what they depend on; dataclasses are written as dictionaries.
     """
+    # Not at the top: `bench_hooks.py` runs with earlier checkouts too, which have these elsewhere.
+    from hf_pyao.documents.provenance import collect_provenance
+    from hf_pyao.documents.schema import to_plain
+
     document = {
         "schema_version": schema_version,
         "kind": kind,

@@ -127,7 +127,9 @@ def _points(
         Budgets(budgets, "tensors"),
         card(),
         tokens=micro_batch * length,
-        settings=PyAOConfig(policy="budget", budget=1, min_bytes=0 if options.is_smoke else "1MiB"),
+        settings=PyAOConfig(
+            policy="budget", budget=1, min_bytes=0 if options.is_smoke else "1MiB"
+        ).effective(),
     )
 
 

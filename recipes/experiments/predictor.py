@@ -241,14 +241,9 @@ class Predictor:
             if cap_bytes is None:
                 cap_bytes = card_limit_bytes(self.hardware) - NOT_TENSORS_BYTES
             estimator = copy.copy(estimator)
-            estimator.window_bytes = _default_window_bytes()
+            estimator.window_bytes = DEFAULT_WINDOW_BYTES
             estimator.limit_bytes = int(cap_bytes)
         return estimator.predicted(_way_of(system), system.head_loss, micro_batch)
-
-
-def _default_window_bytes() -> int | None:
-    window = DEFAULT_WINDOW_BYTES
-    return None if isinstance(window, str) else window
 
 
 def _way_of(system: System) -> Way:
