@@ -14,9 +14,12 @@ two reductions over the data.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
+from hf_pyao.transfer.compute_streams import current_stream
 from hf_pyao.transfer.layout import TensorLayout, view_of_storage
 
 ROW_LENGTH = 2048
@@ -32,10 +35,14 @@ _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 class Fingerprinter:
-    """Computes fingerprints; it keeps the weights of positions that it has made, by device."""
+    """Computes fingerprints; it keeps the weights of positions that it has made, by stream."""
 
     def __init__(self) -> None:
-        self._weights: dict[torch.device, Tensor] = {}
+        self._weights: dict[_Place, Tensor] = {}
+
+    def release(self) -> None:
+        """Free the weights: the next fingerprint makes them anew."""
+        self._weights.clear()
 
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor:
@@ -97,13 +104,26 @@ class Fingerprinter:
 
     def _weights_for(self, device: torch.device, count: int) -> Tensor:
         """Return weights of columns, odd, and behind them those of rows, even."""
-        known = self._weights.get(device)
+        place = _place(device)
+        known = self._weights.get(place)
         if known is None or known.numel() < count:
             known = _mixed(torch.arange(1, 2 * count + 1, dtype=torch.int64, device=device))
             known[ROW_LENGTH:] -= 1
             if known.numel() <= _MAX_CACHED_WEIGHTS:
-                self._weights[device] = known
+                self._weights[place] = known
         return known[:count]
+
+
+_Place: TypeAlias = tuple[torch.device, torch.Stream | None]
+
+
+def _place(device: torch.device) -> _Place:
+    """Return *device* and its current stream, for weights that one stream makes and reads.
+
+    A stream may reuse memory that another one still reads, and does not wait for the other's
+    kernels.
+    """
+    return device, current_stream(device)
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -213,6 +213,8 @@ class SecondRunCheck:
                 for index in range(len(different))
                 if (far if index in self._unsteady else different)[index]
             }
+        if self.mode != "always":
+            self.fingerprints.release()  # most forwards are not checked, and need the memory
         return tuple(self._layers[index] for index in sorted(wrong))
 
     def forget(self) -> None:
