@@ -22,8 +22,9 @@ Modes, and all that is known about a set of trained parameters, are one frozen v
 transitions at the debug level (logger `hf_pyao.auto.driver`), and its report has them as
 `transitions`.
 
-Before each forward, events come in this order: `Profiled` (the profiler hears of a forward before
-the machine), `Interrupted`, `Trained`, `Heard`, `Timed`, `Forward`, `Refused`.
+Before each forward, events come in this order: `Profiled` (who measures hears of a forward
+first, see `Place` in `integrations/model_copy.py`), `Interrupted`, `Trained`, `Heard`, `Forward`,
+`Timed`, `Refused`.
 """
 
 

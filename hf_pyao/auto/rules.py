@@ -58,7 +58,7 @@ def plan_given(state: State, event: on.PlanGiven) -> Result:
 
 
 def gives_up(state: State, event: on.GivesUp) -> Result:
-    return give_up(state, event.summary)
+    return give_up(state, event.summary, do.CancelMeasuring())
 
 
 # ---- which parameters are trained ----------------------------------------------------------------
@@ -207,7 +207,7 @@ def forward(state: State, event: on.Forward) -> Result:
         return state, (do.StopTiming(), *actions)
     summary = (
         f"policy {state.name!r} offloads everything: its plan is for batches of "
-        f"{now.ready.num_elements:.0f} elements, and one of {event.num_elements} came. Delete the "
+        f"{now.ready.num_elements} elements, and one of {event.num_elements} came. Delete the "
         "plan to have it made anew"
     )
     return give_up(state, summary, do.StopTiming(), do.Use(Target.CONFIGURED), warn(f"{summary}."))

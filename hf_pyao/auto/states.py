@@ -94,7 +94,7 @@ class Ready:
     """What it does, in one line."""
     options: Any = None
     """With which its step runs."""
-    num_elements: float = 0.0
+    num_elements: int = 0
     """Of the batch that it is for; 0 if it does not say."""
     keeps_all: bool = False
     """True if it leaves every saved tensor where it is."""

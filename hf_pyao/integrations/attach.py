@@ -307,7 +307,7 @@ class Offloader:
     @property
     def profile_writer(self) -> ProfileWriter | None:
         """What measures, for a profile that is asked for or for policy ``auto``; None else."""
-        return self._deciding.profile_writer
+        return self._deciding.measuring.writer
 
     @property
     def _lifecycle(self) -> Lifecycle | None:
@@ -353,7 +353,7 @@ class Offloader:
                 "configuration), or the model is not attached any more."
             )
         found = find_layers(model, self.config.layers)
-        self._deciding.measure(model, found, self, path, num_micro_batches)
+        self._deciding.measuring.measure(model, found, self, path, num_micro_batches)
 
     def run_micro_batch(
         self, function: Callable[[], Result], *, writes_only_this_model: bool = False
@@ -539,7 +539,7 @@ def _noting(record: RunRecord, deciding: Deciding) -> Callable[[str], None]:
     """Return what takes note of a tighter plan; it does not hold the offloader."""
 
     def note(sentence: str) -> None:
-        deciding.out_of_memory()
+        deciding.made_room()
         record.report_extra.setdefault("out_of_memory", []).append(sentence)
 
     return note

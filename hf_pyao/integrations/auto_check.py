@@ -22,6 +22,10 @@ NUM_UNCOUNTED = 1
 or nothing at all."""
 
 
+MOST_BARE = 3
+"""Most micro-batches that are timed bare with everything offloaded: the first is not counted."""
+
+
 class TimedMicroBatch(NamedTuple):
     """One micro-batch."""
 
@@ -191,79 +195,30 @@ def loses(
     return worst
 
 
-class Comparison:
-    """What offloading everything takes, and then what a plan takes, in the same run.
+def measured_figures(
+    timed: Sequence[TimedMicroBatch], expected: ExpectedTimes | None
+) -> dict[str, float]:
+    """Return what a plan came to, as a report holds it; empty if it was not timed."""
+    if not timed:
+        return {}
+    found = typical(timed)
+    return {
+        "measured_layers_ms": found.layers_ms,
+        "measured_compute_ms": found.compute_ms,
+        "measured_stall_ms": found.stall_ms,
+        **({} if expected is None else expected.figures()),
+    }
 
-    Args:
-        device: where the model is.
-        num_micro_batches: how many are counted of each.
+
+def num_profiled(profile_steps: int) -> int:
+    """Return how many of ``profile_steps`` micro-batches policy ``auto`` profiles."""
+    return max(1, profile_steps - num_bare(profile_steps))
+
+
+def num_bare(profile_steps: int) -> int:
+    """Return how many micro-batches are timed without the profiler, before there is a plan.
+
+    The profiler's marks at every module and tensor take time, which a plan does not pay when it is
+    timed. What it is compared with must not pay it either.
     """
-
-    def __init__(self, device: torch.device, num_micro_batches: int) -> None:
-        self._device = device
-        self._num_micro_batches = num_micro_batches
-        self._check: PlanCheck | None = None
-        self.fallback: Sequence[TimedMicroBatch] = ()
-        """With everything offloaded."""
-        self.plan: Sequence[TimedMicroBatch] = ()
-        """With the plan that was timed last; empty before."""
-        self.before: Sequence[TimedMicroBatch] = ()
-        """With the plan that this one was taken in place of; empty if there is none."""
-        self.expected: ExpectedTimes | None = None
-        """What was predicted for :attr:`plan`."""
-
-    @property
-    def is_done(self) -> bool:
-        """True if a check has timed enough, and was not read yet."""
-        return self._check is not None and self._check.is_done
-
-    def begin(self, engine: OffloadEngine, *, num_more: int = 0) -> None:
-        """Time the next micro-batches, *num_more* of them beyond what is usual."""
-        self.stop()
-        check = PlanCheck(engine, self._device, self._num_micro_batches + num_more)
-        self._check = check
-        check.start()
-
-    def note_size(self, num_elements: int) -> None:
-        """Take note of the batch that is about to run."""
-        if self._check is not None:
-            self._check.num_elements = num_elements
-
-    def end_of_fallback(self) -> None:
-        """Take what was timed as what offloading everything takes."""
-        self.fallback = self._read()
-
-    def end_of_plan(self, expected: ExpectedTimes) -> None:
-        """Take what was timed as what the plan takes, of which *expected* was predicted."""
-        self.plan, self.expected = self._read(), expected
-
-    def exchanged(self) -> None:
-        """Take note that another plan is followed from now on, since times were off."""
-        self.before = self.plan
-
-    def speed_has_changed(self) -> None:
-        """Take note that what offloading everything took was measured at another speed."""
-        self.fallback = ()
-
-    def stop(self) -> None:
-        """Time no more. Twice is fine."""
-        check, self._check = self._check, None
-        if check is not None:
-            check.stop()
-
-    def report(self) -> dict[str, float]:
-        """Return what the plan came to, as a report holds it; empty before."""
-        if not self.plan:
-            return {}
-        found = typical(self.plan)
-        return {
-            "measured_layers_ms": found.layers_ms,
-            "measured_compute_ms": found.compute_ms,
-            "measured_stall_ms": found.stall_ms,
-            **({} if self.expected is None else self.expected.figures()),
-        }
-
-    def _read(self) -> Sequence[TimedMicroBatch]:
-        check = self._check
-        self.stop()
-        return [] if check is None else check.result()
+    return max(1, min(MOST_BARE, profile_steps // 2))

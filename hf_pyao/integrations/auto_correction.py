@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 from hf_pyao.integrations.auto_check import TimedMicroBatch, typical
-from hf_pyao.integrations.auto_following import LARGER
+from hf_pyao.integrations.auto_fit import LARGER
 from hf_pyao.planning.correction import NO_CORRECTION, Correction, ExpectedTimes
 
 OFF = 0.1
@@ -56,48 +56,42 @@ def beside(timed: Sequence[TimedMicroBatch], expected: ExpectedTimes) -> str:
     )
 
 
-class Corrector:
-    """Finds what is off in a plan's prediction, each cause once."""
+def find_off(
+    timed: Sequence[TimedMicroBatch],
+    num_elements: int,
+    expected_under: Callable[[Correction], ExpectedTimes],
+    copies_ms: float,
+    known: frozenset[str] = frozenset(),
+) -> Finding | None:
+    """Return what is off in a plan's prediction; None: nothing.
 
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def find(
-        self,
-        timed: Sequence[TimedMicroBatch],
-        num_elements: int,
-        expected_under: Callable[[Correction], ExpectedTimes],
-        copies_ms: float,
-    ) -> Finding | None:
-        """Return what is off, and was not found before; None: nothing.
-
-        Args:
-            timed: micro-batches under the plan, none larger than it was made for.
-            num_elements: of the batch that it was made for.
-            expected_under: returns what is predicted for the plan, times corrected further.
-            copies_ms: what its copies are taken to need on the link, both ways.
-        """
-        if len(timed) < LEAST_TIMED:
-            return None
-        causes, correction, words = set(), NO_CORRECTION, []
-        expected = expected_under(correction)
-        found = _of_compute(timed, expected, _are_full_size(timed, num_elements))
-        if found is not None:
-            cause = REBUILDING if found.compute == found.backward == 1.0 else COMPUTE
-            if cause not in self._known:
-                causes.add(cause)
-                correction = found
-                words.append(_compute_words(timed, expected, cause))
-        if correction is not NO_CORRECTION:
-            expected = expected_under(correction)  # faster compute hides less: no copy is to blame
-        extra_ms = _extra_stall_ms(timed, expected)
-        if extra_ms and copies_ms > 0 and COPIES not in self._known:
-            causes.add(COPIES)
-            factor = Correction(copies=(copies_ms + extra_ms) / copies_ms)
-            correction = correction.times(factor)
-            words.append(f"copies keep a micro-batch waiting {extra_ms:.1f} ms more than predicted")
-        self._known |= causes
-        return Finding(frozenset(causes), correction, ", ".join(words)) if causes else None
+    Args:
+        timed: micro-batches under the plan, none larger than it was made for.
+        num_elements: of the batch that it was made for.
+        expected_under: returns what is predicted for the plan, times corrected further.
+        copies_ms: what its copies are taken to need on the link, both ways.
+        known: causes that were corrected before, which are not looked for.
+    """
+    if len(timed) < LEAST_TIMED:
+        return None
+    causes, correction, words = set(), NO_CORRECTION, []
+    expected = expected_under(correction)
+    found = _of_compute(timed, expected, _are_full_size(timed, num_elements))
+    if found is not None:
+        cause = REBUILDING if found.compute == found.backward == 1.0 else COMPUTE
+        if cause not in known:
+            causes.add(cause)
+            correction = found
+            words.append(_compute_words(timed, expected, cause))
+    if correction is not NO_CORRECTION:
+        expected = expected_under(correction)  # faster compute hides less: no copy is to blame
+    extra_ms = _extra_stall_ms(timed, expected)
+    if extra_ms and copies_ms > 0 and COPIES not in known:
+        causes.add(COPIES)
+        factor = Correction(copies=(copies_ms + extra_ms) / copies_ms)
+        correction = correction.times(factor)
+        words.append(f"copies keep a micro-batch waiting {extra_ms:.1f} ms more than predicted")
+    return Finding(frozenset(causes), correction, ", ".join(words)) if causes else None
 
 
 def _are_full_size(timed: Sequence[TimedMicroBatch], num_elements: int) -> bool:

@@ -1,8 +1,8 @@
-"""Which of a model's parameters are trained: what is saved, and what can be planned, follows that.
+"""Which of a model's parameters are trained: what is saved, and so the best plan, depends on it.
 
-Layers are frozen and thawed in the middle of a run, one after the other or in turns. It is looked
-at before each forward, so it must be quick: of 400 parameters every eighth takes some microseconds,
-and parameters are frozen by the layer, which has more.
+Layers may be frozen and thawed in the middle of a run, one after the other or in turns. Before each
+forward one parameter in eight is looked at, which takes some microseconds for 400 parameters. That
+is enough to see a layer frozen at once, since a layer has more than eight parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TrainedParameters:
     @property
     def mark(self) -> int:
         """A number that differs where other parameters are trained, for a plan to hold."""
-        return zlib.crc32(self.flags)
+        return mark_of(self.flags)
 
     def have_changed(self) -> bool:
         """Say whether others are trained than when all were looked at.
@@ -58,3 +58,8 @@ class TrainedParameters:
         parameters = [] if model is None else list(model.parameters())
         self.flags = bytes(map(_requires_grad, parameters))
         self._parts = [(parameters[n::STRIDE], self.flags[n::STRIDE]) for n in range(STRIDE)]
+
+
+def mark_of(flags: bytes) -> int:
+    """Return the number by which a plan tells for which parameters it was made."""
+    return zlib.crc32(flags)

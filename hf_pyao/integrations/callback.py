@@ -128,11 +128,10 @@ class PyAOCallback(TrainerCallback):
         self._state = state
         self.offloader = attach(model, config)
         if self.offloader.auto is not None:
-            self.offloader.auto.say = lambda line: log_and_show(line, args, state)
+            self.offloader.auto.show_on(lambda line: log_and_show(line, args, state))
             if self.resumed_from is not None:
                 self.offloader.auto.resume(Path(self.resumed_from) / PLAN_FILE)
             if self.first_plan is not None and self.offloader.auto.plan is None:
-                self.offloader.auto.cancel_profile()
                 self.offloader.auto.follow(self.first_plan, "the plan for this micro-batch")
         _show(self.offloader.describe(), args, state)
 

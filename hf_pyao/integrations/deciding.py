@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_pyao.config import SETTINGS
+from hf_pyao.auto import events as on
+from hf_pyao.auto.driver import Driver, Policies
+from hf_pyao.auto.rules import MOST_ROUNDS
+from hf_pyao.auto.states import Ready, State
 from hf_pyao.documents.plan import Plan
-from hf_pyao.documents.run import check_report_path
+from hf_pyao.integrations.auto_fit import policy_of
 from hf_pyao.integrations.auto_policy import AutoPolicy
-from hf_pyao.integrations.device_limit import allocator_settings
+from hf_pyao.integrations.device_limit import allocator_settings, release_cached
 from hf_pyao.integrations.lever_switch import LeverSwitch
+from hf_pyao.integrations.measuring import Measuring
 from hf_pyao.integrations.model_identity import identity_of
 from hf_pyao.integrations.module_map import (
     FoundLayers,
-    find_layers,
     named_submodules,
     resolve_selections,
 )
 from hf_pyao.integrations.parts import Parts
-from hf_pyao.integrations.profiling import ProfileSettings, ProfileWriter
 from hf_pyao.integrations.pyao_rule import PyAORule, kept_plan
-from hf_pyao.integrations.tightening import OffloadLadder, PlansFirst, Tightening
+from hf_pyao.integrations.tightening import (
+    MachineTightening,
+    Tightening,
+    paths_of,
+    rungs_of,
+)
 from hf_pyao.integrations.wiring import (
     first_kept_layer,
     make_engine,
@@ -36,17 +41,16 @@ from hf_pyao.integrations.wiring import (
     select_recomputed,
     wrap_policy,
 )
-from hf_pyao.integrations.wrappers import class_name
 from hf_pyao.levers import Levers
 from hf_pyao.planning.plan_levers import GivenLevers, levers_of_plan
 from hf_pyao.planning.plan_policy import PlanPolicy
+from hf_pyao.planning.plan_request import PlanRequest
 from hf_pyao.planning.policies import PolicySettings, make_policy
 from hf_pyao.recompute.verification import SEGMENT, Sampler, Wrong
 from hf_pyao.runtime.backward_order import BackwardOrder
-from hf_pyao.runtime.lifecycle import is_compiled
-from hf_pyao.runtime.policy import OffloadAll, Policy
+from hf_pyao.runtime.engine import OffloadEngine
+from hf_pyao.runtime.policy import KeepEverything, OffloadAll, Policy, RecomputeSelected
 from hf_pyao.transfer.link import LinkContext
-from hf_pyao.weak_calls import weakly
 
 
 class Deciding:
@@ -83,8 +87,6 @@ class Deciding:
         sampler: Sampler | None = None,
     ) -> None:
         self._parts = parts
-        self._link = link
-        self._device = device
         identity = identity_of(found)
         min_bytes, named = parts.policy.min_bytes, parts.policy.policy
         selected = resolve_selections(parts.modules.names, found, field=parts.modules.label)
@@ -109,62 +111,65 @@ class Deciding:
             backward_order=backward_order,
             sampler=sampler,
         )
+        self.switch = LeverSwitch(levers)
+        """Changes segments and tiles between forwards."""
+        decides_later = named in ("auto", "pyao")
+        recomputes = policy.may_recompute or bool(parts.recompute.names) or decides_later
+        request = parts.binds.on(
+            recomputed_paths=paths_in_a_layer(parts.recompute.names, recomputed),
+            host_limit_bytes=link.pool.capacity_bytes or math.inf,
+            is_link_shared=is_link_shared,
+            allocator=allocator_settings(device),
+        )
+        state = State(
+            name=str(named) if decides_later and kept is None else "",
+            num_rounds_left=MOST_ROUNDS,
+            patience=2 * parts.profile_steps,
+            rungs=rungs_of(
+                offloads_first=(
+                    (parts.keep_last_layers > 0 or named != "all")
+                    and (bool(levers.checkpoint_every) or not recomputes)
+                )
+            ),
+        )
+        policies = _policies(self.engine, found, request, device, wrap, is_auto=named == "auto")
+        self.driver = Driver(self.engine, policies, self.switch, state)
+        """Of the machine that decides; the only caller of ``engine.use``."""
+        self.tightening: Tightening = MachineTightening(self.driver, self.switch)
+        """What makes room where a micro-batch does not fit."""
+        self.measuring = Measuring(self.engine, link, device, parts, self.switch)
+        """What measures, for a profile that is asked for or for policy ``auto``."""
         self.pyao_rule: PyAORule | None = None
         """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
+        self.auto: AutoPolicy | None = None
+        """What plans, with policy ``auto``; None with others."""
         if named == "pyao" and kept is None:
             self.pyao_rule = PyAORule(
                 self.engine,
+                self.driver,
                 link.transport,
                 device,
                 identity,
-                wrap,
                 num_micro_batches=parts.profile_steps,
                 plan_path=parts.policy.plan,
-                min_bytes=min_bytes,
             )
-        self.switch = LeverSwitch(levers)
-        """Changes segments and tiles between forwards."""
-        self.auto: AutoPolicy | None = None
-        """What plans, with policy ``auto``; None with others."""
         if named == "auto":
-            request = parts.binds.on(
-                recomputed_paths=paths_in_a_layer(parts.recompute.names, recomputed),
-                host_limit_bytes=link.pool.capacity_bytes or math.inf,
-                is_link_shared=is_link_shared,
-                allocator=allocator_settings(device),
-            )
             self.auto = AutoPolicy(
                 self.engine,
+                self.driver,
                 device,
                 parts.auto,
                 request,
                 identity=identity,
                 switch=self.switch,
                 check_plan=_plan_check(identity, found),
+                measurer=self.measuring,
             )
             self.auto.decide_at_once()
             _check_plan(self.engine.policy, identity, found)
-        self._other_writers: list[ProfileWriter] = []
-        self.profile_writer: ProfileWriter | None = None
-        """What measures, for a profile that is asked for or for policy ``auto``; None else."""
-        plans = self.auto is not None and self.auto.profiles
+        plans = self.auto is not None and self.auto.measures
         if parts.profile.path is not None or plans:
-            asked = self._profile_settings(parts.profile.path, parts.profile_steps)
-            self.profile_writer = self._profile_writer(model, found, asked, identity)
-        decides_later = named in ("auto", "pyao")
-        recomputes = policy.may_recompute or bool(parts.recompute.names) or decides_later
-        ladder = OffloadLadder(
-            self.engine,
-            found,
-            self.switch,
-            min_bytes=min_bytes,
-            offloads_first=(
-                (parts.keep_last_layers > 0 or named != "all")
-                and (bool(levers.checkpoint_every) or not recomputes)
-            ),
-        )
-        self.tightening: Tightening = ladder if self.auto is None else PlansFirst(self.auto, ladder)
-        """What makes room where a micro-batch does not fit."""
+            self.measuring.prepare(model, found, identity, self.auto if plans else None)
 
     @property
     def plan(self) -> Plan | None:
@@ -179,92 +184,44 @@ class Deciding:
     @property
     def is_measuring(self) -> bool:
         """True while a profile is made."""
-        return self.profile_writer is not None and not self.profile_writer.is_complete
+        return self.measuring.is_measuring
 
     def start(self, model: nn.Module, owner: object) -> None:
         """Watch *model*, where that is needed; *owner* is to be found by the hooks."""
         if self.auto is not None:
             self.auto.start(model, owner)
-            self.auto.measure_anew = self._measuring(model, owner)
-        if self.profile_writer is not None:
-            self.profile_writer.start(model, owner)
-
-    def _measuring(self, model: nn.Module, owner: object) -> Callable[[], None]:
-        """Return what has the next micro-batches measured, for policy ``auto``; it holds nothing.
-
-        A profile that is being made for someone else goes on.
-        """
-        refs = weakref.ref(self), weakref.ref(model), weakref.ref(owner)
-
-        def measure() -> None:
-            deciding, model, owner = (ref() for ref in refs)
-            if not isinstance(deciding, Deciding) or not isinstance(model, nn.Module):
-                return
-            parts = deciding._parts
-            found = find_layers(model, parts.layers.names, field=parts.layers.label)
-            asked = deciding._profile_settings(None, parts.profile_steps)
-            writer = deciding._profile_writer(model, found, asked, identity_of(found))
-            before = deciding.profile_writer
-            if before is not None and not before.is_complete:
-                deciding._other_writers.append(before)
-            deciding.profile_writer = writer
-            writer.start(model, owner)
-
-        return measure
-
-    def measure(
-        self,
-        model: nn.Module,
-        found: FoundLayers,
-        owner: object,
-        path: str | os.PathLike[str],
-        num_micro_batches: int,
-    ) -> None:
-        """Measure the next micro-batches, and write their profile.
-
-        Raises:
-            ReportError: there is a file already that is no profile of this model.
-        """
-        path = SETTINGS["profile"].kind.check(self._parts.profile.label, path)
-        num_micro_batches = SETTINGS["profile_steps"].kind.check("profile_steps", num_micro_batches)
-        check_report_path(path, self._parts.profile.label)
-        asked = self._profile_settings(path, num_micro_batches)
-        self.profile_writer = self._profile_writer(model, found, asked, identity_of(found))
-        self.profile_writer.start(model, owner)
+        self.measuring.start(model, owner, self.auto)
 
     def end(self) -> None:
         """Take everything off. Twice is fine."""
         if self.auto is not None:
             self.auto.end()
-        if self.profile_writer is not None:
-            self.profile_writer.end()
-        for writer in self._other_writers:
-            writer.end()
+        self.measuring.end()
 
-    def out_of_memory(self) -> None:
-        """Take note that something tighter is done: the rule's plan would hold more."""
+    def made_room(self) -> None:
+        """Note that something makes room: PyAO's rule, which would hold more, decides no more."""
         if self.pyao_rule is not None:
-            self.pyao_rule.stop()
+            self.driver.send(on.GivesUp(""))
 
     def without_second_runs(self, wrong: Sequence[Wrong]) -> str:
         """Have layers run once from the next forward on: nothing is recomputed, nor tiled.
 
         Policy ``auto`` makes another plan before that forward, without segments, if only these went
-        *wrong*.
+        *wrong*, and if the user did not ask for them.
 
         Returns:
             What is done from then on, to follow "from now on".
         """
-        plans = self.auto is not None and all(each.kind == SEGMENT for each in wrong)
-        if self.auto is not None and not plans:
-            self.auto.stop_planning()
-        self.switch.refuse_segments("the second run of a layer gave other tensors than forward")
-        if self.pyao_rule is not None:
-            self.pyao_rule.stop()
-        self.switch.set(Levers(head_loss=self.switch.levers.head_loss))
-        self.engine.use(OffloadAll(self._parts.policy.min_bytes))
+        why = "the second run of a layer gave other tensors than forward"
+        may_replan = (
+            self.auto is not None
+            and all(each.kind == SEGMENT for each in wrong)
+            and "checkpoint_every" in self._parts.levers.free
+        )
+        self.switch.refuse_segments(why)
+        self.driver.send(on.SecondRunWrong(may_replan, why))
         done = "no layer runs again in backward, and everything that the layers save is offloaded"
-        return f"{done}, until policy 'auto' has another plan" if plans else done
+        return f"{done}, until policy 'auto' has another plan" if may_replan else done
 
     def summary(self) -> str:
         """Say what policy ``auto`` does; empty with others, and before it has decided."""
@@ -272,44 +229,43 @@ class Deciding:
 
     def report(self) -> dict[str, Any]:
         """Return plain values that the run's report is to hold."""
-        return {} if self.auto is None else self.auto.report()
+        if self.auto is not None:
+            return self.auto.report()
+        transitions = self.driver.transitions()
+        return {"transitions": transitions} if transitions else {}
 
-    def _profile_settings(
-        self, path: str | os.PathLike[str] | None, num_micro_batches: int
-    ) -> ProfileSettings:
-        levers = self.switch.levers  # as it runs: a plan may have set others than were given
-        return ProfileSettings(
-            path=None if path is None else os.fspath(path),
-            num_micro_batches=num_micro_batches,
-            layers=self._parts.layers.names,
-            levers=levers,
-            settings={**self._parts.in_force, **levers.settings()},
-        )
 
-    def _profile_writer(
-        self,
-        model: nn.Module,
-        found: FoundLayers,
-        asked: ProfileSettings,
-        identity: Mapping[str, Any],
-    ) -> ProfileWriter:
-        auto = self.auto if self.auto is not None and self.auto.profiles else None
-        writer = ProfileWriter(
-            self.engine,
-            self._link,
-            self._device,
-            asked,
-            title=f"{class_name(model)} on {self._device.type}",
-            identity=identity,
-            layer_names=[fqn for fqn, _ in found.layers],
-            has_compiled_layers=any(is_compiled(layer) for _, layer in found.layers),
-            on_done=None if auto is None else weakly(auto.profiled, None),
-        )
-        if auto is not None:
-            # Both are ours, and call each other: [Note: Who owns whom].
-            auto.cancel_profile = weakly(writer.cancel, None)
-            writer.on_again = weakly(auto.measures_again, None)
-        return writer
+def _policies(
+    engine: OffloadEngine,
+    found: FoundLayers,
+    request: PlanRequest,
+    device: torch.device,
+    wrap: Callable[[Policy], Policy],
+    *,
+    is_auto: bool,
+) -> Policies:
+    """Return the policies that the machine may use; the configured one is the engine's now."""
+    everything = OffloadAll(request.min_bytes)
+
+    def of_plan(ready: Ready) -> Policy:
+        if is_auto:
+            return policy_of(ready.plan, request.min_bytes)
+        return wrap(PlanPolicy(ready.plan, request.min_bytes, "pyao"))
+
+    def window_of_plan(ready: Ready) -> int | None:
+        return (ready.plan.facts.window_bytes or None) if sets_window else None
+
+    sets_window = is_auto and request.may_shrink_window
+    return Policies(
+        configured=engine.policy,
+        nothing=KeepEverything("auto"),
+        everything=everything,
+        recomputed=RecomputeSelected(everything, paths_of(found), is_pointwise=True),
+        of_plan=of_plan,
+        window_of_plan=window_of_plan,
+        configured_window_bytes=request.window_bytes if sets_window else None,
+        before_plan=functools.partial(release_cached, device),
+    )
 
 
 def followed_levers(policy: PolicySettings, given: GivenLevers) -> Levers:

@@ -197,7 +197,7 @@ class PyAOPlugin(PluginFields):
             offloader.record.report_path = str(path.with_name(name))
         self.offloaders.append(offloader)
         if offloader.auto is not None:
-            offloader.auto.say = self._log_and_show
+            offloader.auto.show_on(self._log_and_show)
         self._show(offloader.describe())
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

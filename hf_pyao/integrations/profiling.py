@@ -24,7 +24,7 @@ from hf_pyao.documents.profile import Profile
 from hf_pyao.documents.provenance import collect_provenance
 from hf_pyao.documents.schema import ReportError, read_json, to_plain, write_json
 from hf_pyao.errors import PyAOError
-from hf_pyao.integrations.model_copy import CopyError, ForwardWatch, SeenForward
+from hf_pyao.integrations.model_copy import CopyError, ForwardWatch, Place, SeenForward
 from hf_pyao.integrations.rank_exchange import RankExchange
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.integrations.step_recording import record_fake_step
@@ -86,6 +86,7 @@ class ProfileWriter:
         has_compiled_layers: whether some are compiled.
         on_done: is handed the profile when it is complete, before a forward; None where none came
             of it. Not when training ends first.
+        on_again: called when what was measured is of no use for *on_done*, and it begins anew.
 
     Raises:
         ReportError: there is a file already, and it is no profile of this version and this model.
@@ -103,6 +104,7 @@ class ProfileWriter:
         layer_names: Sequence[str],
         has_compiled_layers: bool = False,
         on_done: Callable[[Profile | None], None] | None = None,
+        on_again: Callable[[], None] | None = None,
     ) -> None:
         self._engine = weakref.ref(engine)
         self._link = link
@@ -126,8 +128,7 @@ class ProfileWriter:
         self._exchange: RankExchange | None = None
         self._num_micro_batches = asked.num_micro_batches
         self._num_rounds_left = NUM_ROUNDS - 1
-        self.on_again: Callable[[], None] = lambda: None
-        """Called when what was measured is of no use for ``on_done``, and it begins anew."""
+        self._on_again = on_again
         self._profiler = self._new_profiler()
         self._watch: ForwardWatch | None = None
 
@@ -137,6 +138,7 @@ class ProfileWriter:
             self._device,
             self._num_micro_batches,
             weakly(self._measured, None),  # the profiler is ours: [Note: Who owns whom]
+            times_packs=self._path is not None,  # no plan is made from them
         )
 
     def start(self, model: nn.Module, owner: object) -> None:
@@ -144,7 +146,7 @@ class ProfileWriter:
         engine = self._engine()
         if engine is not None:
             engine.observe_too(self._profiler)
-        self._watch = ForwardWatch(model, owner, self._before_forward)
+        self._watch = ForwardWatch(model, owner, self._before_forward, Place.MEASURES)
 
     def _before_forward(self, seen: SeenForward, *, is_first: bool) -> None:
         """Use the profile of an earlier run, if it is of the same; else go on."""
@@ -212,7 +214,8 @@ class ProfileWriter:
         engine.observe_too(self._profiler)
         if self._watch is not None:
             self._watch.forget()
-        self.on_again()
+        if self._on_again is not None:
+            self._on_again()
 
     def _note_measured(self, profiler: StepProfiler) -> None:
         pool = self._link.pool

@@ -5,74 +5,80 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
+from hf_pyao.auto import actions as do
+from hf_pyao.auto import events as on
+from hf_pyao.auto.driver import Driver
+from hf_pyao.auto.states import Ready, State
 from hf_pyao.documents.plan import Plan
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.pack_intervals import PackIntervals
-from hf_pyao.planning.plan_policy import PlanPolicy
 from hf_pyao.planning.pyao_plan import plan_of_rule
 from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.runtime.policy import Policy
 from hf_pyao.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
 
 
 class PyAORule:
-    """Has an engine time its micro-batches, and gives it a plan when that is done.
+    """Times an engine's micro-batches, and gives the machine a plan when that is done.
 
     Until then everything is offloaded. Nothing is decided where the link's speed is not known.
 
     Args:
         engine: what is timed.
+        driver: told of the plan; it says when to begin and to stop.
         transport: whose clock and whose measured speed are used.
         device: where the model is.
         identity: what tells the model.
-        wrap: puts a policy within what the configuration says of last layers and recomputing.
         num_micro_batches: how many are timed.
         plan_path: where the plan is kept; None: nowhere.
-        min_bytes: least size of what the plan offloads.
     """
 
     def __init__(
         self,
         engine: OffloadEngine,
+        driver: Driver,
         transport: Transport,
         device: torch.device,
         identity: Mapping[str, Any],
-        wrap: Callable[[Policy], Policy],
         *,
         num_micro_batches: int,
         plan_path: str | os.PathLike[str] | None,
-        min_bytes: int,
     ) -> None:
         self._engine = weakref.ref(engine)
+        self._driver = driver
         self._transport = transport
         self._num_micro_batches = num_micro_batches
-        self._min_bytes = min_bytes
         # Where it was asked for, also if the script goes to another folder.
         self._plan_path = None if plan_path is None else os.path.abspath(plan_path)
         self._identity = dict(identity)
-        self._wrap = wrap
-        self.plan: Plan | None = None
-        """What was decided; None until then."""
         intervals = PackIntervals(transport, device, num_micro_batches, self._decide)
         self._intervals = weakref.ref(intervals)  # which holds this
         engine.observe_too(intervals)
+        driver.perform_with(self)
+        driver.send(on.Starts())
 
-    def stop(self) -> None:
-        """Decide nothing any more: something tighter than any plan of the rule is followed."""
+    @property
+    def plan(self) -> Plan | None:
+        """What was decided; None until then, and once something else decides."""
+        ready = self._driver.state.now.ready
+        return None if ready is None else ready.plan
+
+    def perform(self, action: do.Action, state: State) -> on.Event | None:
+        """Stop timing, where that is asked for; nothing else is for the rule."""
         engine, intervals = self._engine(), self._intervals()
-        if engine is not None and intervals is not None:
+        if isinstance(action, do.CancelMeasuring) and engine is not None and intervals is not None:
             engine.stop_observing(intervals)
+        return None
 
     def _decide(self, intervals: PackIntervals) -> None:
         engine = self._engine()
@@ -90,9 +96,10 @@ class PyAORule:
                 why,
                 self._num_micro_batches,
             )
+            self._driver.send(on.GivesUp(""))
             return
         outliers = find_outliers(rates, fmean(known))
-        self.plan = plan_of_rule(
+        plan = plan_of_rule(
             outliers.flagged,
             intervals.saved(),
             rates,
@@ -104,20 +111,25 @@ class PyAORule:
                 **{f"throughput_gib_per_s/{path}": rate for path, rate in rates.items()},
             },
         )
-        engine.use(self._wrap(PlanPolicy(self.plan, self._min_bytes, "pyao")))
         flagged = ", ".join(outliers.flagged) or "nothing"
+        words = f"recomputes {flagged} and offloads the rest"
+        self._driver.send(on.PlanGiven(Ready(plan, words), ""))
         logger.info(
-            "policy 'pyao' recomputes %s and offloads the rest: above %.1f GiB/s, the bound for "
-            "outliers, and above the link's %.1f GiB/s.",
-            flagged,
+            "policy 'pyao' %s: above %.1f GiB/s, the bound for outliers, and above the link's "
+            "%.1f GiB/s.",
+            words,
             outliers.upper_bound_gib_per_s,
             outliers.link_gib_per_s,
         )
-        if self._plan_path is not None and is_main_process():
-            try:
-                self.plan.to_json_file(self._plan_path)
-            except PyAOError as error:  # no reason to end a training
-                logger.warning("the plan is not kept: %s", error)
+        self._keep(plan)
+
+    def _keep(self, plan: Plan) -> None:
+        if self._plan_path is None or not is_main_process():
+            return
+        try:
+            plan.to_json_file(self._plan_path)
+        except PyAOError as error:  # no reason to end a training
+            logger.warning("the plan is not kept: %s", error)
 
 
 def kept_plan(path: str | os.PathLike[str] | None) -> Plan | None:

@@ -1,16 +1,23 @@
-"""What may be done where a micro-batch does not fit: a tighter policy, for the rest of the run."""
+"""What may be done where a micro-batch does not fit: a tighter policy, for the rest of the run.
+
+The ladder: offload everything; then recompute all that can be; then wait for every copy. Where the
+user has chosen to offload less, or nothing, that gives way: the run would end otherwise. Codecs and
+the limit on host memory stay, so that what was lossless stays so. With policy ``auto`` tighter
+plans come first. The machine in ``hf_pyao.auto`` decides; here is what it starts from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias, runtime_checkable
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from hf_pyao.auto import events as on
+from hf_pyao.auto.driver import Driver
+from hf_pyao.auto.states import Target
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.module_map import FoundLayers, named_submodules
-from hf_pyao.runtime.engine import OffloadEngine
-from hf_pyao.runtime.policy import OffloadAll, RecomputeSelected
 
 
 @runtime_checkable
@@ -32,99 +39,33 @@ class Tightening(Protocol):
         ...
 
 
-_Rung: TypeAlias = Callable[["OffloadLadder"], str | None]
-
-
-class OffloadLadder:
-    """Offloads everything; then recomputes all that can be; then waits for every copy.
-
-    Where the user has chosen to offload less, or nothing, that gives way: the run would end
-    otherwise. Codecs and the limit on host memory stay, so that what was lossless stays so.
+class MachineTightening:
+    """Asks the machine for a tighter plan, or the next rung of the ladder.
 
     Args:
-        engine: whose policy is changed.
-        found: the model's layers.
+        driver: of the machine.
         switch: knows whether layers run again as a whole.
-        min_bytes: least size of what is offloaded.
+    """
+
+    def __init__(self, driver: Driver, switch: LeverSwitch) -> None:
+        self._driver = driver
+        self._switch = switch
+
+    def tighter(self, error: torch.OutOfMemoryError) -> str | None:
+        """Have the machine decide; None behind the last rung."""
+        runs_again = bool(self._switch.levers.checkpoint_every)
+        return self._driver.send(on.OutOfMemory(runs_again))
+
+
+def rungs_of(*, offloads_first: bool) -> tuple[Target, ...]:
+    """Return the rungs of the ladder, in order.
+
+    Args:
         offloads_first: the configuration keeps something that may be offloaded, and recomputes
             nothing; what recomputes already would only hold more.
     """
-
-    def __init__(
-        self,
-        engine: OffloadEngine,
-        found: FoundLayers,
-        switch: LeverSwitch,
-        *,
-        min_bytes: int,
-        offloads_first: bool,
-    ) -> None:
-        self._engine = engine
-        self._everything = OffloadAll(min_bytes)
-        self._paths = paths_of(found)
-        self._switch = switch
-        # Functions and not bound methods: those would hold this object, which holds them.
-        rungs: list[_Rung] = [OffloadLadder._recompute, OffloadLadder._wait_for_copies]
-        if offloads_first:
-            rungs.insert(0, OffloadLadder._offload)
-        self._rungs = iter(rungs)
-
-    def tighter(self, error: torch.OutOfMemoryError) -> str | None:
-        """Take the next rung; None behind the last."""
-        return next((done for rung in self._rungs if (done := rung(self)) is not None), None)
-
-    def _offload(self) -> str:
-        self._engine.use(self._everything)
-        return "everything that the layers save is offloaded"
-
-    def _recompute(self) -> str | None:
-        if self._switch.levers.checkpoint_every:  # layers run again as a whole already
-            return None
-        policy = RecomputeSelected(self._everything, self._paths, is_pointwise=True)
-        self._engine.use(policy)
-        return (
-            "all that can be computed again from the layers' inputs is recomputed, and what else "
-            "they save is offloaded"
-        )
-
-    def _wait_for_copies(self) -> str:
-        self._engine.use(self._everything)
-        self._engine.wait_for_every_copy()
-        return (
-            "everything that the layers save is offloaded, nothing is brought back ahead of its "
-            "use, and compute waits for every copy"
-        )
-
-
-class Plans(Tightening, Protocol):
-    """Plans for less memory, as long as there is a tighter plan."""
-
-    def stop_planning(self) -> None:
-        """Plan no more: something else decides from now on."""
-        ...
-
-
-class PlansFirst:
-    """Takes tighter plans, and the ladder where there are none.
-
-    Args:
-        plans: policy ``auto``.
-        ladder: what comes behind it.
-    """
-
-    def __init__(self, plans: Plans, ladder: Tightening) -> None:
-        self._plans: Plans | None = plans
-        self._ladder = ladder
-
-    def tighter(self, error: torch.OutOfMemoryError) -> str | None:
-        """Take the next plan, or rung; None behind the last."""
-        if self._plans is not None:
-            sentence = self._plans.tighter(error)
-            if sentence is not None:
-                return sentence
-            self._plans.stop_planning()
-            self._plans = None
-        return self._ladder.tighter(error)
+    rungs = (Target.RECOMPUTED, Target.WAITING)
+    return (Target.EVERYTHING, *rungs) if offloads_first else rungs
 
 
 def paths_of(found: FoundLayers) -> Mapping[str, frozenset[str]]:

@@ -46,6 +46,8 @@ class StepProfiler(PackIntervals):
         device: where the model is.
         num_micro_batches: how many are measured.
         on_done: called once, at the end of the last one's backward.
+        times_packs: time from one saved tensor to the next too, as the PyAO paper does. That takes
+            a mark for each tensor, and no plan is made from it.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class StepProfiler(PackIntervals):
         device: torch.device,
         num_micro_batches: int,
         on_done: Callable[[Any], None],
+        *,
+        times_packs: bool = True,
     ) -> None:
         super().__init__(transport, device, num_micro_batches, on_done)
+        self._times_packs = times_packs
         self._num_micro_batches = num_micro_batches
         self._running: dict[Part, Any] = {}
         self._spans: defaultdict[Part, list[tuple[Any, Any]]] = defaultdict(list)
@@ -68,7 +73,8 @@ class StepProfiler(PackIntervals):
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
         """Note the moment."""
-        super().on_module(layer, path, phase, is_start=is_start)
+        if self._times_packs:
+            super().on_module(layer, path, phase, is_start=is_start)
         if self._timeline is not None:
             self._timeline.on_module(layer, path, phase, is_start=is_start)
         part, now = (phase, layer, path), self._transport.mark(self._device)
@@ -114,9 +120,15 @@ class StepProfiler(PackIntervals):
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Note the slot."""
-        super().on_slot(slot, stays, decision)
+        if self._times_packs:
+            super().on_slot(slot, stays, decision)
         self._slots.setdefault(slot.name, {})[slot.layer] = slot
         self._stays[slot.name] = stays
+
+    def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
+        """Time it, if that is wanted."""
+        if self._times_packs:
+            super().on_pack(layer, path, tensor)
 
     def note_pack(self, layer: str, path: str, nbytes: int) -> None:
         """Count what a part of a layer saves."""

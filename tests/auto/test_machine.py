@@ -323,7 +323,7 @@ def test_the_rule_of_pyao_decides_once() -> None:
     assert decided.mode is Mode.FOLLOWING and decided.summary == ""
     assert of(actions, do.Use).target is Target.PLAN
     undecided, actions = run(state, on.GivesUp(""))
-    assert undecided.mode is Mode.GAVE_UP and not actions
+    assert undecided.mode is Mode.GAVE_UP and actions == [do.CancelMeasuring()]
 
 
 def test_wrong_second_runs_are_ended_at_once() -> None:

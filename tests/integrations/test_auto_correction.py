@@ -14,7 +14,7 @@ from hf_pyao.config import GIB
 from hf_pyao.hardware.speeds import DeviceModel
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.auto_check import PlanCheck, TimedMicroBatch
-from hf_pyao.integrations.auto_correction import COMPUTE, COPIES, REBUILDING, Corrector, Finding
+from hf_pyao.integrations.auto_correction import COMPUTE, COPIES, REBUILDING, Finding, find_off
 from hf_pyao.planning.correction import Correction, ExpectedTimes
 from hf_pyao.simulation.transport import SimulatedTransport
 from tests.helpers import tiny_model
@@ -43,10 +43,10 @@ def timed(
 
 def find(
     *micro_batches: TimedMicroBatch,
-    corrector: Corrector | None = None,
+    known: frozenset[str] = frozenset(),
     under: Callable[[Correction], ExpectedTimes] = lambda _: EXPECTED,
 ) -> Finding | None:
-    return (corrector or Corrector()).find(micro_batches, SIZE, under, 40.0)
+    return find_off(micro_batches, SIZE, under, 40.0, known)
 
 
 def test_what_was_predicted_and_a_little_noise_are_not_off() -> None:
@@ -122,14 +122,15 @@ def test_copies_are_blamed_for_what_faster_compute_does_not_explain() -> None:
 
 
 def test_each_cause_is_found_once() -> None:
-    corrector = Corrector()
     slow = [timed(45.0, 90.0)] * 3
-    assert find(*slow, corrector=corrector) is not None
-    assert find(*slow, corrector=corrector) is None
-    copies = find(*[timed(stall=30.0)] * 3, corrector=corrector)
+    compute = find(*slow)
+    assert compute is not None
+    assert find(*slow, known=compute.causes) is None
+    waiting = [timed(stall=30.0)] * 3
+    copies = find(*waiting, known=compute.causes)
     assert copies is not None
     assert copies.causes == {COPIES}
-    assert find(*[timed(stall=30.0)] * 3, corrector=corrector) is None
+    assert find(*waiting, known=compute.causes | copies.causes) is None
 
 
 # ---- plans that are made anew, on a virtual clock ------------------------------------------------
@@ -224,7 +225,7 @@ def test_another_plan_that_turns_out_slower_is_dropped_for_the_one_before(
         factors = iter([1.5, 3.0])
 
         def result(check: PlanCheck) -> list[TimedMicroBatch]:
-            expected = offloader.auto._maker.expected()  # type: ignore[union-attr]
+            expected = offloader.auto.draft.expected()  # type: ignore[union-attr]
             factor = next(factors)
             found = timed(
                 factor * expected.forward_ms,

@@ -36,11 +36,13 @@ from tests.runtime.interrupts import ROOT, Interrupter, Line, destructors_watche
 from tests.runtime.test_interrupts import what_is_left
 
 FILES = (
+    "auto_actions",
     "auto_check",
-    "auto_following",
     "auto_planning",
     "auto_policy",
+    "auto_view",
     "deciding",
+    "measuring",
     "model_copy",
     "out_of_memory",
     "plan_files",
@@ -53,7 +55,7 @@ FILES = (
 HELD = ("__torch_dispatch__", "_is_real", "_written", "let_in")
 """Functions that torch calls where nothing may be raised: signals are held there."""
 
-PATHS = {f"{ROOT}/integrations/{name}.py" for name in FILES}
+PATHS = {f"{ROOT}/integrations/{name}.py" for name in FILES} | {f"{ROOT}/auto/driver.py"}
 
 
 class AutoInterrupter(Interrupter):

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
-from hf_pyao.integrations import auto_phases
+from hf_pyao.integrations import deciding
 from hf_pyao.integrations.attach import Offloader
 from hf_pyao.integrations.auto_policy import PLAN_FILE
 from hf_pyao.integrations.auto_trained import STRIDE, TrainedParameters
@@ -169,12 +169,11 @@ def test_what_takes_turns_is_let_pass_until_it_lasts(caplog: pytest.LogCaptureFi
 def test_what_changes_all_the_time_is_offloaded_and_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto_phases, "MOST_ROUNDS", 4)
+    monkeypatch.setattr(deciding, "MOST_ROUNDS", 2)
     model = llama(num_frozen=0)
-    with attached(model) as offloader:
-        monkeypatch.setattr(offloader.auto._phases, "_patience", 1)  # type: ignore[union-attr]
-        for number in range(9):
-            freeze(model, (2, 1, 0)[number % 3])
+    with attached(model, replace(TIGHT, profile_steps=1)) as offloader:  # a change counts at once
+        for number in range(12):
+            freeze(model, (2, 1, 0)[number // 2 % 3])
             run(model, offloader)
         assert offloader.plan is None
         assert offloader.metrics()["offloaded_bytes"] > 0

@@ -67,6 +67,11 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
         assert torch.equal(a, b)
 
 
+def run_out(offloader: Offloader) -> str | None:
+    """Tell *offloader* that a micro-batch did not fit; return what is done from now on."""
+    return offloader.micro_batches.tightening.tighter(torch.OutOfMemoryError("out"))
+
+
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what hf_pyao warned of."""
     return [
@@ -320,20 +325,25 @@ def test_a_lossy_codec_is_chosen_only_where_it_is_allowed() -> None:
 
 
 @pytest.mark.thorough
-def test_a_plan_that_loses_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_that_loses_is_dropped(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, logger="hf_pyao")
     model = tiny_model("gpt2").train()
     expected = step(model)
+    result = PlanCheck.result
+
+    def measured(check: PlanCheck) -> list[TimedMicroBatch]:
+        """Return that everything offloaded takes no time, and what a plan takes."""
+        found = result(check)
+        return found if offloader.plan is not None else [TimedMicroBatch(10**9, 1e-9, 0.0)]
+
+    monkeypatch.setattr(PlanCheck, "result", measured)
     with attached(model, capped("gpt2", 1.0 - 1e-3)) as offloader:
-        for _ in range(NUM_MEASURED + 1):
-            step(model, None, offloader)
-        auto = offloader.auto
-        assert auto is not None
-        assert offloader.plan is not None
-        auto._comparison.fallback = [TimedMicroBatch(10**9, 1e-9, 0.0)]
-        auto._maker._limit_bytes = 1e12
-        for _ in range(NUM_MEASURED + 3):
+        for _ in range(2 * NUM_MEASURED + 4):
             assert_same(step(model, None, offloader), expected)
+        assert offloader.plan is not None
+        assert {slot.action for slot in offloader.plan.slots} == {"offload"}
     assert any("drops its plan" in record.getMessage() for record in caplog.records)
 
 
@@ -351,19 +361,17 @@ def test_copies_that_are_slower_than_measured_are_planned_for_once(
             step(model, None, offloader)
         auto = offloader.auto
         assert auto is not None
-        before = auto._maker.chosen
-        assert before is not None and before.timed.offloaded_bytes
-        planner = auto._maker._planner
-        assert planner is not None
-        waiting = TimedMicroBatch(1, 2 * before.step_ms, before.step_ms)
+        draft = auto.draft
+        assert draft is not None and draft.chosen.timed.offloaded_bytes
+        waiting = TimedMicroBatch(1, 2 * draft.chosen.step_ms, draft.chosen.step_ms)
         monkeypatch.setattr(PlanCheck, "result", lambda check: [waiting] * NUM_MEASURED)
         for _ in range(3 * NUM_MEASURED + 6):
             assert_same(step(model, None, offloader), expected)
-        slower = auto._maker._planner
+        slower = auto.draft
         assert slower is not None
-        assert slower.conditions.link.d2h_gib_per_s < planner.conditions.link.d2h_gib_per_s
-        assert auto._maker.chosen is not None
-        assert auto._maker.chosen.peak_bytes <= config.device_memory_gib * GIB
+        links = [each.followed.planner.conditions.link for each in (slower, draft)]
+        assert links[0].d2h_gib_per_s < links[1].d2h_gib_per_s
+        assert slower.chosen.peak_bytes <= config.device_memory_gib * GIB
     said = [r.getMessage() for r in caplog.records if "than predicted)" in r.getMessage()]
     assert len(said) == 1
 
@@ -375,15 +383,15 @@ def test_running_out_of_memory_makes_the_plan_tighter() -> None:
     with attached(model, capped("gpt2", 0.9)) as offloader:
         for _ in range(NUM_MEASURED + 1):
             step(model, None, offloader)
-        auto = offloader.auto
-        assert auto is not None
-        peaks = [offloader.plan.facts.peak_bytes]  # type: ignore[union-attr]
-        while auto.tighter(torch.OutOfMemoryError("out")) is not None:
-            assert_same(step(model, None, offloader), expected)
-            peaks.append(offloader.plan.facts.peak_bytes)  # type: ignore[union-attr]
+        peaks = []
+        while offloader.plan is not None:
+            peaks.append(offloader.plan.facts.peak_bytes)
             assert len(peaks) < 40
+            assert run_out(offloader)
+            assert_same(step(model, None, offloader), expected)
         assert peaks == sorted(peaks, reverse=True)
         assert len(peaks) > 1
+        assert "the device ran out of memory" in offloader.describe()
 
 
 @pytest.mark.thorough
@@ -397,9 +405,7 @@ def test_what_the_device_could_not_hold_is_not_planned_for_a_larger_batch(
     with attached(model, capped("gpt2", 0.9)) as offloader:
         for _ in range(NUM_MEASURED + 1):
             step(model, small, offloader)
-        auto = offloader.auto
-        assert auto is not None
-        assert auto.tighter(torch.OutOfMemoryError("out")) is not None
+        assert run_out(offloader)
         step(model, small, offloader)
         held = offloader.plan
         assert held is not None

@@ -11,12 +11,11 @@ import pytest
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.auto.states import Mode
 from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.documents.profile import Profile
 from hf_pyao.documents.schema import read_json
-from hf_pyao.integrations import auto_policy
-from hf_pyao.integrations.attach import Offloader
-from hf_pyao.integrations.auto_phases import Phases
+from hf_pyao.integrations import auto_actions, auto_policy, deciding
 from hf_pyao.integrations.auto_planning import PlanMaker
 from hf_pyao.integrations.auto_trained import TrainedParameters
 from hf_pyao.levers import Levers
@@ -36,14 +35,6 @@ from tests.integrations.test_auto_policy import (
     step,
     transport,
 )
-
-
-def phases_of(offloader: Offloader) -> Phases:
-    """Return its phases, which go over at once where others are trained."""
-    assert offloader.auto is not None
-    phases = offloader.auto._phases
-    phases._patience = 1
-    return phases
 
 
 def kept_at(path: Path, num_frozen: int) -> PyAOConfig:
@@ -72,21 +63,24 @@ def test_what_is_given_holds_where_everything_is_offloaded_again() -> None:
         run(model, offloader, NUM_MEASURED + 1)
         assert offloader.plan is not None and offloader.auto is not None
         assert offloader.engine.policy is not before
-        offloader.auto._follower.begin_anew()
+        freeze(model, 1)
+        run(model, offloader, 2 * NUM_MEASURED)  # a change counts once it has lasted
         assert offloader.engine.policy is before  # which keeps the last layer
 
 
 @pytest.mark.thorough
-def test_a_plan_for_others_does_not_come_back_as_the_plan_of_these(tmp_path: Path) -> None:
+def test_a_plan_for_others_does_not_come_back_as_the_plan_of_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deciding, "MOST_ROUNDS", 0)  # so that no plan of their own comes in between
     kept_at(tmp_path / "plan.json", num_frozen=1)
     model = llama(num_frozen=0)
     with attached(model) as offloader:
-        phases_of(offloader)._num_rounds_left = 0  # so that no plan of their own comes in between
         assert offloader.auto is not None
         offloader.auto.resume(tmp_path / "plan.json")
         for num_frozen in (0, 2, 0):
             freeze(model, num_frozen)
-            run(model, offloader)
+            run(model, offloader, 2 * NUM_MEASURED)
             assert offloader.plan is None
 
 
@@ -95,13 +89,13 @@ def test_a_kept_plan_is_followed_again_for_its_parameters(tmp_path: Path) -> Non
     config = kept_at(tmp_path / "plan.json", num_frozen=1)
     model = llama(num_frozen=1)
     with attached(model, config) as offloader:
-        phases_of(offloader)
-        run(model, offloader)
+        run(model, offloader, 2 * NUM_MEASURED)
         kept = offloader.plan
         assert kept is not None
         freeze(model, 0)
         run(model, offloader)
         assert offloader.plan is None
+        run(model, offloader, 2 * NUM_MEASURED)
         freeze(model, 1)
         run(model, offloader)
         assert offloader.plan is kept
@@ -125,21 +119,21 @@ def test_a_plan_that_is_refused_or_not_found_leaves_no_trace(
 ) -> None:
     """Neither in what is known of the parameters, nor in what other ranks wait for."""
     model = llama(num_frozen=0)
-    with attached(model, replace(TIGHT, device_memory_gib=1e-5)) as offloader:
+    with attached(model) as offloader:  # its plan fits, so larger batches need another
         run(model, offloader, NUM_MEASURED + 1)
         plan, auto = offloader.plan, offloader.auto
         assert plan is not None and auto is not None
         with pytest.raises(PlanError):
             auto.follow(replace(plan, levers={"mlp_tiles": 4}), "a plan that may not be followed")
         assert offloader.plan is plan
-        assert auto._phases.now.plan is plan
         begun: list[str] = []
-        monkeypatch.setattr(auto_policy, "RankExchange", begun.append)
-        monkeypatch.setattr(PlanMaker, "plan_larger", lambda *_: 1 / 0)
+        monkeypatch.setattr(auto_actions, "RankExchange", begun.append)
+        monkeypatch.setattr(PlanMaker, "larger", lambda *_, **__: 1 / 0)
         run_larger = step(model, batch_of(16), offloader)
         assert not begun, "the other ranks would wait for it"
         assert offloader.plan is None
-        assert not auto._maker.can_plan
+        assert auto.draft is None
+        assert auto.driver.state.mode is Mode.GAVE_UP
         assert "offloads everything" in auto.summary
         assert_same(run_larger, step(bare_like(model), batch_of(16)))
 
@@ -147,13 +141,17 @@ def test_a_plan_that_is_refused_or_not_found_leaves_no_trace(
 def test_another_process_says_that_the_first_one_has_no_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(auto_policy, "own_rank", lambda: 1)
+    silent = SimpleNamespace(heard_from=lambda rank: "")
+    monkeypatch.setattr(auto_policy, "RankExchange", lambda name: silent)
     model = llama(num_frozen=0)
     with attached(model) as offloader:
         auto = offloader.auto
         assert auto is not None
-        monkeypatch.setattr(auto, "_ear", SimpleNamespace(heard_from=lambda rank: ""))
-        found = step(model, None, offloader)
+        for _ in range(NUM_MEASURED):
+            found = step(model, None, offloader)
         assert offloader.plan is None
+        assert auto.driver.state.mode is Mode.GAVE_UP
         assert "goes on offloading everything: the first process has no plan" in auto.summary
         assert_same(found, step(bare_like(model)))
 
