@@ -158,7 +158,7 @@ def test_of_layers_that_run_again_their_inputs_alone_are_planned() -> None:
         assert {slot.action for slot in plan.slots} == {"keep", "offload"}
         assert not {name for name in plan.numbers() if "checkpointing" in name}
         moved = offloader.metrics()
-        assert moved["offloaded_bytes"] > 0 and moved["recomputed_bytes"] == 0
+        assert moved["offloaded_bytes"] > 0 and moved["recomputed_bytes"] > 0
 
 
 def test_where_everything_fits_no_hook_runs(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,7 +201,7 @@ def test_a_cap_below_the_least_peak_is_named_with_what_would_help(
             assert_same(step(model, None, offloader), expected)
         assert offloader.plan is not None
     (warning,) = warnings_in(caplog)
-    assert "no plan's peak is within 0.00102 MiB" in warning
+    assert "no plan fits 0.00102 MiB" in warning
     assert "head_loss='chunked'" in warning
     assert "everything fits" not in offloader.describe()
 

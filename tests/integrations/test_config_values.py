@@ -26,6 +26,7 @@ from hf_pyao.estimate.model_specs import config_of, parse_model
 from hf_pyao.estimate.recorded_step import record_step
 from hf_pyao.hardware.presets import Hardware
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.integrations.trainer import _resolve_config
 from hf_pyao.levers import Levers
 from hf_pyao.planning.auto_plan import plan_of_choice
 from hf_pyao.planning.plan_levers import free_levers
@@ -253,6 +254,27 @@ def test_labels_are_kept_and_tell_nothing_apart() -> None:
         assert other.label("min_bytes") == "min_bytes"
     with pytest.raises(ConfigError, match="^--window is 'layers'"):
         dataclasses.replace(config, window="layers")
+
+
+def test_null_in_a_file_is_not_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"window": None, "checkpoint_every": None, "min_bytes": 5}))
+    flags = {"activation_offload": True, "activation_offload_config": str(path)}
+    assert PyAOArguments(**flags).pyao_config() == PyAOConfig(min_bytes=5)
+    config = PyAOArguments(**flags, activation_offload_window=4096).pyao_config()
+    assert config == PyAOConfig(min_bytes=5, window=4096)
+    assert not [record for record in caplog.records if "wins over" in record.message]
+
+
+def test_flags_fill_what_the_trainers_configuration_leaves_open() -> None:
+    """A field that is open contradicts no flag; one that is given has to agree with it."""
+    arguments = PyAOArguments(activation_offload=True, activation_offload_window=4096)
+    found = _resolve_config(arguments, PyAOConfig(policy="all"))
+    assert found == PyAOConfig(policy="all", window=4096)
+    same = PyAOConfig(policy="all", window=4096)
+    assert _resolve_config(arguments, same) == same
+    with pytest.raises(ConfigError, match="pyao_config says window=8192"):
+        _resolve_config(arguments, PyAOConfig(window=8192))
 
 
 # ---- the same plan -------------------------------------------------------------------------------
