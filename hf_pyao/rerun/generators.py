@@ -118,7 +118,7 @@ class RandomState:
             torch.equal(self._torch, other._torch)
             and all(torch.equal(a, b) for (_, a), (_, b) in zip(self._devices, other._devices))  # noqa: B905
             and self._python == other._python
-            and str(self._numpy) == str(other._numpy)
+            and same_state(self._numpy, other._numpy)
         )
 
     @contextlib.contextmanager
@@ -158,10 +158,16 @@ def shared_generators() -> list[Any]:
 
 
 def same_state(left: Any, right: Any) -> bool:
-    """Compare two states of a generator."""
+    """Compare two states of a generator: tensors, or numbers and arrays in dictionaries."""
     if isinstance(left, Tensor):
         return torch.equal(left, right)
-    return str(left) == str(right)  # numpy's contain arrays
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(
+            same_state(value, right[key]) for key, value in left.items()
+        )
+    if hasattr(left, "tobytes"):
+        return bool(left.tobytes() == right.tobytes())
+    return bool(left == right)
 
 
 def _numpy_random() -> Any:

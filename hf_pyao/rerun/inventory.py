@@ -9,9 +9,10 @@ leave it as it was before the second run.
 
 Noted is what can be reached from the modules: their attributes and torch's tables (parameters,
 buffers, sub-modules, hooks), lists, dictionaries, sets, tuples, deques, arrays and objects in them,
-and generators. Each is noted by a shallow copy, so that what is absent is noted too: an attribute
-that was added is removed, one that was deleted comes back. Tensors are noted by identity and
-version. What they hold is copied only where it may change in place: see :meth:`Inventory.note`.
+generators, and hooks on parameters. Each is noted by a shallow copy, so that what is absent is
+noted too: an attribute that was added is removed, one that was deleted comes back. Tensors are
+noted by identity and version. What they hold is copied only where it may change in place: see
+:meth:`Inventory.note`.
 
 Not noted: globals, class attributes, what functions close over, modules that are not registered,
 objects of torch and of engines that shard or move weights, and what lies in tensors beyond
@@ -35,6 +36,7 @@ from hf_pyao.errors import RecomputationError
 from hf_pyao.rerun.generators import same_state
 from hf_pyao.rerun.kinds import Kinds
 from hf_pyao.rerun.names import name_of
+from hf_pyao.rerun.parameter_hooks import ParameterHooks
 from hf_pyao.rerun.values import (
     MOST_TENSOR_BYTES,
     Found,
@@ -155,6 +157,7 @@ class Noted:
         kinds = inventory.kinds.generators
         self._generators = [(each, kinds[type(each)].get(each)) for each in found.generators]
         self._are_trained = list(map(_IS_TRAINED, found.parameters))
+        self._hooks = ParameterHooks(found.parameters)
         self.versions = _versions(found.parameters)
         """Of :attr:`parameters`."""
 
@@ -336,6 +339,7 @@ class Noted:
         return [exchanged(each.copy, exchange) for each in self._found.holders]
 
     def _put_parameters(self, stack: contextlib.ExitStack) -> None:
+        stack.callback(ParameterHooks(self.parameters).restore)
         for tensor, is_trained in self._frozen_or_thawed():
             stack.callback(tensor.requires_grad_, not is_trained)
             tensor.requires_grad_(is_trained)
@@ -363,6 +367,7 @@ class Noted:
         kinds = self._inventory.kinds.generators
         for tensor, is_trained in self._frozen_or_thawed():
             tensor.requires_grad_(is_trained)
+        self._hooks.restore()
         for generator, state in self._generators:
             kinds[type(generator)].set(generator, state)
         for holder in self._found.holders:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -81,7 +82,9 @@ class Found:
         self._sequences: list[Any] = []
         self._others: list[Holder] = []
         self._keys: list[Any] = []
+        self._values: list[Any] = []
         self._ids: list[int] = []
+        """In place of the values, where some are not to be held."""
         self._lengths: list[int] = []
 
     def close(self) -> None:
@@ -93,7 +96,11 @@ class Found:
                 self._sequences.append(each.holder)
             else:
                 self._others.append(each)
-        self._keys, self._ids = list(chain.from_iterable(self._mappings)), self._ids_now()
+        self._keys = list(chain.from_iterable(self._mappings))
+        if self.loose:
+            self._ids = list(map(id, self._values_now()))
+        else:
+            self._values = list(self._values_now())
         self._lengths = self._lengths_now()
 
     def is_same(self) -> bool:
@@ -101,15 +108,20 @@ class Found:
         return (
             not any(self.empty)
             and self._lengths == self._lengths_now()
-            and self._ids == self._ids_now()
+            and self._has_same_values()
             and self._keys == list(chain.from_iterable(self._mappings))
             and all(each.ref() is not None for each in self.loose)  # else an id may be another's
             and all(each.content.same(each.holder, each.copy) for each in self._others)
         )
 
-    def _ids_now(self) -> list[int]:
+    def _has_same_values(self) -> bool:
+        if self.loose:
+            return self._ids == list(map(id, self._values_now()))
+        return all(map(operator.is_, self._values_now(), self._values))
+
+    def _values_now(self) -> Iterator[Any]:
         of_mappings = chain.from_iterable(map(dict.values, self._mappings))
-        return list(map(id, chain(of_mappings, chain.from_iterable(self._sequences))))
+        return chain(of_mappings, chain.from_iterable(self._sequences))
 
     def _lengths_now(self) -> list[int]:
         return [*map(len, self._mappings), *map(len, self._sequences)]

@@ -1,0 +1,100 @@
+"""Layers that hang hooks on their own weights in forward: a second run hangs no second one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pyao import attach
+from tests.helpers import EVERY_LAYER, Stack, assert_same_tensors, gradients_of, linear_relu
+
+Layer = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def once(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(layer, "is_hooked"):
+        layer.is_hooked = True
+        layer.weight.register_hook(lambda grad: 2 * grad)
+    return torch.sin(x @ layer.weight)
+
+
+def each_time(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    if hasattr(layer, "handle"):
+        layer.handle.remove()
+    layer.handle = layer.weight.register_hook(lambda grad: grad / 2)
+    return torch.sin(x @ layer.weight)
+
+
+def never_again(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Takes a hook off that is there from the second forward on."""
+    if hasattr(layer, "handle"):
+        layer.handle.remove()
+        del layer.handle
+    else:
+        layer.handle = layer.weight.register_hook(lambda grad: grad * 3)
+    return torch.sin(x @ layer.weight)
+
+
+def widen(weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(1.5)
+
+
+def behind_the_sum(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(layer, "num_sums"):
+        layer.num_sums = 0
+        layer.weight.register_post_accumulate_grad_hook(widen)
+    return torch.tanh(x @ layer.weight)
+
+
+LAYERS = (once, each_time, never_again, behind_the_sum)
+
+
+def gradients(model: Stack, run: Callable[[Callable[[], None]], None]) -> dict[str, torch.Tensor]:
+    def micro_batch() -> None:
+        model(torch.linspace(-1, 1, 8).view(2, 4)).square().sum().backward()
+
+    for _ in range(3):
+        run(micro_batch)
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.sampled(every=3)
+def test_a_layer_that_runs_again(layer: Layer, every: int) -> None:
+    layers = (linear_relu, layer, layer)
+    expected = gradients(Stack(*layers), lambda micro_batch: micro_batch())
+    model = Stack(*layers)
+
+    with attach(model, EVERY_LAYER.with_settings(checkpoint_every=every)):
+        found = gradients(model, lambda micro_batch: micro_batch())
+
+    assert_same_tensors(found, expected, layer.__name__)
+    assert not model.layers[0].weight._backward_hooks
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.sampled(every=3)
+def test_a_micro_batch_that_runs_again_after_a_failure_in_forward(layer: Layer) -> None:
+    num_calls = [0]
+
+    def fails_once(_: Any, x: torch.Tensor) -> torch.Tensor:
+        num_calls[0] += 1
+        if num_calls[0] == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return x * 1.0
+
+    expected = gradients(
+        Stack(layer, lambda _, x: x * 1.0, linear_relu), lambda micro_batch: micro_batch()
+    )
+    model = Stack(layer, fails_once, linear_relu)
+
+    with attach(model, EVERY_LAYER) as offloader:
+        found = gradients(model, offloader.run_micro_batch)
+
+    assert num_calls[0] == 4
+    assert_same_tensors(found, expected, layer.__name__)
