@@ -340,16 +340,16 @@ class Noted:
 
     def _put_parameters(self, stack: contextlib.ExitStack) -> None:
         stack.callback(ParameterHooks(self.parameters).restore)
-        for tensor, is_trained in self._frozen_or_thawed():
-            stack.callback(tensor.requires_grad_, not is_trained)
-            tensor.requires_grad_(is_trained)
+        stack.callback(self._train_those, list(map(_IS_TRAINED, self.parameters)))
+        self._train_those(self._are_trained)
 
-    def _frozen_or_thawed(self) -> list[tuple[Parameter, bool]]:
-        """Return the parameters that were frozen or thawed since, and whether they were trained."""
-        if list(map(_IS_TRAINED, self.parameters)) == self._are_trained:
-            return []
-        both = zip(self.parameters, self._are_trained, strict=True)
-        return [(each, was) for each, was in both if each.requires_grad != was and each.is_leaf]
+    def _train_those(self, are_trained: list[bool]) -> None:
+        """Freeze and thaw the parameters, so that those are trained that *are_trained*."""
+        if list(map(_IS_TRAINED, self.parameters)) == are_trained:
+            return
+        for parameter, is_trained in zip(self.parameters, are_trained, strict=True):
+            if parameter.requires_grad != is_trained and parameter.is_leaf:
+                parameter.requires_grad_(is_trained)
 
     def _put_generators(self, stack: contextlib.ExitStack) -> None:
         kinds = self._inventory.kinds.generators
@@ -365,8 +365,7 @@ class Noted:
         put on modules since.
         """
         kinds = self._inventory.kinds.generators
-        for tensor, is_trained in self._frozen_or_thawed():
-            tensor.requires_grad_(is_trained)
+        self._train_those(self._are_trained)
         self._hooks.restore()
         for generator, state in self._generators:
             kinds[type(generator)].set(generator, state)

@@ -98,3 +98,27 @@ def test_a_micro_batch_that_runs_again_after_a_failure_in_forward(layer: Layer) 
 
     assert num_calls[0] == 4
     assert_same_tensors(found, expected, layer.__name__)
+
+
+def freezes_and_thaws(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.weight.requires_grad_(not layer.weight.requires_grad)
+    return torch.sin(x @ layer.weight)
+
+
+def test_a_second_run_that_freezes_a_weight_leaves_it_as_it_was() -> None:
+    """Two forwards before their backwards: the first one's second run freezes the weight."""
+
+    def train(model: Stack) -> dict[str, torch.Tensor]:
+        x = torch.linspace(-1, 1, 8).view(2, 4)
+        losses = [model(x + number).square().sum() for number in range(2)]
+        for loss in reversed(losses):
+            loss.backward()
+        assert all(layer.weight.requires_grad for layer in model.layers)
+        return gradients_of(model)
+
+    layers = (linear_relu, freezes_and_thaws, linear_relu)
+    expected = train(Stack(*layers))
+    model = Stack(*layers)
+
+    with attach(model, EVERY_LAYER.with_settings(checkpoint_every=1)):
+        assert_same_tensors(train(model), expected, "frozen in every other forward")
