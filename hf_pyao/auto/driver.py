@@ -62,10 +62,7 @@ def _nothing_to_release() -> None:
 
 @dataclass(frozen=True)
 class Policies:
-    """The policy for each target.
-
-    A policy counts as released once its plan is no longer followed, so these hold no model.
-    """
+    """The policy for each target. None of them may hold the model."""
 
     configured: Policy
     nothing: Policy
