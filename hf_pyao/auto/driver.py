@@ -71,8 +71,8 @@ class Policies:
     of_plan: Callable[[Ready], Policy]
     window_of_plan: Callable[[Ready], int | None] = lambda ready: None
     """Bytes; None: the window stays."""
-    configured_window_bytes: int | None = None
-    """None: plans do not change the window."""
+    configured_window_bytes: Callable[[], int | None] = lambda: None
+    """The same; asked when it is needed, since other models may come to share the window."""
     before_plan: Callable[[], None] = _nothing_to_release
     """Called before a plan is used: it may give back cached memory."""
 
@@ -202,7 +202,7 @@ class Driver:
             self._policies.before_plan()
         window_bytes = None
         if use.resets_window:
-            window_bytes = self._policies.configured_window_bytes
+            window_bytes = self._policies.configured_window_bytes()
         elif use.ready is not None:
             window_bytes = self._policies.window_of_plan(use.ready)
         if window_bytes is not None:

@@ -142,7 +142,6 @@ def attach(
             f"{parts.link.label} is {parts.link.window!r}; expected the window of the link that "
             f"is shared, {shared!r}. Give both models the same window."
         )
-    is_link_shared = link is not None
     link = link or make_link(
         device_of(model),
         transport,
@@ -150,9 +149,7 @@ def attach(
         window_bytes=parts.link.window_bytes,
         host_memory_gib=parts.link.host_memory_gib,
     )
-    offloader = Offloader(
-        model, found, config, parts, levers, link, backward_order, is_link_shared=is_link_shared
-    )
+    offloader = Offloader(model, found, config, parts, levers, link, backward_order)
     try:
         logger.info("%s", offloader.describe())
         if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
@@ -192,8 +189,6 @@ class Offloader:
         levers: Levers,
         link: LinkContext,
         backward_order: BackwardOrder | None,
-        *,
-        is_link_shared: bool,
     ) -> None:
         self.config = config
         """What was given. What is followed is :attr:`levers` and :attr:`plan`."""
@@ -215,7 +210,6 @@ class Offloader:
             link,
             self.device,
             backward_order,
-            is_link_shared=is_link_shared,
             sampler=Sampler(check, REBUILT),
         )
         self.engine = self._deciding.engine

@@ -64,7 +64,6 @@ class Deciding:
         link: the engine's.
         device: where the model is.
         backward_order: as in :func:`~hf_pyao.attach`.
-        is_link_shared: another model's engine uses the link too.
         sampler: checks what the engine rebuilds.
 
     Raises:
@@ -83,10 +82,10 @@ class Deciding:
         device: torch.device,
         backward_order: BackwardOrder | None,
         *,
-        is_link_shared: bool,
         sampler: Sampler | None = None,
     ) -> None:
         self._parts = parts
+        self._link = link
         identity = identity_of(found)
         min_bytes, named = parts.policy.min_bytes, parts.policy.policy
         selected = resolve_selections(parts.modules.names, found, field=parts.modules.label)
@@ -118,7 +117,7 @@ class Deciding:
         request = parts.binds.on(
             recomputed_paths=paths_in_a_layer(parts.recompute.names, recomputed),
             host_limit_bytes=link.pool.capacity_bytes or math.inf,
-            is_link_shared=is_link_shared,
+            window=link.offloads,
             allocator=allocator_settings(device),
         )
         state = State(
@@ -197,6 +196,7 @@ class Deciding:
         if self.auto is not None:
             self.auto.end()
         self.measuring.end()
+        self._link.leave(self.engine.mover)
 
     def made_room(self) -> None:
         """Note that something makes room: PyAO's rule, which would hold more, decides no more."""
@@ -253,9 +253,11 @@ def _policies(
         return wrap(PlanPolicy(ready.plan, request.min_bytes, "pyao"))
 
     def window_of_plan(ready: Ready) -> int | None:
-        return (ready.plan.facts.window_bytes or None) if sets_window else None
+        return (ready.plan.facts.window_bytes or None) if may_set_window() else None
 
-    sets_window = is_auto and request.may_shrink_window
+    def may_set_window() -> bool:
+        return is_auto and request.may_set_window
+
     return Policies(
         configured=engine.policy,
         nothing=KeepEverything("auto"),
@@ -263,7 +265,7 @@ def _policies(
         recomputed=RecomputeSelected(everything, paths_of(found), is_pointwise=True),
         of_plan=of_plan,
         window_of_plan=window_of_plan,
-        configured_window_bytes=request.window_bytes if sets_window else None,
+        configured_window_bytes=lambda: request.window_bytes if may_set_window() else None,
         before_plan=functools.partial(release_cached, device),
     )
 

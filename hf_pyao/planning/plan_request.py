@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.documents.profile import Profile
@@ -28,6 +28,20 @@ from hf_pyao.planning.step_program import StepProgram
 from hf_pyao.runtime.policy import POINTWISE
 
 
+class WindowOwner(Protocol):
+    """A link's window, as far as plans ask: :class:`~hf_pyao.transfer.window.OffloadWindow`."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True while several models use the link."""
+        ...
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The bound on bytes in flight that holds now; None: the end of each layer."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """What binds the solver. What a configuration leaves open is free."""
@@ -36,6 +50,7 @@ class PlanRequest:
     window_bytes: int | None
     keep_last_layers: int
     may_shrink_window: bool
+    """The window was left open."""
     may_keep_fewer: bool
     levers: Levers = NO_LEVERS
     """What changes the step itself."""
@@ -48,13 +63,27 @@ class PlanRequest:
     host_limit_bytes: float = math.inf
     allocator: AllocatorSettings | None = None
     """Of the device's caching allocator; None: what is allocated decides what fits."""
+    window: WindowOwner | None = dataclasses.field(default=None, compare=False)
+    """That of the link; other models may join and leave it at any time."""
+
+    @property
+    def window_now_bytes(self) -> int | None:
+        """The window that a plan is made for: where the link is shared, the one that holds."""
+        if self.window is not None and self.window.is_shared:
+            return self.window.limit_bytes
+        return self.window_bytes
+
+    @property
+    def may_set_window(self) -> bool:
+        """True if a plan may change the window: it is open, and no other model's too."""
+        return self.may_shrink_window and not (self.window is not None and self.window.is_shared)
 
     def on(
         self,
         *,
         recomputed_paths: tuple[str, ...] = (),
         host_limit_bytes: float = math.inf,
-        is_link_shared: bool = False,
+        window: WindowOwner | None = None,
         allocator: AllocatorSettings | None = None,
     ) -> PlanRequest:
         """Return the same for one model on one machine; arguments as of :meth:`of_config`."""
@@ -62,7 +91,7 @@ class PlanRequest:
             self,
             recompute_modules=recomputed_paths,
             host_limit_bytes=host_limit_bytes,
-            may_shrink_window=self.may_shrink_window and not is_link_shared,
+            window=window,
             allocator=allocator,
         )
 
@@ -73,7 +102,7 @@ class PlanRequest:
         *,
         recomputed_paths: tuple[str, ...] = (),
         host_limit_bytes: float = math.inf,
-        is_link_shared: bool = False,
+        window: WindowOwner | None = None,
         allocator: AllocatorSettings | None = None,
     ) -> PlanRequest:
         """Return what *config* binds.
@@ -82,15 +111,15 @@ class PlanRequest:
             config: the configuration.
             recomputed_paths: what its ``recompute_modules`` stand for in a layer.
             host_limit_bytes: most bytes on the host.
-            is_link_shared: the window is another model's too.
+            window: that of the link; None: none that other models share.
             allocator: settings of the device's caching allocator; None: it has none.
         """
         effective = config.effective()
-        window = effective.window
+        configured = effective.window
         codec = config.codec if isinstance(config.codec, str) else config.codec.name
         bound = cls(
             min_bytes=int(config.min_bytes),
-            window_bytes=None if isinstance(window, str) else window,
+            window_bytes=None if isinstance(configured, str) else configured,
             keep_last_layers=effective.keep_last_layers,
             levers=Levers.of(config),
             room=room_of(config),
@@ -102,7 +131,7 @@ class PlanRequest:
         return bound.on(
             recomputed_paths=recomputed_paths,
             host_limit_bytes=host_limit_bytes,
-            is_link_shared=is_link_shared,
+            window=window,
             allocator=allocator,
         )
 
@@ -132,7 +161,7 @@ class PlanRequest:
         """
         is_measured = profile.speeds is None and device is None and link is None
         forecast = Forecast(
-            profile, device=device, link=link, window_bytes=self.window_bytes, kernels=kernels
+            profile, device=device, link=link, window_bytes=self.window_now_bytes, kernels=kernels
         )
         return self.planner_of(
             forecast.program,
@@ -228,11 +257,11 @@ class PlanRequest:
         """Return under which a step is planned over *link*."""
         return Conditions(
             link=link,
-            window_bytes=self.window_bytes,
+            window_bytes=self.window_now_bytes,
             min_bytes=self.min_bytes,
             keep_last_layers=self.keep_last_layers,
             gradient_bytes=gradient_bytes,
-            may_shrink_window=self.may_shrink_window,
+            may_shrink_window=self.may_set_window,
             may_keep_fewer=self.may_keep_fewer,
             allocator=self.allocator,
         )

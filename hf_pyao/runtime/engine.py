@@ -148,16 +148,16 @@ class OffloadEngine:
         """Let no more than *window_bytes* be in flight, from the next copy on.
 
         Raises:
-            ConfigError: the window is the end of each layer.
+            ConfigError: the window is the end of each layer, or another model's too.
         """
-        self.mover.set_window(window_bytes)
+        self.link.set_window(window_bytes)
 
     def wait_for_every_copy(self) -> None:
         """Have nothing in flight from now on: the tightest there is, and the slowest.
 
         Holds for all engines that share the link.
         """
-        self.link.offloads.set_limit(0)
+        self.link.wait_for_every_copy()
 
     def observe(self, *observers: Observer | None) -> None:
         """Tell *observers* what happens from the next layer call on, in place of those before.

@@ -27,16 +27,47 @@ class LinkContext:
         self.transport = transport
         self.pool = pool
         self.window_bytes = window_bytes
+        """What its models were configured with; what holds now is :attr:`limit_bytes`."""
         self.streams = ComputeStreams()
         self.offloads = OffloadWindow(transport, window_bytes, self.streams)
 
-    def set_window(self, window_bytes: int) -> None:
+    def join(self, user: object) -> None:
+        """Note that *user*, an engine's mover, uses this link until it leaves, or is gone."""
+        self.offloads.users.add(user)
+
+    def leave(self, user: object) -> None:
+        """End the use of *user*. After the last one the window is as configured again."""
+        self.offloads.users.discard(user)
+        if not self.offloads.users:
+            self.offloads.set_limit(self.window_bytes)
+
+    @property
+    def is_shared(self) -> bool:
+        """True while several engines use it."""
+        return self.offloads.is_shared
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The bound on bytes in flight that holds now; None: the end of each layer."""
+        return self.offloads.limit_bytes
+
+    def set_window(self, limit_bytes: int) -> None:
         """Bound the bytes in flight anew, from the next copy on.
 
         Raises:
-            ConfigError: compute and copies meet at each layer's end, which cannot change later.
+            ConfigError: compute and copies meet at each layer's end, which cannot change later; or
+                several engines share the link, so that none of them may change the window.
         """
         if self.window_bytes is None:
             raise ConfigError("the window is 'layer'; a number of bytes cannot take its place.")
-        self.window_bytes = window_bytes
-        self.offloads.set_limit(window_bytes)
+        if self.is_shared:
+            num_users = len(self.offloads.users)
+            raise ConfigError(
+                f"the window cannot be set to {limit_bytes} bytes: {num_users} models share the "
+                "link. Detach the others first."
+            )
+        self.offloads.set_limit(limit_bytes)
+
+    def wait_for_every_copy(self) -> None:
+        """Have nothing in flight from now on, whoever uses the link: the device is full."""
+        self.offloads.set_limit(0)

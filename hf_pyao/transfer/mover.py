@@ -64,6 +64,7 @@ class Mover(Schedule):
     def __init__(self, link: LinkContext) -> None:
         self.link = link
         super().__init__(link.offloads)
+        link.join(self)
         self._coming: dict[int, weakref.ref[HasMoved]] = {}
         """What the schedule may bring back, by item."""
         self.times = LinkTimes()
@@ -84,14 +85,6 @@ class Mover(Schedule):
     def look_for_watchers(self) -> None:
         """Look whether a profiler runs, for what follows: too dear to be asked for each tensor."""
         self.is_watched = self.watcher is not None or is_profiling()
-
-    def set_window(self, window_bytes: int) -> None:
-        """Bound the bytes in flight anew, from the next copy on.
-
-        Raises:
-            ConfigError: compute and copies meet at each layer's end, which cannot change later.
-        """
-        self.link.set_window(window_bytes)
 
     # ---- to the host ---------------------------------------------------------------------------
 

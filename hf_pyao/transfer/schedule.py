@@ -64,7 +64,7 @@ class Window(abc.ABC):
 
     # ---- what happens --------------------------------------------------------------------------
 
-    def set_limit(self, limit_bytes: int) -> None:
+    def set_limit(self, limit_bytes: int | None) -> None:
         """Bound what is in flight to *limit_bytes*, from the next copy on."""
         self.limit_bytes = limit_bytes
 

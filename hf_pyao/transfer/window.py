@@ -42,9 +42,16 @@ class OffloadWindow(Window):
         self, transport: Transport, limit_bytes: int | None, streams: ComputeStreams
     ) -> None:
         super().__init__(limit_bytes)
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        """Movers of the engines that use the link."""
         self._transport = transport
         self._streams = streams
         self._leaving: dict[int, Leaving] = {}
+
+    @property
+    def is_shared(self) -> bool:
+        """True while several engines use the link."""
+        return len(self.users) > 1
 
     def add(self, moved: MovedBytes) -> None:
         """Hold the payload of *moved*, whose offload was just issued."""
