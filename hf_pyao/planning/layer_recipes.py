@@ -1,8 +1,9 @@
 """What of a layer is rebuilt from what, by arithmetic: the engine's search on a recorded graph.
 
 The engine looks for a way back to what is stored whenever a slot is to be dropped
-(``hf_pyao/recompute/recipes.py``). Here the same search runs on a :class:`LayerGraph`, where there
-are no tensors, so that a plan which recomputes can be predicted from a recorded step.
+(``hf_pyao/recompute/recipes.py``). Here the same search (``hf_pyao/recompute/cheapest.py``) runs on
+a :class:`LayerGraph`, where there are no tensors, so that a plan which recomputes can be predicted
+from a recorded step.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from hf_pyao.planning.layer_graph import (
     MADE,
     PARAMETER,
     GraphOperation,
-    GraphValue,
     LayerGraph,
 )
 from hf_pyao.planning.step_program import Operation
+from hf_pyao.recompute.cheapest import cheapest, num_bytes
 
 DROPOUT = "native_dropout"
 """Its second result is drawn without looking at what the first is made of."""
@@ -124,10 +125,6 @@ class RecipeSearch:
         return _Search(self, frozenset(products)).run(packed, frozenset(dropped), asked)
 
 
-Anchors = dict[int, frozenset[int] | None]
-"""Value -> what must be stored to have it in backward; None: there is no way."""
-
-
 class _Search:
     def __init__(self, layer: RecipeSearch, products: frozenset[str]) -> None:
         self.layer = layer
@@ -186,10 +183,10 @@ class _Search:
         if value in self.planned:
             return True
         self.now = self.layer.packed_at.get(name, 0)
-        anchors = self._made(value, {})
-        if anchors is None or _bytes(self.values, anchors) >= self.values[value].nbytes:
+        anchors = cheapest(self, value)
+        if anchors is None or num_bytes(self, anchors) >= self.values[value].nbytes:
             return False
-        for anchor in anchors:
+        for anchor in sorted(anchors):
             self.stored.add(anchor)
             self.recipe.anchors[anchor] = name
         pending = [value]
@@ -203,31 +200,30 @@ class _Search:
             pending += making.reads
         return True
 
-    def _cheapest(self, value: int, found: Anchors) -> frozenset[int] | None:
-        if value in self.stored or value in self.planned:
-            return frozenset()
-        if value not in found:
-            found[value] = None
-            made = self._made(value, found)
-            is_there = self.layer.died_at.get(value, self.now + 1) > self.now
-            if is_there and (
-                made is None or self.values[value].nbytes <= _bytes(self.values, made)
-            ):
-                made = frozenset({value})
-            found[value] = made
-        return found[value]
+    # ---- the graph that is searched ------------------------------------------------------------
 
-    def _made(self, value: int, found: Anchors) -> frozenset[int] | None:
+    def is_there(self, value: int) -> bool:
+        """Say whether backward has *value* in any case."""
+        return value in self.stored or value in self.planned
+
+    def parents(self, value: int) -> Sequence[int] | None:
+        """Return what is read to make *value* again; None if it cannot be made again."""
         making = self.layer.maker(value)
         if making is None or (making.is_product and making.path not in self.products):
             return None
-        anchors: set[int] = set()
-        for read in making.reads:
-            needed = self._cheapest(read, found)
-            if needed is None:
-                return None
-            anchors |= needed
-        return frozenset(anchors)
+        return making.reads
+
+    def may_store(self, value: int) -> bool:
+        """Say whether *value* is there when the slot is saved that is dropped."""
+        return self.layer.died_at.get(value, self.now + 1) > self.now
+
+    def nbytes(self, value: int) -> int:
+        """Return the size of *value*."""
+        return self.values[value].nbytes
+
+    stored_bytes = nbytes
+
+    # ---- what runs -----------------------------------------------------------------------------
 
     def _replay(self, name: str, done: set[int]) -> list[Making]:
         """Return what runs when *name* is asked for, and has not run for another before."""
@@ -282,7 +278,3 @@ def _making(
         makes=made,
         beside=beside,
     )
-
-
-def _bytes(values: Sequence[GraphValue], numbers: Iterable[int]) -> int:
-    return sum(values[number].nbytes for number in numbers)

@@ -8,11 +8,12 @@ recipe is found, or none that saves bytes, the slot is stored as if nothing had 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import TypeAlias
 
 import torch
 
+from hf_pyao.recompute.cheapest import cheapest, num_bytes
 from hf_pyao.recompute.trace_values import Value
 from hf_pyao.recompute.tracing import Trace
 from hf_pyao.runtime.recomputation import Refused
@@ -22,15 +23,14 @@ NOT_SEEN = "not made by operations that were seen"
 NO_RECIPE = "made by operations that are not replayed"
 NO_GAIN = "sources are no smaller"
 
-MAX_DEPTH = 256
-"""Longest chain of operations that a recipe may have."""
-
 Anchors: TypeAlias = "dict[Value, torch.Tensor]"
 """Values to store for a recipe, though autograd does not save them, and a tensor on each."""
 
 
 class RecipeFinder:
     """Finds the way to rebuild a value that stores the fewest further bytes.
+
+    It describes what was seen to :func:`~hf_pyao.recompute.cheapest.cheapest`.
 
     Args:
         trace: what was seen of the layer call.
@@ -41,59 +41,47 @@ class RecipeFinder:
     def __init__(self, trace: Trace, shared_keys: Container[int] = frozenset()) -> None:
         self._trace = trace
         self._shared_keys = shared_keys
-        self._found: dict[Value, Anchors | None] = {}
-        self._depth = 0
+        self._tensors: dict[Value, torch.Tensor] = {}
+        """Of the values that can be stored: a tensor on each."""
 
     def find(self, target: Value) -> Anchors | Refused:
-        """Return what must be stored to rebuild *target*, or why it is not to be dropped.
-
-        Storing a value itself is preferred to storing as many bytes of what it was made from. The
-        search is greedy: what two branches both need is counted once, but no branch is chosen for
-        what another one has chosen.
-        """
+        """Return what must be stored to rebuild *target*, or why it is not to be dropped."""
         if target.producer is None:
             return Refused(NOT_SEEN)
-        anchors = self._made(target)
+        anchors = cheapest(self, target)
         if anchors is None:
             return Refused(NO_RECIPE)
-        if self._num_bytes(anchors) >= target.nbytes:
+        if num_bytes(self, anchors) >= target.nbytes:
             return Refused(NO_GAIN)
-        return anchors
+        return {value: self._tensors[value] for value in anchors}
 
-    def _cheapest(self, value: Value) -> Anchors | None:
-        """Return the values to store so that *value* is there in backward; None if impossible."""
-        if value.source is not None or value.is_planned:
-            return {}
-        if value not in self._found:
-            self._found[value] = None  # while its own sources are looked at
-            made = self._made(value)
-            tensor = _storable(value)
-            if tensor is not None and (made is None or value.nbytes <= self._num_bytes(made)):
-                made = {value: tensor}
-            self._found[value] = made
-        return self._found[value]
+    def is_there(self, value: Value) -> bool:
+        """Say whether backward has *value* in any case."""
+        return value.source is not None or value.is_planned
 
-    def _made(self, value: Value) -> Anchors | None:
+    def parents(self, value: Value) -> Sequence[Value] | None:
+        """Return what is read to make *value* again; None if it cannot be made again."""
         operation = value.producer
-        if operation is None or not self._trace.may_replay(operation) or self._depth >= MAX_DEPTH:
+        if operation is None or not self._trace.may_replay(operation):
             return None
-        self._depth += 1
-        anchors: Anchors | None = {}
-        for parent in operation.parents:
-            needed = None if parent.is_blocked else self._cheapest(parent)
-            if needed is None or anchors is None:
-                anchors = None
-                break
-            anchors.update(needed)
-        self._depth -= 1
-        return anchors
+        parents = operation.parents
+        return None if any(parent.is_blocked for parent in parents) else parents
 
-    def _num_bytes(self, anchors: Anchors) -> int:
-        return sum(
-            value.nbytes
-            for value, tensor in anchors.items()
-            if tensor.untyped_storage()._cdata not in self._shared_keys
-        )
+    def may_store(self, value: Value) -> bool:
+        """Say whether *value* can be stored though autograd does not save it."""
+        tensor = _storable(value)
+        if tensor is not None:
+            self._tensors[value] = tensor
+        return tensor is not None
+
+    def nbytes(self, value: Value) -> int:
+        """Return the size of *value*."""
+        return value.nbytes
+
+    def stored_bytes(self, value: Value) -> int:
+        """Return what it costs to store *value*, which can be stored."""
+        key = self._tensors[value].untyped_storage()._cdata
+        return 0 if key in self._shared_keys else value.nbytes
 
 
 def settle(target: Value) -> None:
