@@ -15,7 +15,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from hf_pyao.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.hardware.speeds import DeviceModel, LinkModel
@@ -31,7 +30,7 @@ from hf_pyao.planning.prediction import (
     Rebuild,
 )
 from hf_pyao.planning.step_clock import LanesClock, StepClock
-from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, Segment, StepProgram
+from hf_pyao.planning.step_program import BACKWARD, FORWARD, OUTSIDE, StepProgram
 
 
 def predict(
@@ -168,6 +167,7 @@ class StepWalk:
         saves before its first operation, and what backward asks for.
         """
         events: _Events = defaultdict(list)
+        pack, unpack, enter = self._pack, self._unpack, self._enter
         first_packs: list[tuple[int, int]] = []
         asked: list[tuple[int, int, int]] = []
         program = self._program
@@ -179,18 +179,16 @@ class StepWalk:
             if (slot.layer, slot.left_at) in begun:
                 first_packs.append((slot.left_at, number))
             else:
-                events[slot.left_at].append(partial(self._pack, number))
+                events[slot.left_at].append((pack, number))
             if slot.reloaded >= 0:
                 moments = (slot.unpacked_at, *slot.asked_again)
                 asked += ((moment, slot.unpack_rank, number) for moment in moments)
-        before: Segment | None = None
-        for segment in program.segments:
-            events[segment.start].append(partial(self._enter, segment, before))
-            before = segment
+        for number, segment in enumerate(program.segments):
+            events[segment.start].append((enter, number))
         for moment, number in first_packs:
-            events[moment].append(partial(self._pack, number))
+            events[moment].append((pack, number))
         for moment, _, number in sorted(asked):
-            events[moment].append(partial(self._unpack, number))
+            events[moment].append((unpack, number))
         return events
 
     def _events_after(self) -> _Events:
@@ -198,18 +196,17 @@ class StepWalk:
         events: _Events = defaultdict(list)
         buffers = self._program.buffers
         own = [number for number in range(len(buffers)) if number not in self._made_again]
+        die, make, end, free = self._memory.die, self._make, self._slot_ends, self._free_rebuilt
         for number in own:
-            events[buffers[number].death].append(partial(self._memory.die, number))
+            events[buffers[number].death].append((die, number))
         for number, slot in enumerate(self._program.slots):
             if slot.link_bytes and slot.reloaded >= 0:
-                events[buffers[slot.reloaded].death].append(partial(self._slot_ends, number))
+                events[buffers[slot.reloaded].death].append((end, number))
         for rebuild in self._plan.rebuilds.values():
             for number in (made for each in rebuild.operations for made in each.makes):
-                events[buffers[number].death].append(partial(self._free_rebuilt, number))
-        allocate = self._memory.allocate
+                events[buffers[number].death].append((free, number))
         for number in own:
-            buffer = buffers[number]
-            events[buffer.birth].append(partial(allocate, (BUFFER, number), buffer.nbytes))
+            events[buffers[number].birth].append((make, number))
         return events
 
     def run(self) -> Prediction:
@@ -221,23 +218,23 @@ class StepWalk:
         compute_ms = 0.0
         for number, operation in enumerate(program.operations):
             memory.begin(number)
-            for event in before.get(number, ()):
-                event()
+            for event, subject in before.get(number, ()):
+                event(subject)
             elapsed_ms = 0.0 if times_ms is None else times_ms[number]
             start_ms.append(clock.run_kernel(elapsed_ms) if elapsed_ms else clock.now_ms)
             compute_ms += elapsed_ms
-            for event in after.get(number, ()):
-                event()
+            for event, subject in after.get(number, ()):
+                event(subject)
             if operation.workspace_bytes:
                 self._allocate_inside(number, operation.workspace_bytes)
             peaks.append(memory.peak_bytes)
         memory.begin(program.num_operations)
-        for event in before.get(program.num_operations, ()):
-            event()
+        for event, subject in before.get(program.num_operations, ()):
+            event(subject)
         self._offloads.release(list(self._offloads.waiting))  # as the engine when backward ends
         memory.finish(self._made_again)
         peak_bytes = max(peaks, default=program.resident_bytes)
-        compute_ms += self._rebuild_ms + self._offloads.coding_ms
+        compute_ms = compute_ms + self._rebuild_ms + self._offloads.coding_ms
         return Prediction(
             step_ms=math.nan if times_ms is None else clock.now_ms,
             compute_ms=math.nan if times_ms is None else compute_ms,
@@ -262,8 +259,11 @@ class StepWalk:
 
     # ---- what happens --------------------------------------------------------------------------
 
-    def _enter(self, segment: Segment, before: Segment | None) -> None:
-        if before is not None and before.layer != OUTSIDE:
+    def _enter(self, number: int) -> None:
+        """End one segment, and begin the next."""
+        segment = self._program.segments[number]
+        before = self._program.segments[number - 1] if number else segment
+        if number and before.layer != OUTSIDE:
             if before.phase == FORWARD:
                 self._offloads.layer_end()
             elif self._plan.gradient_bytes:
@@ -271,6 +271,9 @@ class StepWalk:
         self._clock.phase = segment.phase
         if segment.phase == BACKWARD and segment.layer != OUTSIDE:
             self._reloads.start_layer(segment.layer)
+
+    def _make(self, buffer: int) -> None:
+        self._memory.allocate((BUFFER, buffer), self._program.buffers[buffer].nbytes)
 
     def _pack(self, number: int) -> None:
         slot = self._program.slots[number]
@@ -326,5 +329,5 @@ class StepWalk:
             self._memory.end_lifetime(buffer, start)
 
 
-_Events = defaultdict[int, list[Callable[[], None]]]
-"""By number of operation."""
+_Events = defaultdict[int, list[tuple[Callable[[int], None], int]]]
+"""By number of operation: what happens, and to which slot, buffer or segment."""

@@ -33,12 +33,12 @@ class LinkContext:
 
     def join(self, user: object) -> None:
         """Note that *user*, an engine's mover, uses this link until it leaves, or is gone."""
-        self.offloads.users.add(user)
+        self.offloads.join(user)
 
     def leave(self, user: object) -> None:
         """End the use of *user*. After the last one the window is as configured again."""
-        self.offloads.users.discard(user)
-        if not self.offloads.users:
+        self.offloads.leave(user)
+        if not self.offloads.num_users:
             self.offloads.set_limit(self.window_bytes)
 
     @property
@@ -61,10 +61,9 @@ class LinkContext:
         if self.window_bytes is None:
             raise ConfigError("the window is 'layer'; a number of bytes cannot take its place.")
         if self.is_shared:
-            num_users = len(self.offloads.users)
             raise ConfigError(
-                f"the window cannot be set to {limit_bytes} bytes: {num_users} models share the "
-                "link. Detach the others first."
+                f"the window cannot be set to {limit_bytes} bytes: "
+                f"{self.offloads.num_users} models share the link. Detach the others first."
             )
         self.offloads.set_limit(limit_bytes)
 

@@ -243,28 +243,22 @@ class Mover(Schedule):
         coming.clear()
         self.start(_items(own, coming), (_items(each, coming) for each in others))
 
-    def _held(self, item: int) -> MovedBytes | None:
-        """Return what backward may ask for as *item*; None if it is gone."""
-        ref = self._coming.get(item)
-        holder = None if ref is None else ref()
-        return None if holder is None else holder.moved
-
     def is_away(self, item: int) -> bool:
         """Say whether *item* is on the host alone, and can still be asked for."""
-        moved = self._held(item)
-        return moved is not None and moved.residency is HOST
+        holder = self._coming[item]()
+        return holder is not None and holder.moved.residency is HOST
 
     def bring_back(self, item: int) -> None:
         """Queue the copy of *item* to the device, ahead of its use."""
-        moved = self._held(item)
-        assert moved is not None
-        self.reload(moved)
+        holder = self._coming[item]()
+        assert holder is not None
+        self.reload(holder.moved)
 
     def await_reload(self, item: int) -> None:
         """Order compute behind the copy of *item* to the device, if one is under way."""
-        moved = self._held(item)
-        if moved is not None:
-            self.wait(moved)
+        holder = self._coming[item]()
+        if holder is not None:
+            self.wait(holder.moved)
 
     def read(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
         """Return the bytes on the device, and which byte of the original storage is the first.
@@ -395,10 +389,12 @@ class Mover(Schedule):
 
         Runs in a destructor: on any thread and inside any other call, so it takes no lock.
         """
-        if moved.residency is RELOADING:
+        residency = moved.residency
+        if residency is OFFLOADING:
+            self._offloads.end(moved.item)
+        elif residency is RELOADING:
             self._retire(moved)
             self.note_use(moved.item)
-        self._offloads.end(moved.item)
         home = moved.home
         if home is not None:
             if moved.lingering is not None and moved.lingering.is_held:

@@ -220,16 +220,27 @@ class Schedule(abc.ABC):
         self.prefetch()
 
     def prefetch(self) -> None:
-        """Bring back ahead what the window has room for."""
-        window = self.window
-        while (item := self._next()) is not None:
-            limit_bytes = window.limit_bytes
-            if limit_bytes is not None:
-                # A reload may begin while less than the window is in flight, in both directions.
-                lacking_bytes = self.ahead_bytes + window.waiting_bytes + 1 - limit_bytes
-                if lacking_bytes > 0 and not window.make_room(lacking_bytes, self._sooner):
-                    return
-            self.bring_back(item)
+        """Bring back ahead what the window has room for.
+
+        An item stays next until its reload is queued.
+        """
+        window, upcoming = self.window, self._upcoming
+        limit_bytes = window.limit_bytes
+        while limit_bytes is None or self.ahead_bytes < limit_bytes:
+            if not upcoming and (limit_bytes is None or not self._extend()):
+                self.is_exhausted = True
+                return
+            item = upcoming[0]
+            if self.is_away(item):
+                if limit_bytes is not None:
+                    # A reload may begin while less than the window is in flight, both ways.
+                    lacking_bytes = self.ahead_bytes + window.waiting_bytes + 1 - limit_bytes
+                    if lacking_bytes > 0 and not window.make_room(lacking_bytes, self._sooner):
+                        return
+                self.bring_back(item)
+            elif item in window.waiting:
+                self._sooner.add(item)
+            upcoming.popleft()
 
     def note_reload(self, item: int, nbytes: int) -> None:
         """Count *item*, whose copy to the device was just queued, as brought back ahead."""
@@ -248,25 +259,6 @@ class Schedule(abc.ABC):
         ahead = self.ahead
         self.ahead = {item: ahead[item] for item in kept if item in ahead}
         self.ahead_bytes = sum(self.ahead.values())
-
-    def _next(self) -> int | None:
-        """Return what to bring back next; None if nothing is left, or enough is ahead.
-
-        It stays next until its reload is queued.
-        """
-        upcoming, window = self._upcoming, self.window
-        is_away, limit_bytes = self.is_away, window.limit_bytes
-        while limit_bytes is None or self.ahead_bytes < limit_bytes:
-            if not upcoming and not (limit_bytes is not None and self._extend()):
-                self.is_exhausted = True
-                return None
-            item = upcoming[0]
-            if is_away(item):
-                return item
-            if item in window.waiting:
-                self._sooner.add(item)
-            upcoming.popleft()
-        return None
 
     def _extend(self) -> bool:
         for group in self._groups:

@@ -42,16 +42,28 @@ class OffloadWindow(Window):
         self, transport: Transport, limit_bytes: int | None, streams: ComputeStreams
     ) -> None:
         super().__init__(limit_bytes)
-        self.users: weakref.WeakSet[object] = weakref.WeakSet()
-        """Movers of the engines that use the link."""
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self._transport = transport
         self._streams = streams
         self._leaving: dict[int, Leaving] = {}
 
+    def join(self, user: object) -> None:
+        """Note that *user*, an engine's mover, uses the link until it leaves, or is gone."""
+        self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """End the use of *user*."""
+        self._users.discard(user)
+
+    @property
+    def num_users(self) -> int:
+        """Engines that use the link."""
+        return len(self._users)
+
     @property
     def is_shared(self) -> bool:
         """True while several engines use the link."""
-        return len(self.users) > 1
+        return self.num_users > 1
 
     def add(self, moved: MovedBytes) -> None:
         """Hold the payload of *moved*, whose offload was just issued."""
@@ -70,8 +82,9 @@ class OffloadWindow(Window):
 
     def layer_end(self) -> None:
         """Meet the copies at the end of a layer, if that is the rule; else see what has left."""
-        super().layer_end()
-        self._streams.release_lingering()
+        if self.waiting or self._streams.has_lingering:
+            super().layer_end()
+            self._streams.release_lingering()
 
     def release_done(self) -> None:
         """Let go of what the host knows to have left."""

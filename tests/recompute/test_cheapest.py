@@ -119,7 +119,7 @@ def test_the_planner_ends_where_the_engine_does(length: int, is_found: bool) -> 
     values = [GraphValue(64, INPUT), *made, GraphValue(128, MADE, slot="s")]
     graph = LayerGraph(layer=0, values=values, operations=operations)
     costs = {number: Operation("add", "", 1.0, 1, is_kernel=True) for number in range(length)}
-    gone = {value: 1 for value in range(1, length)}  # all but the first value and the slot's
+    gone = dict.fromkeys(range(1, length), 1)  # all but the first value and the slot's
     search = RecipeSearch(graph, costs, packed_at={"s": length}, died_at=gone)
     recipe = search.find(["s"], ["s"], ["s"], [])
     assert ("s" in recipe.order) is is_found
