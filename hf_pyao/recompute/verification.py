@@ -213,8 +213,6 @@ class SecondRunCheck:
                 for index in range(len(different))
                 if (far if index in self._unsteady else different)[index]
             }
-        if self.mode != "always":
-            self.fingerprints.release()  # most forwards are not checked, and need the memory
         return tuple(self._layers[index] for index in sorted(wrong))
 
     def forget(self) -> None:
@@ -280,4 +278,6 @@ class Sampler:
                 self._of_newest = ForwardCheck(
                     self._check, self._kind, runs_twice=not number, has_projections=is_first
                 )
+            else:
+                self._check.fingerprints.release()  # its memory is not in predictions
         return self._of_newest
