@@ -16,7 +16,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import RecomputationError
 from hf_pyao.recompute import segments
-from hf_pyao.recompute.verification import NUM_FIRST_FORWARDS, PERIOD, SecondRunCheck
+from hf_pyao.recompute.verification import (
+    NUM_FIRST_FORWARDS,
+    PERIOD,
+    Sampler,
+    SecondRunCheck,
+)
 
 EVERYTHING = PyAOConfig(policy="all", min_bytes=256, keep_last_layers=0)
 SIZES: dict[str, Any] = {"vocab_size": 96, "use_cache": False}
@@ -223,6 +228,17 @@ def test_modes_say_which_forwards_are_checked(mode, expected):
 
 def test_later_forwards_are_sampled():
     assert num_checked_in(PERIOD + 2, lambda _: None, "auto") == NUM_FIRST_FORWARDS + 1
+
+
+def test_19_of_1000_forwards_are_checked_and_the_first_ones_at_most_are_dearer():
+    sampler = Sampler(SecondRunCheck("auto"), "segment")
+
+    found = [sampler.of_forward(number) for number in range(1000)]
+
+    checked = [each for each in found if each is not None]
+    assert len(checked) == NUM_FIRST_FORWARDS + 16
+    assert sum(each.runs_twice for each in checked) == 1
+    assert sum(each._has_projections for each in checked) == NUM_FIRST_FORWARDS
 
 
 def test_nothing_is_read_in_steps_that_are_not_checked(monkeypatch):
