@@ -435,7 +435,7 @@ def test_a_plan_in_a_checkpoint_is_followed_with_its_levers(
     with attach(model, given, transport=transport()) as offloader:
         assert offloader.auto is not None
         offloader.auto.resume(tmp_path / "plan.json")
-        assert offloader.plan is None and offloader.auto.profiles
+        assert offloader.plan is None and offloader.auto.measures
     assert sum("in the checkpoint is not followed" in line for line in warnings_in(caplog)) == 1
 
 
