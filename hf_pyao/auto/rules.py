@@ -151,7 +151,7 @@ def planned(state: State, event: on.Planned) -> Result:
 def not_planned(state: State, event: on.NotPlanned) -> Result:
     now, name = state.now, state.name
     if now.purpose is Purpose.MEMORY:
-        return next_rung(state, on.OutOfMemory())
+        return next_rung(state, on.OutOfMemory(now.runs_again))
     if now.purpose in (Purpose.LARGER, Purpose.ONCE):
         for_what = f"batches of {now.num_elements} elements"
         if now.purpose is Purpose.ONCE:
@@ -315,7 +315,7 @@ def failed_after_once(state: State, event: on.Failed) -> Result:
 def out_of_memory(state: State, event: on.OutOfMemory) -> Result:
     if state.now.source is not Source.PLANNED or state.now.draft is None:
         return next_rung(state, event)
-    state, actions = record(state, Purpose.MEMORY)
+    state, actions = record(state, Purpose.MEMORY, runs_again=event.runs_again)
     return state, (do.StopTiming(), *actions)
 
 

@@ -130,6 +130,8 @@ class SetState:
     """Why a plan is being made, in RECORDING."""
     num_elements: int = 0
     """Of the batch that a plan is being made for, in RECORDING."""
+    runs_again: bool = False
+    """True if layers ran again as a whole when memory ran out, in RECORDING."""
     num_forwards: int = 0
     """Since timing began, in TIMING."""
     times: Times = Times()

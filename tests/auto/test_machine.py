@@ -302,6 +302,8 @@ def test_tighter_plans_come_before_the_ladder() -> None:
         rungs.append(of(actions, do.Use).target)
         state, actions = run(state, on.OutOfMemory())
     assert tuple(rungs) == LADDER
+    state, actions = run(tighter, on.OutOfMemory(runs_again=True), on.NotPlanned("none"))
+    assert of(actions, do.Use).target is Target.WAITING  # to recompute would hold more
     assert "the device ran out of memory" in state.summary
 
 
