@@ -163,6 +163,8 @@ class DroppedLayer:
             # Autograd saves it later, and gets what is stored by then.
             slot = draft.slots[saved]._replace(packed_at=target.packed_at, left_at=target.left_at)
             draft.is_anchor.add(saved)
+        if slot.source >= 0:
+            draft.extend(slot.source, target.packed_at)  # the engine holds it until then
         number = self.by_name[name]
         action = layers.stored(draft.otherwise[number], slot.nbytes)
         anchor = self._read_earlier(slot, self.recipe.read_for[value], until)

@@ -160,18 +160,7 @@ def mixed_plan(measured: Planner) -> Plan:
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        pytest.param(
-            each,
-            marks=pytest.mark.xfail(
-                each == "t5",
-                reason="the prediction of T5's step frees a buffer twice (PredictedMemory.free)",
-                raises=KeyError,
-                strict=True,
-            ),
-        )
-        for each in ARCHITECTURES
-    ],
+    ARCHITECTURES,
 )
 @pytest.mark.sampled(every=24)
 def test_plans_of_the_planner_that_mix_are_bitwise_the_same(model_type: str) -> None:
