@@ -177,5 +177,11 @@ def _row(model: str, figure: str, published: float, ours: float, unit: str = "MB
         unit=unit,
         published=published,
         ours=ours,
-        tolerance=TOLERANCE,
+        tolerance=max(TOLERANCE, _rounding(published)),
     )
+
+
+def _rounding(published: float) -> float:
+    """Return by how much a published figure may be off as it is rounded, as a share."""
+    decimals = len(str(published).partition(".")[2])
+    return 0.5 * 10.0**-decimals / published
