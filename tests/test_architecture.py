@@ -18,7 +18,7 @@ ROOT = Path(hf_pyao.__file__).parent
 
 LAYERS = (
     ("text",),
-    ("errors", "weak_calls"),
+    ("errors", "ranks", "weak_calls"),
     ("files", "metrics", "quantities", "hardware", "gradient_buffer", "rerun"),
     ("attention", "codecs", "stores", "losses", "tiling", "settings"),
     ("config", "transfer"),
@@ -35,7 +35,17 @@ LAYERS = (
 """Parts of the package from the bottom up; each may import those before it, and itself."""
 
 ONLY_TORCH = (
-    *("text", "errors", "files", "metrics", "quantities", "hardware", "settings", "config"),
+    *(
+        "text",
+        "errors",
+        "ranks",
+        "files",
+        "metrics",
+        "quantities",
+        "hardware",
+        "settings",
+        "config",
+    ),
     *("levers", "documents"),
     *("attention", "gradient_buffer", "rerun", "weak_calls", "tiling"),
     *("codecs", "stores", "transfer", "runtime", "recompute", "simulation", "losses", "planning"),

@@ -15,6 +15,7 @@ from hf_pyao.documents.schema import (
     ReportError,
 )
 from hf_pyao.errors import ConfigError
+from hf_pyao.ranks import process_rank
 from hf_pyao.text import describe_error, echo
 
 logger = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ def check_report_path(path: str | os.PathLike[str] | None, label: str = "report"
     Raises:
         ConfigError: it is a folder, or lies in one that cannot be made or written to.
     """
-    if path is None or os.environ.get("RANK", "0") != "0":
+    if path is None or not process_rank().is_first:
         return
     name = echo(os.fspath(path))
     if os.path.isdir(path):

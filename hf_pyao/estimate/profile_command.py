@@ -131,8 +131,8 @@ def _measured(args: argparse.Namespace) -> Profile | None:
     Raises:
         PyAOError: it has no model that could be profiled.
     """
-    from hf_pyao.integrations.run_record import is_main_process
     from hf_pyao.integrations.script_profiler import ProfileIsDone, ScriptProfiler
+    from hf_pyao.ranks import process_rank
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     script = args.script
@@ -160,7 +160,7 @@ def _measured(args: argparse.Namespace) -> Profile | None:
             "transformers' in the script itself, with its layers named (PyAOConfig(layers=...))"
         )
         raise PyAOError(f"nothing was measured in {echo(script)}: {one_line(str(why))}.")
-    return profiler.profile if is_main_process() else None
+    return profiler.profile if process_rank().is_first else None
 
 
 def _show(profile: Document, path: Path) -> None:

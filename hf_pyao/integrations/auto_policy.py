@@ -38,8 +38,9 @@ from hf_pyao.integrations.device_limit import device_limit, why_unlimited
 from hf_pyao.integrations.lever_switch import LeverSwitch
 from hf_pyao.integrations.model_copy import ForwardWatch, SeenForward
 from hf_pyao.integrations.plan_files import PlanFiles
-from hf_pyao.integrations.rank_exchange import RankExchange, own_rank
+from hf_pyao.integrations.rank_exchange import RankExchange
 from hf_pyao.planning.plan_request import PlanRequest
+from hf_pyao.ranks import process_rank
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.text import describe_error
 
@@ -166,7 +167,7 @@ class AutoPolicy:
 
     def profiled(self, profile: Profile | None) -> None:
         """Take what was measured; before a forward."""
-        if own_rank() != 0:  # the first process plans
+        if process_rank().is_told:  # the first process plans
             self._ear = self._ear or RankExchange("plan")
             self._send(on.Profiled(None, is_recorded=False, is_first_rank=False))
             return

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pyao.ranks import process_rank
+
 _HALF_WAY = {
     "DeepSpeedEngine": "DeepSpeed",
     "FullyShardedDataParallel": "FSDP",
@@ -28,17 +30,9 @@ UNKNOWN = (-1,)
 """In place of a count where there is none."""
 
 
-def num_ranks() -> int:
-    """Return how many processes train together."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
-
-
 def num_collectives() -> tuple[int, ...]:
     """Return how many collectives each process group has begun; empty where there is one rank."""
-    if num_ranks() == 1:
+    if process_rank().num_ranks == 1:
         return ()
     try:
         groups: Iterable[Any] = torch.distributed.distributed_c10d._world.pg_map

@@ -29,7 +29,6 @@ from hf_pyao.integrations.added_gradients import AddedOnce
 from hf_pyao.integrations.collectives import (
     is_in,
     num_collectives,
-    num_ranks,
     reason_not_alone,
     reason_of_wrappers,
 )
@@ -40,6 +39,7 @@ from hf_pyao.integrations.other_gradients import find_other, newest_backward
 from hf_pyao.integrations.rank_alarm import RankAlarm
 from hf_pyao.integrations.second_run_guard import SecondRunGuard
 from hf_pyao.integrations.tightening import Tightening
+from hf_pyao.ranks import process_rank
 from hf_pyao.rerun.generators import RandomState
 from hf_pyao.runtime.lifecycle import Lifecycle
 from hf_pyao.transfer.graph_task import NO_TASK
@@ -112,7 +112,7 @@ class MicroBatchRunner:
         if tensors is None:
             tensors = self._tensors = ModelTensors(model)
             self._newest_backward = newest_backward()
-        if self._alarm is None and num_ranks() > 1:
+        if self._alarm is None and process_rank().num_ranks > 1:
             self._alarm = RankAlarm()
         attempt = _Attempt(
             self._engine.num_forwards,
@@ -302,7 +302,7 @@ class _Attempt:
         """Say why what it has done, to its end, cannot be undone, or return an empty string."""
         if model is None:
             return "the model is gone"
-        if num_ranks() > 1 and num_collectives() != self._collectives:
+        if process_rank().num_ranks > 1 and num_collectives() != self._collectives:
             return "it has exchanged data with other ranks"
         self._has_run_backward = True
         reason = self._noted.reason_not_undone(after_backward=True, in_backward=True)

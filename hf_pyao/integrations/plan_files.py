@@ -15,10 +15,10 @@ from hf_pyao.documents.plan_facts import PlanError
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.auto_settings import AutoSettings
 from hf_pyao.integrations.device_limit import DeviceLimit, device_limit
-from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.metrics import format_bytes
 from hf_pyao.planning.lever_choice import WORTH
 from hf_pyao.planning.plan_levers import levers_of_plan
+from hf_pyao.ranks import process_rank
 from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class PlanFiles:
 
     def keep(self, plan: Plan) -> None:
         """Write the plan where it is to be kept, if it is."""
-        if self.path is not None and is_main_process():
+        if self.path is not None and process_rank().is_first:
             _write(plan, self.path, "the plan is not kept")
 
     def save(self, plan: Plan, path: Path) -> None:

@@ -26,11 +26,11 @@ from hf_pyao.documents.schema import ReportError, read_json, to_plain, write_jso
 from hf_pyao.errors import PyAOError
 from hf_pyao.integrations.model_copy import CopyError, ForwardWatch, Place, SeenForward
 from hf_pyao.integrations.rank_exchange import RankExchange
-from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.integrations.step_recording import record_fake_step
 from hf_pyao.levers import Levers
 from hf_pyao.planning.profile import StepProfiler
 from hf_pyao.planning.profile_merge import merge_profiles
+from hf_pyao.ranks import process_rank
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.text import describe_error, echo
 from hf_pyao.transfer.link import LinkContext
@@ -259,7 +259,7 @@ class ProfileWriter:
 
     def _finish(self, *, is_last: bool) -> None:
         assert self.profile is not None
-        if not is_main_process():
+        if not process_rank().is_first:
             self._complete()
             return
         changed = False
@@ -309,7 +309,7 @@ class ProfileWriter:
             self._write()
 
     def _write(self) -> None:
-        if self._path is None or not is_main_process():
+        if self._path is None or not process_rank().is_first:
             return
         try:
             write_json(self._path, self.profile)

@@ -18,10 +18,10 @@ from hf_pyao.auto.driver import Driver
 from hf_pyao.auto.states import Ready, State
 from hf_pyao.documents.plan import Plan
 from hf_pyao.errors import PyAOError
-from hf_pyao.integrations.run_record import is_main_process
 from hf_pyao.planning.iqr import find_outliers
 from hf_pyao.planning.pack_intervals import PackIntervals
 from hf_pyao.planning.pyao_plan import plan_of_rule
+from hf_pyao.ranks import process_rank
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.transfer.transport import Transport
 
@@ -124,7 +124,7 @@ class PyAORule:
         self._keep(plan)
 
     def _keep(self, plan: Plan) -> None:
-        if self._plan_path is None or not is_main_process():
+        if self._plan_path is None or not process_rank().is_first:
             return
         try:
             plan.to_json_file(self._plan_path)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_pyao.integrations.collectives import num_ranks
+from hf_pyao.ranks import process_rank
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class RankAlarm:
         store = _store()
         if store is None:
             return
-        rank = torch.distributed.get_rank()
+        rank = process_rank().rank
         try:
             store.set(_KEY, f"rank {rank}: {message}")
             others = [key for peer, key in enumerate(_heard_keys()) if peer != rank]
@@ -94,7 +94,7 @@ def _watch(heard: _Heard, stop: threading.Event) -> None:
             if not store.check([_KEY]):
                 continue
             message = store.get(_KEY).decode("utf-8")
-            rank = torch.distributed.get_rank()
+            rank = process_rank().rank
             if message.startswith(f"rank {rank}:"):
                 return  # this one ends, as another of its models has told
             heard.message = message
@@ -117,7 +117,7 @@ def _end(thread: threading.Thread, stop: threading.Event) -> None:
 
 def _store() -> Any:
     """Return the store of the default process group; None where there is none any more."""
-    if num_ranks() == 1:
+    if process_rank().num_ranks == 1:
         return None
     try:
         return torch.distributed.distributed_c10d._get_default_store()
@@ -126,7 +126,7 @@ def _store() -> Any:
 
 
 def _heard_keys() -> Sequence[str]:
-    return [f"{_KEY}/heard/{rank}" for rank in range(num_ranks())]
+    return [f"{_KEY}/heard/{rank}" for rank in range(process_rank().num_ranks)]
 
 
 def _abort_groups() -> None:

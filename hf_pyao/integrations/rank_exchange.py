@@ -13,15 +13,9 @@ from typing import Any
 
 import torch
 
+from hf_pyao.ranks import process_rank
+
 logger = logging.getLogger(__name__)
-
-
-def own_rank() -> int:
-    """Return this process's rank; 0 without a process group."""
-    distributed = torch.distributed
-    return (
-        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-    )
 
 
 class RankExchange:
@@ -33,15 +27,12 @@ class RankExchange:
 
     def __init__(self, name: str) -> None:
         self._store: Any = None
-        self.rank, self.num_ranks = own_rank(), 1
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return
-        self.num_ranks = distributed.get_world_size()
+        own = process_rank()
+        self.rank, self.num_ranks = own.rank, own.num_ranks
         if self.num_ranks == 1:
             return
         try:
-            self._store = distributed.distributed_c10d._get_default_store()
+            self._store = torch.distributed.distributed_c10d._get_default_store()
             number = self._store.add(f"hf_pyao/{name}/{self.rank}", 1)
         except Exception as error:  # a store of another kind, or gone
             logger.warning("the ranks do not hear of each other's figures: %s", error)

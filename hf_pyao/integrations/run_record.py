@@ -14,6 +14,7 @@ from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.documents.run import UNKNOWN, outcome_of, write_run_report
 from hf_pyao.levers import Levers
 from hf_pyao.metrics import describe_totals, format_bytes, nothing_moved, select_metrics
+from hf_pyao.ranks import process_rank
 from hf_pyao.runtime.engine import OffloadEngine
 from hf_pyao.stores import HostPool
 from hf_pyao.transfer.transport import Transport
@@ -63,7 +64,7 @@ class RunRecord:
         self.report_extra: dict[str, Any] = {}
         """Plain values that the report is to hold beside the figures."""
         self._process_id = os.getpid()
-        self._is_main = is_main_process()
+        self._is_first_rank = process_rank().is_first
 
     def describe_further(self, sentence: str) -> None:
         """Add *sentence*, without its full stop, to what :meth:`describe` says; empty for none."""
@@ -199,9 +200,10 @@ class RunRecord:
         )
 
     def _may_speak(self) -> bool:
-        # A forked worker has a copy of this; and who was first may be known only at one of the
-        # ends, before the process group is made or after it is gone.
-        return self._process_id == os.getpid() and self._is_main and is_main_process()
+        # A forked worker has a copy of this. Without RANK, as under torch.multiprocessing, the rank
+        # is known only while the process group exists: at attachment, at the end, or both.
+        is_first_rank = self._is_first_rank and process_rank().is_first
+        return self._process_id == os.getpid() and is_first_rank
 
     def _layers(self) -> str:
         first, last = self.layer_names[0], self.layer_names[-1]
@@ -236,10 +238,3 @@ class RunRecord:
         how = "" if share is None else f" ({share.describe()})"
         capacity_gib = self.host_pool.capacity_bytes / GIB
         return f"{in_flight}, {place}, at most {capacity_gib:.1f} GiB{how}"
-
-
-def is_main_process() -> bool:
-    """Say whether this is the first of several processes that train together, or the only one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") in ("", "0")

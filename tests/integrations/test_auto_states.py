@@ -20,6 +20,7 @@ from hf_pyao.integrations.auto_planning import PlanMaker
 from hf_pyao.integrations.auto_trained import TrainedParameters
 from hf_pyao.levers import Levers
 from hf_pyao.planning.recorded_step import RecordedStep
+from hf_pyao.ranks import ProcessRank
 from tests.helpers import enable_checkpointing, tiny_model
 from tests.integrations.test_auto_levers import (
     config_of,
@@ -141,7 +142,7 @@ def test_a_plan_that_is_refused_or_not_found_leaves_no_trace(
 def test_another_process_says_that_the_first_one_has_no_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auto_policy, "own_rank", lambda: 1)
+    monkeypatch.setattr(auto_policy, "process_rank", lambda: ProcessRank(1, 2))
     silent = SimpleNamespace(heard_from=lambda rank: "")
     monkeypatch.setattr(auto_policy, "RankExchange", lambda name: silent)
     model = llama(num_frozen=0)
