@@ -7,40 +7,40 @@ neither transformers nor datasets.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_pyao.config import PyAOConfig as PyAOConfig
-    from hf_pyao.documents.plan import Plan as Plan
-    from hf_pyao.documents.profile import Profile as Profile
-    from hf_pyao.integrations.accelerator import PyAOAccelerator as PyAOAccelerator
-    from hf_pyao.integrations.arguments import PyAOArguments as PyAOArguments
-    from hf_pyao.integrations.arguments import PyAOTrainingArguments as PyAOTrainingArguments
-    from hf_pyao.integrations.attach import Offloader as Offloader
-    from hf_pyao.integrations.attach import attach as attach
-    from hf_pyao.integrations.callback import PyAOCallback as PyAOCallback
-    from hf_pyao.integrations.module_map import ModuleMap as ModuleMap
-    from hf_pyao.integrations.module_map import register_module_map as register_module_map
-    from hf_pyao.integrations.out_of_memory import (
+    from hf_pyao.attachment import Offloader as Offloader
+    from hf_pyao.attachment import attach as attach
+    from hf_pyao.auto.retry.out_of_memory import (
         OutOfDeviceMemoryError as OutOfDeviceMemoryError,
     )
-    from hf_pyao.integrations.plugin import PyAOPlugin as PyAOPlugin
-    from hf_pyao.integrations.trainer import PyAOTrainer as PyAOTrainer
-    from hf_pyao.integrations.trainer import PyAOTrainerMixin as PyAOTrainerMixin
+    from hf_pyao.config import PyAOConfig as PyAOConfig
+    from hf_pyao.hf.accelerator import PyAOAccelerator as PyAOAccelerator
+    from hf_pyao.hf.arguments import PyAOArguments as PyAOArguments
+    from hf_pyao.hf.arguments import PyAOTrainingArguments as PyAOTrainingArguments
+    from hf_pyao.hf.callback import PyAOCallback as PyAOCallback
+    from hf_pyao.hf.plugin import PyAOPlugin as PyAOPlugin
+    from hf_pyao.hf.trainer import PyAOTrainer as PyAOTrainer
+    from hf_pyao.hf.trainer import PyAOTrainerMixin as PyAOTrainerMixin
+    from hf_pyao.model.map.module_map import ModuleMap as ModuleMap
+    from hf_pyao.model.map.module_map import register_module_map as register_module_map
+    from hf_pyao.plan.documents.plan import Plan as Plan
+    from hf_pyao.plan.documents.profile import Profile as Profile
 
 _HOMES = {
-    "ModuleMap": "hf_pyao.integrations.module_map",
-    "Offloader": "hf_pyao.integrations.attach",
-    "OutOfDeviceMemoryError": "hf_pyao.integrations.out_of_memory",
-    "Plan": "hf_pyao.documents.plan",
-    "Profile": "hf_pyao.documents.profile",
-    "PyAOAccelerator": "hf_pyao.integrations.accelerator",
-    "PyAOArguments": "hf_pyao.integrations.arguments",
-    "PyAOCallback": "hf_pyao.integrations.callback",
+    "ModuleMap": "hf_pyao.model.map.module_map",
+    "Offloader": "hf_pyao.attachment",
+    "OutOfDeviceMemoryError": "hf_pyao.auto.retry.out_of_memory",
+    "Plan": "hf_pyao.plan.documents.plan",
+    "Profile": "hf_pyao.plan.documents.profile",
+    "PyAOAccelerator": "hf_pyao.hf.accelerator",
+    "PyAOArguments": "hf_pyao.hf.arguments",
+    "PyAOCallback": "hf_pyao.hf.callback",
     "PyAOConfig": "hf_pyao.config",
-    "PyAOPlugin": "hf_pyao.integrations.plugin",
-    "PyAOTrainer": "hf_pyao.integrations.trainer",
-    "PyAOTrainerMixin": "hf_pyao.integrations.trainer",
-    "PyAOTrainingArguments": "hf_pyao.integrations.arguments",
-    "attach": "hf_pyao.integrations.attach",
-    "register_module_map": "hf_pyao.integrations.module_map",
+    "PyAOPlugin": "hf_pyao.hf.plugin",
+    "PyAOTrainer": "hf_pyao.hf.trainer",
+    "PyAOTrainerMixin": "hf_pyao.hf.trainer",
+    "PyAOTrainingArguments": "hf_pyao.hf.arguments",
+    "attach": "hf_pyao.attachment",
+    "register_module_map": "hf_pyao.model.map.module_map",
 }
 
 __all__ = sorted(_HOMES)

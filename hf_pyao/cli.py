@@ -13,7 +13,7 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.text import echo, one_line, say
 
 if TYPE_CHECKING:
-    from hf_pyao.report.kinds import Document
+    from hf_pyao.tools.report.kinds import Document
 
 DESCRIPTION = """\
 Activation offloading for HuggingFace training: tools beside the library.
@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser with its subcommands."""
     import hf_pyao
-    from hf_pyao.bench import sweep_command
-    from hf_pyao.bench.arguments import add_bench_arguments, run_from_arguments
-    from hf_pyao.estimate.command import add_estimate_arguments
-    from hf_pyao.estimate.microbatch_command import add_microbatch_arguments
-    from hf_pyao.estimate.plan_command import add_plan_arguments
-    from hf_pyao.estimate.predict_command import add_predict_arguments
-    from hf_pyao.estimate.profile_command import add_profile_arguments
+    from hf_pyao.tools.bench import sweep_command
+    from hf_pyao.tools.bench.arguments import add_bench_arguments, run_from_arguments
+    from hf_pyao.tools.estimate.command import add_estimate_arguments
+    from hf_pyao.tools.estimate.microbatch_command import add_microbatch_arguments
+    from hf_pyao.tools.estimate.plan_command import add_plan_arguments
+    from hf_pyao.tools.estimate.predict_command import add_predict_arguments
+    from hf_pyao.tools.estimate.profile_command import add_profile_arguments
 
     parser = argparse.ArgumentParser(
         prog="pyao",
@@ -152,7 +152,7 @@ def _need_torch() -> None:
     Raises:
         PyAOError: it cannot.
     """
-    from hf_pyao.bench.packages import import_failure
+    from hf_pyao.tools.bench.packages import import_failure
 
     failure = import_failure("torch")
     if failure is not None:
@@ -161,52 +161,52 @@ def _need_torch() -> None:
 
 def _estimate(args: argparse.Namespace) -> int:
     _need_torch()
-    from hf_pyao.estimate.command import run_from_arguments
+    from hf_pyao.tools.estimate.command import run_from_arguments
 
     return run_from_arguments(args)
 
 
 def _microbatch(args: argparse.Namespace) -> int:
     _need_torch()
-    from hf_pyao.estimate.microbatch_command import run_from_arguments
+    from hf_pyao.tools.estimate.microbatch_command import run_from_arguments
 
     return run_from_arguments(args)
 
 
 def _profile(args: argparse.Namespace) -> int:
     _need_torch()
-    from hf_pyao.estimate.profile_command import run_from_arguments
+    from hf_pyao.tools.estimate.profile_command import run_from_arguments
 
     return run_from_arguments(args)
 
 
 def _predict(args: argparse.Namespace) -> int:
     _need_torch()
-    from hf_pyao.estimate.predict_command import run_from_arguments
+    from hf_pyao.tools.estimate.predict_command import run_from_arguments
 
     return run_from_arguments(args)
 
 
 def _plan(args: argparse.Namespace) -> int:
     _need_torch()
-    from hf_pyao.estimate.plan_command import run_from_arguments
+    from hf_pyao.tools.estimate.plan_command import run_from_arguments
 
     return run_from_arguments(args)
 
 
 def _sweep(args: argparse.Namespace) -> int:
     _need_torch()
-    from hf_pyao.bench.sweep_command import run_from_arguments
+    from hf_pyao.tools.bench.sweep_command import run_from_arguments
 
     return run_from_arguments(args)
 
 
 def _report(args: argparse.Namespace) -> int:
-    from hf_pyao.report.kinds import read_named_document
+    from hf_pyao.tools.report.kinds import read_named_document
 
     documents = [read_named_document(path) for path in args.files]
     if args.output is None:
-        from hf_pyao.report.tables import markdown_of
+        from hf_pyao.tools.report.tables import markdown_of
 
         say("\n".join(markdown_of(document) for document in documents))
         return 0
@@ -215,7 +215,7 @@ def _report(args: argparse.Namespace) -> int:
             f"the output {echo(str(args.output))} is one of the files that are read, which it "
             "would replace. Give another name."
         )
-    from hf_pyao.report.pages import write_page
+    from hf_pyao.tools.report.pages import write_page
 
     if args.output.suffix != ".json":
         documents = [part for document in documents for part in _with_steps(document)]
@@ -226,16 +226,16 @@ def _report(args: argparse.Namespace) -> int:
 
 def _with_steps(document: Document) -> list[Document]:
     """Return *document*, and behind it a profile's steps over time, or a run's plan."""
-    from hf_pyao.documents.plan import Plan
-    from hf_pyao.documents.profile import Profile
-    from hf_pyao.documents.run import RunReport
+    from hf_pyao.plan.documents.plan import Plan
+    from hf_pyao.plan.documents.profile import Profile
+    from hf_pyao.plan.documents.run import RunReport
 
     if isinstance(document, RunReport) and isinstance(document.extra.get("plan"), dict):
         return [document, Plan.from_dict(document.extra["plan"], "the plan in the report")]
     if not isinstance(document, Profile) or not (document.timeline or document.program):
         return [document]
     _need_torch()
-    from hf_pyao.planning.profile_steps import steps_of
+    from hf_pyao.plan.measure.profile_steps import steps_of
 
     return [document, *steps_of(document)]
 
@@ -244,8 +244,8 @@ def _doctor(args: argparse.Namespace) -> int:
     import json
 
     _need_torch()
-    from hf_pyao.bench import doctor
-    from hf_pyao.bench.verdict import verdict_on
+    from hf_pyao.tools.bench import doctor
+    from hf_pyao.tools.bench.verdict import verdict_on
 
     machine = doctor.look(args.device)
     findings = doctor.examine(machine)

@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 """Version of the JSON written by :meth:`PyAOConfig.to_dict`."""
 
 POLICY_NAMES = ("auto", "all", "modules", "budget", "plan", "pyao", "off")
-"""Names that ``policy`` takes; ``planning/policies.py`` makes them."""
+"""Names that ``policy`` takes; ``plan/policies/by_name.py`` makes them."""
 
 CODEC_NAMES = ("identity", "int8", "fp8", "int4", "bitmask")
 """Names that ``codec`` takes: the keys of ``CODECS``, which is not imported here since codecs are
@@ -120,7 +120,7 @@ class PyAOConfig:
         "halves those of 16-bit tensors, with about the gradient error of bf16 autocast; 'fp8' "
         "does so for models with ReLU, which int8 does not suit; 'int4' is for experiments. "
         "'bitmask', exact too, packs dropout masks. Python code may give a Codec instead of a "
-        "name. Measured in codecs/COMPRESSION.md.",
+        "name. Measured in engine/codecs/COMPRESSION.md.",
     )
     layers: Sequence[str] = setting(
         (),

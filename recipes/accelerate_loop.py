@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
 from hf_pyao import PyAOPlugin
-from hf_pyao.estimate.model_sizes import DEFAULT_SIZE, MODEL_SIZES, build_config, find_size
+from hf_pyao.tools.estimate.model_sizes import DEFAULT_SIZE, MODEL_SIZES, build_config, find_size
 from recipe_process import run_recipe
 from run_summary import COUNTED_ON_CPU
 from text_data import LIBRARY_MIB, split_blocks, standard_library

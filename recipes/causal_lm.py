@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.model_sizes import DEFAULT_SIZE
+from hf_pyao.tools.estimate.model_sizes import DEFAULT_SIZE
 from recipe_arguments import (
     Arguments,
     DataArguments,

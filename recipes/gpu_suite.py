@@ -30,7 +30,7 @@ if importlib.util.find_spec("hf_pyao") is None:  # a checkout that is not instal
     sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
-    from gpu_parts import Suite
+    from bench.gpu_parts import Suite
 
 RESULTS = ROOT / "recipes" / "results" / "gpu"
 SMOKE_RESULTS = Path("outputs") / "gpu-smoke"
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    from gpu_parts import PARTS
-    from hf_pyao.estimate.model_sizes import PAPER_SIZES
+    from bench.gpu_parts import PARTS
+    from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES
 
     parts = "\n".join(f"  {name:<8} {part.summary}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: there is no accelerator, or a method is unknown.
     """
-    from gpu_parts import PARTS
+    from bench.gpu_parts import PARTS
 
     suite = make_suite(args)
     names = [name for name in PARTS if name in args.part]
@@ -109,9 +109,9 @@ def make_suite(args: argparse.Namespace) -> Suite:
     Raises:
         ConfigError: a method is unknown.
     """
-    from gpu_parts import Suite, methods_of
-    from hf_pyao.bench.methods import find_method
-    from hf_pyao.bench.processes import Deadline
+    from bench.gpu_parts import Suite, methods_of
+    from hf_pyao.tools.bench.methods import find_method
+    from hf_pyao.tools.bench.processes import Deadline
 
     methods = tuple(args.methods or methods_of(args.smoke))
     for method in methods:
@@ -136,9 +136,9 @@ def look_at_device(suite: Suite) -> None:
     Raises:
         ConfigError: there is no accelerator, and this is no smoke run.
     """
-    from hf_pyao.bench.harness import describe_machine
-    from hf_pyao.bench.processes import probe
     from hf_pyao.errors import ConfigError
+    from hf_pyao.tools.bench.harness import describe_machine
+    from hf_pyao.tools.bench.processes import probe
 
     name = "cpu" if suite.is_smoke else "auto"
     suite.device, suite.link, _ = probe(name, with_speeds=True)
@@ -152,7 +152,7 @@ def look_at_device(suite: Suite) -> None:
 
 def print_list(names: Sequence[str], suite: Suite) -> None:
     """Say what would be done."""
-    from gpu_parts import PARTS, BenchPart
+    from bench.gpu_parts import PARTS, BenchPart
 
     for name in names:
         part = PARTS[name]
@@ -167,9 +167,9 @@ def print_list(names: Sequence[str], suite: Suite) -> None:
 
 def summarise(suite: Suite) -> list[Path]:
     """Write all results in the output folder as one Markdown page; return the files."""
-    from gpu_parts import PARTS
-    from hf_pyao.report.kinds import read_document
-    from hf_pyao.report.pages import write_page
+    from bench.gpu_parts import PARTS
+    from hf_pyao.tools.report.kinds import read_document
+    from hf_pyao.tools.report.pages import write_page
 
     order = list(PARTS)
     paths = sorted(suite.output.glob("*.json"), key=lambda path: (_rank(path, order), path.name))

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from cluster_checks import (
+from cluster.cluster_checks import (
     check_kernel,
     check_nodes,
     check_system,
@@ -41,13 +41,13 @@ from cluster_checks import (
     find_isolation,
     read_launch_options,
 )
-from cluster_namespaces import parse_delay, parse_rate
-from cluster_report import Progress, draw_sweep, format_sweep
-from cluster_result import ENGINES, ClusterSetup, ClusterSweep, write_sweep
-from cluster_settings import INTERFACE, Fault, NodeSettings, SupervisorSettings
-from cluster_sweep import ClusterError, Event, plan_points, run_sweep, write_logs
+from cluster.cluster_namespaces import parse_delay, parse_rate
+from cluster.cluster_report import Progress, draw_sweep, format_sweep
+from cluster.cluster_result import ENGINES, ClusterSetup, ClusterSweep, write_sweep
+from cluster.cluster_settings import INTERFACE, Fault, NodeSettings, SupervisorSettings
+from cluster.cluster_sweep import ClusterError, Event, plan_points, run_sweep, write_logs
 from hf_pyao.errors import ConfigError, PyAOError
-from hf_pyao.estimate.model_sizes import MODEL_SIZES, find_size
+from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES, find_size
 
 DEFAULT_BLOCK_SIZE = 32
 START_TIMEOUT_S = 180.0

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from hf_pyao.errors import ConfigError, PyAOError
-from hf_pyao.report.plots.look import LIGHT, Look
+from hf_pyao.tools.report.plots.look import LIGHT, Look
 from result_file import write_result
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 GIB, MIB = 2**30, 2**20
 SCHEMA_VERSION = 1
-WORKER = Path(__file__).with_name("long_context_run.py")
+WORKER = Path(__file__).parent / "studies" / "long_context_run.py"
 
 LEVERS: dict[str, dict[str, Any]] = {
     "chunked loss": {"head_loss": "chunked"},
@@ -209,7 +209,7 @@ def figure_of(rows: list[dict[str, Any]], args: argparse.Namespace, look: Look =
 
 
 def _draw_way(axes: Axes, look: Look, row: dict[str, Any], top: float, memory_gib: float) -> None:
-    from hf_pyao.report.plots.look import NOTHING, OFFLOAD, WAITING
+    from hf_pyao.tools.report.plots.look import NOTHING, OFFLOAD, WAITING
 
     look.style(axes)
     times_s = [at_ms / 1e3 for at_ms, _ in row["curve"]]

@@ -13,8 +13,8 @@ from transformers import HfArgumentParser
 
 from hf_pyao import PyAOTrainingArguments
 from hf_pyao.errors import ConfigError, nearest, unknown_name
-from hf_pyao.estimate.model_sizes import DEFAULT_SIZE, MODEL_SIZES, PAPER_SIZES, find_size
 from hf_pyao.files import read_json_object
+from hf_pyao.tools.estimate.model_sizes import DEFAULT_SIZE, MODEL_SIZES, PAPER_SIZES, find_size
 from text_data import HUB_MIB, LIBRARY_MIB
 from tokenization import default_cache_dir
 

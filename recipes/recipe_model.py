@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.model_sizes import DEFAULT_SIZE, build_config, find_size
+from hf_pyao.tools.estimate.model_sizes import DEFAULT_SIZE, build_config, find_size
 from recipe_arguments import ModelArguments
 from tokenization import special_ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -16,56 +17,54 @@ import hf_pyao
 
 ROOT = Path(hf_pyao.__file__).parent
 
-LAYERS = (
-    ("text",),
-    ("errors", "ranks", "weak_calls"),
-    ("files", "metrics", "quantities", "hardware", "gradient_buffer", "rerun"),
-    ("attention", "codecs", "stores", "losses", "tiling", "settings"),
-    ("config", "transfer"),
-    ("levers",),
-    ("runtime",),
-    ("recompute", "documents"),
-    ("simulation", "planning"),
-    ("auto",),
-    ("integrations", "report"),
-    ("estimate",),
-    ("bench",),
-    ("cli",),
-)
-"""Parts of the package from the bottom up; each may import those before it, and itself."""
+FLOORS = ("ground", "engine", "plan", "model", "auto", "attachment", "hf", "tools", "cli")
+"""From the bottom up: each imports itself and those before it. A folder is a floor; modules beside
+the folders are the ground, apart from ``attachment`` and ``cli``."""
 
-ONLY_TORCH = (
-    *(
-        "text",
-        "errors",
-        "ranks",
-        "files",
-        "metrics",
-        "quantities",
-        "hardware",
-        "settings",
-        "config",
-    ),
-    *("levers", "documents"),
-    *("attention", "gradient_buffer", "rerun", "weak_calls", "tiling"),
-    *("codecs", "stores", "transfer", "runtime", "recompute", "simulation", "losses", "planning"),
-    "auto",
-)
-"""Parts that import neither transformers nor accelerate, not even inside a function."""
+ONLY_TORCH = ("ground", "engine", "plan", "model", "auto")
+"""Floors that import neither transformers nor accelerate, not even inside a function."""
 
-LAZY = {"codecs/kernels.py": {"triton"}}
+USE_TRANSFORMERS = {
+    "model/fake_cuda/cuda_choices.py",
+    "model/head/lazy_outputs.py",
+    "model/head/liger.py",
+    "auto/install/conflicts.py",
+}
+"""Files of those floors that do."""
+
+MOST_FILES = 25
+"""Most Python files in a folder."""
+
+LAZY = {"engine/codecs/kernels.py": {"triton"}}
 """Files that are themselves imported only where an optional package is there."""
 
 
-def part_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def _module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def floor_of(path: Path) -> str:
+    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return part if part in FLOORS else "ground"
+
+
+def room_of(path: Path) -> str:
+    """Return the folder of a file; of those beside the floors, what :func:`floor_of` returns."""
+    folder = path.parent.relative_to(ROOT).as_posix()
+    return floor_of(path) if folder == "." else folder
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imports_of(
     path: Path, *, at_import_only: bool = False, also_types: bool = False
 ) -> Iterator[str]:
     """Yield the modules that a file imports; those for type checkers alone only if *also_types*."""
-    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    pending: list[ast.AST] = [tree_of(path)]
     while pending:
         node = pending.pop()
         is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -86,7 +85,9 @@ def imports_of(
                 homes = (hf_pyao._HOMES.get(alias.name, "hf_pyao") for alias in node.names)
                 yield from homes
             else:
-                yield node.module
+                for alias in node.names:  # a module of a package, or a name in a module
+                    whole = f"{node.module}.{alias.name}"
+                    yield whole if whole in MODULES else node.module
         pending.extend(ast.iter_child_nodes(node))
 
 
@@ -95,33 +96,53 @@ FILES = sorted(
 )
 
 
-def test_every_part_has_its_place() -> None:
-    known = {part for layer in LAYERS for part in layer}
-    assert {part_of(path) for path in FILES} <= known, "a new part needs its place in LAYERS"
+MODULES = {_module_of(path): path for path in FILES}
 
 
-def test_imports_point_one_way() -> None:
+def test_every_folder_is_a_floor() -> None:
+    folders = {path.name for path in ROOT.iterdir() if any(path.glob("*.py"))}
+    assert folders <= set(FLOORS), "a new folder belongs on one of the floors"
+
+
+def test_folders_are_small() -> None:
+    for folder in {path.parent for path in FILES}:
+        num_files = len(list(folder.glob("*.py")))
+        assert num_files <= MOST_FILES, f"{folder} has {num_files} files; make rooms of it"
+
+
+def test_imports_point_down() -> None:
+    """Those for type checkers alone, and those inside of functions, count too."""
     for path in FILES:
-        part = part_of(path)
-        (rank,) = [index for index, layer in enumerate(LAYERS) if part in layer]
-        below = {name for layer in LAYERS[:rank] for name in layer} | {part}
-        for module in imports_of(path):
-            if module.startswith("hf_pyao."):
-                imported = module.split(".")[1]
-                assert imported in below, f"{path}: {part} may not import {imported}"
+        rank = FLOORS.index(floor_of(path))
+        for module in imports_of(path, also_types=True):
+            if module in MODULES:
+                floor = floor_of(MODULES[module])
+                assert FLOORS.index(floor) <= rank, f"{path} may not import {module}: {floor}"
 
 
-def test_the_lower_parts_import_torch_alone() -> None:
+def test_no_rooms_import_each_other_in_a_ring() -> None:
+    graph: dict[str, set[str]] = {room_of(path): set() for path in FILES}
+    for path in FILES:
+        for module in imports_of(path, also_types=True):
+            if module in MODULES:
+                graph[room_of(path)] |= {room_of(MODULES[module])} - {room_of(path)}
+    done: set[str] = set()
+    for room in sorted(graph):
+        _walk(room, graph, [], done)
+
+
+def test_the_lower_floors_import_torch_alone() -> None:
     allowed = {*sys.stdlib_module_names, "torch", "hf_pyao", "triton", "scipy", "numpy"}
     for path in FILES:
-        if part_of(path) in ONLY_TORCH:
+        is_one = path.relative_to(ROOT).as_posix() in USE_TRANSFORMERS
+        if floor_of(path) in ONLY_TORCH and not is_one:
             for module in imports_of(path):
                 assert module.split(".")[0] in allowed, f"{path} imports {module}"
 
 
 def test_the_schedule_is_arithmetic() -> None:
     """It knows neither torch nor the rest of the package: the predictor uses it too."""
-    found = set(imports_of(ROOT / "transfer" / "schedule.py", also_types=True))
+    found = set(imports_of(ROOT / "engine" / "transfer" / "schedule.py", also_types=True))
     assert {module.split(".")[0] for module in found} <= set(sys.stdlib_module_names)
 
 
@@ -160,11 +181,6 @@ def test_no_imports_go_in_a_circle() -> None:
         _walk(start, graph, path, done)
 
 
-def _module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def _walk(name: str, graph: dict[str, set[str]], path: list[str], done: set[str]) -> None:
     assert name not in path, " -> ".join([*path[path.index(name) :], name])
     if name in done:
@@ -179,16 +195,28 @@ def _walk(name: str, graph: dict[str, set[str]], path: list[str], done: set[str]
 # ---- one writer for each state -----------------------------------------------------------------------
 
 WRITTEN_AT_HOME = {
-    "transfer/moved_bytes.py": {"MovedBytes"},
-    "transfer/schedule.py": {"Window", "Schedule"},
-    "transfer/window.py": {"OffloadWindow"},
-    "transfer/compute_streams.py": {"ComputeStreams", "Home", "Lingering"},
-    "runtime/tape.py": {"SlotEntry", "Layer", "LayerCall", "Tape", "MicroBatch", "StorageTable"},
-    "runtime/saved_tensor.py": {"WatchedStorage", "SavedStorage", "SavedTensor", "KeptTensor"},
-    "runtime/running.py": {"Running", "Token"},
-    "recompute/trace_values.py": {"Value", "TensorSource"},
-    "recompute/replay.py": {"DroppedStorage", "Replay"},
-    "recompute/recomputer.py": {"CallRecomputation"},
+    "engine/transfer/moved_bytes.py": {"MovedBytes"},
+    "engine/transfer/schedule.py": {"Window", "Schedule"},
+    "engine/transfer/window.py": {"OffloadWindow"},
+    "engine/transfer/compute_streams.py": {"ComputeStreams", "Home", "Lingering"},
+    "engine/runtime/tape.py": {
+        "SlotEntry",
+        "Layer",
+        "LayerCall",
+        "Tape",
+        "MicroBatch",
+        "StorageTable",
+    },
+    "engine/runtime/saved_tensor.py": {
+        "WatchedStorage",
+        "SavedStorage",
+        "SavedTensor",
+        "KeptTensor",
+    },
+    "engine/runtime/running.py": {"Running", "Token"},
+    "engine/recompute/trace_values.py": {"Value", "TensorSource"},
+    "engine/recompute/replay.py": {"DroppedStorage", "Replay"},
+    "engine/recompute/recomputer.py": {"CallRecomputation"},
 }
 """Classes whose attributes no other file assigns."""
 
@@ -199,10 +227,10 @@ CHANGES = {"append", "extend", "add", "clear", "pop", "popleft", "remove", "disc
 
 ALLOWED_CHANGES = {
     # A set, a table and a dictionary that pack hooks write in the hottest path there is.
-    ("runtime/packing.py", "saved_shapes"),
-    ("runtime/packing.py", "entries"),
-    ("runtime/packing.py", "casts"),
-    ("runtime/packing.py", "table"),  # asked, by its own methods
+    ("engine/runtime/packing.py", "saved_shapes"),
+    ("engine/runtime/packing.py", "entries"),
+    ("engine/runtime/packing.py", "casts"),
+    ("engine/runtime/packing.py", "table"),  # asked, by its own methods
 }
 
 
@@ -246,13 +274,17 @@ def test_state_is_written_at_home_alone() -> None:
         assert attributes[home], home
     for path in FILES:
         file = path.relative_to(ROOT).as_posix()
-        if file.split("/")[0] not in ("transfer", "runtime", "recompute", "integrations"):
+        if floor_of(path) not in ("engine", "model", "auto", "attachment", "hf"):
             continue
         elsewhere = {name for home, names in attributes.items() if home != file for name in names}
         own = attributes_of_all_classes(path)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             for target in targets_of(node):
-                is_own = isinstance(target.value, ast.Name) and target.value.id in ("self", "cls")
+                is_own = isinstance(target.value, ast.Name) and target.value.id in (
+                    "self",
+                    "cls",
+                    "ctx",
+                )
                 if target.attr in elsewhere and not is_own and target.attr not in own:
                     assert (file, target.attr) in ALLOWED_CHANGES, (
                         f"{file}:{target.lineno} assigns {ast.unparse(target)}"
@@ -268,7 +300,7 @@ def test_state_is_written_at_home_alone() -> None:
 
 
 def attributes_of_all_classes(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     return attributes_of(tree, {n.name for n in tree.body if isinstance(n, ast.ClassDef)})
 
 
@@ -279,8 +311,8 @@ FORBIDDEN = ("record_stream", "synchronize", "empty_cache")
 
 def test_the_engine_waits_for_events_alone() -> None:
     for path in FILES:
-        if part_of(path) in ("runtime", "transfer", "recompute", "stores", "codecs"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if floor_of(path) == "engine":
+            for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.Attribute):
                     assert node.attr not in FORBIDDEN, f"{path}:{node.lineno} uses {node.attr}"
 

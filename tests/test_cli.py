@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hf_pyao import __version__, cli
-from hf_pyao.bench import doctor
-from hf_pyao.bench.doctor import Machine
-from hf_pyao.documents.bench import FactsReport
-from hf_pyao.documents.schema import write_json
-from hf_pyao.report.kinds import read_document
-from tests.report.documents import make_bench, make_run
+from hf_pyao.plan.documents.bench import FactsReport
+from hf_pyao.plan.documents.schema import write_json
+from hf_pyao.tools.bench import doctor
+from hf_pyao.tools.bench.doctor import Machine
+from hf_pyao.tools.report.kinds import read_document
+from tests.helpers.documents import make_bench, make_run
 
 COMMANDS = [
     *("bench", "estimate", "microbatch", "profile", "predict", "plan", "sweep"),
@@ -198,8 +198,8 @@ def test_bench_refuses_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from hf_pyao.bench import harness
-    from hf_pyao.bench.memory import pick_device
+    from hf_pyao.tools.bench import harness
+    from hf_pyao.tools.bench.memory import pick_device
 
     def probe(device: str, **options: Any) -> Any:
         pick_device(device)

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 from hf_pyao import PyAOConfig
-from hf_pyao.codecs import CODECS, Codec, get_codec
 from hf_pyao.config import CODEC_NAMES, POLICY_NAMES, SETTINGS
-from hf_pyao.errors import ConfigError, PyAOError, unknown_name
-from hf_pyao.planning.policies import POLICIES, make_policy
-from hf_pyao.runtime.policy import (
+from hf_pyao.engine.codecs import CODECS, Codec, get_codec
+from hf_pyao.engine.runtime.policy import (
     Decision,
     Keep,
     Offload,
@@ -27,7 +25,9 @@ from hf_pyao.runtime.policy import (
     Policy,
     Situation,
 )
-from hf_pyao.runtime.slots import Slot
+from hf_pyao.engine.runtime.slots import Slot
+from hf_pyao.errors import ConfigError, PyAOError, unknown_name
+from hf_pyao.plan.policies.by_name import POLICIES, make_policy
 from hf_pyao.text import echo
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hf_pyao
-from hf_pyao.documents.run import check_report_path
 from hf_pyao.errors import ConfigError
+from hf_pyao.plan.documents.run import check_report_path
 from hf_pyao.ranks import ProcessRank, process_rank
 
 PACKAGE = Path(hf_pyao.__file__).parent

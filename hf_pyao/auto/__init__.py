@@ -1,5 +1,1 @@
-"""Decides in a run which policy an attached model follows.
-
-``states`` has the values, ``machine`` the table (states times events), ``driver`` performs what the
-table says. The first two import neither torch nor anything of the package.
-"""
+"""Decides in a run which policy an attached model follows: the machine, and what it performs."""

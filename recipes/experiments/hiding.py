@@ -12,11 +12,11 @@ from experiments.rows import PREDICT, Result, Row
 from experiments.runner import Options, progress
 from experiments.systems import BASELINE, CHECKPOINTING, MODELS, OFFLOAD_ALL, OFFLOAD_ALL_INT8
 from hf_pyao.config import PyAOConfig
-from hf_pyao.hardware.presets import Hardware, find_hardware
-from hf_pyao.hardware.speeds import GIB
-from hf_pyao.planning.predict import operation_times_ms, predict
-from hf_pyao.planning.prediction import Prediction
-from hf_pyao.planning.step_program import FORWARD, OUTSIDE, StepProgram
+from hf_pyao.plan.hardware.presets import Hardware, find_hardware
+from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.step.prediction import Prediction
+from hf_pyao.plan.step.step_program import FORWARD, OUTSIDE, StepProgram
 
 Read = Callable[[str], dict[str, Any] | None]
 

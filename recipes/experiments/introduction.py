@@ -57,7 +57,7 @@ def introduction() -> str:
             ),
             paragraph(
                 "Peaks and times beside more published figures, one by one: "
-                "[PUBLISHED.md](../../hf_pyao/estimate/PUBLISHED.md)."
+                "[PUBLISHED.md](../../hf_pyao/tools/estimate/PUBLISHED.md)."
             ),
         ]
     )

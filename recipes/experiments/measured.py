@@ -46,8 +46,8 @@ def count_step(
     """
     import torch
 
+    from hf_pyao.attachment import attach
     from hf_pyao.config import PyAOConfig
-    from hf_pyao.integrations.attach import attach
 
     model = _small_model(architecture, size, checkpointing=checkpointing)
     ids = torch.randint(0, MINIATURE_VOCABULARY, (micro_batch, MINIATURE_LENGTH))
@@ -59,8 +59,8 @@ def count_step(
 def _small_model(architecture: str, size: str, *, checkpointing: bool = False) -> Any:
     import torch
 
-    from hf_pyao.estimate.fake_step import build_model
-    from hf_pyao.estimate.model_sizes import build_config, find_size
+    from hf_pyao.tools.estimate.fake_step import build_model
+    from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 
     config = build_config(
         architecture, find_size(architecture, size), vocab_size=MINIATURE_VOCABULARY
@@ -165,10 +165,10 @@ def bench_rows(
         ConfigError: there is no accelerator.
     """
     need_accelerator("an accelerator with its driver and torch built for it")
-    from hf_pyao.bench.harness import run_bench
-    from hf_pyao.bench.setup import BenchSetup, Trial
-    from hf_pyao.estimate.model_sizes import PAPER_SIZES
-    from hf_pyao.estimate.model_specs import parse_model
+    from hf_pyao.tools.bench.harness import run_bench
+    from hf_pyao.tools.bench.setup import BenchSetup, Trial
+    from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES
+    from hf_pyao.tools.estimate.model_specs import parse_model
 
     for model in options.models:
         shape = (size or PAPER_SIZES)[model]

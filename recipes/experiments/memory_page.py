@@ -142,7 +142,7 @@ def _figure_4_reasons(document: dict[str, Any]) -> str:
             "3. So what stopped runs there is not the card's size alone: a desktop on the same "
             "card, fragmentation and even sizes are candidates.",
             "PyAO's limits of 10 and 10 are not reproduced: in the memory at which the baseline "
-            "stops there is room for more (hf_pyao/estimate/PUBLISHED.md has the range).",
+            "stops there is room for more (hf_pyao/tools/estimate/PUBLISHED.md has the range).",
             "Checkpointing holds as large a micro-batch as PyAO does. int8 does not lower this "
             "peak, which is in the loss: the logits and their gradients. With the chunked loss it "
             "goes down, with checkpointing as with PyAO.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster_result import KIND, SCHEMA_VERSION
+from cluster.cluster_result import KIND, SCHEMA_VERSION
 from experiments.calibration import Point
 from experiments.rows import MINIATURE, Row
 from hf_pyao.errors import ConfigError

@@ -14,12 +14,12 @@ from experiments.rows import MINIATURE, PREDICT, Result, Row, one, select
 from experiments.runner import Options, progress
 from experiments.systems import BASELINE, CHECKPOINTING, MODELS, PYAO
 from hf_pyao.config import DEFAULT_WINDOW_BYTES
-from hf_pyao.estimate.fake_step import FakeTraining
-from hf_pyao.estimate.recorded_step import record_step
-from hf_pyao.hardware.presets import find_hardware
-from hf_pyao.integrations.architectures import MODULE_MAPS
-from hf_pyao.planning.prediction import Prediction
-from hf_pyao.planning.step_program import StepProgram
+from hf_pyao.model.map.architectures import MODULE_MAPS
+from hf_pyao.plan.hardware.presets import find_hardware
+from hf_pyao.plan.step.prediction import Prediction
+from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.tools.estimate.fake_step import FakeTraining
+from hf_pyao.tools.estimate.recorded_step import record_step
 
 Read = Callable[[str], dict[str, Any] | None]
 
@@ -63,7 +63,8 @@ def predict_modules(options: Options) -> Result:
         rows=rows,
         assumptions=[
             *ASSUMPTIONS[1:3],
-            f"{MEGATRON_CARD.upper()} of hf_pyao/hardware/presets.py, link 50e9 bytes/s each way, "
+            f"{MEGATRON_CARD.upper()} of hf_pyao/plan/hardware/presets.py, link 50e9 bytes/s each "
+            "way, "
             f"micro-batch {MEGATRON_BATCH}; byte window of 256 MiB, the last layer stays",
         ],
     )

@@ -10,18 +10,18 @@ from experiments import published
 from experiments.predictor import use_one_thread
 from experiments.rows import MINIATURE, OK, OUT_OF_MEMORY, PREDICT, REAL, Result, Row
 from experiments.runner import Options, need_accelerator
-from hf_pyao.bench.setup import BenchSetup
-from hf_pyao.bench.sweep import SweepPlan, run_sweep
 from hf_pyao.config import PyAOConfig
-from hf_pyao.documents.sweep import SweepPoint, SweepReport
-from hf_pyao.estimate.assumptions import ASSUMPTIONS
-from hf_pyao.estimate.fake_step import FakeTraining
-from hf_pyao.estimate.model_specs import config_of, parse_model
-from hf_pyao.estimate.predicted_sweep import predict_points
-from hf_pyao.estimate.recorded_step import record_step
-from hf_pyao.hardware.presets import Hardware, find_hardware
 from hf_pyao.levers import Levers
-from hf_pyao.planning.sweep import Budgets, parse_budgets
+from hf_pyao.plan.documents.sweep import SweepPoint, SweepReport
+from hf_pyao.plan.hardware.presets import Hardware, find_hardware
+from hf_pyao.plan.paper.sweep import Budgets, parse_budgets
+from hf_pyao.tools.bench.setup import BenchSetup
+from hf_pyao.tools.bench.sweep import SweepPlan, run_sweep
+from hf_pyao.tools.estimate.assumptions import ASSUMPTIONS
+from hf_pyao.tools.estimate.fake_step import FakeTraining
+from hf_pyao.tools.estimate.model_specs import config_of, parse_model
+from hf_pyao.tools.estimate.predicted_sweep import predict_points
+from hf_pyao.tools.estimate.recorded_step import record_step
 
 Read = Callable[[str], dict[str, Any] | None]
 

@@ -89,7 +89,7 @@ def _reasons_1(document: dict[str, Any]) -> list[str]:
         "paper it must have spilled into the host's memory, which explains its tokens/s and is "
         "not in a prediction.",
         "Our speed has no optimizer in it, and a laptop's power limit may not allow the data "
-        "sheet's rate (hf_pyao/planning/README.md).",
+        "sheet's rate (hf_pyao/plan/README.md).",
         "It has no engine over several nodes: no row for ZeRO-1 or DDP.",
     ]
 
@@ -107,7 +107,7 @@ def table_2_section(read: Read) -> str:
             "direction.",
             "Its packs are 11 k over what it calls a step: ten measured steps and a warm-up, so "
             "that its pack times are likely sums, too. Ours, in the miniature, are of one step.",
-            "No knee is in either by the definition of hf_pyao/planning/README.md.",
+            "No knee is in either by the definition of hf_pyao/plan/README.md.",
         ]
     return _section("## NeuroCache, Table 2: the sweep over k", read, reasons)
 

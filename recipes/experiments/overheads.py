@@ -32,7 +32,7 @@ from experiments.systems import (
     PYAO_INT8,
     System,
 )
-from hf_pyao.hardware.speeds import GIB
+from hf_pyao.plan.hardware.speeds import GIB
 
 Read = Callable[[str], dict[str, Any] | None]
 
@@ -187,7 +187,7 @@ def table_2_section(read: Read) -> str:
         bullets(
             [
                 f"What the rule flags ({flagged}) depends on what an interval between two packs "
-                "holds (hf_pyao/planning/README.md).",
+                "holds (hf_pyao/plan/README.md).",
                 f"In half precision recomputation adds, and waiting loses, OPT, GPT-2, Llama: "
                 f"{_traded(found)} ms. Where the first is more, offloading everything is faster "
                 "on this link.",
@@ -296,8 +296,9 @@ def table_3_section(read: Read) -> str:
             [
                 "The paper's step has more in it that no stream shortens (gradient copies, the "
                 "codec's kernels, the optimizer), so that its gain is a smaller share.",
-                "`python recipes/simulate_schedule.py` has the same on the simulated device with "
-                "gradients that leave in backward (hf_pyao/simulation/README.md).",
+                "`python recipes/studies/simulate_schedule.py` has the same on the simulated "
+                "device with "
+                "gradients that leave in backward (hf_pyao/tools/simulation/README.md).",
                 "Checkpointing and accumulation copy nothing: one stream is enough.",
             ]
         ),

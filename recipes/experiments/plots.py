@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from hf_pyao.report.plots.look import (
+from hf_pyao.tools.report.plots.look import (
     BACKWARD,
     FORWARD,
     LIGHT,

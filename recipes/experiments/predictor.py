@@ -14,8 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from experiments.systems import System
+from hf_pyao.attachment import attach
 from hf_pyao.config import DEFAULT_WINDOW_BYTES, PyAOConfig
-from hf_pyao.estimate.estimate import (
+from hf_pyao.plan.hardware.presets import Hardware, find_hardware
+from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.plan.predict.predict import predict
+from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.tools.estimate.estimate import (
     AUTO,
     LONG_CONTEXT,
     WAYS,
@@ -23,23 +29,17 @@ from hf_pyao.estimate.estimate import (
     PredictedWay,
     Way,
 )
-from hf_pyao.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
-from hf_pyao.estimate.model_sizes import PAPER_SIZES, build_config, find_size
-from hf_pyao.estimate.search import largest_on_a_line
-from hf_pyao.hardware.presets import Hardware, find_hardware
-from hf_pyao.hardware.speeds import GIB
-from hf_pyao.integrations.attach import attach
-from hf_pyao.planning.predict import predict
-from hf_pyao.planning.step_program import StepProgram
-from hf_pyao.simulation.late_transport import LateTransport
-from hf_pyao.simulation.ledger import MemoryLedger, NotingMode
+from hf_pyao.tools.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
+from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
+from hf_pyao.tools.estimate.search import largest_on_a_line
+from hf_pyao.tools.simulation.late_transport import LateTransport
 
 HALF_BYTES = 2
 """Bytes of a parameter, and of a gradient as it is sent."""
 
 NOT_TENSORS_BYTES = 1.0e9
 """Context, NCCL, workspaces, a second bucket: the mean of what the paper's two baseline peaks are
-above ours (hf_pyao/estimate/PUBLISHED.md). The only constant that was fitted."""
+above ours (hf_pyao/tools/estimate/PUBLISHED.md). The only constant that was fitted."""
 
 PAPER_CAP_BYTES = 8.68e9
 """Tensors that fit beside it in the paper. Its baseline limits follow from any number between 7.75
@@ -98,7 +98,7 @@ class Predictor:
 
     Args:
         architecture: a key of ``systems.MODELS``.
-        size: its row in ``hf_pyao/estimate/model_sizes.py``; None: the paper's.
+        size: its row in ``hf_pyao/tools/estimate/model_sizes.py``; None: the paper's.
         hardware: the card; None: the paper's.
         sequence_length: tokens of a sample.
         vocab_size: of shapes without one of their own.

@@ -26,7 +26,7 @@ from experiments.systems import (
     System,
 )
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.model_sizes import PAPER_SIZES
+from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES
 
 STEPS = 8
 STEP_LINE = re.compile(r"time of an optimizer step, median of \d+\s+([\d.,]+) (ms|s)\b")

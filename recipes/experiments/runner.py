@@ -79,7 +79,7 @@ def _run(experiment: Experiment, args: argparse.Namespace) -> None:
 
 def _draw(plot: Plot, path: Path) -> None:
     from experiments.rows import read_document
-    from hf_pyao.report.plots.look import image_bytes, need_matplotlib
+    from hf_pyao.tools.report.plots.look import image_bytes, need_matplotlib
 
     need_matplotlib()
     figure = plot(read_document(path))

@@ -11,9 +11,9 @@ from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread
 from experiments.rows import PREDICT, Result, Row, select
 from experiments.runner import Options, progress
 from experiments.systems import BASELINE, MODELS
-from hf_pyao.hardware.speeds import GIB
-from hf_pyao.planning.activation_throughput import by_device_time, by_pack_intervals
-from hf_pyao.planning.iqr import find_outliers
+from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.plan.measure.activation_throughput import by_device_time, by_pack_intervals
+from hf_pyao.plan.paper.iqr import find_outliers
 
 Read = Callable[[str], dict[str, Any] | None]
 
@@ -90,7 +90,7 @@ def figure_2_section(read: Read) -> str:
                 "By the paper's intervals the projection behind the activation function stands "
                 "out, as it says; by what a part's own operations take on the device, it does "
                 "not: a projection saves its input before its product runs "
-                "(hf_pyao/planning/README.md).",
+                "(hf_pyao/plan/README.md).",
                 "Checkpointing, the chunked loss and ZeRO-1 have no row: what is measured is one "
                 "layer's forward, which is the same in all of them.",
             ]

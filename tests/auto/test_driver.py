@@ -14,16 +14,16 @@ from torch import nn
 
 import hf_pyao
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.auto import actions as do
-from hf_pyao.auto import events as on
-from hf_pyao.auto.driver import Driver, Policies
-from hf_pyao.auto.states import Mode, Ready, State, Target
-from hf_pyao.integrations.auto_check import PlanCheck
-from hf_pyao.integrations.model_copy import ForwardWatch, Place, SeenForward
+from hf_pyao.auto.machine import actions as do
+from hf_pyao.auto.machine import events as on
+from hf_pyao.auto.machine.driver import Driver, Policies
+from hf_pyao.auto.machine.states import Mode, Ready, State, Target
+from hf_pyao.auto.plans.check import PlanCheck
+from hf_pyao.auto.recording.model_copy import ForwardWatch, Place, SeenForward
+from hf_pyao.engine.runtime.policy import KeepEverything, OffloadAll
 from hf_pyao.levers import Levers
-from hf_pyao.planning.profile import StepProfiler
-from hf_pyao.runtime.policy import KeepEverything, OffloadAll
-from tests.integrations.test_auto_policy import AUTO, NUM_MEASURED, step, transport
+from hf_pyao.plan.measure.profile import StepProfiler
+from tests.auto.test_auto_policy import AUTO, NUM_MEASURED, step, transport
 
 ROOT = Path(hf_pyao.__file__).parent
 
@@ -95,7 +95,7 @@ def driver_of(engine: Engine, performer: Performer) -> tuple[Driver, Switch]:
 
 
 def test_answers_of_the_performer_are_the_next_events(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="hf_pyao.auto.driver")
+    caplog.set_level(logging.DEBUG, logger="hf_pyao.auto.machine.driver")
     engine, performer = Engine(), Performer(on.Planned(READY, "draft", "it fits"))
     driver, switch = driver_of(engine, performer)
     driver.send(on.Profiled("profile", is_recorded=True))
@@ -158,7 +158,7 @@ def test_nothing_else_exchanges_the_policy_or_the_window() -> None:
                 on_engine = ast.unparse(node.func.value).rpartition(".")[2] in ("engine", "_engine")
                 if on_engine and node.func.attr in ("use", "set_window", "wait_for_every_copy"):
                     callers.add(path.relative_to(ROOT).as_posix())
-    assert callers == {"auto/driver.py"}
+    assert callers == {"auto/machine/driver.py"}
 
 
 # ---- in a run ------------------------------------------------------------------------------------

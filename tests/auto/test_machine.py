@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 
-from hf_pyao.auto import actions as do
-from hf_pyao.auto import events as on
-from hf_pyao.auto.machine import IGNORED, TABLE, next_state
-from hf_pyao.auto.page import PAGE, page
-from hf_pyao.auto.rules import MOST_ROUNDS, MOST_SETS
-from hf_pyao.auto.states import Mode, Options, Purpose, Ready, SetState, Source, State, Target
+from hf_pyao.auto.machine import actions as do
+from hf_pyao.auto.machine import events as on
+from hf_pyao.auto.machine.page import PAGE, page
+from hf_pyao.auto.machine.rules import MOST_ROUNDS, MOST_SETS
+from hf_pyao.auto.machine.states import (
+    Mode,
+    Options,
+    Purpose,
+    Ready,
+    SetState,
+    Source,
+    State,
+    Target,
+)
+from hf_pyao.auto.machine.table import IGNORED, TABLE, next_state
 
 LADDER = (Target.RECOMPUTED, Target.WAITING)
 AUTO = State(name="auto", num_rounds_left=MOST_ROUNDS, rungs=LADDER, patience=4)
@@ -61,12 +70,12 @@ def test_every_mode_answers_every_event() -> None:
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m hf_pyao.auto.page`"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m hf_pyao.auto.machine.page`"
 
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys; sys.modules['torch'] = None; import hf_pyao.auto.machine, hf_pyao.auto.page;"
+        "import sys; sys.modules['torch'] = None; import hf_pyao.auto.machine.table, hf_pyao.auto.machine.page;"
         "assert not [n for n in sys.modules if n.startswith('hf_pyao.') and '.auto' not in n]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,10 +9,10 @@ from unittest import mock
 
 import torch
 
-from hf_pyao.runtime.packing import Packer
-from hf_pyao.runtime.parameters import is_parameter
-from hf_pyao.transfer import layout
-from hf_pyao.transfer.transport import BlockingTransport
+from hf_pyao.engine.runtime.packing import Packer
+from hf_pyao.engine.runtime.parameters import is_parameter
+from hf_pyao.engine.transfer import layout
+from hf_pyao.engine.transfer.transport import BlockingTransport
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -68,7 +68,7 @@ class RecogniserAudit:
             return keep(packer, call, tensor)
 
         with (
-            mock.patch("hf_pyao.runtime.packing.is_parameter", self._judge),
+            mock.patch("hf_pyao.engine.runtime.packing.is_parameter", self._judge),
             mock.patch.object(Packer, "_keep_parameter", keep_parameter),
             mock.patch.object(BlockingTransport, "offload", offload),
         ):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
-from hf_pyao.planning.lever_choice import ChosenLevers, LeverChoice
+from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
 from tests.distributed.models import batch_of, build_model, layers_of
 
 NUM_MEASURED = 2

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_pyao import OutOfDeviceMemoryError, attach
+from tests.auto.retry.test_out_of_memory_cases import Bomb, plant
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
-from tests.integrations.test_out_of_memory_cases import Bomb, plant
 
 NUM_STEPS = 3
 NUM_MICRO_BATCHES = 2

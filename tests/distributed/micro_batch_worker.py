@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_pyao.errors import PyAOError
-from tests.integrations.test_auto_micro_batch import CONFIG, running_out, trainer_of
+from tests.hf.micro_batch.test_auto_micro_batch import CONFIG, running_out, trainer_of
 
 
 def train(folder: Path, most_samples: int) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 
-import cluster_checks
-import cluster_namespaces
 import local_cluster
-from cluster_result import ClusterPoint, ClusterSweep
-from cluster_settings import EVENT_PREFIX, NodeSettings
-from cluster_sweep import ClusterError, Gathered, plan_points
+from cluster import cluster_checks, cluster_namespaces
+from cluster.cluster_result import ClusterPoint, ClusterSweep
+from cluster.cluster_settings import EVENT_PREFIX, NodeSettings
+from cluster.cluster_sweep import ClusterError, Gathered, plan_points
 from hf_pyao.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -150,7 +149,7 @@ def losses_of_one_process(
     path.write_text(json.dumps(dataclasses.asdict(settings)))
     environment = {name: v for name, v in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, str(RECIPES / "cluster_node.py"), str(path)],
+        [sys.executable, str(RECIPES / "cluster" / "cluster_node.py"), str(path)],
         env={**environment, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.runtime.parameters import is_parameter
+from hf_pyao.engine.runtime.parameters import is_parameter
 from tests.distributed.audit import RecogniserAudit
 from tests.distributed.models import batch_of, build_model
 from tests.distributed.scenarios import LAYER_CLASSES

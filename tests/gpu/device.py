@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pyao.simulation.transport import SimulatedTransport
-from hf_pyao.transfer.stream_transport import StreamTicket, StreamTransport
-from hf_pyao.transfer.transport import Transport
-from tests.ledger import AllocationLedger
+from hf_pyao.engine.transfer.stream_transport import StreamTicket, StreamTransport
+from hf_pyao.engine.transfer.transport import Transport
+from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers.ledger import AllocationLedger
 
 CYCLES_PER_MS = 1_000_000
 """Argument of torch's sleeping kernel for about a millisecond, on GPUs of 1 to 2 GHz."""

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.attention import NoKernel, attention_in_groups, plan_groups
-from hf_pyao.attention.grouped import GroupedCall
-from hf_pyao.attention.kernels import AttentionSettings, chosen_kernel
+from hf_pyao.model.attention import NoKernel, attention_in_groups, plan_groups
+from hf_pyao.model.attention.grouped import GroupedCall
+from hf_pyao.model.attention.kernels import AttentionSettings, chosen_kernel
 from tests.gpu.device import Device
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pyao.integrations.device_limit import allocator_settings
-from hf_pyao.planning.caching_allocator import Block, CachingAllocator
+from hf_pyao.plan.hardware.caching_allocator import Block, CachingAllocator
+from hf_pyao.plan.hardware.device_limit import allocator_settings
 from tests.gpu.device import Device
 from tests.gpu.training import batch_of, make_model
 

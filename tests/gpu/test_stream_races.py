@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.simulation.transport import SimulatedRaceError
+from hf_pyao.tools.simulation.transport import SimulatedRaceError
 from tests.gpu.device import Device
 from tests.gpu.training import ARCHITECTURES, make_model, plain_outcome, train
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_pyao import attach
-from hf_pyao.planning.planner import Planner
+from hf_pyao.plan.solve.planner import Planner
 from tests.helpers import (
     ACCUMULATING,
     EVERYTHING,

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.documents.plan import Plan, PlannedSlot
-from hf_pyao.hardware.speeds import LinkModel
-from hf_pyao.planning.auto_plan import plan_of
-from hf_pyao.planning.lever_choice import LeverChoice
-from hf_pyao.planning.plan_policy import PlanPolicy
-from hf_pyao.planning.planner import KEEP_ALL, Candidate, NoPlanFitsError, Planner
-from hf_pyao.planning.speed_range import scaled
-from hf_pyao.simulation.transport import SimulatedTransport
+from hf_pyao.plan.documents.plan import Plan, PlannedSlot
+from hf_pyao.plan.hardware.speeds import LinkModel
+from hf_pyao.plan.options.auto_plan import plan_of
+from hf_pyao.plan.options.lever_choice import LeverChoice
+from hf_pyao.plan.policies.plan_policy import PlanPolicy
+from hf_pyao.plan.predict.speed_range import scaled
+from hf_pyao.plan.solve.planner import KEEP_ALL, Candidate, NoPlanFitsError, Planner
+from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import (
     ARCHITECTURES,
     EVERY_LAYER,
@@ -59,7 +59,7 @@ def slots_of(model: Any) -> list[str]:
         name = "noting"
 
         def decide(self, slot: Any, situation: Any) -> Any:
-            from hf_pyao.runtime.policy import Keep
+            from hf_pyao.engine.runtime.policy import Keep
 
             if slot.name.rpartition(":")[2].isdigit():
                 seen[slot.name] = None

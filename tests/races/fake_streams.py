@@ -3,7 +3,7 @@
 Operations run at once, so values are always right; what is checked is whether anything made them
 wait for each other. Two accesses to the same bytes on two streams, one of them a write, must be
 ordered by events. Memory that dies returns to the stream that it was allocated on, which must be
-ordered behind all that used it. :class:`~hf_pyao.transfer.stream_transport.StreamTransport` runs on
+ordered behind all that used it. :class:`~hf_pyao.engine.transfer.stream_transport.StreamTransport` runs on
 these streams as it is.
 
 Autograd runs a node on the stream of its forward and orders gradients across streams. A CPU's does
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hf_pyao.transfer.stream_transport import StreamTransport
+from hf_pyao.engine.transfer.stream_transport import StreamTransport
 
 Clock = dict[int, int]
 """How far each stream (by number) had come, as far as the holder is ordered behind it."""
@@ -341,7 +341,7 @@ def fake_streams(seed: int = 0) -> Iterator[World]:
             ("torch.Event", lambda *args, **options: FakeEvent(world, *args, **options)),
             ("torch.accelerator.current_stream", lambda device=None: world.current),
             ("torch.accelerator.max_memory_allocated", lambda device=None: 0),
-            ("hf_pyao.transfer.compute_streams.WITHOUT_STREAMS", ("meta",)),
+            ("hf_pyao.engine.transfer.compute_streams.WITHOUT_STREAMS", ("meta",)),
         ):
             stack.enter_context(patch(target, replacement))
         stack.enter_context(_Operations(world))

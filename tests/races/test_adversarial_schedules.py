@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.documents.provenance import collect_provenance
-from hf_pyao.simulation.transport import SimulatedTransport
+from hf_pyao.plan.documents.provenance import collect_provenance
+from hf_pyao.tools.simulation.transport import SimulatedTransport
 from races.models import ARCHITECTURES, SCENARIOS, make_pair
 
 NUM_SCHEDULES = int(os.environ.get("HF_PYAO_TEST_SCHEDULES", "2000"))

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.runtime.backward_order import Reversed
-from hf_pyao.transfer.compute_streams import ComputeStreams, Home
-from hf_pyao.transfer.mover import Mover
-from hf_pyao.transfer.stream_transport import StreamTransport
-from hf_pyao.transfer.window import OffloadWindow
+from hf_pyao.engine.runtime.backward_order import Reversed
+from hf_pyao.engine.transfer.compute_streams import ComputeStreams, Home
+from hf_pyao.engine.transfer.mover import Mover
+from hf_pyao.engine.transfer.stream_transport import StreamTransport
+from hf_pyao.engine.transfer.window import OffloadWindow
 from tests.helpers import FunctionLayer, Stack
 from tests.races.fake_streams import FakeStream, FakeStreamTransport, World, backward, fake_streams
 
@@ -348,7 +348,7 @@ def _sources_are_the_homes() -> Any:
 
 def _nothing_lingers() -> Any:
     """A source is let go while others hold it, and only the graph kept it from then on."""
-    return mock.patch("hf_pyao.transfer.compute_streams.is_held_elsewhere", _nothing)
+    return mock.patch("hf_pyao.engine.transfer.compute_streams.is_held_elsewhere", _nothing)
 
 
 def _encoded_sources_go_at_once() -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.simulation.transport import SimulatedTransport
+from hf_pyao.tools.simulation.transport import SimulatedTransport
 from races.models import make_model
 
 

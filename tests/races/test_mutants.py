@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.engine.runtime.tape import StorageTable
+from hf_pyao.engine.runtime.unpacking import Unpacker
+from hf_pyao.engine.stores import HostBuffer, HostPool
+from hf_pyao.engine.transfer.moved_bytes import MovedBytes, Residency
+from hf_pyao.engine.transfer.mover import Mover, _device_buffer
+from hf_pyao.engine.transfer.window import OffloadWindow
 from hf_pyao.errors import PyAOError
-from hf_pyao.runtime.tape import StorageTable
-from hf_pyao.runtime.unpacking import Unpacker
-from hf_pyao.simulation.transport import SimulatedTransport
-from hf_pyao.stores import HostBuffer, HostPool
-from hf_pyao.transfer.moved_bytes import MovedBytes, Residency
-from hf_pyao.transfer.mover import Mover, _device_buffer
-from hf_pyao.transfer.window import OffloadWindow
+from hf_pyao.tools.simulation.transport import SimulatedTransport
 from races.models import SCENARIOS, make_pair
 
 Mutant = Callable[[], Any]
@@ -143,7 +143,7 @@ def _prefetch_into_a_buffer_in_use() -> Any:
         fresh = _device_buffer(moved)
         return buffers.setdefault((fresh.dtype, fresh.size(), fresh.stride()), fresh)
 
-    return mock.patch("hf_pyao.transfer.mover._device_buffer", shared)
+    return mock.patch("hf_pyao.engine.transfer.mover._device_buffer", shared)
 
 
 def _reload_dropped_unawaited() -> Any:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_pyao.bench.arguments import SMOKE_METHODS
-from hf_pyao.documents.bench import OK, UNAVAILABLE, BenchReport
+from hf_pyao.plan.documents.bench import OK, UNAVAILABLE, BenchReport
+from hf_pyao.tools.bench.arguments import SMOKE_METHODS
 from tests.recipes.conftest import RECIPES, run_once
 
 pytestmark = pytest.mark.thorough  # the bench tests run the same in one process
@@ -16,7 +16,14 @@ pytestmark = pytest.mark.thorough  # the bench tests run the same in one process
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BenchReport]:
     """What the smoke run printed, and the report that it wrote."""
-    command = (RECIPES / "bench_offload.py", "--smoke", "--device", "cpu", "--output", "out.json")
+    command = (
+        RECIPES / "bench" / "bench_offload.py",
+        "--smoke",
+        "--device",
+        "cpu",
+        "--output",
+        "out.json",
+    )
     folder, printed = run_once(tmp_path_factory, "bench_offload", *command, timeout=300)
     return printed, BenchReport.from_json_file(folder / "out.json")
 
@@ -69,7 +76,7 @@ def test_it_tells_what_it_does_and_what_came_of_it(smoke: tuple[str, BenchReport
 
 
 def test_sizes_of_the_recipes_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    import bench_offload
+    from bench import bench_offload
 
     with pytest.raises(SystemExit):
         bench_offload.main(["--help"])
@@ -79,7 +86,7 @@ def test_sizes_of_the_recipes_are_known(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_an_unknown_size_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    import bench_offload
+    from bench import bench_offload
 
     assert bench_offload.main(["--model", "opt:1.3c"]) == 2
     assert "unknown size of opt '1.3c'; did you mean '1.3b'?" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_pyao.estimate import model_sizes
+from hf_pyao.tools.estimate import model_sizes
 from run_summary import COUNTED_ON_CPU
 from tests.recipes.conftest import FinishedRun, Run
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-import compression_error
-from compression_summary import summarise
-from compression_tables import tables
 from hf_pyao.errors import ConfigError
+from studies import compression_error
+from studies.compression_summary import summarise
+from studies.compression_tables import tables
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPE = REPOSITORY / "recipes" / "compression_error.py"
+RECIPE = REPOSITORY / "recipes" / "studies" / "compression_error.py"
 RESULT = REPOSITORY / "recipes" / "results" / "compression_error.json"
-PAGE = REPOSITORY / "hf_pyao" / "codecs" / "COMPRESSION.md"
+PAGE = REPOSITORY / "hf_pyao" / "engine" / "codecs" / "COMPRESSION.md"
 
 LOSSY = {"int8", "int8_group", "int8_tensor", "fp8", "int4"}
 LOSSLESS = {"identity", "bitmask", "narrow"}

@@ -10,13 +10,10 @@ from unittest.mock import create_autospec
 
 import pytest
 
-import gpu_parts
 import gpu_suite
-from gpu_test_run import count_outcomes, files_with_gpu_tests
-from hf_pyao.bench import processes
-from hf_pyao.bench.processes import Deadline
-from hf_pyao.bench.setup import Trial
-from hf_pyao.documents.bench import (
+from bench import gpu_parts
+from bench.gpu_test_run import count_outcomes, files_with_gpu_tests
+from hf_pyao.plan.documents.bench import (
     CRASHED,
     NOT_REACHED,
     OK,
@@ -25,8 +22,11 @@ from hf_pyao.documents.bench import (
     BenchRow,
     FactsReport,
 )
-from hf_pyao.documents.schema import write_json
-from hf_pyao.report.kinds import read_document
+from hf_pyao.plan.documents.schema import write_json
+from hf_pyao.tools.bench import processes
+from hf_pyao.tools.bench.processes import Deadline
+from hf_pyao.tools.bench.setup import Trial
+from hf_pyao.tools.report.kinds import read_document
 from tests.recipes.conftest import RECIPES, REPOSITORY, run_once
 
 CPU = {"device": "cpu", "name": "CPU", "memory_gib": None}

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-import judge_plans
-from judge_plans import grid_point
-from judged_targets import solver_time
+from studies import judge_plans
+from studies.judge_plans import grid_point
+from studies.judged_targets import solver_time
 from tests.recipes.conftest import REPOSITORY
 
 RESULT = REPOSITORY / "recipes" / "results" / "judged_plans.json"

@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 
-import cluster_checks
-import cluster_namespaces
 import local_cluster
-from cluster_node import describe_error, interface_bytes, newest_checkpoint
-from cluster_report import draw_sweep, format_sweep, predicted_step_s
-from cluster_result import (
+from cluster import cluster_checks, cluster_namespaces
+from cluster.cluster_node import describe_error, interface_bytes, newest_checkpoint
+from cluster.cluster_report import draw_sweep, format_sweep, predicted_step_s
+from cluster.cluster_result import (
     ENGINES,
     ClusterPoint,
     ClusterSetup,
@@ -30,11 +29,11 @@ from cluster_result import (
     read_sweep,
     write_sweep,
 )
-from cluster_settings import Fault, NodeSettings, SupervisorSettings
-from cluster_sweep import ClusterError, plan_points, run_sweep, write_logs
-from cluster_volume import bytes_per_step, gradient_bytes, link_seconds, volume_coefficient
-from hf_pyao.documents.schema import ReportError
+from cluster.cluster_settings import Fault, NodeSettings, SupervisorSettings
+from cluster.cluster_sweep import ClusterError, plan_points, run_sweep, write_logs
+from cluster.cluster_volume import bytes_per_step, gradient_bytes, link_seconds, volume_coefficient
 from hf_pyao.errors import ConfigError, PyAOError
+from hf_pyao.plan.documents.schema import ReportError
 from tests.recipes.cluster_stub import processes_with, wait_until_gone, write_stub
 from tests.recipes.conftest import RECIPES, REPOSITORY
 
@@ -362,7 +361,7 @@ def test_errors_of_gloo_are_told_in_one_line() -> None:
 
 NETWORK = """
 import json, subprocess, sys
-from cluster_namespaces import *
+from cluster.cluster_namespaces import *
 run_tools([*network_commands(2), *shaping_commands(2, 5.0, None), *unshaping_commands(2)])
 unshaped = subprocess.run(["tc", "qdisc", "show"], capture_output=True, text=True).stdout
 assert "tbf" not in unshaped, unshaped
@@ -567,9 +566,9 @@ time.sleep(1000)
 
 OUTER = """
 import json, sys
-from cluster_settings import SupervisorSettings
-from cluster_sweep import run_sweep
-from hf_pyao.documents.schema import read_fields
+from cluster.cluster_settings import SupervisorSettings
+from cluster.cluster_sweep import run_sweep
+from hf_pyao.plan.documents.schema import read_fields
 settings = read_fields(SupervisorSettings, json.loads(sys.argv[1]), "settings")
 run_sweep(settings, sys.argv[2], lambda event: print(event["event"], flush=True))
 """
@@ -607,7 +606,7 @@ def test_nothing_is_left_when_the_launcher_is_ended(
     assert outer.wait(20) != 0
     outer.stdout.close()
     wait_until_gone(marker)
-    wait_until_gone(str(RECIPES / "cluster_supervisor.py"))
+    wait_until_gone(str(RECIPES / "cluster" / "cluster_supervisor.py"))
     assert cluster_namespaces.list_interfaces() == before
 
 

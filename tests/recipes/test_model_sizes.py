@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.estimate.model_sizes import MODEL_SIZES, PAPER_SIZES, build_config, find_size
+from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES, PAPER_SIZES, build_config, find_size
 
 PUBLISHED_PARAMETERS = {
     ("opt", "125m"): 125_239_296,

@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-import predict_micro_batch
-from hf_pyao.estimate import fake_step
-from hf_pyao.estimate.fake_step import METHODS, Method, peak_of_step
-from hf_pyao.estimate.search import largest_fitting
-from hf_pyao.integrations import cuda_choices
-from hf_pyao.simulation import cuda_operations
-from tests.ledger import AllocationLedger
+from hf_pyao.model.fake_cuda import (
+    cuda_choices,
+    cuda_operations,
+)
+from hf_pyao.tools.estimate import fake_step
+from hf_pyao.tools.estimate.fake_step import METHODS, Method, peak_of_step
+from hf_pyao.tools.estimate.search import largest_fitting
+from studies import predict_micro_batch
+from tests.helpers.ledger import AllocationLedger
 from tests.recipes.conftest import REPOSITORY
 
 BY_NAME = {method.name: method for method in METHODS}
@@ -195,7 +197,7 @@ def largest_of(document: dict[str, Any], method: str) -> tuple[int, ...]:
 def test_the_page_says_what_was_predicted() -> None:
     everything = published("predicted_micro_batch.json")
     keep_none = published("predicted_micro_batch_keep_none.json")
-    page = (REPOSITORY / "hf_pyao" / "integrations" / "HEAD_LOSS.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "hf_pyao" / "model" / "head" / "HEAD_LOSS.md").read_text(encoding="utf-8")
     for method in METHODS:
         cells = " | ".join(str(value) for value in largest_of(everything, method.name))
         assert f"| {method.name} | {cells} |" in page

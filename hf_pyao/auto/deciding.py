@@ -1,0 +1,310 @@
+"""What decides on an attached model's saved tensors: a policy, and what follows measurements."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.auto.install.lever_switch import LeverSwitch
+from hf_pyao.auto.install.wiring import (
+    first_kept_layer,
+    make_engine,
+    paths_in_a_layer,
+    select_recomputed,
+    wrap_policy,
+)
+from hf_pyao.auto.machine import events as on
+from hf_pyao.auto.machine.driver import Driver, Policies
+from hf_pyao.auto.machine.rules import MOST_ROUNDS
+from hf_pyao.auto.machine.states import Ready, State
+from hf_pyao.auto.measuring import Measuring
+from hf_pyao.auto.parts import Parts
+from hf_pyao.auto.plans.fit import policy_of
+from hf_pyao.auto.policy import AutoPolicy
+from hf_pyao.auto.pyao_rule import PyAORule, kept_plan
+from hf_pyao.auto.retry.tightening import (
+    MachineTightening,
+    Tightening,
+    paths_of,
+    rungs_of,
+)
+from hf_pyao.engine.recompute.verification import SEGMENT, Sampler, Wrong
+from hf_pyao.engine.runtime.backward_order import BackwardOrder
+from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.engine.runtime.policy import KeepEverything, OffloadAll, Policy, RecomputeSelected
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.levers import Levers
+from hf_pyao.model.map.model_identity import identity_of
+from hf_pyao.model.map.module_map import (
+    FoundLayers,
+    named_submodules,
+    resolve_selections,
+)
+from hf_pyao.plan.documents.plan import Plan
+from hf_pyao.plan.hardware.device_limit import allocator_settings, release_cached
+from hf_pyao.plan.options.plan_levers import GivenLevers, levers_of_plan
+from hf_pyao.plan.options.plan_request import PlanRequest
+from hf_pyao.plan.policies.by_name import PolicySettings, make_policy
+from hf_pyao.plan.policies.plan_policy import PlanPolicy
+
+
+class Deciding:
+    """An engine, and what gives it its policy.
+
+    Args:
+        model: what is attached; it is not held.
+        found: its layers.
+        parts: what was given.
+        levers: what is followed: those that were given, or a plan's.
+        link: the engine's.
+        device: where the model is.
+        backward_order: as in :func:`~hf_pyao.attach`.
+        sampler: checks what the engine rebuilds.
+
+    Raises:
+        ConfigError: a role or module name is unknown to this model.
+        PlanError: a plan was made for another model.
+        ReportError: a plan, or a profile that is there already, cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: FoundLayers,
+        parts: Parts,
+        levers: Levers,
+        link: LinkContext,
+        device: torch.device,
+        backward_order: BackwardOrder | None,
+        *,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self._parts = parts
+        self._link = link
+        identity = identity_of(found)
+        min_bytes, named = parts.policy.min_bytes, parts.policy.policy
+        selected = resolve_selections(parts.modules.names, found, field=parts.modules.label)
+        kept = kept_plan(parts.policy.plan) if named == "pyao" else None
+        policy = make_policy(parts.policy, selected)
+        if kept is not None:
+            policy = PlanPolicy(kept, min_bytes, "pyao")
+        _check_plan(policy, identity, found)
+        recomputed = select_recomputed(parts.recompute.names, found, parts.recompute.label)
+        wrap = functools.partial(
+            wrap_policy,
+            recompute=parts.recompute.names,
+            selected=recomputed,
+            first_kept=first_kept_layer(len(found.layers), parts.keep_last_layers, levers),
+        )
+        self.engine = make_engine(
+            model,
+            wrap(policy),
+            link,
+            codec=parts.codec,
+            enters_always=bool(levers.checkpoint_every),
+            backward_order=backward_order,
+            sampler=sampler,
+        )
+        self.switch = LeverSwitch(levers)
+        """Changes segments and tiles between forwards."""
+        decides_later = named in ("auto", "pyao")
+        recomputes = policy.may_recompute or bool(parts.recompute.names) or decides_later
+        request = parts.binds.on(
+            recomputed_paths=paths_in_a_layer(parts.recompute.names, recomputed),
+            host_limit_bytes=link.pool.capacity_bytes or math.inf,
+            window=link.offloads,
+            allocator=allocator_settings(device),
+        )
+        state = State(
+            name=str(named) if decides_later and kept is None else "",
+            num_rounds_left=MOST_ROUNDS,
+            patience=2 * parts.profile_steps,
+            rungs=rungs_of(
+                offloads_first=(
+                    (parts.keep_last_layers > 0 or named != "all")
+                    and (bool(levers.checkpoint_every) or not recomputes)
+                )
+            ),
+        )
+        policies = _policies(self.engine, found, request, device, wrap, is_auto=named == "auto")
+        self.driver = Driver(self.engine, policies, self.switch, state)
+        """Of the machine that decides; the only caller of ``engine.use``."""
+        self.tightening: Tightening = MachineTightening(self.driver, self.switch)
+        """What makes room where a micro-batch does not fit."""
+        self.measuring = Measuring(self.engine, link, device, parts, self.switch)
+        """What measures, for a profile that is asked for or for policy ``auto``."""
+        self.pyao_rule: PyAORule | None = None
+        """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
+        self.auto: AutoPolicy | None = None
+        """What plans, with policy ``auto``; None with others."""
+        if named == "pyao" and kept is None:
+            self.pyao_rule = PyAORule(
+                self.engine,
+                self.driver,
+                link.transport,
+                device,
+                identity,
+                num_micro_batches=parts.profile_steps,
+                plan_path=parts.policy.plan,
+            )
+        if named == "auto":
+            self.auto = AutoPolicy(
+                self.engine,
+                self.driver,
+                device,
+                parts.auto,
+                request,
+                identity=identity,
+                switch=self.switch,
+                check_plan=_plan_check(identity, found),
+                measurer=self.measuring,
+            )
+            self.auto.decide_at_once()
+            _check_plan(self.engine.policy, identity, found)
+        plans = self.auto is not None and self.auto.measures
+        if parts.profile.path is not None or plans:
+            self.measuring.prepare(model, found, identity, self.auto if plans else None)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is followed, with policies that follow a plan; None with others, or before it."""
+        if self.auto is not None:
+            return self.auto.plan
+        if self.pyao_rule is not None:
+            return self.pyao_rule.plan
+        policy = self.engine.policy.innermost
+        return policy.plan if isinstance(policy, PlanPolicy) else None
+
+    @property
+    def is_measuring(self) -> bool:
+        """True while a profile is made."""
+        return self.measuring.is_measuring
+
+    def start(self, model: nn.Module, owner: object) -> None:
+        """Watch *model*, where that is needed; *owner* is to be found by the hooks."""
+        if self.auto is not None:
+            self.auto.start(model, owner)
+        self.measuring.start(model, owner, self.auto)
+
+    def end(self) -> None:
+        """Take everything off. Twice is fine."""
+        if self.auto is not None:
+            self.auto.end()
+        self.measuring.end()
+        self._link.leave(self.engine.mover)
+
+    def made_room(self) -> None:
+        """Note that something makes room: PyAO's rule, which would hold more, decides no more."""
+        if self.pyao_rule is not None:
+            self.driver.send(on.GivesUp(""))
+
+    def without_second_runs(self, wrong: Sequence[Wrong]) -> str:
+        """Have layers run once from the next forward on: nothing is recomputed, nor tiled.
+
+        Policy ``auto`` makes another plan before that forward, without segments, if only these went
+        *wrong*, and if the user did not ask for them.
+
+        Returns:
+            What is done from then on, to follow "from now on".
+        """
+        why = "the second run of a layer gave other tensors than forward"
+        may_replan = (
+            self.auto is not None
+            and all(each.kind == SEGMENT for each in wrong)
+            and "checkpoint_every" in self._parts.levers.free
+        )
+        self.switch.refuse_segments(why)
+        self.driver.send(on.SecondRunWrong(may_replan, why))
+        done = "no layer runs again in backward, and everything that the layers save is offloaded"
+        return f"{done}, until policy 'auto' has another plan" if may_replan else done
+
+    def summary(self) -> str:
+        """Say what policy ``auto`` does; empty with others, and before it has decided."""
+        return "" if self.auto is None else self.auto.summary
+
+    def report(self) -> dict[str, Any]:
+        """Return plain values that the run's report is to hold."""
+        if self.auto is not None:
+            return self.auto.report()
+        transitions = self.driver.transitions()
+        return {"transitions": transitions} if transitions else {}
+
+
+def _policies(
+    engine: OffloadEngine,
+    found: FoundLayers,
+    request: PlanRequest,
+    device: torch.device,
+    wrap: Callable[[Policy], Policy],
+    *,
+    is_auto: bool,
+) -> Policies:
+    """Return the policies that the machine may use; the configured one is the engine's now."""
+    everything = OffloadAll(request.min_bytes)
+
+    def of_plan(ready: Ready) -> Policy:
+        if is_auto:
+            return policy_of(ready.plan, request.min_bytes)
+        return wrap(PlanPolicy(ready.plan, request.min_bytes, "pyao"))
+
+    def window_of_plan(ready: Ready) -> int | None:
+        return (ready.plan.facts.window_bytes or None) if may_set_window() else None
+
+    def may_set_window() -> bool:
+        return is_auto and request.may_set_window
+
+    return Policies(
+        configured=engine.policy,
+        nothing=KeepEverything("auto"),
+        everything=everything,
+        recomputed=RecomputeSelected(everything, paths_of(found), is_pointwise=True),
+        of_plan=of_plan,
+        window_of_plan=window_of_plan,
+        configured_window_bytes=lambda: request.window_bytes if may_set_window() else None,
+        before_plan=functools.partial(release_cached, device),
+    )
+
+
+def followed_levers(policy: PolicySettings, given: GivenLevers) -> Levers:
+    """Return the levers of the plan that *policy* follows; those *given* if it follows none.
+
+    Policy ``auto`` sets those of its plans itself.
+
+    Raises:
+        PlanError: the plan needs others than were given.
+        ReportError: the plan cannot be read.
+    """
+    plan = None
+    if policy.policy == "pyao":
+        plan = kept_plan(policy.plan)
+    elif policy.policy == "plan":
+        assert policy.plan is not None
+        plan = Plan.from_json_file(policy.plan)
+    elif isinstance(policy.policy, PlanPolicy):
+        plan = policy.policy.plan
+    return given.levers if plan is None else levers_of_plan(plan, given)
+
+
+def _plan_check(identity: Mapping[str, Any], found: FoundLayers) -> Callable[[Plan], None]:
+    """Return what refuses a plan that was made for another model, by a ``PlanError``."""
+    layers = [(fqn, [name for name, _ in named_submodules(m)]) for fqn, m in found.layers]
+
+    def check(plan: Plan) -> None:
+        plan.check_model(identity, layers)
+
+    return check
+
+
+def _check_plan(policy: Policy, identity: Mapping[str, Any], found: FoundLayers) -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        PlanError: it was.
+    """
+    if isinstance(policy, PlanPolicy):
+        _plan_check(identity, found)(policy.plan)

@@ -1,0 +1,1 @@
+"""Puts engine, hooks and options on a model, and takes them off."""

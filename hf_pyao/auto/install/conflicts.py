@@ -1,0 +1,152 @@
+"""What cannot go together with offloading, refused before training and with the remedy.
+
+Everything here raises :class:`~hf_pyao.errors.ConflictError`. An ``nn.DataParallel`` around the
+model is refused where models are unwrapped (``../../model/map/wrappers.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hf_pyao.engine.recompute.segment_lifecycle import OTHER_CHECKPOINTING
+from hf_pyao.errors import ConflictError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+# transformers 5.23 renamed the first to the second and keeps the old name as an alias.
+_CHECKPOINTING_FLAGS = ("gradient_checkpointing", "activation_checkpointing")
+
+_UNIFIED_MEMORY = (
+    "the device is MPS, whose memory is the host's memory: moving activations there frees nothing. "
+    "Turn offloading off, or train on another device (use_cpu=True works for a trial)."
+)
+
+
+def check_training_arguments(args: TrainingArguments) -> None:
+    """Refuse training arguments that offload activations too, or whose devices cannot be served.
+
+    Asks *args* for its device, which sets that up if nothing has yet.
+
+    Raises:
+        ConflictError: another offloader is switched on, several GPUs would share one process, or
+            the device has unified memory.
+    """
+    check_other_offloaders(args)
+    if args.n_gpu > 1:
+        raise ConflictError(
+            f"{args.n_gpu} GPUs are visible to one process, which Trainer drives through "
+            "nn.DataParallel; its replicas share one set of hooks across threads. Make one device "
+            "visible (CUDA_VISIBLE_DEVICES=0), or start one process per device with "
+            "`accelerate launch` or `torchrun`."
+        )
+    if args.device.type == "mps":
+        raise ConflictError(_UNIFIED_MEMORY)
+
+
+def check_other_offloaders(args: object) -> None:
+    """Refuse arguments that switch on another offloader of activations. Touches no device.
+
+    Raises:
+        ConflictError: TRL's ``activation_offloading``, or checkpointing's ``offload`` is on.
+    """
+    if getattr(args, "activation_offloading", False):
+        raise ConflictError(
+            "TRL's activation_offloading is on together with hf_pyao's offloading; only the inner "
+            "one of two offloaders gets the tensors. Drop --activation_offloading (on a config "
+            "class without PyAOArguments, argparse takes --activation_offload for an abbreviation "
+            "of it: mix PyAOArguments into that class)."
+        )
+    for flag in _CHECKPOINTING_FLAGS:
+        kwargs = getattr(args, f"{flag}_kwargs", None)
+        if isinstance(kwargs, dict) and kwargs.get("offload"):
+            raise ConflictError(
+                f"{flag}_kwargs has offload={kwargs['offload']!r}: transformers would then copy "
+                "the layer inputs to the host itself, and wait for each copy. Drop that key; "
+                "hf_pyao offloads them when checkpointing is on."
+            )
+
+
+def uses_checkpointing(args: object) -> bool:
+    """Say whether training arguments switch checkpointing on, under either of its names."""
+    return any(getattr(args, flag, None) for flag in _CHECKPOINTING_FLAGS)
+
+
+def check_other_checkpointing(model: nn.Module, length: int) -> None:
+    """Refuse a model whose layers are checkpointed, where ``checkpoint_every`` is *length*.
+
+    Raises:
+        ConflictError: they are.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False):
+            what = "gradient checkpointing is on in the model"
+        elif type(module).__name__ == "CheckpointWrapper":
+            what = f"{name!r} is wrapped in torch's CheckpointWrapper"
+        else:
+            continue
+        raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=length))
+
+
+def check_checkpointing_arguments(args: object, length: int) -> None:
+    """Refuse training arguments that switch checkpointing on too, as the function above.
+
+    Raises:
+        ConflictError: they do.
+    """
+    if length and uses_checkpointing(args):
+        what = "the training arguments switch gradient checkpointing on"
+        raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=length))
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model, or surroundings, in which offloading would have no effect or a wrong one.
+
+    Raises:
+        ConflictError: saved-tensor hooks are already set around the caller, backward is to be
+            compiled, a layer is wrapped in another offloader, or the model sits in unified memory.
+    """
+    # True: see hooks also while a compiler traces. Only the innermost hooks are called: ours would
+    # win inside the layers, and the ones already set would silently miss those tensors.
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise ConflictError(
+            "saved-tensor hooks are already set here (torch.autograd.graph.saved_tensors_hooks or "
+            "save_on_cpu). Only the innermost hooks of a nest see a tensor, so these two cannot "
+            "work together. Attach and train outside that context."
+        )
+    dynamo = sys.modules.get("torch._dynamo.config")  # not imported: nothing was compiled
+    if getattr(dynamo, "compiled_autograd", False):
+        raise ConflictError(
+            "torch._dynamo.config.compiled_autograd is on: backward would be compiled, with the "
+            "hooks that bring saved tensors back traced into it. Switch it off; torch.compile of "
+            "the model or of its layers works with offloading."
+        )
+    if any(parameter.device.type == "mps" for parameter in model.parameters()):
+        raise ConflictError(_UNIFIED_MEMORY)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RReLU) and module.training:
+            raise ConflictError(
+                f"{name!r} is an nn.RReLU, whose noise is written after autograd has saved it: a "
+                "copy made at that moment would be wrong. Use another activation, or freeze its "
+                "randomness with eval()."
+            )
+        if _offloads_checkpoints(module):
+            raise ConflictError(
+                f"{name or type(module).__name__!r} already offloads what checkpointing saves "
+                "(checkpointing was enabled with offload=True). Enable it without `offload`; "
+                "hf_pyao offloads the layer inputs itself."
+            )
+
+
+def _offloads_checkpoints(module: nn.Module) -> bool:
+    """Recognise the two ways to offload a checkpoint's input: by wrapper, and by function."""
+    if type(module).__name__ == "OffloadWrapper":  # torch's, which accelerate applies under FSDP2
+        return True
+    # transformers puts a function local to the method that enables checkpointing in the place of
+    # torch's own; nothing else tells that `offload` was asked for.
+    function = getattr(getattr(module, "_gradient_checkpointing_func", None), "func", None)
+    return getattr(function, "__qualname__", "").endswith("<locals>.checkpoint_func")

@@ -1,0 +1,222 @@
+"""Performs what the machine decides: the only caller of ``engine.use``.
+
+It exchanges policies, windows and options of the step; what else an action asks for (measuring,
+planning, telling) is handed to a performer, whose answers are the machine's next events.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hf_pyao.auto.machine import actions as do
+from hf_pyao.auto.machine import events as on
+from hf_pyao.auto.machine.states import Options, Ready, State, Target
+from hf_pyao.auto.machine.table import next_state
+from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.engine.runtime.policy import Policy
+from hf_pyao.levers import Levers
+
+logger = logging.getLogger(__name__)
+
+MOST_TRANSITIONS = 200
+"""Newest transitions that are kept for the run's report."""
+
+_RESUMED = (
+    *(do.Use, do.Measure, do.CancelMeasuring, do.TimeMicroBatches, do.StopTiming),
+    do.ForgetForward,
+)
+"""Actions that an interrupt only delays: they are performed before the next event."""
+
+
+class Switch(Protocol):
+    """Sets the options of the step: segments, tiles, groups."""
+
+    configured: Levers
+
+    @property
+    def levers(self) -> Levers:
+        """Those of the next forward."""
+        ...
+
+    def set(self, levers: Levers) -> None:
+        """Have the next forward run with *levers*."""
+        ...
+
+
+class Performer(Protocol):
+    """Performs what is no exchange of the policy."""
+
+    def perform(self, action: do.Action, state: State) -> on.Event | None:
+        """Perform *action*; return the event that answers it, if there is one."""
+        ...
+
+
+def _nothing_to_release() -> None:
+    """Nothing is cached."""
+
+
+@dataclass(frozen=True)
+class Policies:
+    """The policy for each target. None of them may hold the model."""
+
+    configured: Policy
+    nothing: Policy
+    everything: Policy
+    recomputed: Policy
+    of_plan: Callable[[Ready], Policy]
+    window_of_plan: Callable[[Ready], int | None] = lambda ready: None
+    """Bytes; None: the window stays."""
+    configured_window_bytes: Callable[[], int | None] = lambda: None
+    """The same; asked when it is needed, since other models may come to share the window."""
+    before_plan: Callable[[], None] = _nothing_to_release
+    """Called before a plan is used: it may give back cached memory."""
+
+    def of(self, use: do.Use) -> Policy:
+        """Return the policy that is to be used."""
+        if use.target is Target.PLAN:
+            assert use.ready is not None, "the machine uses no plan without one"
+            return self.of_plan(use.ready)
+        return {
+            Target.CONFIGURED: self.configured,
+            Target.NOTHING: self.nothing,
+            Target.EVERYTHING: self.everything,
+            Target.RECOMPUTED: self.recomputed,
+            Target.WAITING: self.everything,
+        }[use.target]
+
+
+class Driver:
+    """Tells the machine of events, and performs its actions on one engine.
+
+    Args:
+        engine: held weakly.
+        policies: for each target.
+        switch: sets the options of the step.
+        state: to begin with.
+    """
+
+    def __init__(
+        self, engine: OffloadEngine, policies: Policies, switch: Switch, state: State
+    ) -> None:
+        self._engine = weakref.ref(engine)
+        self._policies = policies
+        self._switch = switch
+        self._performer: Callable[[], Performer | None] = lambda: None
+        self.state = state
+        """What is known now; replaced by :meth:`send` alone."""
+        self._events: deque[on.Event] = deque()
+        self._left: tuple[do.Action, ...] = ()
+        """Actions of the newest transition that are not performed yet."""
+        self._is_sending = False
+        self._answer: str | None = None
+        self._transitions: deque[dict[str, Any]] = deque(maxlen=MOST_TRANSITIONS)
+
+    def perform_with(self, performer: Performer) -> None:
+        """Have *performer* perform what is no exchange of the policy; it is held weakly."""
+        self._performer = weakref.ref(performer)
+
+    def send(self, event: on.Event) -> str | None:
+        """Tell the machine of *event*, and perform what it decides.
+
+        Returns:
+            What is done from now on, where the event asks for more memory; None: nothing, or it
+            asks for none.
+
+        Raises:
+            Exception: what performing an action raised. The state is that after the event.
+        """
+        self._events.append(event)
+        if self._is_sending:  # it comes from a performer, and waits for its turn
+            return None
+        self._is_sending, self._answer = True, None
+        try:
+            left, self._left = self._left, ()
+            self._perform_all(tuple(each for each in left if isinstance(each, _RESUMED)))
+            while self._events:
+                self._step(self._events.popleft())
+        finally:
+            self._events.clear()
+            self._is_sending = False
+        return self._answer
+
+    def transitions(self) -> list[dict[str, Any]]:
+        """Return the newest transitions between modes, as plain values for a report."""
+        return list(self._transitions)
+
+    def _step(self, event: on.Event) -> None:
+        before = self.state
+        state, actions = next_state(before, event)
+        self._left = actions
+        self.state = state
+        if state.mode is not before.mode:
+            self._note(event, before, state)
+        self._perform_all(actions)
+
+    def _note(self, event: on.Event, before: State, state: State) -> None:
+        engine = self._engine()
+        self._transitions.append(
+            {
+                "forward": 0 if engine is None else engine.num_forwards,
+                "event": type(event).__name__,
+                "from": before.mode.name,
+                "to": state.mode.name,
+            }
+        )
+        logger.debug(
+            "%s: %s -> %s, %s", type(event).__name__, before.mode.name, state.mode.name, event
+        )
+
+    def _perform_all(self, actions: tuple[do.Action, ...]) -> None:
+        for number, action in enumerate(actions):
+            self._left = actions[number:]
+            try:
+                answer = self._perform(action)
+            except Exception:
+                self._left = ()  # an error would come again
+                raise
+            if answer is not None:
+                self._events.append(answer)
+        self._left = ()
+
+    def _perform(self, action: do.Action) -> on.Event | None:
+        if isinstance(action, do.Use):
+            self._use(action)
+            return None
+        if isinstance(action, do.Answer):
+            self._answer = action.words
+            return None
+        performer = self._performer()
+        return None if performer is None else performer.perform(action, self.state)
+
+    def _use(self, use: do.Use) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        self._set_options(use)
+        if use.target is Target.PLAN:
+            self._policies.before_plan()
+        window_bytes = None
+        if use.resets_window:
+            window_bytes = self._policies.configured_window_bytes()
+        elif use.ready is not None:
+            window_bytes = self._policies.window_of_plan(use.ready)
+        if window_bytes is not None:
+            engine.set_window(window_bytes)
+        engine.use(self._policies.of(use))
+        if use.target is Target.WAITING:
+            engine.wait_for_every_copy()
+
+    def _set_options(self, use: do.Use) -> None:
+        switch = self._switch
+        if use.options is Options.CONFIGURED:
+            switch.set(switch.configured)
+        elif use.options is Options.ONCE:
+            switch.set(Levers(head_loss=switch.levers.head_loss))
+        elif use.options is Options.PLAN and use.ready is not None:
+            if use.ready.options is not None:
+                switch.set(use.ready.options)

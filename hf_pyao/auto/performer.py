@@ -1,0 +1,312 @@
+"""Performs what the machine asks for under policy ``auto``: timing, planning, judging, telling."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hf_pyao.auto.machine import actions as do
+from hf_pyao.auto.machine import events as on
+from hf_pyao.auto.machine.states import Mode, Purpose, Ready, SetState, Source, State
+from hf_pyao.auto.plans.check import (
+    NUM_UNCOUNTED,
+    PlanCheck,
+    TimedMicroBatch,
+    loses,
+    num_bare,
+)
+from hf_pyao.auto.plans.correction import LEAST_TIMED, beside, find_off
+from hf_pyao.auto.plans.draft import Draft
+from hf_pyao.auto.plans.files import PlanFiles
+from hf_pyao.auto.plans.fit import LARGER, ready_of
+from hf_pyao.auto.plans.planning import PlanMaker
+from hf_pyao.auto.plans.settings import AutoSettings
+from hf_pyao.auto.plans.trained import mark_of
+from hf_pyao.auto.ranks.rank_exchange import RankExchange
+from hf_pyao.auto.recording.lever_recording import LeverRecorder
+from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
+from hf_pyao.auto.recording.step_recording import record_fake_step
+from hf_pyao.auto.view import ModelView
+from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.plan.step.recorded_step import RecordedStep
+from hf_pyao.text import describe_error
+
+logger = logging.getLogger(__name__)
+
+
+class Measurer(Protocol):
+    """Measures micro-batches, and tells policy ``auto`` what came of it."""
+
+    def measure_anew(self) -> None:
+        """Measure the next micro-batches."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop measuring for policy ``auto``; a profile that the user asked for goes on."""
+        ...
+
+
+class AutoActions:
+    """The performer of policy ``auto``.
+
+    Args:
+        engine: what is timed; held weakly.
+        device: where the model is.
+        config: what policy ``auto`` takes from the configuration.
+        maker: makes plans.
+        files: where the plan is kept.
+        view: what is seen of the model.
+        measurer: measures micro-batches.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        device: torch.device,
+        config: AutoSettings,
+        maker: PlanMaker,
+        files: PlanFiles,
+        view: ModelView,
+        measurer: Measurer,
+    ) -> None:
+        self._engine = weakref.ref(engine)
+        self._device = device
+        self._config = config
+        self._maker = maker
+        self._files = files
+        self._view = view
+        self._measurer = measurer
+        self._check: PlanCheck | None = None
+        self.recorded_key: bytes | None = None
+        """Which parameters were trained when the step of the newest profile was recorded."""
+        self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
+        """Shows a line to the user."""
+
+    def perform(self, action: do.Action, state: State) -> on.Event | None:
+        """Perform *action*; return the event that answers it, if there is one."""
+        if isinstance(action, do.MakePlan):
+            return self._make_plan(action.purpose, state)
+        if isinstance(action, do.Judge):
+            return self._judge(state.now)
+        if isinstance(action, do.TimeMicroBatches):
+            self._time(is_of_plan=action.is_of_plan)
+        elif isinstance(action, do.StopTiming):
+            self._stop_timing()
+        elif isinstance(action, do.Measure):
+            self._measurer.measure_anew()
+        elif isinstance(action, do.CancelMeasuring):
+            self._measurer.cancel()
+        elif isinstance(action, do.ForgetForward):
+            self._view.forget_forward()
+        elif isinstance(action, do.Tell):
+            self._tell(action.ready)
+        elif isinstance(action, do.Keep):
+            self._files.keep(action.ready.plan)
+        elif isinstance(action, do.Say):
+            self._show(action)
+        return None
+
+    # ---- timing --------------------------------------------------------------------------------
+
+    def note_size(self, num_elements: int) -> None:
+        """Note the batch that is about to run, for what is timed."""
+        if self._check is not None:
+            self._check.num_elements = num_elements
+
+    def timed(self, state: State) -> on.Timed | None:
+        """Return what was timed, once there is enough of it."""
+        check = self._check
+        if check is None or not check.is_done:
+            return None
+        self._stop_timing()
+        draft = state.now.draft
+        is_of_plan = state.mode is Mode.CHECKING and isinstance(draft, Draft)
+        return on.Timed(check.result(), draft.expected() if is_of_plan else None)
+
+    def _time(self, *, is_of_plan: bool) -> None:
+        self._stop_timing()
+        engine = self._engine()
+        if engine is None:
+            return
+        number = num_bare(self._config.profile_steps)
+        if is_of_plan:
+            number = NUM_UNCOUNTED + max(LEAST_TIMED, self._config.profile_steps)
+        check = PlanCheck(engine, self._device, number)
+        self._check = check
+        check.start()
+
+    def _stop_timing(self) -> None:
+        check, self._check = self._check, None
+        if check is not None:
+            check.stop()
+
+    # ---- planning ------------------------------------------------------------------------------
+
+    def _make_plan(self, purpose: Purpose, state: State) -> on.Event:
+        try:
+            found = self._planned(purpose, state)
+        except Exception as error:  # no reason to end a training
+            if purpose is Purpose.MEMORY:
+                logger.warning("no tighter plan was found: %s", describe_error(error))
+            return on.NotPlanned(describe_error(error))
+        return found
+
+    def _planned(self, purpose: Purpose, state: State) -> on.Event:
+        now, maker = state.now, self._maker
+        if purpose is Purpose.UNRECORDED:
+            return self._plan_unrecorded(state)
+        if purpose is Purpose.MEASURED:
+            return self._plan_measured(state)
+        draft: Draft = now.draft
+        if purpose is Purpose.LARGER:
+            steps = self._view.steps(is_newest=True)
+            larger = self._larger(draft, now.num_elements, steps, now.cap_bytes)
+            how = f"for batches of {now.num_elements} elements instead of {draft.num_elements}"
+            return self._answer(larger, f"{how}; {larger.limits.how}")
+        if purpose is Purpose.ONCE:
+            once = maker.in_room(draft, self._view.room())
+            return self._answer(once, "of layers that run once")
+        tighter = maker.tighter(draft)
+        if tighter is None:
+            return on.NotPlanned("there is no tighter plan", is_error=False)
+        return self._answer(
+            tighter, "after the device ran out of memory", cap_bytes=tighter.limits.limit_bytes
+        )
+
+    def _answer(self, draft: Draft, how: str, **more: Any) -> on.Planned:
+        ready = ready_of(draft.plan, self._config.given, keeps_all=draft.keeps_all)
+        return on.Planned(ready, draft, how, **more)
+
+    def _plan_measured(self, state: State) -> on.Event:
+        """Plan for the largest batch so far: with dynamic padding the first is one of many."""
+        view, profile, cap_bytes = self._view, state.now.profile, state.now.cap_bytes
+        key = view.key_now()
+        if key != self.recorded_key:  # others are trained since the step was recorded
+            recorded = self._recorded(view.steps())
+            profile = dataclasses.replace(profile, program=recorded.to_dict())
+        draft = self._maker.plan(
+            profile,
+            view.num_elements,
+            view.recorder(),
+            view.room(),
+            cap_bytes=cap_bytes,
+            trained=_mark(key),
+        )
+        if view.most_elements > LARGER * view.num_elements:
+            steps = view.steps(is_largest=True)
+            draft = self._larger(draft, view.most_elements, steps, cap_bytes)
+        return self._answer(draft, draft.limits.how, key=key)
+
+    def _plan_unrecorded(self, state: State) -> on.Event:
+        """Keep everything if it fits, without a recorded step."""
+        profile = state.now.profile
+        if profile is None:
+            return on.NotPlanned("nothing was measured", is_error=False)
+        trained = _mark(state.key)
+        found = self._maker.plan_unrecorded(profile, self._view.most_elements, trained)
+        if found is None:
+            return on.NotPlanned(profile.why_no_program, is_error=False)
+        plan, how = found
+        ready = ready_of(plan, self._config.given, keeps_all=True)
+        return on.Planned(ready, None, how, source=Source.UNRECORDED)
+
+    def _larger(
+        self,
+        draft: Draft,
+        num_elements: int,
+        steps: Callable[[], CopiedStep] | None,
+        cap_bytes: float,
+    ) -> Draft:
+        """Record the step of a larger batch, take times in proportion, and plan for it."""
+        recorded = self._recorded(steps)
+        recorder = None if steps is None else LeverRecorder(steps, self._config.layers)
+        room = self._view.room()
+        return self._maker.larger(
+            draft, recorded, num_elements, recorder, room, cap_bytes=cap_bytes
+        )
+
+    def _recorded(self, steps: Callable[[], CopiedStep] | None) -> RecordedStep:
+        if steps is None:
+            raise CopyError("the model is not watched any more.")
+        recorded, _ = record_fake_step(
+            steps(), levers=self._config.given.levers, layers=self._config.layers
+        )
+        return recorded
+
+    # ---- judging -------------------------------------------------------------------------------
+
+    def _judge(self, now: SetState) -> on.Judged:
+        """Compare what a plan came to with its prediction, and with what it replaced."""
+        draft: Draft = now.draft
+        times = now.times
+        logger.info("policy 'auto': %s.", beside(times.plan, draft.expected()))
+        corrected = self._corrected(draft, times.plan, now.causes)
+        if corrected is None:
+            return on.Judged(lost=self._lost(draft, times.plan, times.before, times.fallback))
+        if corrected.is_another:
+            return on.Judged(corrected)
+        fallback = () if corrected.is_speed else times.fallback
+        return on.Judged(corrected, self._lost(corrected.draft, times.plan, times.before, fallback))
+
+    def _corrected(
+        self, draft: Draft, timed: Sequence[TimedMicroBatch], causes: frozenset[str]
+    ) -> on.Corrected | None:
+        most = LARGER * draft.num_elements  # the plan holds for larger batches, which take longer
+        of_size = [each for each in timed if each.num_elements <= most]
+        found = find_off(of_size, draft.num_elements, draft.expected, draft.copies_ms, causes)
+        if found is None:
+            return None
+        after, is_another = self._maker.corrected(draft, found.correction)
+        return on.Corrected(
+            ready_of(after.plan, self._config.given, keeps_all=after.keeps_all),
+            after,
+            found.words,
+            found.causes,
+            is_another,
+            is_speed=found.correction.compute != 1.0,
+        )
+
+    def _lost(
+        self,
+        draft: Draft,
+        timed: Sequence[TimedMicroBatch],
+        before: Sequence[TimedMicroBatch],
+        fallback: Sequence[TimedMicroBatch],
+    ) -> on.Lost | None:
+        """Return what was faster: what was done before, or offloading everything; None: nothing."""
+        for other, measured, name in (
+            (draft.before, before, "the plan before"),
+            (draft.fallback, fallback, "offloading everything"),
+        ):
+            lost = None if other is None else loses(timed, measured)
+            if other is None or lost is None:
+                continue
+            after = self._maker.fall_back(draft, other)
+            ready = ready_of(after.plan, self._config.given, keeps_all=after.keeps_all)
+            return on.Lost(ready, after, name, plan_ms=lost[0], fallback_ms=lost[1])
+        return None
+
+    # ---- telling -------------------------------------------------------------------------------
+
+    def _tell(self, ready: Ready | None) -> None:
+        """Tell the other processes of a plan, or that there is none.
+
+        A round begins only when there is something to tell: the others wait for each in turn.
+        """
+        RankExchange("plan").tell("" if ready is None else json.dumps(ready.plan.to_dict()))
+
+    def _show(self, action: do.Say) -> None:
+        if action.is_warning:
+            logger.warning("%s", action.line)
+        else:
+            self.say(action.line)
+
+
+def _mark(key: bytes | None) -> int | None:
+    return None if key is None else mark_of(key)

@@ -1,0 +1,1 @@
+"""Makes, follows, checks and keeps the plans of policy auto."""

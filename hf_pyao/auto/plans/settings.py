@@ -1,0 +1,55 @@
+"""``AutoSettings``: what policy ``auto`` takes from a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.plan.options.plan_levers import GivenLevers
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoSettings:
+    """Made once when a model is attached. What binds the planner is in its ``PlanRequest``."""
+
+    given: GivenLevers
+    """The levers, and which of them its plans may set."""
+    profile_steps: int
+    """Micro-batches that are measured before it decides."""
+    layers: tuple[str, ...]
+    """Names of the layers; empty: those that the architecture is known to have."""
+    plan: str | None
+    """File of the plan that is kept; None: none is."""
+    makes_profile: bool
+    """True if a profile is asked for as well."""
+    recomputes: bool
+    """True if parts of a layer are to be recomputed."""
+    codec: str
+    """Name of the codec that is given."""
+    allow_lossy: bool
+    """True if it may choose codecs that are not exact."""
+    device_memory_gib: float | None
+    """Most memory of the device, in GiB; None: what it has free."""
+    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By field of the configuration, how messages call it."""
+
+    @classmethod
+    def of(cls, config: PyAOConfig) -> AutoSettings:
+        """Return what *config* holds of it."""
+        return cls(
+            given=GivenLevers.of(config),
+            profile_steps=config.profile_steps,
+            layers=tuple(config.layers),
+            plan=None if config.plan is None else str(config.plan),
+            makes_profile=config.profile is not None,
+            recomputes=bool(config.recompute_modules),
+            codec=config.codec if isinstance(config.codec, str) else config.codec.name,
+            allow_lossy=config.allow_lossy,
+            device_memory_gib=config.device_memory_gib,
+            labels={name: config.label(name) for name in ("device_memory_gib", "allow_lossy")},
+        )
+
+    def label(self, name: str) -> str:
+        """Return how messages call a field of the configuration."""
+        return self.labels.get(name, name)

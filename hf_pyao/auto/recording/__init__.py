@@ -1,0 +1,1 @@
+"""Records steps of a model on fake tensors."""

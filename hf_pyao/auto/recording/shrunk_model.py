@@ -1,0 +1,82 @@
+"""Takes equal layers out of a model that is only looked at: four of them tell of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.plan.step.stretch import NUM_RECORDED
+
+
+@dataclass(frozen=True)
+class RemovedLayers:
+    """What was taken out."""
+
+    layer_names: tuple[str, ...]
+    """Qualified names of the layers that the model had, in forward order."""
+    nbytes: int
+    """Bytes of the parameters and buffers that went."""
+
+
+def remove_equal_layers(model: nn.Module) -> RemovedLayers | None:
+    """Remove all layers of *model* but the first two and the last two, if all are equal.
+
+    Returns:
+        What went; None if the layers differ, or there are no more than that: the model is as it
+        was then.
+    """
+    layers = find_layers(model).layers
+    names = tuple(name for name, _ in layers)
+    if len(layers) <= NUM_RECORDED or len({_structure(layer) for _, layer in layers}) > 1:
+        return None
+    container = _list_of([layer for _, layer in layers], model)
+    if container is None:
+        return None
+    half = NUM_RECORDED // 2
+    before = _bytes_of(model)
+    del container[half : len(container) - half]
+    return RemovedLayers(names, before - _bytes_of(model))
+
+
+def _list_of(layers: Sequence[nn.Module], model: nn.Module) -> nn.ModuleList | None:
+    """Return the list in *model* that holds *layers* and nothing else; None if there is none."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(layers):
+            if all(own is layer for own, layer in zip(module, layers, strict=True)):
+                return module
+    return None
+
+
+def _structure(layer: nn.Module) -> tuple[Any, ...]:
+    """Return what two layers have in common if they run the same operations."""
+    modules = tuple(
+        (name, type(module), module.extra_repr(), _settings(module))
+        for name, module in layer.named_modules()
+    )
+    tensors = tuple(
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]
+    )
+    return modules, tensors
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Return a module's plain attributes, but those that number it."""
+    return tuple(
+        sorted(
+            (name, repr(value))
+            for name, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) or value is None
+            if not name.startswith("_") and not name.endswith(("idx", "index", "layer_id"))
+        )
+    )
+
+
+def _bytes_of(model: nn.Module) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,234 @@
+"""Records a training step of a model on fake tensors as a program of plain numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ParamSpec, Protocol
+from unittest import mock
+
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_pyao.auto.install.wiring import (
+    first_kept_layer,
+    make_engine,
+    make_lifecycle,
+    put_on_attention_groups,
+    put_on_head_loss,
+    put_on_mlp_tiles,
+    select_recomputed,
+    wrap_policy,
+)
+from hf_pyao.auto.recording.shrunk_model import remove_equal_layers
+from hf_pyao.config import PyAOConfig
+from hf_pyao.engine.stores import HostPool
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
+from hf_pyao.model.fake_cuda.quiet import quiet_fake_tensors
+from hf_pyao.model.losses.chunking import ChunkPlan
+from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.model.tiles import TilePlan
+from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE, Plan
+from hf_pyao.plan.hardware.kernel_settings import KernelSettings
+from hf_pyao.plan.policies.by_name import make_policy
+from hf_pyao.plan.policies.plan_policy import PlanPolicy
+from hf_pyao.plan.step.recorded_step import RecordedStep
+from hf_pyao.plan.step.step_recorder import (
+    RECORDING,
+    RecordingMode,
+    RecordingTransport,
+    StepRecorder,
+)
+
+NUM_SHOWN_CHUNKS = 3
+"""Chunks of the head loss, and tiles of an MLP, that are run; more are equal to the second."""
+
+UNLIMITED_BYTES = 2**60
+
+Parameters = ParamSpec("Parameters")
+
+
+class FakeStep(Protocol):
+    """A training step that can be run on fake tensors."""
+
+    @property
+    def kernels(self) -> KernelSettings:
+        """The device and the process that workspaces of kernels are reckoned for."""
+        ...
+
+    def model(self) -> AbstractContextManager[tuple[nn.Module, FakeTensorMode]]:
+        """Make the model; everything of it happens in here."""
+        ...
+
+    def let_gradients_go(self, model: nn.Module) -> None:
+        """Have gradients leave the device as they are complete, if they do."""
+        ...
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """Return the bytes of the optimizer's states on the device."""
+        ...
+
+    def run(self, model: nn.Module, label: Callable[[Tensor, str], None]) -> None:
+        """Run forward, loss and backward; *label* is told of tensors that have a name."""
+        ...
+
+
+class _LayersAreMissingError(Exception):
+    """The step failed where some layers stood for others."""
+
+
+def _with_all_layers_if_it_must(
+    record: Callable[Parameters, tuple[RecordedStep, int]],
+) -> Callable[Parameters, tuple[RecordedStep, int]]:
+    """Have *record* run all layers where a step fails without: its code may count its layers."""
+
+    @functools.wraps(record)
+    def recorded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> tuple[RecordedStep, int]:
+        try:
+            return record(*args, **kwargs)
+        except _LayersAreMissingError:
+            kwargs["is_whole"] = True
+            return record(*args, **kwargs)
+
+    return recorded
+
+
+@_with_all_layers_if_it_must
+def record_fake_step(
+    step: FakeStep,
+    *,
+    levers: Levers = NO_LEVERS,
+    recompute_modules: Sequence[str] = (),
+    plan: Plan | None = None,
+    keep_last_layers: int = 0,
+    layers: Sequence[str] = (),
+    is_whole: bool = False,
+    must_run_again: bool = False,
+) -> tuple[RecordedStep, int]:
+    """Run *step* once; return it, and the number of chunks that the head loss took (0: none).
+
+    Args:
+        step: the model, and how it is trained.
+        levers: what changes the step itself.
+        recompute_modules: ``PyAOConfig.recompute_modules``.
+        plan: what is recomputed beside; what it offloads or keeps is not looked at.
+        keep_last_layers: last layers in which nothing is recomputed; a plan says which of the
+            others are kept. With more than one, all layers are run.
+        layers: ``PyAOConfig.layers``; where they are named, all are run.
+        is_whole: run all layers, also where some stand for others. They are run too where the
+            step fails without (a model that takes the hidden states of a certain layer).
+        must_run_again: with segments, each layer has to take part.
+
+    Raises:
+        ConfigError: the head is not one that the chunked loss understands.
+        LeversRefusedError: a layer does not take part that has to.
+    """
+    config = PyAOConfig.from_dict(
+        {
+            **RECORDING,
+            **levers.settings(),
+            "recompute_modules": tuple(recompute_modules),
+            "keep_last_layers": keep_last_layers,
+        }
+    )
+    with quiet_fake_tensors(), step.model() as (model, fake_mode):
+        state_bytes = step.state_bytes(model)
+        # Of the layers that stand for others, the one behind them runs the same.
+        recomputes = bool(recompute_modules) or plan is not None
+        # So are segments of one layer; those of several end where the model says.
+        runs_all = is_whole or bool(layers) or levers.checkpoint_every > 1
+        runs_all = runs_all or (recomputes and keep_last_layers > 1)
+        removed = None if runs_all else remove_equal_layers(model)
+        step.let_gradients_go(model)
+        recorder = StepRecorder(fake_mode, step.kernels)
+        pool = HostPool(UNLIMITED_BYTES, pin=False)
+        link = LinkContext(RecordingTransport(recorder), pool, 0)
+        found = find_layers(model, layers)
+        policy = make_policy(config) if plan is None else PlanPolicy(_all_leaves(plan))
+        policy = wrap_policy(
+            policy,
+            recompute=recompute_modules,
+            selected=select_recomputed(recompute_modules, found),
+            first_kept=first_kept_layer(len(found.layers), keep_last_layers, levers),
+        )
+        runs_again = bool(levers.checkpoint_every)
+        engine = make_engine(model, policy, link, codec=config.codec, enters_always=runs_again)
+        lifecycle = make_lifecycle(engine, found, levers)
+        loss = put_on_head_loss(model, levers.head_loss)
+        tiles = put_on_mlp_tiles(model, found, levers.mlp_tiles)
+        groups = put_on_attention_groups(model, found, levers.attention_groups)
+        try:
+            lifecycle.install()
+            names = [name for name, _ in found.layers]
+            # Nothing of a layer that runs again as a whole is rebuilt by itself.
+            recorder.begin(names, pool.owns, with_graph=not levers.checkpoint_every)
+            engine.observe(recorder.observer)
+            resident_bytes = recorder.note_residents(
+                [*model.named_parameters(), *model.named_buffers()]
+            )
+            with RecordingMode(recorder), _few_parts(recorder):
+                step.run(model, recorder.label)
+        except Exception as error:
+            if removed is None:
+                raise
+            raise _LayersAreMissingError from error
+        finally:
+            if loss is not None:
+                loss.uninstall()
+            if tiles is not None:
+                tiles.uninstall()
+            if groups is not None:
+                groups.uninstall()
+            lifecycle.remove()
+        num_chunks = 0 if loss is None else int(loss.metrics()["head_loss_num_chunks"])
+        if must_run_again and lifecycle.refused:
+            raise LeversRefusedError(f"a layer does not run again: {lifecycle.refused}")
+        program = recorder.program(resident_bytes + state_bytes)
+        cut = None if tiles is None else tiles.last_plan
+        if cut is not None:
+            program = dataclasses.replace(
+                program, num_tiles=cut.num_tiles, num_tiled_tokens=cut.num_tokens
+            )
+    if removed is None:
+        return RecordedStep(program, program.layer_names, 0), num_chunks
+    return RecordedStep(program, removed.layer_names, removed.nbytes), num_chunks
+
+
+def _all_leaves(plan: Plan) -> Plan:
+    """Return *plan* with everything offloaded that it does not recompute."""
+    recomputed = [slot for slot in plan.slots if slot.action == RECOMPUTE]
+    slots = [dataclasses.replace(slot, otherwise=OFFLOAD, codec=None) for slot in recomputed]
+    return dataclasses.replace(plan, slots=slots, otherwise=OFFLOAD)
+
+
+@contextmanager
+def _few_parts(recorder: StepRecorder) -> Iterator[None]:
+    """Let head loss and MLPs show three of their chunks and tiles: the second stands for the rest.
+
+    It stands for all but first and last. Another thread's, on real tensors, are all there.
+    """
+    with _few(ChunkPlan, recorder), _few(TilePlan, recorder):
+        yield
+
+
+@contextmanager
+def _few(kind: type[ChunkPlan | TilePlan], recorder: StepRecorder) -> Iterator[None]:
+    all_slices = kind.slices
+
+    def few_slices(plan: Any) -> Iterator[tuple[int, int]]:
+        slices = list(all_slices(plan))
+        if len(slices) <= NUM_SHOWN_CHUNKS or active_fake_mode() is None:
+            yield from slices
+            return
+        yield slices[0]
+        recorder.num_runs = len(slices) - 2
+        yield slices[1]
+        recorder.num_runs = 1
+        yield slices[-1]
+
+    with mock.patch.object(kind, "slices", few_slices):
+        yield

@@ -1,0 +1,174 @@
+"""What a micro-batch may change in a model, noted when it begins, and whether it can be undone.
+
+[Note: What can be undone]
+- A gradient that was not there is removed.
+- One that was there and was not touched needs nothing; one in whose place another was put comes
+  back.
+- One that backward has added to cannot be taken apart again. The sum is the right one, though, if
+  the next try adds nothing to it: see ``added_gradients``.
+- What modules hold besides (attributes, buffers, generators, hooks) is put back: see [Note: State
+  of modules] in ``rerun.inventory``. Of tensors, those are copied that are known to change: which
+  these are is seen by comparing all of them over the first micro-batch, since kernels (batch
+  norm's) change some without a version telling. One that changes later for the first time cannot
+  be brought back.
+- Parameters never change in a micro-batch. Where they did (an optimizer that steps in backward),
+  nothing can be undone. Their versions tell, and a few of their elements. Hooks on parameters may
+  take gradients away, or step by them; where there are any, no backward can be undone.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hf_pyao.engine.rerun.inventory import Inventory
+from hf_pyao.engine.rerun.weight_samples import WeightSamples
+
+_GRADIENT = operator.attrgetter("grad")
+_VERSION = operator.attrgetter("_version")
+
+
+class ModelTensors:
+    """Knows what of a model micro-batches may change.
+
+    Args:
+        model: held weakly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inventory = Inventory([model])
+        self.samples = WeightSamples()
+        self.knows_changing = False
+        """Whether a micro-batch has shown which tensors change in place."""
+        self.devices = sorted(
+            {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}, key=str
+        )
+        """Those that the model is on, the CPU apart."""
+
+
+class NotedTensors:
+    """A model's state when a micro-batch began.
+
+    Made before every micro-batch, so that what it does is written for speed.
+
+    Args:
+        tensors: the model's.
+    """
+
+    def __init__(self, tensors: ModelTensors) -> None:
+        self._tensors = tensors
+        self._state = tensors.inventory.note(copies_all=not tensors.knows_changing)
+        self._parameters = [each for each in self._state.parameters if each.is_leaf]
+        self._gradients, self._gradient_versions = _note(list(map(_GRADIENT, self._parameters)))
+        self._samples = tensors.samples.take(self._parameters)
+        self.added: list[tuple[nn.Parameter, torch.Tensor]] = []
+        """Parameters to whose gradients backward has added, and those; known by
+        :meth:`reason_not_undone`."""
+        self.has_written = False
+        """True if any gradient was written; known likewise."""
+
+    def learn(self) -> None:
+        """See what the micro-batch, which is over, has changed in place, if that is not known."""
+        if not self._tensors.knows_changing:
+            self._tensors.knows_changing = True
+            self._state.learn()
+
+    # ---- after a failure -----------------------------------------------------------------------
+
+    def reason_not_undone(self, *, after_backward: bool, in_backward: bool) -> str:
+        """Look at what has changed; say why it cannot be undone, or return an empty string.
+
+        Args:
+            after_backward: whether a backward has run in it, to its end or not.
+            in_backward: whether it has failed in a backward.
+        """
+        self.added.clear()
+        if self._state.changed_parameter():
+            return "parameters were changed in it, as by an optimizer that steps in backward"
+        for parameter, gradient, gradient_version in zip(
+            self._parameters, self._gradients, self._gradient_versions, strict=True
+        ):
+            if after_backward and _has_hooks(parameter):
+                return "hooks on parameters take up the gradients as they come"
+            reason = self._look_at_gradient(
+                parameter, gradient, gradient_version, in_backward=in_backward
+            )
+            if reason:
+                return reason
+        if self.added and self._share_storages():
+            return "gradients that were there before lie in one buffer, and some have changed"
+        return self._state.reason_not_undone()
+
+    def have_weights_changed(self) -> bool:
+        """Say whether weights have changed without a version telling. It waits for the device."""
+        return self._tensors.samples.have_changed(self._parameters, self._samples)
+
+    def _look_at_gradient(
+        self,
+        parameter: nn.Parameter,
+        noted: weakref.ref[torch.Tensor] | None,
+        version: int,
+        *,
+        in_backward: bool,
+    ) -> str:
+        gradient = parameter.grad
+        if noted is None:
+            self.has_written |= gradient is not None
+            return ""
+        before = noted()
+        if before is None:
+            return "it let go of gradients that were there before, as zero_grad() does"
+        if before._version == version:
+            self.has_written |= before is not gradient
+            return ""
+        self.has_written = True
+        if before is not gradient or before._version != version + 1 or not in_backward:
+            return "it changed gradients that were there before, and not by one backward alone"
+        self.added.append((parameter, gradient))
+        return ""
+
+    def _share_storages(self) -> bool:
+        """Say whether gradients lie in one storage, and so have one version together."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        storages = {g.untyped_storage()._cdata for g in gradients if type(g) is torch.Tensor}
+        return len(storages) != len(gradients)
+
+    @property
+    def known_ids(self) -> set[int]:
+        """The ids of the parameters."""
+        return {id(parameter) for parameter in self._parameters}
+
+    def undo(self) -> None:
+        """Bring gradients and the state of modules back, as far as they can be."""
+        for parameter, noted in zip(self._parameters, self._gradients, strict=True):
+            before = None if noted is None else noted()
+            if parameter.grad is not before and (noted is None or before is not None):
+                parameter.grad = before
+        self._state.undo()
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(hooks)
+
+
+def _note(
+    gradients: list[torch.Tensor | None],
+) -> tuple[Sequence[weakref.ref[torch.Tensor] | None], Sequence[int]]:
+    """Return weak references on *gradients*, and their versions.
+
+    Weak ones, so that whoever lets go of a gradient meanwhile gets its memory.
+    """
+    if gradients and gradients[0] is not None:
+        try:  # mostly all are there, or none is
+            return list(map(weakref.ref, gradients)), list(map(_VERSION, gradients))  # type: ignore[arg-type]
+        except (TypeError, AttributeError):
+            pass
+    return (
+        [None if gradient is None else weakref.ref(gradient) for gradient in gradients],
+        [0 if gradient is None else gradient._version for gradient in gradients],
+    )

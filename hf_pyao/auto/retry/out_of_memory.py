@@ -1,0 +1,348 @@
+"""Runs micro-batches, and runs one again under a tighter plan where it did not fit.
+
+[Note: Running again]
+A try that fails leaves tensors behind: in the frames of its traceback, in the graph, in copies
+under way. All of it goes before the next: frames are cleared, the forward's tapes are closed
+(buffers go with the graph's nodes), autocast's casts and the allocator's cache are emptied. Then
+gradients, buffers and random numbers are what they were, and the next try computes the same bits:
+the tighter plan changes where saved tensors are, not what they hold. What cannot be undone (see
+``noted_tensors``), or not without other ranks (``collectives``), ends the run with a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from hf_pyao.auto.ranks.collectives import (
+    is_in,
+    num_collectives,
+    reason_not_alone,
+    reason_of_wrappers,
+)
+from hf_pyao.auto.ranks.rank_alarm import RankAlarm
+from hf_pyao.auto.retry.added_gradients import AddedOnce
+from hf_pyao.auto.retry.memory_failure import MemoryFailure, Remedies
+from hf_pyao.auto.retry.noted_tensors import ModelTensors, NotedTensors
+from hf_pyao.auto.retry.other_gradients import find_other, newest_backward
+from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
+from hf_pyao.auto.retry.tightening import Tightening
+from hf_pyao.engine.rerun.generators import RandomState
+from hf_pyao.engine.runtime.lifecycle import Lifecycle
+from hf_pyao.engine.transfer.graph_task import NO_TASK
+from hf_pyao.errors import PyAOError, RecomputationError, SavedTensorModifiedError
+from hf_pyao.plan.hardware.device_limit import release_cached
+from hf_pyao.ranks import process_rank
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+WEIGHTS_CHANGED = "weights were changed in it, as by an optimizer that steps in backward"
+_SECOND_RUNS = ("engine/recompute", "model/tiles")
+"""Where second runs of layers are."""
+_MOST_TRIES = 8
+"""However often a tightening finds something tighter."""
+
+
+class OutOfDeviceMemoryError(PyAOError, torch.OutOfMemoryError):
+    """A micro-batch did not fit into device memory, and could not be run again in less."""
+
+
+class MicroBatchRunner:
+    """Runs the micro-batches of one attached model.
+
+    Args:
+        model: held weakly.
+        lifecycle: drives the engine on it; held weakly, since the model's hooks own it.
+        remedies: what the user may change, for messages.
+        device: what the model is on.
+        tightening: makes room.
+        on_tightened: told what is done from now on, each time.
+        guard: says whether second runs gave backward other bits than forward had.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lifecycle: Lifecycle,
+        remedies: Remedies,
+        device: torch.device,
+        tightening: Tightening,
+        on_tightened: Callable[[str], None],
+        guard: SecondRunGuard,
+    ) -> None:
+        self._guard = guard
+        self._model = weakref.ref(model)
+        self._lifecycle = weakref.ref(lifecycle)
+        self._engine = lifecycle.engine
+        self._remedies = remedies
+        self._device = device
+        self.tightening = tightening
+        """Asked for a tighter plan; may be exchanged."""
+        self._on_tightened = on_tightened
+        self._tensors: ModelTensors | None = None
+        self._newest_backward = NO_TASK
+        self._alarm: RankAlarm | None = None
+        self._has_ended = False
+        """True once this rank has told the others that it ends, or heard that of one."""
+
+    def stop(self) -> None:
+        """Listen to the other ranks no more."""
+        alarm, self._alarm = self._alarm, None
+        if alarm is not None:
+            alarm.stop()
+
+    def run(self, function: Callable[[], Result], *, writes_only_this_model: bool) -> Result:
+        """Run *function*; see :meth:`hf_pyao.Offloader.run_micro_batch`."""
+        model = self._model()
+        if model is None:
+            return function()
+        tensors = self._tensors
+        if tensors is None:
+            tensors = self._tensors = ModelTensors(model)
+            self._newest_backward = newest_backward()
+        if self._alarm is None and process_rank().num_ranks > 1:
+            self._alarm = RankAlarm()
+        attempt = _Attempt(
+            self._engine.num_forwards,
+            max(self._newest_backward, self._engine.unpacker.newest_task),
+            tensors,
+            writes_only_this_model=writes_only_this_model,
+        )
+        del model
+        while True:
+            try:
+                result = attempt.run(function)
+                if not self._must_run_again(attempt):
+                    return result
+                del result
+            except OutOfDeviceMemoryError as error:
+                self._end(str(error))
+                raise
+            except torch.OutOfMemoryError as error:
+                self._make_room(error, attempt, tensors)
+            except (RecomputationError, SavedTensorModifiedError) as error:
+                if not self._can_take_back(error, attempt):
+                    raise
+                self._take_back(error, attempt)
+            except RuntimeError as error:
+                self._look_for_alarm(error)
+                raise
+            # Only here, where the error is gone, and all that it held.
+            self._release(tensors)
+            attempt.undo()  # again: what was released may have changed something
+            if attempt.have_weights_changed():  # there is room to look now
+                self._end(WEIGHTS_CHANGED)
+                raise OutOfDeviceMemoryError(f"a micro-batch cannot run again: {WEIGHTS_CHANGED}.")
+
+    def _must_run_again(self, attempt: _Attempt) -> bool:
+        """Say whether *attempt*, which has ended, must run again, without second runs of layers.
+
+        Raises:
+            RecomputationError: it must, and cannot.
+        """
+        wrong = self._guard.find_wrong()
+        if not wrong:
+            return False
+        reason = attempt.reason_not_undone(self._model())
+        if attempt.has_run_without:
+            reason = reason or "it has run again already"
+        attempt.has_run_without = True
+        self._guard.do_without_second_runs(wrong, reason)
+        (self._lifecycle() or self._engine).give_up(attempt.since)
+        return True
+
+    def _can_take_back(self, error: PyAOError, attempt: _Attempt) -> bool:
+        """Say whether the second run of a layer has failed, and the micro-batch can do without."""
+        is_of_layer = any(is_in(error.__traceback__, f"/hf_pyao/{name}/") for name in _SECOND_RUNS)
+        if not is_of_layer or attempt.has_run_without:
+            return False
+        return not attempt.reason_not_again(error, self._model())
+
+    def _take_back(self, error: PyAOError, attempt: _Attempt) -> None:
+        """Have layers run once, for the next try and afterwards."""
+        attempt.has_run_without = True
+        attempt.undo()
+        self._guard.take_back(error)
+        _let_go(error, attempt.outer_error)
+        (self._lifecycle() or self._engine).give_up(attempt.since)
+
+    def _make_room(
+        self, error: torch.OutOfMemoryError, attempt: _Attempt, tensors: ModelTensors
+    ) -> None:
+        """Find a tighter policy for the next try.
+
+        Raises:
+            OutOfDeviceMemoryError: there is none, or no next try.
+        """
+        failure = MemoryFailure.of(error, self._engine, self._device, attempt.since)
+        reason = attempt.reason_not_again(error, self._model())
+        can_be_undone = not reason
+        sentence = None
+        if can_be_undone:
+            attempt.undo()  # first: a plan is made for the model as the micro-batch found it
+        if can_be_undone and attempt.num_tries < _MOST_TRIES:
+            sentence = self.tightening.tighter(error)
+        _let_go(error, attempt.outer_error)
+        self._guard.forget()
+        (self._lifecycle() or self._engine).give_up(attempt.since)
+        if sentence is not None:
+            logger.warning(
+                "a micro-batch did not fit into device memory %s. It runs again: from now on %s.",
+                failure.describe(),
+                sentence,
+            )
+            self._on_tightened(sentence)
+            return
+        self._release(tensors)
+        if can_be_undone:
+            reason = f"nothing tighter is left after {attempt.num_tries} tries"
+        message = failure.explain(self._remedies, reason)
+        self._end(message)
+        raise OutOfDeviceMemoryError(message) from error
+
+    def _end(self, message: str) -> None:
+        """Tell the other ranks that this one ends, once."""
+        if self._alarm is not None and not self._has_ended:
+            self._has_ended = True
+            self._alarm.raise_it(message)
+
+    def _look_for_alarm(self, error: RuntimeError) -> None:
+        """Raise what another rank ended with, if *error* comes of that."""
+        message = "" if self._alarm is None else self._alarm.heard()
+        if message:
+            self._has_ended = True
+            raise OutOfDeviceMemoryError(f"another rank has ended. {message}") from error
+
+    def _release(self, tensors: ModelTensors) -> None:
+        """Give back what a failed try has held."""
+        torch.clear_autocast_cache()
+        gc.collect()  # frames that held the error which held them
+        self._engine.release_done()
+        for device in tensors.devices:
+            release_cached(device)
+
+
+class _Attempt:
+    """One micro-batch, from its first try on."""
+
+    def __init__(
+        self,
+        since: int,
+        newest_backward: int,
+        tensors: ModelTensors,
+        *,
+        writes_only_this_model: bool,
+    ) -> None:
+        self.since = since
+        """Forwards that the engine had seen when it began."""
+        self.num_tries = 0
+        self.has_run_without = False
+        """True once it was to run again without second runs of layers."""
+        self.outer_error = sys.exc_info()[1]
+        """What was being handled when it began, which is not its own."""
+        self._newest_backward = newest_backward
+        self._writes_only_this_model = writes_only_this_model
+        self._collectives = num_collectives()
+        self._random = RandomState(tensors.devices)
+        self._noted = NotedTensors(tensors)
+        self._has_run_backward = False
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Try it, from what it began with."""
+        if self.num_tries:  # a tighter plan may have recorded steps, with a backward each
+            self._newest_backward = newest_backward()
+        self.num_tries += 1
+        added = self._noted.added
+        with AddedOnce(added) if added else contextlib.nullcontext() as once:
+            result = function()
+        if once is not None and once.is_amiss:
+            raise OutOfDeviceMemoryError(
+                "a micro-batch ran again that had not fitted into device memory, and did not write "
+                "the gradients that it wrote the first time: what is there now is not right. Run "
+                "forward and backward alone in it: neither zero_grad() nor anything else that "
+                "changes gradients, and nothing that differs from run to run."
+            )
+        self._noted.learn()
+        return result
+
+    def reason_not_again(self, error: BaseException, model: nn.Module | None) -> str:
+        """Say why it cannot run again, or return an empty string."""
+        if model is None:
+            return "the model is gone"
+        trace = error.__traceback__
+        in_backward = is_in(trace, "/torch/autograd/", "_engine_run_backward")
+        newest = newest_backward()
+        num_backwards = newest - self._newest_backward - 1
+        self._newest_backward = newest
+        self._has_run_backward = in_backward or num_backwards > 0
+        of_tensors = self._noted.reason_not_undone(
+            after_backward=self._has_run_backward, in_backward=in_backward
+        )
+        return (
+            reason_not_alone(self._collectives, trace)
+            or reason_of_wrappers(model, trace, has_written=self._noted.has_written)
+            or of_tensors
+            or (WEIGHTS_CHANGED if self.have_weights_changed() else "")
+            or self._reason_of_others(num_backwards, trace, in_backward=in_backward)
+        )
+
+    def reason_not_undone(self, model: nn.Module | None) -> str:
+        """Say why what it has done, to its end, cannot be undone, or return an empty string."""
+        if model is None:
+            return "the model is gone"
+        if process_rank().num_ranks > 1 and num_collectives() != self._collectives:
+            return "it has exchanged data with other ranks"
+        self._has_run_backward = True
+        reason = self._noted.reason_not_undone(after_backward=True, in_backward=True)
+        if not reason and self._noted.added:
+            reason = "gradients that were there before it have been added to"
+        return reason or (WEIGHTS_CHANGED if self.have_weights_changed() else "")
+
+    def have_weights_changed(self) -> bool:
+        """Say whether a backward has changed weights without a version telling."""
+        return self._has_run_backward and self._noted.have_weights_changed()
+
+    def _reason_of_others(
+        self, num_backwards: int, trace: TracebackType | None, *, in_backward: bool
+    ) -> str:
+        """Look for gradients of others that it may have written."""
+        if self._writes_only_this_model:
+            return ""
+        other = find_other(self._noted.known_ids, num_backwards, trace, in_backward=in_backward)
+        if other is None:
+            return ""
+        return (
+            f"a tensor of shape {tuple(other.shape)} outside of the model has a gradient, which it "
+            "may have written (clear gradients that are not needed, or pass "
+            "writes_only_this_model=True)"
+        )
+
+    def undo(self) -> None:
+        """Bring everything back to what it began with."""
+        self._noted.undo()
+        self._random.restore()
+
+
+def _let_go(error: BaseException, outer: BaseException | None) -> None:
+    """Clear the frames that *error* came through, which hold the try's tensors."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        each = pending.pop()
+        if each is None or each is outer or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        pending += [each.__cause__, each.__context__]

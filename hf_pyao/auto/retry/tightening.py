@@ -1,0 +1,75 @@
+"""What may be done where a micro-batch does not fit: a tighter policy, for the rest of the run.
+
+The ladder: offload everything; then recompute all that can be; then wait for every copy. Where the
+user has chosen to offload less, or nothing, that gives way: the run would end otherwise. Codecs and
+the limit on host memory stay, so that what was lossless stays so. With policy ``auto`` tighter
+plans come first. The machine in ``hf_pyao.auto.machine`` decides; here is what it starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from hf_pyao.auto.install.lever_switch import LeverSwitch
+from hf_pyao.auto.machine import events as on
+from hf_pyao.auto.machine.driver import Driver
+from hf_pyao.auto.machine.states import Target
+from hf_pyao.model.map.module_map import FoundLayers, named_submodules
+
+
+@runtime_checkable
+class Tightening(Protocol):
+    """Makes room after an out-of-memory error."""
+
+    def tighter(self, error: torch.OutOfMemoryError) -> str | None:
+        """Have a policy decide from now on that holds less on the device than the one before.
+
+        Called after each failed try of a micro-batch, until it fits. What failed has been released
+        by then only in part: nothing may be allocated here.
+
+        Args:
+            error: what ended the try; it must not be kept, since it holds the try's tensors.
+
+        Returns:
+            What is done from now on, to follow "from now on"; None if nothing tighter is known.
+        """
+        ...
+
+
+class MachineTightening:
+    """Asks the machine for a tighter plan, or the next rung of the ladder.
+
+    Args:
+        driver: of the machine.
+        switch: knows whether layers run again as a whole.
+    """
+
+    def __init__(self, driver: Driver, switch: LeverSwitch) -> None:
+        self._driver = driver
+        self._switch = switch
+
+    def tighter(self, error: torch.OutOfMemoryError) -> str | None:
+        """Have the machine decide; None behind the last rung."""
+        runs_again = bool(self._switch.levers.checkpoint_every)
+        return self._driver.send(on.OutOfMemory(runs_again))
+
+
+def rungs_of(*, offloads_first: bool) -> tuple[Target, ...]:
+    """Return the rungs of the ladder, in order.
+
+    Args:
+        offloads_first: the configuration keeps something that may be offloaded, and recomputes
+            nothing; what recomputes already would only hold more.
+    """
+    rungs = (Target.RECOMPUTED, Target.WAITING)
+    return (Target.EVERYTHING, *rungs) if offloads_first else rungs
+
+
+def paths_of(found: FoundLayers) -> Mapping[str, frozenset[str]]:
+    """Return the paths of all sub-modules of each layer, by the layer's name."""
+    return {
+        fqn: frozenset(path for path, _ in named_submodules(layer)) for fqn, layer in found.layers
+    }

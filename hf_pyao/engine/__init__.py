@@ -1,0 +1,1 @@
+"""Moves bytes, and what autograd saves: hooks, copies, stores, codecs, recomputation."""

@@ -1,0 +1,190 @@
+"""Recomputation: traces layer calls, finds recipes, drops storages and rebuilds them.
+
+The engine knows it as :class:`~hf_pyao.engine.runtime.recomputation.Recomputer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+
+import torch
+
+from hf_pyao.engine.recompute.operations import Rules
+from hf_pyao.engine.recompute.recipes import RecipeFinder, settle
+from hf_pyao.engine.recompute.replay import DroppedStorage, Replay
+from hf_pyao.engine.recompute.trace_values import Source
+from hf_pyao.engine.recompute.tracing import Trace
+from hf_pyao.engine.recompute.verification import Sampler
+from hf_pyao.engine.runtime.policy import LayerRun, Policy
+from hf_pyao.engine.runtime.recomputation import Anchor, Recipe, Recomputation, Refused
+from hf_pyao.engine.runtime.slots import Slot
+from hf_pyao.engine.runtime.tape import LayerCall
+from hf_pyao.engine.transfer.compute_streams import ComputeStreams
+from hf_pyao.engine.transfer.layout import TensorLayout
+from hf_pyao.engine.transfer.watcher import CopyWatcher
+
+
+class LayerRecomputer:
+    """Traces the layers of which a policy may recompute something.
+
+    Args:
+        sampler: says in which forwards what is rebuilt is checked; None: in none.
+    """
+
+    def __init__(self, sampler: Sampler | None = None) -> None:
+        self._rules = Rules()
+        self._sampler = sampler
+
+    def open(
+        self,
+        run: LayerRun,
+        policy: Policy,
+        paths: Sequence[str],
+        *,
+        reason_not_traceable: Callable[[], str | None],
+        is_constant: Callable[[torch.Tensor, int], bool],
+        streams: ComputeStreams,
+        watcher: CopyWatcher | None,
+    ) -> Recomputation | None:
+        """Prepare to trace a layer call, if *policy* may recompute something of it; else None."""
+        products = policy.products_to_replay(run)
+        if products is None:
+            return None
+        reason = reason_not_traceable()
+        trace = None
+        if reason is None:
+            trace = Trace(paths, products, is_constant, self._rules, watcher)
+        return CallRecomputation(trace, reason or "", streams, watcher, self._sampler)
+
+
+class CallRecomputation:
+    """What of one layer call is traced, dropped and rebuilt."""
+
+    def __init__(
+        self,
+        trace: Trace | None,
+        reason_not_traced: str,
+        streams: ComputeStreams,
+        watcher: CopyWatcher | None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self._sampler = sampler
+        self.trace = trace
+        """What it computed so far, while it runs; None if that is not seen."""
+        self._reason_not_traced = reason_not_traced
+        self._streams = streams
+        self._replay = Replay(trace, watcher)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    @property
+    def is_traced(self) -> bool:
+        """True while the layer call runs and its operations are seen."""
+        return self.trace is not None
+
+    def start(self) -> None:
+        """See operations from here on."""
+        if self.trace is not None:
+            self.trace.start()
+
+    def pause(self) -> None:
+        """See no operations until :meth:`go_on`."""
+        if self.trace is not None:
+            self.trace.pause()
+
+    def go_on(self) -> None:
+        """See operations again."""
+        if self.trace is not None:
+            self.trace.go_on()
+
+    def stop(self) -> None:
+        """See no more. It may be called again, also where it was interrupted."""
+        if self.trace is not None:
+            self.trace.stop()
+
+    def close(self) -> None:
+        """End the trace. Recipes keep of it what they need."""
+        trace = self.trace
+        if trace is not None:
+            self._replay.forget_trace()
+            self.trace = None
+            trace.close()
+
+    def producer_of(self, storage: torch.UntypedStorage) -> str | None:
+        """Return the sub-module that made *storage*'s content; None if that was not seen."""
+        if self.trace is None:
+            return None
+        value = self.trace.values.get(storage._cdata)
+        return None if value is None or value.producer is None else value.producer.path
+
+    def note_stored(
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, source: Source
+    ) -> None:
+        """Note that *storage* will be there in backward, so that recipes may end in it."""
+        if self.trace is None:
+            return
+        value = self.trace.value_of(tensor, storage)
+        if value.source is None and not value.is_blocked:
+            value.is_stored_in(source)
+
+    def known(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> DroppedStorage | None:
+        """Return what stands for the content of *storage*, if it was dropped before; else None."""
+        if self.trace is None:
+            return None
+        slot = self.trace.value_of(tensor, storage).slot
+        return None if slot is None else slot()
+
+    def recipe_for(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        shared_keys: Container[int] = frozenset(),
+    ) -> Recipe | Refused:
+        """Find how to rebuild what *tensor*'s storage holds."""
+        if self.trace is None:
+            return Refused(self._reason_not_traced)
+        value = self.trace.value_of(tensor, storage)
+        found = RecipeFinder(self.trace, shared_keys).find(value)
+        if isinstance(found, Refused):
+            return found
+        return Recipe(
+            value,
+            [
+                Anchor(each, on, each.producer.path if each.producer is not None else "")
+                for each, on in found.items()
+            ],
+        )
+
+    def stored(self, anchor: Anchor, source: Source) -> None:
+        """Take note that *anchor* will be there in backward: *source* reads it."""
+        anchor.value.is_stored_in(source)
+
+    def drop(
+        self,
+        recipe: Recipe,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        layout: TensorLayout,
+        slot: Slot,
+    ) -> DroppedStorage:
+        """Let go of *tensor*'s storage; return what stands for it."""
+        settle(recipe.value)
+        replay = self._replay
+        check = None if self._sampler is None else self._sampler.of_forward(call.tape.number)
+        record = DroppedStorage(replay, recipe.value, call, slot, tensor, layout, check)
+        replay.add(record)
+        stream = replay.stream_on(record.device)
+        if stream is not None:
+            home = self._streams.home_on(stream)
+            record.live_at(home, self._streams.let_go(home, tensor.untyped_storage()))
+        return record
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def is_live(self) -> bool:
+        """Say whether some graph node may still ask for what was dropped."""
+        return bool(self._replay.live_slots())
+
+    def reset(self) -> None:
+        """Drop what was rebuilt; it may be asked for again."""
+        self._replay.reset()

@@ -1,0 +1,379 @@
+"""One layer call of a segment, noted so that it can run again: arguments, conditions, state.
+
+[Note: What a layer call is given]
+The input of a segment's first layer is held by the engine, which may move it. What a layer made
+that runs again before it in the same segment is made again. Everything else (masks, rotary tables,
+what an encoder made) is held as it is: other layers hold it too. A cache of keys and values is
+noted as [Note: Caches] in ``noted_caches`` describes. A tensor is held without what made it, or it
+would hold the graph that holds it; backward goes through the graph of the first run, and asks the
+second for values alone, so that its gradients arrive all the same.
+
+Objects that are no plain containers (dataclasses, model outputs) are given again as they are, and
+what they hold is noted like the layer's own state.
+
+[Note: State of layers]
+Parameters must not change between the two runs; if one did, that raises. All else that a call
+finds is put back for the second run: see [Note: State of modules] in ``rerun.inventory``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from hf_pyao.engine.recompute.kept_attention import GivenAttention, KernelCall
+from hf_pyao.engine.recompute.noted_caches import Held, NotedCache, is_known_cache
+from hf_pyao.engine.recompute.operations import Rules
+from hf_pyao.engine.rerun.inventory import Inventory, Noted
+from hf_pyao.engine.rerun.kinds import Kind, Kinds
+from hf_pyao.engine.rerun.surroundings import Surroundings
+from hf_pyao.engine.rerun.values import version_of
+from hf_pyao.engine.runtime.saved_tensor import Handle
+from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
+from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
+
+
+class SegmentInput(NamedTuple):
+    """Stands for the hidden states that the first layer gets."""
+
+
+class MadeBefore(NamedTuple):
+    """Stands for a tensor that a layer of the segment returned."""
+
+    call: int
+    """Which one's, in the order of the segment."""
+    ordinal: int
+    """Which of the tensors that it returned."""
+
+
+def noted(value: Any, stand_in: Callable[[Tensor], Any]) -> Any:
+    """Return *value* with each tensor replaced, in nested tuples, lists and dictionaries too."""
+    if isinstance(value, Tensor):
+        return stand_in(value)
+    if is_known_cache(value):
+        return NotedCache(value)
+    if _has_attributes(value):
+        return value
+    if isinstance(value, dict):
+        return _like(value, {key: noted(item, stand_in) for key, item in value.items()})
+    if isinstance(value, UserDict):  # keys and values that layers share, in transformers
+        return _with_data(value, noted(value.data, stand_in))
+    if isinstance(value, tuple | list):
+        return _like(value, [noted(item, stand_in) for item in value])
+    return value
+
+
+def _with_data(value: UserDict[Any, Any], data: dict[Any, Any]) -> UserDict[Any, Any]:
+    other = copy.copy(value)
+    other.data = data
+    return other
+
+
+def _has_attributes(value: Any) -> bool:
+    """Say whether a container has attributes that hold more than a number or a text."""
+    attributes = getattr(value, "__dict__", None) if isinstance(value, dict | list) else None
+    return any(
+        not (each is None or isinstance(each, str | int | float))
+        for each in (attributes or {}).values()
+    )
+
+
+def objects_in(values: Any, kinds: Kinds) -> list[object]:
+    """Return the objects in *values* that may change, apart from tensors and plain containers."""
+    found: list[object] = []
+    pending = [values]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, UserDict) or is_known_cache(value):
+            continue
+        if isinstance(value, dict | list | tuple) and not _has_attributes(value):
+            pending.extend(value.values() if isinstance(value, dict) else value)
+        elif kinds[type(value)] > Kind.MODULE:
+            found.append(value)
+    return found
+
+
+def _like(value: Any, items: Any) -> Any:
+    """Return *items* as a container of the kind of *value*."""
+    kind = type(value)
+    if kind in (dict, list, tuple):
+        return kind(items)
+    if hasattr(value, "_fields"):
+        return kind(*items)
+    if isinstance(value, tuple):
+        return kind(items)
+    other = copy.copy(value)  # of a kind of its own: what it knows besides stays
+    if isinstance(value, dict):
+        for key, item in items.items():
+            dict.__setitem__(other, key, item)
+    else:
+        other[:] = items
+    return other
+
+
+class RecordedCall:
+    """A layer call that can run again.
+
+    Args:
+        module: the layer.
+        name: its qualified name.
+        args: what it was called with, tensors replaced by what stands for them.
+        kwargs: the same.
+        inner_hooks: module hooks of others, before and after the layer's forward, which run where
+            what autograd saves is the segment's.
+        state: that of the layer and of its arguments, as the call begins.
+        devices: accelerators that its tensors are on.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inner_hooks: InnerHooks,
+        state: StateOfCall,
+        devices: Iterable[torch.device],
+    ) -> None:
+        self.module = module
+        self.name = name
+        self._args = args
+        self._kwargs = kwargs
+        self._inner_hooks = inner_hooks
+        self._state = state
+        self._surroundings = Surroundings(devices)
+        self._attention: Sequence[KernelCall | None] = ()
+        """What its kernels of attention returned, where that is kept."""
+
+    def changed_argument(self) -> bool:
+        """Say whether a tensor that is held was changed in place."""
+        held = (each for each in self._stand_ins() if isinstance(each, Held))
+        return any(each.version != version_of(each.tensor) for each in held)
+
+    def keeps_attention(self, calls: Sequence[KernelCall | None]) -> None:
+        """Take note of its kernels of attention, and of what is kept of them."""
+        if any(calls):
+            self._attention = calls
+
+    def needs(self) -> set[MadeBefore]:
+        """Return what it gets from layers before it in the segment."""
+        return {each for each in self._stand_ins() if isinstance(each, MadeBefore)}
+
+    def reason_not_again(self) -> str:
+        """Return why what its forward has changed cannot be put back, or an empty string.
+
+        It is seen, too, which entries of a cache the forward reads.
+        """
+        for cache in self._caches():
+            cache.forward_ended()
+        return self._state.reason_not_again() or self._surroundings.reason_not_again()
+
+    def run(
+        self,
+        segment_input: Tensor | None,
+        made: Mapping[MadeBefore, Tensor],
+        while_it_runs: contextlib.AbstractContextManager[Any],
+        give: Callable[[Handle], Tensor],
+        rules: Rules,
+    ) -> list[Tensor]:
+        """Run the layer again; return the tensors that it returned.
+
+        Args:
+            segment_input: for the segment's first layer.
+            made: what it gets from layers before it in the segment.
+            while_it_runs: entered around the layer alone.
+            give: returns what the engine keeps.
+            rules: of operators.
+
+        Raises:
+            SavedTensorModifiedError: what it depends on was changed since its first run.
+        """
+        if self.changed_argument():
+            raise SavedTensorModifiedError(
+                f"an argument of layer {self.name!r} was changed in place after its forward, and "
+                "the layer has to run again in backward (checkpoint_every). Clone the tensor "
+                "before changing it, or give checkpoint_every=0."
+            )
+
+        def value(stand_in: Any) -> Any:
+            if isinstance(stand_in, SegmentInput):
+                return segment_input
+            if isinstance(stand_in, MadeBefore):
+                return made[stand_in]
+            if isinstance(stand_in, Held):
+                held = stand_in.tensor
+                return held.detach().requires_grad_() if stand_in.requires_grad else held
+            return stand_in
+
+        args, kwargs = _refilled(self._args, value), _refilled(self._kwargs, value)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._surroundings.put_back())
+            stack.enter_context(self._state.put_back(self.name))
+            stack.enter_context(while_it_runs)
+            if self._attention:
+                given = GivenAttention(rules, self._attention, give)
+                stack.callback(given.stop)
+                given.start()
+            outputs = self._inner_hooks.run(self.module, args, kwargs)
+        return list(tensors_in(outputs))
+
+    def _stand_ins(self) -> Iterator[MadeBefore | Held]:
+        for value in self._noted():
+            if isinstance(value, NotedCache):
+                yield from value.held()
+            else:
+                yield value
+
+    def _caches(self) -> Iterator[NotedCache]:
+        return (value for value in self._noted() if isinstance(value, NotedCache))
+
+    def _noted(self) -> Iterator[MadeBefore | Held | NotedCache]:
+        pending: list[Any] = [self._args, self._kwargs]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, Held | MadeBefore | NotedCache):
+                yield value
+            elif isinstance(value, dict | UserDict):
+                pending.extend(value.values())
+            elif isinstance(value, tuple | list):
+                pending.extend(value)
+
+
+def _refilled(value: Any, filled: Callable[[Any], Any]) -> Any:
+    """Return *value* with what stands for tensors replaced by tensors."""
+    if isinstance(value, SegmentInput | MadeBefore | Held):
+        return filled(value)
+    if isinstance(value, NotedCache):
+        return value.refilled(filled)
+    if isinstance(value, dict):
+        return _like(value, {key: _refilled(item, filled) for key, item in value.items()})
+    if isinstance(value, UserDict):
+        return _with_data(value, _refilled(value.data, filled))
+    if isinstance(value, tuple | list):
+        return _like(value, [_refilled(item, filled) for item in value])
+    return value
+
+
+class InnerHooks:
+    """Module hooks of others that run between ours and the layer's forward.
+
+    The second run calls ``forward`` alone: hooks that sit around ours, as those of engines that
+    gather parameters, have done their part by then.
+    """
+
+    def __init__(self, module: nn.Module, is_ours: Callable[[object], bool]) -> None:
+        self._before: list[tuple[Callable[..., Any], bool]] = []
+        self._after: list[tuple[Callable[..., Any], bool]] = []
+        if len(module._forward_pre_hooks) > 1:
+            is_inside = False
+            for key, hook in module._forward_pre_hooks.items():
+                if is_inside:
+                    self._before.append((hook, key in module._forward_pre_hooks_with_kwargs))
+                is_inside = is_inside or is_ours(hook)
+        if len(module._forward_hooks) > 1:
+            for key, hook in module._forward_hooks.items():
+                if is_ours(hook):
+                    break
+                self._after.append((hook, key in module._forward_hooks_with_kwargs))
+        torchs: Any = module
+        self._gives_views = bool(
+            torchs._get_backward_hooks()[0] or torchs._get_backward_pre_hooks()
+        )
+        """True where torch gives the layer views of its arguments, for its backward hooks."""
+
+    def run(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call *module*'s forward as its caller does, with these hooks."""
+        for hook, with_kwargs in self._before:
+            if with_kwargs:
+                changed = hook(module, args, kwargs)
+                if changed is not None:
+                    args, kwargs = changed
+            else:
+                changed = hook(module, args)
+                if changed is not None:
+                    args = changed if isinstance(changed, tuple) else (changed,)
+        if self._gives_views and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            args = tuple(a.view_as(a) if isinstance(a, Parameter) else a for a in args)
+        outputs = module.forward(*args, **kwargs)
+        for hook, with_kwargs in self._after:
+            given = (args, kwargs) if with_kwargs else (args,)
+            changed = hook(module, *given, outputs)
+            if changed is not None:
+                outputs = changed
+        return outputs
+
+
+class LayerState:
+    """Knows what calls of a layer may change: in its modules, and in objects that it is given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._of_modules = Inventory([module])
+        self._of_arguments = Inventory(())
+
+    def now(self, arguments: Sequence[object]) -> StateOfCall:
+        """Note the state with which a call begins; *arguments* are the objects that it is given."""
+        given = self._of_arguments.note(arguments) if arguments else None
+        return StateOfCall(self._of_modules.note(), given)
+
+
+class StateOfCall:
+    """What one call of a layer has found; see [Note: State of modules] in ``rerun.inventory``."""
+
+    def __init__(self, modules: Noted, arguments: Noted | None) -> None:
+        self._modules = modules
+        self._arguments = arguments
+
+    def reason_unknown(self) -> str:
+        """Return why it cannot be noted, or an empty string."""
+        if self._arguments is None:
+            return self._modules.reason_unknown()
+        if self._arguments.has_graph:
+            return "an object that it is given holds a tensor that backward goes through"
+        return self._modules.reason_unknown() or self._arguments.reason_unknown()
+
+    def reason_not_again(self) -> str:
+        """Return why what the call has changed cannot be put back, or an empty string."""
+        arguments = self._arguments
+        given = "" if arguments is None else arguments.reason_not_again()
+        return self._modules.reason_not_again() or given
+
+    @contextlib.contextmanager
+    def put_back(self, layer: str) -> Iterator[None]:
+        """Have the layer find the same again; nothing that it changes lasts.
+
+        Raises:
+            SavedTensorModifiedError: a parameter was changed since, or a tensor that the layer or
+                an argument holds, of which there is no copy.
+        """
+        changed = self._modules.changed_parameter()
+        if changed:
+            raise _changed_since(layer, f"{changed}, a parameter,")
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._modules.put_back())
+                if self._arguments is not None:
+                    stack.enter_context(self._arguments.put_back())
+            except RecomputationError as error:
+                raise _changed_since(layer, str(error)) from error
+            yield
+
+
+def _changed_since(layer: str, what: str) -> SavedTensorModifiedError:
+    return SavedTensorModifiedError(
+        f"layer {layer!r} has to run again in backward (checkpoint_every), and {what} was changed "
+        "in place after its forward. Run backward before the optimizer steps, or give "
+        "checkpoint_every=0."
+    )
+
+
+def devices_of(values: Any) -> tuple[torch.device, ...]:
+    """Return the accelerators that the tensors in *values* are on."""
+    found = {t.device for t in tensors_in(values)}
+    return tuple(device for device in found if device.type not in ("cpu", "meta"))

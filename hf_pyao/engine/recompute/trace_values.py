@@ -1,0 +1,322 @@
+"""What a trace is made of: values, operations that read and make them, and views of values.
+
+[Note: Values]
+A *value* is the content of one storage from one change to the next. Operations take values and make
+values; views are no operations but geometry, kept with the argument (:class:`Ref`), so that several
+views of a tensor share one rebuilt storage. An operation in place makes a new value of the same
+storage: ``_version`` cannot tell them apart, as it still is the old one while a dispatch mode sees
+the operation. Neither values nor operations hold tensors, but for parameters, buffers and copies of
+tiny constants. A buffer that an operation is about to change is copied first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hf_pyao.engine.recompute.operations import Kind, Rule
+from hf_pyao.engine.rerun.settings import Settings
+from hf_pyao.engine.transfer.layout import bytes_view
+from hf_pyao.errors import SavedTensorModifiedError
+
+
+class Source(Protocol):
+    """Where replay finds a value: kept, stored on the host, or there anyway."""
+
+    def read(self) -> tuple[torch.UntypedStorage, int]:
+        """Return the bytes, on the device, and which byte of the original storage is the first.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place since it was noted.
+        """
+        ...
+
+    def survives_a_change(self) -> bool:
+        """Get ready for a change of the tensor's memory; say if what is read stays as it is."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TensorSource:
+    """A tensor that is there anyway: a parameter, a buffer, or the copy of a tiny constant."""
+
+    tensor: torch.Tensor
+    """The object itself, whose version counter tells of changes."""
+    version: int
+    offset: int
+    """Its storage offset when it was seen: FSDP may place it elsewhere by the time of replay."""
+    is_parameter: bool
+    is_copy: bool
+    """True if it is ours: what becomes of the original does not matter."""
+    storage: int
+    """Address of its storage object when it was seen."""
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """False once it was changed in place, or given other data (as FSDP does to parameters)."""
+        if version_of(self.tensor) != self.version:
+            return False
+        return self.is_parameter or self.tensor.untyped_storage()._cdata == self.storage
+
+    def survives_a_change(self) -> bool:
+        """Say whether it is ours; a parameter may not be changed, and is looked at when read."""
+        return self.is_parameter or self.is_copy
+
+    def check_unmodified(self) -> None:
+        """Raise if it is not as it was."""
+        if not self.is_as_it_was:
+            what = "a parameter" if self.is_parameter else "a buffer"
+            raise SavedTensorModifiedError(
+                f"one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {what} of shape {tuple(self.tensor.shape)}, from which a "
+                "saved tensor is recomputed, was changed after forward, before backward used it. "
+                "Run backward before it is changed (by the optimizer's step, say), or do not list "
+                "its module in recompute_modules."
+            )
+
+    def read(self) -> tuple[torch.UntypedStorage, int]:
+        """Return its storage."""
+        self.check_unmodified()
+        return self.tensor.untyped_storage(), 0
+
+
+class Value:
+    """The content of one storage between two changes. See [Note: Values]."""
+
+    __slots__ = (
+        "__weakref__",
+        "device",
+        "is_blocked",
+        "is_planned",
+        "is_readable",
+        "nbytes",
+        "output",
+        "producer",
+        "rebuilt",
+        "slot",
+        "source",
+        "tensor",
+        "uses",
+        "view",
+    )
+
+    def __init__(
+        self,
+        producer: Operation | None,
+        output: int,
+        nbytes: int,
+        device: torch.device,
+        tensor: weakref.ref[torch.Tensor],
+    ) -> None:
+        self.producer = producer
+        """What made it; None if that was not seen, or once it is stored."""
+        self.output = output
+        self.nbytes = nbytes
+        self.device = device
+        self.tensor = tensor
+        """A tensor on the storage, while it lives."""
+        self.view: weakref.ref[torch.Tensor] | None = None
+        """The last view that was made of all of it, while it lives."""
+        self.is_readable = True
+        """False if no tensor holds it: the memory was changed since, or allocated without being
+        written (who writes it is not seen)."""
+        self.is_blocked = False
+        """True if its bytes do not say what it holds (conjugate views)."""
+        self.source: Source | None = None
+        """Where replay finds it."""
+        self.is_planned = False
+        """True once a recipe rebuilds it."""
+        self.rebuilt: torch.UntypedStorage | None = None
+        self.uses = 0
+        """Operations still to be replayed that read it."""
+        self.slot: weakref.ref[Any] | None = None
+        """The saved storage that it is to autograd, if its own was dropped."""
+
+    @property
+    def is_saved(self) -> bool:
+        """True while autograd holds a handle on what it rebuilds."""
+        return self.slot is not None and self.slot() is not None
+
+    @property
+    def is_needed(self) -> bool:
+        """True while an operation still to be replayed reads it, or autograd may ask for it."""
+        return self.uses > 0 or self.is_saved
+
+    def live_tensor(self) -> torch.Tensor | None:
+        """Return a tensor on the storage; None if none is known that lives."""
+        tensor = self.tensor()
+        return self.view() if tensor is None and self.view is not None else tensor
+
+    def is_viewed_by(self, view: weakref.ref[torch.Tensor]) -> None:
+        """Take note of a view that was made of all of it."""
+        self.view = view
+
+    def overwritten(self) -> None:
+        """Take note that no tensor holds it any more, or that it is not known who writes it."""
+        self.is_readable = False
+
+    def block(self, *, is_readable: bool = True) -> None:
+        """Take note that its bytes do not say what it holds; *is_readable*: there are such."""
+        self.is_blocked = True
+        self.is_readable = self.is_readable and is_readable
+
+    def be_like(self, other: Value) -> None:
+        """Be as readable as *other*, which had the same memory."""
+        self.is_readable, self.is_blocked = other.is_readable, other.is_blocked
+
+    def is_found_in(self, source: Source) -> None:
+        """Take note of where replay finds it."""
+        self.source = source
+
+    def is_slot(self, dropped: weakref.ref[Any]) -> None:
+        """Take note of the saved storage that it is to autograd."""
+        self.slot = dropped
+
+    def is_stored_in(self, source: Source) -> None:
+        """Take note of where replay finds it; how it was made does not matter any more."""
+        self.source = source
+        self.producer = None
+
+    def plan(self) -> None:
+        """Take note that a recipe rebuilds it."""
+        self.is_planned = True
+
+    def count_use(self) -> None:
+        """Count an operation that will read it."""
+        self.uses += 1
+
+    def discount_use(self) -> None:
+        """Count off an operation that reads it now."""
+        self.uses -= 1
+
+    def rebuilt_as(self, storage: torch.UntypedStorage) -> None:
+        """Hold what was rebuilt."""
+        self.rebuilt = storage
+
+    def forget_rebuilt(self) -> None:
+        """Let go of what was rebuilt."""
+        self.rebuilt = None
+
+    def reset(self) -> None:
+        """Be as before the replay."""
+        self.uses = 0
+        self.rebuilt = None
+
+    @property
+    def state(self) -> str:
+        """Say what becomes of it until backward; see ``trace_graph.graph_of``."""
+        if type(self.source) is TensorSource:
+            return "parameter" if self.source.is_parameter else "constant"
+        if self.source is not None:
+            return "stored"
+        if self.slot is not None:
+            return "recomputed"
+        return "replayed" if self.is_planned else "unused"
+
+
+class Ref:
+    """A tensor argument: a value and how it was viewed."""
+
+    __slots__ = ("dtype", "offset", "size", "stride", "value")
+
+    def __init__(self, value: Value, tensor: torch.Tensor) -> None:
+        self.value = value
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        is_strided = tensor.layout is torch.strided
+        self.stride = tensor.stride() if is_strided else ()
+        self.offset = tensor.storage_offset() if is_strided else 0
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the view shows each byte of the storage."""
+        return self.size.numel() * self.dtype.itemsize >= self.value.nbytes
+
+
+class Operation:
+    """One operation that was seen. *args* and *kwargs* have :class:`Ref` in place of tensors."""
+
+    __slots__ = (
+        "args",
+        "func",
+        "generator",
+        "is_mask",
+        "is_repeatable",
+        "kwargs",
+        "outputs",
+        "path",
+        "rule",
+        "settings",
+        "state",
+    )
+
+    def __init__(
+        self,
+        func: Any,
+        rule: Rule,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        path: str,
+        settings: Settings,
+    ) -> None:
+        self.func = func
+        self.rule = rule
+        self.args = args
+        self.kwargs = kwargs
+        self.path = path
+        """Sub-module that ran it; empty for the layer itself."""
+        self.settings = settings
+        """Those under which it ran; one object for operations that ran under the same."""
+        self.outputs: list[tuple[int, weakref.ref[Value]]] = []
+        self.generator: torch.Generator | None = None
+        self.state: torch.Tensor | None = None
+        """Of the generator, before a random operation."""
+        self.is_repeatable = True
+        """False for a random operation whose generator is not known."""
+        self.is_mask = False
+        """True if it stands for the mask alone that it draws."""
+
+    @property
+    def refs(self) -> Iterator[Ref]:
+        """Yield the tensor arguments."""
+        for arg in (*self.args, *self.kwargs.values()):
+            if type(arg) is Ref:
+                yield arg
+            elif type(arg) is list:
+                yield from (item for item in arg if type(item) is Ref)
+
+    @property
+    def reads_first(self) -> bool:
+        """False if the content of the first argument does not matter, only its shape."""
+        if self.rule.kind is Kind.FILL:
+            return not self.args[0].is_whole
+        return not (self.is_mask or self.rule.is_shape_only)
+
+    @property
+    def parents(self) -> list[Value]:
+        """Return the distinct values whose content a replay reads."""
+        refs = self.refs
+        if not self.reads_first:
+            next(refs)
+        return list(dict.fromkeys(ref.value for ref in refs))
+
+
+def source_of(tensor: torch.Tensor, *, is_parameter: bool = False) -> TensorSource:
+    """Take note of *tensor* as it is now."""
+    offset, storage = int(tensor.storage_offset()), tensor.untyped_storage()._cdata
+    return TensorSource(tensor, version_of(tensor), offset, is_parameter, False, storage)
+
+
+def copied_source(storage: torch.UntypedStorage, device: torch.device) -> TensorSource:
+    """Copy the content of *storage* as it is now."""
+    whole = bytes_view(storage, device, 0, storage.nbytes()).clone()
+    return TensorSource(whole, version_of(whole), 0, False, True, whole.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return *tensor*'s version; 0 for what inference mode made, which has none."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,376 @@
+"""Records how the tensors of a layer call come about, so that they can be dropped and rebuilt.
+
+PyAO traces the operations before a recomputed layer back to activations that are cached (PyAO
+paper, sections 4.4 and 5.4). Here a dispatch mode, on for the layer call alone, sees every
+operation.
+
+[Note: What is not seen]
+Kernels that do not go through torch's dispatcher are invisible: they fill what an ``empty``
+allocated, or change a tensor behind our back. They live inside of custom autograd functions, where
+gradient mode is off. So whatever an operation touches with gradient mode off, be it only to
+allocate beside it, is from then on of unknown origin; so is memory that was allocated without being
+written. Such a value can be stored, never rebuilt.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+
+from hf_pyao.engine.recompute.dispatch_modes import RemovableMode
+from hf_pyao.engine.recompute.operations import NOTHING, Kind, Rule, Rules, generator_for
+from hf_pyao.engine.recompute.trace_values import (
+    Operation,
+    Ref,
+    TensorSource,
+    Value,
+    copied_source,
+    source_of,
+)
+from hf_pyao.engine.rerun.generators import exclusive_draws, may_be_disturbed
+from hf_pyao.engine.rerun.settings import Settings, current_settings
+from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
+from hf_pyao.engine.transfer.layout import has_bytes
+from hf_pyao.engine.transfer.watcher import CopyWatcher
+
+MAX_COPIED_BYTES = 64
+"""Constants up to this size (counters, scales) are copied: they may change at any time."""
+
+MAX_CONSTANT_BYTES = 1024
+"""Tensors up to this size that need no gradient are held as they are."""
+
+_NUMBERS = frozenset({bool, int, float, complex})
+
+_PLAIN = (torch.Tensor, Parameter, FakeTensor)
+
+
+class Trace(RemovableMode):
+    """What one layer call computed, as far as it can be replayed.
+
+    Args:
+        paths: stack of the sub-modules that run, innermost last; kept up to date by the caller.
+        product_paths: sub-modules whose matrix products may be replayed.
+        is_constant: says of a tensor that no operation made whether it stays on the device in any
+            case (a buffer, a parameter's cast); its second argument is the storage's key.
+        rules: of operators; may be shared by all traces.
+        watcher: is told how long operations take, and noting them.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        product_paths: frozenset[str],
+        is_constant: Callable[[torch.Tensor, int], bool],
+        rules: Rules,
+        watcher: CopyWatcher | None = None,
+    ) -> None:
+        super().__init__()
+        self.values: dict[int, Value] = {}
+        self.operations: list[Operation] = []
+        self.is_paused = False
+        self._settings = current_settings()
+        self._paths = paths
+        self._product_paths = product_paths
+        self._is_constant = is_constant
+        self._rules = rules
+        self._watcher = watcher
+
+    def pause(self) -> None:
+        """See no operations until :meth:`go_on`."""
+        self.is_paused = True
+
+    def go_on(self) -> None:
+        """See operations again."""
+        self.is_paused = False
+
+    def close(self) -> None:
+        """Forget everything but what recipes hold."""
+        values, self.values = self.values, {}
+        for key in values:
+            torch.UntypedStorage._free_weak_ref(key)  # type: ignore[no-untyped-call]
+        self.operations = []
+
+    def __del__(self) -> None:
+        """Let go of the weak references on storages."""
+        if "values" in vars(self):  # else an interrupt came as it was made
+            self.close()
+
+    # ---- recording -----------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run *func* and note what it reads and makes."""
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        watcher, path = self._watcher, self._paths[-1]
+        if watcher is None:
+            return self._note(func, func, types, args, kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return watcher.around("operation", path, lambda: func(*args, **kwargs))
+
+        return watcher.around("trace", path, lambda: self._note(func, run, types, args, kwargs))
+
+    def _note(
+        self,
+        func: Any,
+        run: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run *func* by calling *run*, and note what it reads and makes."""
+        rule = self._rules[func]
+        kind = rule.kind
+        if args and type(args[0]) in _NUMBERS and rule.takes_tensor:
+            # torch makes a number of a tensor that holds one, where a kernel calls another, and
+            # then does not take it (seen where zeros without memory are added to).
+            args = (torch.tensor(args[0]), *args[1:])
+        if not torch.is_grad_enabled() or (types and not _are_plain(types)):
+            return self._run_unseen(run, rule, args, kwargs)
+        if kind is Kind.VIEW:
+            return self._note_view(run(*args, **kwargs))
+        if kind is Kind.OPAQUE or kind is Kind.EMPTY:
+            return self._run_opaque(run, rule, args, kwargs)
+        operation = Operation(
+            func,
+            rule,
+            [self._frozen(arg) for arg in args],
+            {key: self._frozen(arg) for key, arg in kwargs.items()} if kwargs else kwargs,
+            self._paths[-1],
+            self._settings_for(kind),
+        )
+        if rule.is_mutable:
+            self._keep_content(args[0])
+        if rule.is_random:
+            with exclusive_draws():
+                self._note_state(operation, args, kwargs)
+                out = run(*args, **kwargs)
+        else:
+            out = run(*args, **kwargs)
+        self.operations.append(operation)
+        if rule.is_mutable:
+            self._bind(operation, 0, out, is_changed=True)
+        elif type(out) is torch.Tensor:
+            self._bind(operation, 0, out)
+        else:
+            self._bind_several(operation, out)
+        return out
+
+    def _note_view(self, out: Any) -> Any:
+        """Note a view that shows all of a value: the tensor that it was made of may go."""
+        if type(out) in _PLAIN and out.layout is torch.strided:
+            value = self.values.get(out.untyped_storage()._cdata)
+            if value is not None and out.nbytes == value.nbytes:
+                value.is_viewed_by(weakref.ref(out))
+        return out
+
+    def _settings_for(self, kind: Kind) -> Settings:
+        """Return the settings under which an operation runs now.
+
+        Only the default dtype is asked for each time; the others matter where sums are long.
+        """
+        known = self._settings
+        if kind is Kind.PRODUCT or torch.get_default_dtype() is not known[0]:
+            now = current_settings()
+            if now != known:
+                self._settings = now
+        return self._settings
+
+    def _bind_several(self, operation: Operation, out: Any) -> None:
+        for index, item in enumerate(out if isinstance(out, tuple | list) else (out,)):
+            if not isinstance(item, torch.Tensor):
+                continue
+            if index == 1 and operation.rule.has_mask:
+                operation = self._mask_of(operation)
+            self._bind(operation, index, item)
+
+    def _mask_of(self, dropout: Operation) -> Operation:
+        """Note an operation that stands for a dropout's mask, which does not need its input."""
+        mask = Operation(
+            dropout.func,
+            dropout.rule,
+            dropout.args,
+            dropout.kwargs,
+            dropout.path,
+            dropout.settings,
+        )
+        mask.generator, mask.state = dropout.generator, dropout.state
+        mask.is_mask = True
+        self.operations.append(mask)
+        return mask
+
+    def _bind(
+        self, operation: Operation, index: int, tensor: torch.Tensor, is_changed: bool = False
+    ) -> None:
+        if tensor.layout is not torch.strided:
+            return  # what reads it next finds no value, and is not replayed
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.values:
+            if not is_changed:
+                return  # an alias of an argument
+            key = storage._cdata
+            self.values[key].overwritten()
+        else:
+            key = cast(int, storage._weak_ref())
+        # A complex view may be conjugated, which its bytes do not show.
+        is_clear = not (tensor.dtype.is_complex or tensor._is_zerotensor())
+        producer = operation if is_clear else None
+        value = Value(producer, index, storage.nbytes(), tensor.device, weakref.ref(tensor))
+        if not is_clear:
+            value.block(is_readable=tensor.dtype.is_complex)
+        else:
+            operation.outputs.append((index, weakref.ref(value)))
+        self.values[key] = value
+
+    def _frozen(self, arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            if arg.layout is not torch.strided:
+                return Ref(_unreadable(arg), arg)
+            storage = arg.untyped_storage()
+            value = self.values.get(storage._cdata)
+            return Ref(self._meet(arg, storage) if value is None else value, arg)
+        if type(arg) is list or type(arg) is tuple:
+            return [self._frozen(item) for item in arg]
+        return arg
+
+    def _meet(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Value:
+        """Make the value of a tensor that no operation was seen to make."""
+        base = tensor._base
+        # The tensor may be a view made for this operation alone; its base lives longer.
+        owner = tensor if base is None else base
+        value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
+        self.values[cast(int, storage._weak_ref())] = value
+        if not has_bytes(tensor):
+            value.block(is_readable=False)
+        elif isinstance(tensor, Parameter):
+            value.is_found_in(source_of(tensor, is_parameter=True))
+        elif isinstance(base, Parameter):
+            value.is_found_in(source_of(base, is_parameter=True))
+        elif value.nbytes <= MAX_COPIED_BYTES and not tensor.requires_grad:
+            value.is_found_in(copied_source(storage, tensor.device))
+        elif value.nbytes <= MAX_CONSTANT_BYTES and not tensor.requires_grad:
+            value.is_found_in(source_of(owner))
+        elif self._is_constant(tensor, storage._cdata):
+            # Buffers, and casts of weights: these need gradients, and their graph is not held.
+            value.is_found_in(source_of(tensor.detach() if tensor.requires_grad else owner))
+        return value
+
+    def _keep_content(self, args: Any) -> None:
+        """Keep what recipes read of *args*, which an operation is about to change."""
+        for tensor in tensors_in(args):
+            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            known = self.values.get(storage._cdata)
+            if known is None or known.source is None or not has_bytes(tensor):
+                continue
+            if not known.source.survives_a_change():
+                known.is_found_in(copied_source(storage, tensor.device))
+
+    def _note_state(self, operation: Operation, args: Any, kwargs: dict[str, Any]) -> None:
+        tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        if isinstance(tensor, FakeTensor) or not self.may_replay(operation):
+            return
+        if may_be_disturbed():
+            operation.is_repeatable = False
+            return
+        position = operation.rule.dropout_at
+        if position is not None:
+            probability = args[position] if len(args) > position else kwargs.get("dropout_p")
+            if not probability:
+                return
+        device = torch.device(kwargs.get("device") or "cpu") if tensor is None else tensor.device
+        given = next((arg for arg in args if isinstance(arg, torch.Generator)), None)
+        operation.generator = generator_for(device, kwargs.get("generator") or given)
+        if operation.generator is None:
+            operation.is_repeatable = False
+        else:
+            operation.state = operation.generator.get_state()
+
+    def _run_opaque(
+        self, run: Callable[..., Any], rule: Rule, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run what cannot be replayed."""
+        changed = (args, kwargs) if rule.is_mutable else args[rule.unannotated]
+        self._keep_content(changed)
+        out = run(*args, **kwargs)
+        for tensor in tensors_in(changed):
+            self._forget(tensor, is_changed=True)
+        for tensor in tensors_in(out):
+            value = self._forget(tensor, only_new=True)
+            if value is not None:
+                if rule.kind is Kind.EMPTY:
+                    value.overwritten()  # by whom is not seen
+                if rule.is_reinterpreting or tensor.dtype.is_complex:
+                    value.block()
+        return out
+
+    def _run_unseen(
+        self, run: Callable[..., Any], rule: Rule, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operation beside which something may happen that is not seen."""
+        is_changed = rule.is_mutable or rule.unannotated != NOTHING
+        if is_changed:
+            self._keep_content((args, kwargs))
+        out = run(*args, **kwargs)
+        for tensor in tensors_in((args, kwargs, out)):
+            value = self._forget(tensor, is_changed=is_changed)
+            if value is not None and rule.is_reinterpreting:
+                value.block()
+        return out
+
+    def _forget(
+        self, tensor: torch.Tensor, *, only_new: bool = False, is_changed: bool = False
+    ) -> Value | None:
+        """Make *tensor*'s storage one of unknown origin; return its value."""
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        known = self.values.get(storage._cdata)
+        if known is None:
+            return self._meet(tensor, storage)
+        source = known.source
+        if only_new or (type(source) is TensorSource and (source.is_parameter or not is_changed)):
+            return known
+        owner = tensor if tensor._base is None else tensor._base
+        value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
+        value.be_like(known)
+        if is_changed:
+            known.overwritten()
+            is_small = value.nbytes <= MAX_COPIED_BYTES
+            if is_small and not tensor.requires_grad and has_bytes(tensor):
+                value.is_found_in(copied_source(storage, tensor.device))
+        self.values[storage._cdata] = value
+        return value
+
+    # ---- asking --------------------------------------------------------------------------------
+
+    def value_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Value:
+        """Return the value that *tensor*'s storage holds now."""
+        value = self.values.get(storage._cdata)
+        return self._meet(tensor, storage) if value is None else value
+
+    def may_replay(self, operation: Operation) -> bool:
+        """Say whether *operation* is one to run again in backward."""
+        if operation.rule.kind is Kind.PRODUCT and operation.path not in self._product_paths:
+            return False
+        return operation.is_repeatable
+
+
+def _unreadable(tensor: torch.Tensor) -> Value:
+    """Return a value that cannot be had in backward: sparse and other tensors without strides."""
+    value = Value(None, 0, 0, tensor.device, weakref.ref(tensor))
+    value.block(is_readable=False)
+    return value
+
+
+def _are_plain(types: Any) -> bool:
+    return all(kind in _PLAIN for kind in types)

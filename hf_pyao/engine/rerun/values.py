@@ -1,0 +1,198 @@
+"""What an inventory holds of the values that it finds, and how it tells and exchanges them."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hf_pyao.engine.rerun.kinds import Content
+
+_WHOLE = (Tensor, Parameter)
+"""Types of parameters that nobody has sharded."""
+
+MOST_TENSOR_BYTES = 2**20
+"""Tensors up to this size are copied where they may change in place, and held where replaced."""
+MOST_ITEMS = 4096
+"""Containers up to this length are noted."""
+MOST_HOLDERS = 200_000
+"""Containers and objects that are noted of one model."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often *tensor* was changed in place; 0 for one that does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Holder(NamedTuple):
+    """Something that holds values, and what it held."""
+
+    holder: Any
+    content: Content
+    copy: Any
+
+
+class NotedTensor(NamedTuple):
+    """A tensor that a module holds, not as a parameter."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+    """What it held; None where it is not expected to change in place."""
+
+    @property
+    def is_written(self) -> bool:
+        """True if its version tells of a change."""
+        return version_of(self.tensor) != self.version
+
+
+class Loose:
+    """Stands for a tensor that an inventory does not hold: it is large, or hangs on a graph."""
+
+    __slots__ = ("ref", "value")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.ref = weakref.ref(tensor)
+        is_small = tensor.layout is torch.strided and tensor.nbytes <= MOST_TENSOR_BYTES
+        self.value = tensor.detach() if is_small else None
+        """The same without its graph, where that is small."""
+
+
+class Found:
+    """What was found, as it was."""
+
+    def __init__(self) -> None:
+        self.holders: list[Holder] = []
+        self.empty: list[Any] = []
+        """Containers in which there was nothing."""
+        self.parameters: list[Parameter] = []
+        self.tensors: list[tuple[Tensor, bool]] = []
+        """Other tensors, and whether a norm keeps statistics in them."""
+        self.generators: list[Any] = []
+        self.unknown: list[Any] = []
+        """What cannot be noted: iterators, and containers that are too long."""
+        self.loose: list[Loose] = []
+        self._mappings: list[dict[Any, Any]] = []
+        self._sequences: list[Any] = []
+        self._others: list[Holder] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+        self._ids: list[int] = []
+        """In place of the values, where some are not to be held."""
+        self._lengths: list[int] = []
+
+    def close(self) -> None:
+        """Take note that all was found, so that :meth:`is_same` is quick."""
+        for each in self.holders:
+            if isinstance(each.holder, dict):
+                self._mappings.append(each.holder)
+            elif each.content.is_counted:
+                self._sequences.append(each.holder)
+            else:
+                self._others.append(each)
+        self._keys = list(chain.from_iterable(self._mappings))
+        if self.loose:
+            self._ids = list(map(id, self._values_now()))
+        else:
+            self._values = list(self._values_now())
+        self._lengths = self._lengths_now()
+
+    def is_same(self) -> bool:
+        """Say whether all holds the very objects that it held; written without a loop in Python."""
+        return (
+            not any(self.empty)
+            and self._lengths == self._lengths_now()
+            and self._has_same_values()
+            and self._keys == list(chain.from_iterable(self._mappings))
+            and all(each.ref() is not None for each in self.loose)  # else an id may be another's
+            and all(each.content.same(each.holder, each.copy) for each in self._others)
+        )
+
+    def _has_same_values(self) -> bool:
+        if self.loose:
+            return self._ids == list(map(id, self._values_now()))
+        return all(map(operator.is_, self._values_now(), self._values))
+
+    def _values_now(self) -> Iterator[Any]:
+        of_mappings = chain.from_iterable(map(dict.values, self._mappings))
+        return chain(of_mappings, chain.from_iterable(self._sequences))
+
+    def _lengths_now(self) -> list[int]:
+        return [*map(len, self._mappings), *map(len, self._sequences)]
+
+
+def entries(copy: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and items in a copy of a container's content."""
+    if type(copy) is dict:
+        return copy.items()
+    return enumerate(copy) if type(copy) is list else ()
+
+
+def exchanged(copy: Any, exchange: Callable[[Any], Any]) -> Any:
+    """Return *copy* with *exchange* done to its items, and to those of tuples in it."""
+    if type(copy) is dict:
+        return {key: _exchanged_item(item, exchange) for key, item in copy.items()}
+    if type(copy) is list:
+        return [_exchanged_item(item, exchange) for item in copy]
+    return copy
+
+
+def _exchanged_item(item: Any, exchange: Callable[[Any], Any]) -> Any:
+    if not isinstance(item, tuple):
+        return exchange(item)
+    items = [_exchanged_item(each, exchange) for each in item]
+    if all(a is b for a, b in zip(items, item, strict=True)):
+        return item
+    return type(item)(*items) if hasattr(item, "_fields") else tuple(items)
+
+
+def with_present(holder: Any, copy: Any) -> Any:
+    """Return *copy* but for what engines have put into *holder* since, which is to stay.
+
+    These are parameters that are sharded, views of a parameter that an engine has flattened, and
+    what stands for a module's ``forward`` while a thread of this package has exchanged it.
+    """
+    if type(copy) is not dict:
+        return copy
+    wanted = dict(copy)
+    for key, now in holder.items():
+        noted = copy.get(key)
+        if now is not noted and (_is_of_engine(now) or _is_of_engine(noted)):
+            wanted[key] = now
+    for key, noted in copy.items():
+        if key not in holder and _is_of_engine(noted):
+            del wanted[key]
+    return wanted
+
+
+def without_ours(holder: Any, copy: Any) -> Any:
+    """Return *copy* but for what this package has put into *holder*, or taken away, since.
+
+    torch notes about hooks in dictionaries of their own, by the number of a hook. No number is
+    given twice, so that what is noted of others is no harm.
+    """
+    if not isinstance(holder, dict) or type(copy) is not dict:
+        return copy
+    if holder and all(type(each) is bool for each in holder.values()):
+        return {**copy, **holder}
+    wanted = {key: each for key, each in copy.items() if not _is_ours(each)}
+    return wanted | {key: each for key, each in holder.items() if _is_ours(each)}
+
+
+def _is_ours(value: Any) -> bool:
+    of = getattr(value, "__module__", None) or type(value).__module__
+    return isinstance(of, str) and of.startswith("hf_pyao.")
+
+
+def _is_of_engine(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        if isinstance(value, Parameter) or type(value) is not Tensor:
+            return type(value) not in _WHOLE
+        return isinstance(value._base, Parameter)
+    return type(value).__module__ == "hf_pyao.model.patching.exchanged_forwards"

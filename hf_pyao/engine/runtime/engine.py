@@ -1,0 +1,483 @@
+"""The engine: what happens to the saved tensors of layer calls, from pack to unpack.
+
+It knows layers by number and name only; module hooks (``lifecycle``) drive it. The forward side is
+in ``packing``, the backward side in ``unpacking``; here they are put together, and forwards and
+micro-batches begin and end.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+
+import torch
+
+from hf_pyao.engine.codecs import Codec
+from hf_pyao.engine.runtime.backward_order import BackwardOrder, Reversed
+from hf_pyao.engine.runtime.idle_warnings import IdleWarnings
+from hf_pyao.engine.runtime.observer import Observer, Observers
+from hf_pyao.engine.runtime.packing import Packer
+from hf_pyao.engine.runtime.parameters import FrozenShapes, is_parameter
+from hf_pyao.engine.runtime.policy import LayerRun, Policy, as_policy
+from hf_pyao.engine.runtime.recomputation import Recomputer
+from hf_pyao.engine.runtime.saved_tensor import Handle, KeptTensor
+from hf_pyao.engine.runtime.tape import Layer, LayerCall, MicroBatch, Tape
+from hf_pyao.engine.runtime.unpacking import Unpacker
+from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
+from hf_pyao.engine.transfer.layout import reason_not_movable
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.engine.transfer.mover import Mover
+from hf_pyao.engine.transfer.profiler_ranges import named_range
+from hf_pyao.engine.transfer.transport import LinkTimes
+from hf_pyao.engine.weak_calls import weakly
+from hf_pyao.metrics import MicroBatchStats, RunTotals
+
+_MOST_LATE = 4
+"""Micro-batches by which a host may run ahead of its device."""
+
+
+class _Here(threading.local):
+    """What the engine is at on the calling thread."""
+
+    tape: Tape | None = None
+    """That of the thread's newest forward. Each thread has its own: what one does ends nothing of
+    the other's."""
+    waiting: tuple[weakref.ref[Tape], ...] = ()
+    """Tapes of the thread's forwards that may still have a backward, or were not counted yet."""
+
+
+class OffloadEngine:
+    """Moves the saved tensors of layer calls to the host and back.
+
+    Args:
+        policy: decides per distinct saved storage; see :meth:`use`.
+        codec: how moved storages are written, unless a decision names another.
+        link: transport, host memory and window; may be shared with other engines.
+        recomputer: traces layers of which the policy may recompute something; None: none is.
+        backward_order: says which forward's backward follows; by default the newest.
+        buffer_keys: returns the storage keys of the model's buffers, which never move.
+        enters_always: layers are entered also while the policy keeps everything.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        codec: Codec,
+        link: LinkContext,
+        recomputer: Recomputer | None = None,
+        backward_order: BackwardOrder | None = None,
+        buffer_keys: Callable[[], Container[int]] = frozenset,
+        enters_always: bool = False,
+    ) -> None:
+        self.codec = codec
+        self.link = link
+        self.totals = RunTotals()
+        self.last_stats: MicroBatchStats | None = None
+        self._late_times: deque[tuple[MicroBatchStats, LinkTimes]] = deque(maxlen=_MOST_LATE)
+        """Micro-batches that were counted, some of whose copies may not be timed yet."""
+        self.num_layer_calls = 0
+        self.idle_warnings = IdleWarnings()
+        self.passed_over = ""
+        """Why hooks stayed off when a layer was entered last in vain; empty if that never was."""
+        self.observer: Observer | None = None
+        """Hears what happens; see :meth:`observe`."""
+        self._observers: tuple[Observer, ...] = ()
+        self._lasting_observers: tuple[Observer, ...] = ()
+        self._policy = policy = as_policy(policy)
+        self._enters_always = enters_always
+        self.rests = policy.rests and not enters_always
+        """True while the policy keeps everything: layers are not entered."""
+        self._recomputer = recomputer
+        self._find_buffer_keys = buffer_keys
+        self._here = _Here()
+        self._open_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()
+        """Tapes that are not counted yet, by number, oldest first."""
+        self._num_tapes = 0
+        self._running: weakref.WeakSet[Tape] = weakref.WeakSet()
+        """Those that are some thread's newest."""
+        self._num_packs_before = 0
+        self.mover = Mover(link)
+        self.packer = Packer(codec=codec, mover=self.mover)
+        self._expect_codecs_of(policy)
+        # The unpacker may outlive the engine, in a graph: [Note: Who owns whom] in `weak_calls`.
+        self.unpacker = Unpacker(
+            mover=self.mover,
+            order=backward_order or Reversed(),
+            waiting=weakly(self._waiting_tapes, ()),
+            on_tapes_done=weakly(self._end_tapes, None),
+        )
+        self.pack: Callable[[LayerCall, torch.Tensor], Handle] = self.packer.pack
+        """Takes over a tensor that autograd saves in a layer call."""
+        self.unpack: Callable[[Handle], torch.Tensor] = self.unpacker.unpack
+        """Gives it back."""
+
+    # ---- policy and observer -------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """What decides from the next forward on."""
+        return self._policy
+
+    def use(self, policy: Policy) -> None:
+        """Let *policy* decide from the next forward on.
+
+        Forwards that have begun, and their backward, go on with the policy that they began with.
+
+        Raises:
+            ConfigError: *policy* is none.
+        """
+        policy = as_policy(policy)
+        self._policy = policy
+        self._expect_codecs_of(policy)
+        self.rests = policy.rests and not self._enters_always
+
+    def _expect_codecs_of(self, policy: Policy) -> None:
+        """Collect statistics of rows from the first forward on if *policy* may use lossy codecs."""
+        if policy.may_lose:
+            self.packer.note_shapes()
+
+    def enter_always(self, is_wanted: bool) -> None:
+        """Have layers entered also while the policy keeps everything, from the next forward on."""
+        self._enters_always = is_wanted
+        self.rests = self._policy.rests and not is_wanted
+
+    def set_window(self, window_bytes: int) -> None:
+        """Let no more than *window_bytes* be in flight, from the next copy on.
+
+        Raises:
+            ConfigError: the window is the end of each layer, or another model's too.
+        """
+        self.link.set_window(window_bytes)
+
+    def wait_for_every_copy(self) -> None:
+        """Have nothing in flight from now on: the tightest there is, and the slowest.
+
+        Holds for all engines that share the link.
+        """
+        self.link.wait_for_every_copy()
+
+    def observe(self, *observers: Observer | None) -> None:
+        """Tell *observers* what happens from the next layer call on, in place of those before.
+
+        Those of :meth:`observe_too` are told besides.
+        """
+        self._observers = tuple(each for each in observers if each is not None)
+        self._tell_observers()
+
+    def observe_too(self, observer: Observer) -> None:
+        """Tell *observer* until :meth:`stop_observing`, whoever else is told."""
+        self._lasting_observers = (*self._lasting_observers, observer)
+        self._tell_observers()
+
+    def stop_observing(self, observer: Observer) -> None:
+        """Tell *observer* nothing more."""
+        self._observers = tuple(o for o in self._observers if o is not observer)
+        self._lasting_observers = tuple(o for o in self._lasting_observers if o is not observer)
+        self._tell_observers()
+
+    def _tell_observers(self) -> None:
+        observers = (*self._lasting_observers, *self._observers)
+        observer = Observers(observers) if len(observers) > 1 else next(iter(observers), None)
+        self.observer = observer
+        self.packer.observer = observer
+        self.unpacker.observer = observer
+        self.mover.watcher = observer
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def begin_forward(self, *, is_announced: bool = True) -> None:
+        """Note that the model's stack of layers starts a forward: a new tape opens.
+
+        Args:
+            is_announced: False if that is only concluded from the order of the layers.
+        """
+        self.end_forward()
+        tape = Tape(self._policy.for_forward(), self._num_tapes, is_announced=is_announced)
+        self._open_tapes[tape.number] = tape
+        self._num_tapes += 1
+        self._running.add(tape)
+        here = self._here
+        here.tape = tape
+        here.waiting = (*here.waiting, weakref.ref(tape))
+        self.packer.buffer_keys = self._find_buffer_keys()
+
+    def forward_start(
+        self,
+        layer: Layer,
+        *,
+        is_last_run: bool = True,
+        shared: Sequence[torch.Tensor] = (),
+        frozen_shapes: FrozenShapes | None = None,
+        reason_not_traceable: Callable[[], str | None] = lambda: None,
+        is_compiled: bool = False,
+    ) -> LayerCall:
+        """Open a call of *layer*; what autograd saves from here on is the engine's.
+
+        Args:
+            layer: the layer that runs now.
+            is_last_run: False if it is known to run again in this forward.
+            shared: tensors among its inputs that other layers get too.
+            frozen_shapes: given under autocast, see
+                :func:`~hf_pyao.engine.runtime.parameters.is_parameter`.
+            reason_not_traceable: asked where something is to be recomputed: says why the layer's
+                operations cannot be seen, or returns None.
+            is_compiled: compiled code runs around it.
+        """
+        tape = self._here.tape
+        if tape is None or not tape.accepts_calls or tape.starts_over(layer):
+            self.begin_forward(is_announced=False)
+            tape = self._here.tape
+        assert tape is not None
+        self.num_layer_calls += 1
+        self.mover.look_for_watchers()
+        call = LayerCall(
+            layer,
+            tape,
+            tape.last_call,
+            is_last_run=is_last_run,
+            shared_keys=frozenset(
+                tensor.untyped_storage()._cdata
+                for tensor in shared
+                if reason_not_movable(tensor) is None
+            ),
+            frozen_shapes=frozen_shapes,
+            is_compiled=is_compiled,
+            observer=self.observer,
+        )
+        tape.add(call)
+        try:
+            if self._recomputer is not None:
+                self._trace(self._recomputer, call, reason_not_traceable)
+            if self.observer is not None:
+                self.observer.on_module(call.fqn, "", "forward", is_start=True)
+            return call
+        except BaseException:
+            self.abort(call)  # the caller has no hold of it yet
+            raise
+
+    def _trace(
+        self,
+        recomputer: Recomputer,
+        call: LayerCall,
+        reason_not_traceable: Callable[[], str | None],
+    ) -> None:
+        buffer_keys, frozen_shapes = self.packer.buffer_keys, call.frozen_shapes
+
+        def is_constant(tensor: torch.Tensor, key: int) -> bool:
+            return key in buffer_keys or is_parameter(tensor, frozen_shapes)
+
+        recomputation = recomputer.open(
+            LayerRun(call.fqn, call.layer.index, call.is_last_run),
+            call.policy,
+            call.paths,
+            reason_not_traceable=reason_not_traceable,
+            is_constant=is_constant,
+            streams=self.link.streams,
+            watcher=self.observer,
+        )
+        if recomputation is not None:
+            call.recompute_with(recomputation)
+            recomputation.start()
+
+    def pack_of(self, call: LayerCall) -> Callable[[LayerCall, torch.Tensor], Handle]:
+        """Return the pack hook for *call*."""
+        pack = self.pack if call.recomputation is None else self.packer.pack_traced
+        observer = self.observer
+        if observer is None:
+            return pack
+
+        def observed(call: LayerCall, tensor: torch.Tensor) -> Handle:
+            observer.on_pack(call.fqn, call.paths[-1], tensor)
+            return pack(call, tensor)
+
+        return observed
+
+    @property
+    def unpack_hook(self) -> Callable[[Handle], torch.Tensor]:
+        """The unpack hook for what is saved from here on."""
+        observer, unpack = self.observer, self.unpack
+        if observer is None:
+            return unpack
+
+        def observed(handle: Handle) -> torch.Tensor:
+            known = handle if isinstance(handle, KeptTensor) else handle.storage
+            observer.on_unpack(known.slot)
+            return unpack(handle)
+
+        return observed
+
+    def forward_end(self, call: LayerCall, outputs: Sequence[torch.Tensor]) -> None:
+        """Close *call*; its backward starts when a gradient reaches one of *outputs*."""
+        self._close(call)
+        call.settle()
+        if self.observer is not None:
+            self.observer.on_module(call.fqn, "", "forward", is_start=False)
+        with named_range("layer_end", call.fqn):
+            self.link.offloads.layer_end()
+
+        unpacker = self.unpacker
+
+        def on_gradient(_: tuple[torch.Tensor | None, ...]) -> None:
+            unpacker.backward_start(call)
+
+        if call.is_compiled:
+            on_gradient = uncompiled(on_gradient)
+        for output in outputs:
+            # The node and not the tensor, which is the user's: it would warn when it is saved.
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(on_gradient)
+
+    def abort(self, call: LayerCall) -> None:
+        """Close *call*, whose forward failed. What it saved goes as its graph goes."""
+        call.tape.fail()
+        self._close(call)
+        self.link.offloads.drain()
+
+    def _close(self, call: LayerCall) -> None:
+        """End what goes on in *call*; it may be called again, also where it was interrupted."""
+        recomputation = call.recomputation
+        if recomputation is not None:
+            recomputation.stop()  # first: it sees every operation of this thread
+            if self.observer is not None and recomputation.is_traced:
+                self.observer.on_trace(call.fqn, recomputation)
+            recomputation.close()
+        call.close()
+
+    # ---- ends ----------------------------------------------------------------------------------
+
+    def end_forward(self) -> None:
+        """End this thread's newest forward, whatever its state: what follows is another's."""
+        here = self._here
+        tape, here.tape = here.tape, None
+        self.unpacker.finalize_backward()  # of one that failed
+        if tape is not None and tape in self._running:
+            self._running.discard(tape)
+            self._num_packs_before += tape.stats.num_packs
+            tape.close()
+        waiting = []
+        for ref in here.waiting:
+            tape = ref()
+            if tape is None:
+                continue
+            if tape.has_run_backward:
+                self._publish(tape.micro_batch)
+                self._open_tapes.pop(tape.number, None)
+            elif tape.is_live():
+                waiting.append(ref)
+            else:
+                self._open_tapes.pop(tape.number, None)
+        here.waiting = tuple(waiting)
+        if not waiting:
+            self.link.streams.forget()
+
+    def end(self) -> None:
+        """Close the tapes of all threads: nothing more comes."""
+        self.end_forward()
+        for tape in list(self._open_tapes.values()):
+            if tape in self._running:
+                self._running.discard(tape)
+                self._num_packs_before += tape.stats.num_packs
+            tape.close()
+            if tape.has_run_backward:
+                self._publish(tape.micro_batch)
+        self._open_tapes.clear()
+
+    def give_up(self, since: int) -> None:
+        """End this thread's forwards from number *since* on, which failed; they count nowhere.
+
+        Args:
+            since: :attr:`num_forwards` when the first of them began.
+        """
+        for ref in self._here.waiting:
+            tape = ref()
+            if tape is not None and tape.number >= since:
+                tape.micro_batch.leave_out()
+        self.end_forward()
+
+    def _waiting_tapes(self) -> list[Tape]:
+        """Return the tapes whose backward has not begun, oldest first."""
+        return [tape for tape in list(self._open_tapes.values()) if not tape.has_run_backward]
+
+    def _end_tapes(self, tapes: Sequence[Tape]) -> None:
+        """Note that a backward pass through *tapes* is over."""
+        micro_batch = tapes[0].micro_batch
+        for tape in tapes[1:]:
+            micro_batch.absorb(tape)
+        if not any(tape.is_live() for tape in tapes):
+            for tape in tapes:
+                self._publish(tape.micro_batch)
+
+    def _publish(self, micro_batch: MicroBatch) -> None:
+        """Count *micro_batch*, once."""
+        stats = micro_batch.publish()
+        if stats is None:
+            return
+        self.settle_times()
+        times = self.mover.collect(stats)
+        self.last_stats = stats
+        self.totals.add(stats)
+        self._late_times.append((stats, times))
+        if self.observer is not None:
+            self.observer.on_micro_batch(stats)
+        is_meant = self.policy.name == "off" or self.policy.rests
+        if not (stats.offloaded_bytes or stats.recomputed_bytes or is_meant):
+            self.idle_warnings.nothing_moved(stats)
+
+    def settle_times(self) -> None:
+        """Add to the newest micro-batches what their copies are known by now to have taken.
+
+        The host counts a micro-batch when it has queued its backward, long before the device runs
+        it. After a synchronization the figures of the last micro-batch are complete.
+        """
+        for stats, times in self._late_times:
+            before = stats.link_times_ms
+            self.mover.collect_times(stats, times)
+            self.totals.add_link_times(before, stats.link_times_ms)
+
+    # ---- what happened -------------------------------------------------------------------------
+
+    @property
+    def num_packs(self) -> int:
+        """Calls of the pack hook so far, in all forwards of all threads."""
+        # Of the references: another thread may begin a forward while a WeakSet is gone through.
+        known: list[weakref.ref[Tape]] = list(self._running.data)  # type: ignore[attr-defined]
+        tapes = [ref() for ref in known]
+        return self._num_packs_before + sum(t.stats.num_packs for t in tapes if t is not None)
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards begun so far, on all threads."""
+        return self._num_tapes
+
+    @property
+    def failed_in(self) -> str:
+        """Where this thread's newest forward, or a backward, has failed; empty if in no layer.
+
+        To be asked before anything else begins.
+        """
+        call = self.unpacker.running_call
+        if call is not None:
+            return f"the backward of layer {call.fqn!r}"
+        tape = self._here.tape
+        if tape is not None and tape.is_failed and tape.last_call is not None:
+            return f"the forward of layer {tape.last_call.fqn!r}"
+        return ""
+
+    def stats_since(self, since: int) -> list[MicroBatchStats]:
+        """Return the figures so far of the forwards from number *since* on that still count."""
+        return [tape.stats for tape in list(self._open_tapes.values()) if tape.number >= since]
+
+    def release_done(self) -> None:
+        """Let go of device copies that have left; for moments in which nothing else would."""
+        self.link.offloads.release_done()
+
+    def warn_idle(self) -> None:
+        """Warn, once, that a step went by in which nothing was packed."""
+        if self.rests:
+            return
+        self.idle_warnings.nothing_packed(
+            have_layers_run=self.num_layer_calls > 0, passed_over=self.passed_over
+        )

@@ -1,0 +1,313 @@
+"""Module hooks that drive the engine. The only place that registers any.
+
+Three kinds of hooks are installed: on the stack (the module that runs all layers), to see where a
+forward begins; on each layer, to switch its saved-tensor hooks on and off; on each sub-module of a
+layer, to know who is running when a tensor is saved.
+
+[Note: Entering and leaving]
+A layer's hooks are a pre-forward and a post-forward hook (``always_call``). The post-forward hook
+does not run on KeyboardInterrupt, and runs without its partner if an earlier pre-forward hook
+raised. Hence a stack of tokens per thread: leaving without a token does nothing, and whatever was
+left behind is taken down when the next forward begins (or when the offloader is detached). A token
+is there before anything is switched on, and goes after everything was switched off; see also
+[Note: Interrupts] in ``torch_stacks``.
+
+[Note: Checkpointing]
+transformers checkpoints a layer inside ``forward`` since 5.23, so that our hooks sit outside and
+only the layer's inputs are saved. Before, it checkpointed ``__call__``: our hooks would run inside
+and catch what the checkpoint means to drop. There the checkpointing function itself is wrapped, so
+that the layer is entered outside it. Hooks that find a checkpoint on top of the saved-tensor stack,
+or that run in a recomputation, do nothing: see ``passing_over``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.engine.rerun.modes import reason_of_dispatch_modes
+from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.engine.runtime.equal_casts import casts_its_input
+from hf_pyao.engine.runtime.model_hooks import (
+    BeginHook,
+    CheckpointFunction,
+    EnterHook,
+    LeaveHook,
+    PathEndHook,
+    PathStartHook,
+    take_off,
+    take_off_inert,
+)
+from hf_pyao.engine.runtime.parameters import FrozenShapes
+from hf_pyao.engine.runtime.running import Running, Token
+from hf_pyao.engine.runtime.sharding import NoSharding, Sharding
+from hf_pyao.engine.runtime.tape import Layer
+from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
+from hf_pyao.engine.torch_hooks.layer_inputs import shared_inputs, tensors_in
+from hf_pyao.engine.torch_hooks.passing_over import (
+    explain_failure,
+    is_recomputing,
+    reason_to_pass_over,
+)
+from hf_pyao.engine.torch_hooks.saved_tensor_hooks import (
+    pack_hook,
+    pop_hooks,
+    push_hooks,
+)
+
+logger = logging.getLogger(__name__)
+
+COMPILED = "compiled code"
+"""Why a layer cannot be traced."""
+
+
+class Lifecycle:
+    """Drives *engine* with hooks on a model's layers, from :meth:`install` until :meth:`remove`.
+
+    Args:
+        engine: receives ``begin_forward``, ``forward_start``, ``forward_end``, ``abort``.
+        stack: module whose forward runs all layers.
+        layers: qualified name and module of each layer, in forward order.
+        named_submodules: yields path and module for everything inside a layer; the layer is "".
+        sharding: what data-parallel engines do to parameters.
+        owner: found again through the stack's hook; kept alive by it.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        stack: nn.Module,
+        layers: Sequence[tuple[str, nn.Module]],
+        *,
+        named_submodules: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
+        sharding: Sharding | None = None,
+        owner: Any = None,
+    ) -> None:
+        self.engine = engine
+        self.owner = owner
+        self.refused = ""
+        """Why a layer did not run again, where it should have; empty if none was refused."""
+        self.running = Running()
+        self._is_removed = False
+        self._named_submodules = named_submodules
+        self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
+        self._stack = weakref.ref(stack)
+        self._sharding = sharding or NoSharding()
+        for index, (fqn, module) in enumerate(layers):
+            self._layers[module] = Layer(index, fqn)
+        self._modules = [
+            weakref.ref(module)
+            for module in dict.fromkeys(m for m in (stack, *self._layers) for m in m.modules())
+        ]
+        """All that may get a hook. Which have one is looked up there: see [Note: Interrupts]."""
+        self._may_checkpoint = [
+            ref for ref in self._modules if hasattr(ref(), "gradient_checkpointing")
+        ]
+        self._has_warned_abandoned = False
+        self._pack_uncompiled = uncompiled(engine.pack)
+        self._unpack_uncompiled = uncompiled(engine.unpack)
+
+    # ---- installing ----------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Put the hooks on. If it raises, :meth:`remove` takes down what was put on so far."""
+        stack = self._stack()
+        if stack is None:
+            return
+        for ref in self._modules:
+            if (module := ref()) is not None:
+                take_off_inert(module)
+        stack.register_forward_pre_hook(BeginHook(self), prepend=True)
+        for layer in list(self._layers):
+            layer.register_forward_pre_hook(EnterHook(self), with_kwargs=True)
+            layer.register_forward_hook(LeaveHook(self), always_call=True)
+            if is_compiled(layer):
+                continue
+            for path, module in self._named_submodules(layer):
+                if path and module is not layer:
+                    start = PathStartHook(self, path, has_cast_input=casts_its_input(module))
+                    module.register_forward_pre_hook(start)
+                    module.register_forward_hook(PathEndHook(self), always_call=True)
+
+    def remove(self) -> None:
+        """Take everything down; the model is as it was before.
+
+        It may be called again, also where it was interrupted. The stack's hook goes last: by it the
+        rest is found again.
+        """
+        self._is_removed = True
+        self.leave_all()
+        for ref in self._may_checkpoint:
+            if (module := ref()) is None:
+                continue
+            wrapper = module.__dict__.get("_gradient_checkpointing_func")
+            if isinstance(wrapper, CheckpointFunction) and wrapper.lifecycle is self:
+                module._gradient_checkpointing_func = wrapper.function  # type: ignore[assignment]
+        for ref in reversed(self._modules):
+            module = ref()
+            if module is not None:
+                take_off(module, self)
+        # What notes a module's state may hold the hooks: [Note: Who owns whom] in `weak_calls`.
+        self.owner = None
+
+    def _wrap_checkpointing(self) -> None:
+        """Enter layers outside of the checkpoint where it runs around ``__call__``.
+
+        Looked at before each forward, since checkpointing is switched on and off at any time.
+        """
+        for ref in self._may_checkpoint:
+            module = ref()
+            if module is None:
+                continue
+            function = module.__dict__.get("_gradient_checkpointing_func")
+            if function is None or isinstance(function, CheckpointFunction):
+                continue
+            wrapper = CheckpointFunction(self, function)
+            module._gradient_checkpointing_func = wrapper  # type: ignore[assignment]
+
+    # ---- moments -------------------------------------------------------------------------------
+
+    def begin_forward(self, stack: nn.Module) -> None:
+        """Note that the stack of layers starts a forward."""
+        if self._is_removed:
+            self.remove()  # which was interrupted, or the hook would not be there
+            return
+        if stack is not self._stack() or is_recomputing():
+            return
+        self.leave_all()
+        self.engine.release_done()
+        if self.engine.rests:
+            self.engine.end_forward()  # of the time before
+        elif stack.training and torch.is_grad_enabled():
+            if not self.running.begin_forward(self.engine.num_packs):
+                self.engine.warn_idle()
+            self._wrap_checkpointing()
+            self.engine.begin_forward()
+        elif torch.is_grad_enabled() and not self.engine.num_layer_calls:
+            self.engine.idle_warnings.eval_mode()
+
+    def enter(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_checkpointed: bool = False,
+        is_compiling: bool = False,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Switch the saved-tensor hooks of *module*'s layer on.
+
+        Returns:
+            The arguments that it is to get in place of its own; None: it gets its own.
+        """
+        if not module.training or not torch.is_grad_enabled():
+            return None
+        layer = self._layers.get(module)
+        tokens = self.running.tokens
+        if layer is None or self._is_removed or self.engine.rests:
+            return None
+        reason = reason_to_pass_over()
+        if reason is not None:
+            self.engine.passed_over = reason
+            return None
+        if tokens:
+            if tokens[-1].is_checkpointed and tokens[-1].module is module:
+                return None
+            self._warn_abandoned(tokens[-1].call.fqn, layer.fqn)
+            self.leave_all()
+        call = None
+        try:
+            call = self.engine.forward_start(
+                layer,
+                is_last_run=self.running.count_run(layer),
+                shared=shared_inputs(args, kwargs),
+                frozen_shapes=self._frozen_shapes(module),
+                reason_not_traceable=lambda: self._reason_not_traceable(module, is_compiling),
+                is_compiled=is_compiling,  # see [Note: Compiled code]
+            )
+            pack_tensor = self._pack_uncompiled if is_compiling else self.engine.pack_of(call)
+            pack = pack_hook(pack_tensor, call)
+            tokens.append(Token(module, call, pack, is_checkpointed))
+            push_hooks(pack, self._unpack_uncompiled if is_compiling else self.engine.unpack_hook)
+        except BaseException:
+            self.leave_all()
+            if call is not None:
+                self.engine.abort(call)
+            raise
+        return None
+
+    def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
+        """Switch the saved-tensor hooks of *module*'s layer off. *outputs* is None on failure."""
+        tokens = self.running.tokens
+        if not tokens or tokens[-1].module is not module:
+            return
+        if tokens[-1].is_checkpointed != is_checkpointed:
+            return
+        token = tokens[-1]
+        try:
+            if outputs is None:
+                explain_failure(sys.exc_info()[1], token.call.fqn)
+                self.leave_all()
+            else:
+                pop_hooks(token.pack, token.call.fqn)
+                self.engine.forward_end(token.call, list(tensors_in(outputs)))
+                tokens.pop()
+        except BaseException:
+            self.leave_all()
+            raise
+
+    def leave_all(self) -> None:
+        """Take down what an interrupted forward left behind on this thread."""
+        tokens = self.running.tokens
+        while tokens:
+            token = tokens[-1]
+            pop_hooks(token.pack, token.call.fqn)
+            self.engine.abort(token.call)
+            if tokens and tokens[-1] is token:
+                tokens.pop()
+
+    def give_up(self, since: int) -> None:
+        """Take down all that this thread's forwards from number *since* on, which failed, left."""
+        self.leave_all()
+        self.running.forget_forward()
+        self.engine.give_up(since)
+
+    def _warn_abandoned(self, outer: str, inner: str) -> None:
+        """Warn, once, that a layer is entered while another has not ended."""
+        if not self._has_warned_abandoned:
+            self._has_warned_abandoned = True
+            logger.warning(
+                "layer %r was entered while layer %r had not ended: what the latter saves from "
+                "here on stays on the device. If layers of this model call one another, register "
+                "a module map that names the outer ones only; after an interrupt, it is harmless.",
+                inner,
+                outer,
+            )
+
+    @property
+    def is_inside_layer(self) -> bool:
+        """True while this thread is inside of a layer that was entered."""
+        return bool(self.running.tokens)
+
+    def _frozen_shapes(self, module: nn.Module) -> FrozenShapes | None:
+        """Return the shapes by which autocast copies of frozen weights are known."""
+        if not torch._C._is_any_autocast_enabled():
+            return None
+        return FrozenShapes(module, self._sharding)
+
+    def _reason_not_traceable(self, module: nn.Module, is_compiling: bool) -> str | None:
+        """Say why a layer's operations cannot be recorded for recomputation; None if they can."""
+        if is_compiling or any(is_compiled(child) for child in module.modules()):
+            return COMPILED
+        return reason_of_dispatch_modes() or self._sharding.reason_not_traceable(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether *module* was compiled, in place or in a wrapper."""
+    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None

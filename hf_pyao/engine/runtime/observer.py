@@ -1,0 +1,124 @@
+"""Where whoever watches an engine listens: slots, copies, modules, parts of the overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from hf_pyao.engine.runtime.policy import Decision
+from hf_pyao.engine.runtime.slots import Slot
+from hf_pyao.metrics import MicroBatchStats
+
+Result = TypeVar("Result")
+
+OVERHEADS = ("encode", "decode", "trace", "restore", "recompute")
+"""What :meth:`Observer.around` times: encoding and decoding by codecs, seeing operations, bringing
+back what a recipe reads, and running its operations again (PyAO paper, Table 2)."""
+
+
+class Observer:
+    """Hears what an engine does; this one does nothing with it. Set by ``engine.observe``.
+
+    Methods are called inside hooks, on whichever thread runs them, so they must be quick, change no
+    tensor and queue no work that is waited for. On a device, work is queued and not done when they
+    are called: take marks (``transport.mark``) and read them later.
+    """
+
+    def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
+        """Hear that a sub-module starts or ends.
+
+        Args:
+            layer: qualified name of the layer.
+            path: the sub-module's name in its layer; empty for the layer itself.
+            phase: ``"forward"`` or ``"backward"``. The backward of a sub-module starts when a
+                gradient reaches its result, and ends when one reaches what it got.
+            is_start: False for the end.
+        """
+
+    def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
+        """Hear that autograd saves *tensor*, before anything is decided.
+
+        It hears of every tensor, parameters and those that were saved before included, but not
+        from compiled layers; *path* is the sub-module that runs.
+        """
+
+    def on_unpack(self, slot: Slot) -> None:
+        """Hear that backward asks for a slot, before it gets it; not from compiled layers."""
+
+    def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
+        """Hear what becomes of a slot; *stays*: why it stays whatever a policy decides."""
+
+    def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
+        """Hear of a copy that was just queued.
+
+        Args:
+            direction: ``"offload"`` or ``"reload"``.
+            label: the slot that is copied.
+            nbytes: bytes on the link.
+            ticket: stands for the copy; the transport's ``span_of`` tells when it ran.
+        """
+
+    def on_trace(self, layer: str, recomputation: Any) -> None:
+        """Hear that a layer call was traced, before the trace is forgotten."""
+
+    def on_micro_batch(self, stats: MicroBatchStats) -> None:
+        """Hear that a micro-batch's backward is over, and what it came to."""
+
+    def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
+        """Run *work*, one of :data:`OVERHEADS` or an ``"operation"``, and return its result.
+
+        Parts lie inside of others: what a recipe reads is restored while it is recomputed, and the
+        operations of a traced layer run while they are traced.
+        """
+        return work()
+
+
+class Observers(Observer):
+    """Tells several observers, in order."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = tuple(observers)
+
+    def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_module(layer, path, phase, is_start=is_start)
+
+    def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_pack(layer, path, tensor)
+
+    def on_unpack(self, slot: Slot) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_unpack(slot)
+
+    def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_slot(slot, stays, decision)
+
+    def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_copy(direction, label, nbytes, ticket)
+
+    def on_trace(self, layer: str, recomputation: Any) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_trace(layer, recomputation)
+
+    def on_micro_batch(self, stats: MicroBatchStats) -> None:
+        """Tell each."""
+        for observer in self.observers:
+            observer.on_micro_batch(stats)
+
+    def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
+        """Run *work* inside of each."""
+        for observer in reversed(self.observers):
+            work = partial(observer.around, what, label, work)
+        return work()

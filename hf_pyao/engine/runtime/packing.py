@@ -1,0 +1,487 @@
+"""The forward side: what becomes of each tensor that autograd saves.
+
+``pack`` reads: look whether it can move, whether it was seen, decide, move or keep, record. It
+runs for every saved tensor of every layer, so the common case is written out and what is rare is
+left to functions of its own. In-place changes: see [Note: In-place changes] in ``saved_tensor``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Parameter
+
+from hf_pyao.engine.codecs import Codec, get_codec
+from hf_pyao.engine.codecs.row_statistics import is_row_statistic
+from hf_pyao.engine.runtime.equal_casts import cast_key
+from hf_pyao.engine.runtime.observer import Observer
+from hf_pyao.engine.runtime.parameters import is_parameter, makes_new_tensors
+from hf_pyao.engine.runtime.policy import Decision, Keep, Offload, Recompute, Situation
+from hf_pyao.engine.runtime.recomputation import Anchor, Refused
+from hf_pyao.engine.runtime.saved_tensor import (
+    Handle,
+    KeptTensor,
+    SavedStorage,
+    SavedTensor,
+    WatchedStorage,
+)
+from hf_pyao.engine.runtime.slots import Slot
+from hf_pyao.engine.runtime.tape import Entries, Entry, LayerCall, SlotEntry, Tape
+from hf_pyao.engine.transfer.layout import (
+    PLAIN_DTYPES,
+    SUBCLASS,
+    UNSUPPORTED,
+    Layouts,
+    TensorLayout,
+    has_bytes,
+    nbytes_of,
+    reason_not_movable,
+)
+from hf_pyao.engine.transfer.mover import HOST_FULL, Mover
+
+SHARED_BY_LAYERS = "shared by layers"
+ELSEWHERE = "not on the device"
+EMPTY = "empty"
+DUPLICATE = "equal to another"
+
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
+
+
+class Packer:
+    """Takes over what autograd saves: keeps it, moves it to the host, or drops it.
+
+    Args:
+        codec: how moved storages are written, unless a decision names another.
+        mover: moves them.
+    """
+
+    def __init__(self, *, codec: Codec, mover: Mover) -> None:
+        self.observer: Observer | None = None
+        self.buffer_keys: Container[int] = frozenset()
+        """Storages of the model's buffers, which never move."""
+        self._codec = codec
+        self._exact = get_codec("identity")
+        self._notes_shapes = not codec.is_lossless
+        """Statistics of rows are known by the shapes of what else a call saves."""
+        self._tape_without_shapes: weakref.ref[Tape] | None = None
+        """The forward in which a codec that loses was asked for the first time."""
+        self._mover = mover
+        self._handles: Callable[[torch.device], bool] = mover.link.transport.handles
+        self._layouts = Layouts()
+        self._makes_new: dict[type, bool] = {}
+        """By type of node, :func:`makes_new_tensors`; but for nodes of functions that users write,
+        each of which has a type of its own."""
+        self._handled: dict[torch.device, bool] = {}
+        self._movable_layouts: set[TensorLayout] = set()
+        """Those of tensors that were moved: not empty, and on a device that is handled."""
+
+    def note_shapes(self) -> None:
+        """Note what calls save from here on: a lossy codec is going to be asked for."""
+        self._notes_shapes = True
+
+    def pack_traced(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
+        """Do as :meth:`pack`, in a traced layer: what follows is no part of it."""
+        recomputation = call.recomputation
+        if recomputation is None:
+            return self.pack(call, tensor)
+        recomputation.pause()
+        try:
+            return self.pack(call, tensor)
+        finally:
+            recomputation.go_on()
+
+    def pack(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
+        """Take over *tensor*, which autograd saves in *call*; return what stands for it."""
+        stats = call.stats
+        stats.num_packs += 1
+        kind = type(tensor)
+        if kind is Parameter:
+            return self._keep_parameter(call, tensor)
+        if (  # mostly: reason_not_movable() would find none
+            kind is not _TENSOR
+            or tensor.layout is not _STRIDED
+            or tensor.is_nested
+            or tensor.is_neg()
+            or tensor.dtype not in PLAIN_DTYPES
+        ):
+            reason = reason_not_movable(tensor)
+            if reason is not None:
+                return self._keep_unmovable(call, tensor, reason)
+        # Mostly no is_parameter(): of an operation that gives neither a view nor a cast, or a view
+        # of what such a one has made.
+        node, base = tensor.grad_fn, tensor._base
+        if base is not None:
+            node = base.grad_fn if type(base) is _TENSOR else None
+        makes_new = self._makes_new.get(type(node))
+        if not makes_new:
+            if is_parameter(tensor, call.frozen_shapes):
+                return self._keep_parameter(call, tensor)
+            if makes_new is None and not isinstance(node, BackwardCFunction):
+                self._makes_new[type(node)] = makes_new_tensors(node)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.buffer_keys:
+            slot = call.layer.unnamed(call.paths[-1])
+            return KeptTensor(tensor.detach(), tensor._version, call, slot)
+        if self._notes_shapes:
+            call.saved_shapes.add(tuple(tensor.shape))
+        entries = call.table.entries.get(key)
+        if entries is None:
+            nbytes = storage.nbytes()
+            stats.would_hold_bytes += nbytes
+            source = call.cast_input
+            if source is not None and not (call.recomputation and call.recomputation.is_traced):
+                return self._pack_cast(call, tensor, source, storage, nbytes)
+        else:
+            known = self._find(call, tensor, entries)
+            if known is not None:
+                if call.recomputation is not None and call.is_first_save_of_anchor(key):
+                    stats.would_hold_bytes += storage.nbytes()
+                return known
+            nbytes = storage.nbytes()
+        if call.recomputation is not None:
+            return self._place_traced(call, tensor, storage, nbytes)
+        return self._place(call, tensor, storage, entries, nbytes)
+
+    def _pack_cast(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        source: torch.Tensor,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+    ) -> Handle:
+        """Take over what a projection saves: perhaps a cast equal to one that was moved already."""
+        key = cast_key(tensor, source)
+        ref = None if key is None else call.casts.get(key)
+        record = ref() if ref is not None else None
+        if isinstance(record, SavedStorage) and record.nbytes == nbytes:
+            self._decide(call, call.next_entry(nbytes, tensor.dtype), DUPLICATE)
+            layout = self._layouts.of(tensor)
+            record.watch(tensor, layout)
+            if record.home is not None:
+                record.home.note_visitor()
+            call.table.add(storage, weakref.ref(record))
+            call.stats.duplicate_bytes += nbytes
+            return SavedTensor(record, layout, call)
+        if call.recomputation is not None:
+            handle = self._place_traced(call, tensor, storage, nbytes)
+        else:
+            handle = self._place(call, tensor, storage, None, nbytes)
+        if key is not None and isinstance(handle, SavedTensor):
+            new = handle.storage
+            if isinstance(new, SavedStorage) and _is_whole_copy(new):
+                call.casts[key] = weakref.ref(new)
+        return handle
+
+    # ---- what was seen -------------------------------------------------------------------------
+
+    def _find(self, call: LayerCall, tensor: torch.Tensor, entries: Entries) -> Handle | None:
+        """Return a handle on what *tensor*'s storage became when it was saved before."""
+        version = tensor._version
+        if type(entries) is Slot:
+            return KeptTensor(tensor.detach(), version, call, entries)
+        several: list[Entry] = entries  # type: ignore[assignment]
+        for entry in several:
+            if isinstance(entry, Slot):
+                return KeptTensor(tensor.detach(), version, call, entry)
+            record: WatchedStorage | None = entry()
+            if record is None or record.version != version:
+                continue
+            shares_counter = record.shares_counter_with(tensor)
+            layout = record.layout
+            if not (layout.is_of(tensor) and (shares_counter or not version)):
+                if not record.covers(tensor, shares_counter):
+                    continue
+                layout = self._layouts.of(tensor)
+                record.stand_for(layout)
+            if not shares_counter:
+                record.watch(tensor, layout)
+            if record.home is not None:
+                record.home.note_visitor()
+            return SavedTensor(record, layout, call)
+        return None
+
+    # ---- what is new ---------------------------------------------------------------------------
+
+    def _place(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        entries: Entries | None,
+        nbytes: int,
+    ) -> Handle:
+        """Decide on a storage, or a content of one, that is new to the tape, and act on it."""
+        if call.shared_keys and storage._cdata in call.shared_keys:
+            return self._keep_shared(call, tensor, storage, nbytes)
+        entry = call.next_entry(nbytes, tensor.dtype)
+        decision = entry.decision
+        if (
+            entry.policy is call.policy  # mostly: what was decided before holds
+            and self.observer is None
+        ):
+            if type(decision) is Keep:
+                slot = entry.slot
+                if entries is None:
+                    call.stats.kept_bytes[decision.reason] += nbytes
+                    call.table.entries[storage._weak_ref()] = slot  # type: ignore[index]
+                    return KeptTensor(tensor.detach(), tensor._version, call, slot)
+                return self._keep(call, tensor, storage, slot, decision)
+            if type(decision) is Offload:
+                layout = self._layouts.of(tensor)
+                if layout in self._movable_layouts:
+                    return self._move(call, tensor, storage, entry.slot, decision, layout)
+        stays = self._reason_to_stay(call, tensor, storage, nbytes)
+        if entry.policy is not call.policy or entry.stays is not stays or decision is None:
+            decision = self._decide(call, entry, stays)
+        if self.observer is not None:
+            self.observer.on_slot(entry.slot, stays, decision)
+        return self._carry_out(call, tensor, storage, entry.slot, decision)
+
+    def _keep_shared(
+        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+    ) -> Handle:
+        """Keep what other layers get too; the policy only hears of it."""
+        slot = call.shared(nbytes, tensor.dtype)
+        call.policy.decide(slot, Situation(call.is_last_run, None, SHARED_BY_LAYERS))
+        if self.observer is not None:
+            self.observer.on_slot(slot, SHARED_BY_LAYERS, _KEEP_SHARED)
+        return self._keep(call, tensor, storage, slot, _KEEP_SHARED)
+
+    def _reason_to_stay(
+        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+    ) -> str | None:
+        """Say why *tensor*'s storage stays whatever the policy decides; None if it need not."""
+        if call.shared_keys and storage._cdata in call.shared_keys:
+            return SHARED_BY_LAYERS
+        if not nbytes or not tensor.numel():
+            return EMPTY
+        device = tensor.device
+        is_handled = self._handled.get(device)
+        if is_handled is None:
+            is_handled = self._handled[device] = self._handles(device)
+        return None if is_handled else ELSEWHERE
+
+    def _decide(self, call: LayerCall, entry: SlotEntry, stays: str | None) -> Decision:
+        """Ask the policy; if its answer holds from call to call, remember it."""
+        policy = call.policy
+        decision = policy.decide(entry.slot, Situation(call.is_last_run, None, stays))
+        decision = _unless_it_stays(decision, stays)
+        if policy.is_static:
+            entry.remember(policy, stays, decision)
+        return decision
+
+    def _place_traced(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+    ) -> Handle:
+        """Decide on a storage of a traced layer, which may be dropped too."""
+        assert call.recomputation is not None
+        if call.shared_keys and storage._cdata in call.shared_keys:
+            return self._keep_shared(call, tensor, storage, nbytes)
+        slot = call.next_entry(nbytes, tensor.dtype).slot
+        stays = self._reason_to_stay(call, tensor, storage, nbytes)
+        producer = call.recomputation.producer_of(storage)
+        decision = call.policy.decide(slot, Situation(call.is_last_run, producer, stays))
+        decision = _unless_it_stays(decision, stays)
+        if isinstance(decision, Recompute):
+            dropped = self._drop(call, tensor, storage, slot)
+            if dropped is not None:
+                if self.observer is not None:
+                    self.observer.on_slot(slot, stays, decision)
+                return dropped
+            decision = decision.otherwise
+        if self.observer is not None:
+            self.observer.on_slot(slot, stays, decision)
+        return self._carry_out(call, tensor, storage, slot, decision)
+
+    def _drop(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        slot: Slot,
+    ) -> SavedTensor | None:
+        """Let *tensor*'s storage go, to be rebuilt; None if it cannot be."""
+        recomputation = call.recomputation
+        assert recomputation is not None
+        layout = self._layouts.of(tensor)
+        record: WatchedStorage | None = recomputation.known(tensor, storage)
+        if record is not None:  # what was noted for its storage is gone: the tape was closed
+            record.stand_for(layout)
+            if not record.shares_counter_with(tensor):
+                record.watch(tensor, layout)
+            if record.home is not None:
+                record.home.note_visitor()
+        else:
+            recipe = recomputation.recipe_for(tensor, storage, call.shared_keys)
+            if isinstance(recipe, Refused):
+                call.stats.not_recomputed_bytes[recipe.reason] += storage.nbytes()
+                return None
+            for anchor in recipe.anchors:
+                recomputation.stored(anchor, self._store(call, anchor))
+            record = recomputation.drop(recipe, call, tensor, layout, slot)
+            assert record is not None
+            call.stats.recomputed_bytes += record.nbytes
+        call.table.add(storage, weakref.ref(record))
+        return SavedTensor(record, layout, call)
+
+    def _store(self, call: LayerCall, anchor: Anchor) -> KeptTensor | SavedStorage:
+        """Store *anchor*, which autograd did not save; return what reads it in backward."""
+        tensor = anchor.tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        entries = call.table.entries.get(key)
+        nbytes = storage.nbytes()
+        slot = call.anchor(key, anchor.path, nbytes, tensor.dtype)
+        if entries is not None:
+            call.is_first_save_of_anchor(key)  # it was saved already
+            if tensor.requires_grad:  # versions of others need not tell, where a layer is traced
+                known = self._find(call, tensor, entries)
+                source = None if known is None else _source_in(known)
+                if source is not None:
+                    return source
+        stays = self._reason_to_stay(call, tensor, storage, nbytes)
+        decision = call.policy.decide(slot, Situation(call.is_last_run, anchor.path, stays))
+        decision = _unless_it_stays(decision, stays)
+        if isinstance(decision, Recompute):
+            decision = decision.otherwise
+        if self.observer is not None:
+            self.observer.on_slot(slot, stays, decision)
+        handle = self._carry_out(call, tensor, storage, slot, decision)
+        if isinstance(handle, KeptTensor):
+            return handle
+        assert isinstance(handle.storage, SavedStorage)
+        return handle.storage
+
+    def _carry_out(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        slot: Slot,
+        decision: Decision,
+    ) -> Handle:
+        """Move or keep *tensor*'s storage, as *decision* says."""
+        while type(decision) is Recompute:  # of a layer that is not traced
+            call.stats.not_recomputed_bytes[NOT_TRACED] += slot.nbytes
+            decision = decision.otherwise
+        if type(decision) is Offload:
+            layout = self._layouts.of(tensor)
+            self._movable_layouts.add(layout)
+            return self._move(call, tensor, storage, slot, decision, layout)
+        assert isinstance(decision, Keep)
+        return self._keep(call, tensor, storage, slot, decision)
+
+    def _keep(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        slot: Slot,
+        decision: Keep,
+    ) -> KeptTensor:
+        """Leave *tensor*'s storage where it is."""
+        call.stats.kept_bytes[decision.reason] += slot.nbytes
+        call.table.add_kept(storage, slot)
+        kept = KeptTensor(tensor.detach(), tensor._version, call, slot)
+        if call.recomputation is not None:
+            call.recomputation.note_stored(storage, tensor, kept)
+        return kept
+
+    def _move(
+        self,
+        call: LayerCall,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        slot: Slot,
+        decision: Offload,
+        layout: TensorLayout,
+    ) -> Handle:
+        """Move *tensor*'s storage to the host; without room there, it stays."""
+        if not has_bytes(tensor):
+            return self._keep(call, tensor, storage, slot, _KEEP_UNSUPPORTED)
+        codec = decision.codec or self._codec
+        if not codec.is_lossless and self._is_row_statistic(call, tensor):
+            codec = self._exact
+        mover = self._mover
+        moved = mover.offload(tensor.detach(), layout, slot.nbytes, codec, slot, call.stats)
+        if moved is None:
+            return self._keep(call, tensor, storage, slot, _KEEP_HOST_FULL)
+        record = SavedStorage(call, slot, tensor, moved, mover)
+        ref = weakref.ref(record)
+        call.add(ref, moved)
+        call.table.add(storage, ref)
+        if call.recomputation is not None and moved.is_whole:
+            call.recomputation.note_stored(storage, tensor, record)
+        return SavedTensor(record, layout, call)
+
+    # ---- what stays in any case ----------------------------------------------------------------
+
+    def _is_row_statistic(self, call: LayerCall, tensor: torch.Tensor) -> bool:
+        """Say whether no lossy codec may touch *tensor*.
+
+        A policy may ask for such a codec where the configuration does not: until shapes are noted,
+        whatever might be a statistic is taken for one.
+        """
+        if not self._notes_shapes:
+            self._notes_shapes = True
+            self._tape_without_shapes = weakref.ref(call.tape)
+        ref = self._tape_without_shapes
+        if ref is not None and ref() is call.tape and tensor.dtype == torch.float32:
+            return True
+        return is_row_statistic(tensor, call.saved_shapes)
+
+    def _keep_parameter(self, call: LayerCall, tensor: torch.Tensor) -> KeptTensor:
+        # The object itself: ZeRO-3 exchanges the data of a Parameter behind our back, and a
+        # detached copy would pin what it gathered. No node saves a parameter as its own output, so
+        # holding it makes no cycle.
+        return KeptTensor(tensor, tensor._version, call, call.layer.unnamed(call.paths[-1]))
+
+    def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
+        if reason == SUBCLASS and isinstance(tensor, Parameter):
+            return self._keep_parameter(call, tensor)
+        nbytes = nbytes_of(tensor) if tensor.layout is torch.strided else 0
+        stats = call.stats
+        stats.would_hold_bytes += nbytes
+        stats.kept_bytes[reason] += nbytes
+        entry = call.next_entry(nbytes, tensor.dtype)
+        decision = self._decide(call, entry, reason)
+        if self.observer is not None:
+            self.observer.on_slot(entry.slot, reason, decision)
+        return KeptTensor(tensor.detach(), tensor._version, call, entry.slot)
+
+
+_KEEP_HOST_FULL = Keep(HOST_FULL)
+_KEEP_SHARED = Keep(SHARED_BY_LAYERS)
+_KEEP_UNSUPPORTED = Keep(UNSUPPORTED)
+
+NOT_TRACED = "not traced"
+"""Why something was not recomputed: nothing of its layer call was seen."""
+
+
+def _unless_it_stays(decision: Decision, stays: str | None) -> Decision:
+    """Return *decision*, or to keep what stays in any case."""
+    if stays is None or (type(decision) is Keep and stays == ELSEWHERE):
+        return decision
+    return Keep(stays)
+
+
+def _is_whole_copy(record: SavedStorage) -> bool:
+    """Say whether the copy of *record* was queued, and all of its storage is in it."""
+    return record.moved.is_whole and not record.moved.is_put_off
+
+
+def _source_in(handle: Handle) -> KeptTensor | SavedStorage | None:
+    """Return what reads all of a storage for *handle*, without replaying anything; else None."""
+    if isinstance(handle, KeptTensor):
+        return handle
+    record = handle.storage
+    return record if isinstance(record, SavedStorage) and record.moved.is_whole else None

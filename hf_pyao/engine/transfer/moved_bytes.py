@@ -1,0 +1,276 @@
+"""Where the bytes of one range of a storage are: on the device, on the host, or on their way.
+
+Ownership runs one way: whoever may still ask for the bytes holds :class:`MovedBytes`, and that
+holds the buffers. The mover refers to it weakly, so a buffer lives exactly as long as
+someone may ask for it. Its attributes change here alone;
+:class:`~hf_pyao.engine.transfer.mover.Mover` says when.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from hf_pyao.engine.codecs import Codec
+from hf_pyao.engine.stores import HostBuffer
+from hf_pyao.engine.transfer.compute_streams import Home, Lingering
+from hf_pyao.engine.transfer.layout import PartPlace, TensorLayout
+from hf_pyao.metrics import MicroBatchStats
+
+
+class Residency(enum.IntEnum):
+    """Where the bytes are."""
+
+    OFFLOADING = 0
+    """The device copy is held: the copy to the host is queued, or put off; compute is not ordered
+    behind it yet."""
+    HOST = 1
+    """Only the host buffer holds them: no device memory."""
+    RELOADING = 2
+    """A device buffer is allocated and the copy into it queued."""
+    DEVICE = 3
+    """Compute is ordered behind the reload and may read the device buffer."""
+    RELEASED = 4
+    """Buffers are given back; asking for the bytes is an error."""
+
+
+OFFLOADING, HOST, RELOADING, DEVICE, RELEASED = Residency
+"""The same, for hot paths: to ask an enum for a member takes several times as long."""
+
+_LEGAL = (
+    (HOST, RELEASED),
+    (RELOADING, RELEASED),
+    (DEVICE, HOST, RELEASED),
+    (HOST, RELEASED),
+    (),
+)
+"""Where each residency may lead to, in the order of the enum."""
+
+
+class Owner(Protocol):
+    """Who takes the buffers back."""
+
+    def release(self, moved: MovedBytes) -> None:
+        """Take back what *moved* holds, from its destructor."""
+        ...
+
+
+class MovedBytes:
+    """One byte range of a storage, which was moved or is to be.
+
+    ``start`` is the byte offset of the range inside the original storage, a multiple of 64, so
+    that rebuilt views keep their alignment: on a CPU alignment alone changes matrix products.
+    """
+
+    # What most of these still have when they go is left to the class: they are made in the hottest
+    # path there is.
+    codec: Codec | None = None
+    """None where the bytes were moved as they are."""
+    spec: Any = None
+    parts: tuple[PartPlace, ...] = ()
+    payload: tuple[torch.Tensor, ...] = ()
+    """What is being copied to the host; empty once compute is ordered behind the copy."""
+    host: HostBuffer | None = None
+    host_view: torch.Tensor | None = None
+    """The host buffer with the layout of the tensor, where that was copied as it is; else None, and
+    bytes are copied."""
+    buffer: torch.Tensor | None = None
+    """Reloaded payload, on the device: laid out as ``host_view``, or uint8 and flat."""
+    decoded: torch.UntypedStorage | None = None
+    """Bytes ``start`` to ``start + nbytes`` of the original storage, on the device."""
+    decoded_start = 0
+    """Byte of the original storage that ``decoded`` begins with."""
+    offload_ticket: Any = None
+    reload_ticket: Any = None
+    start = 0
+    is_whole = True
+    """True if the whole storage is in here."""
+    residency: Residency = OFFLOADING
+    home: Home | None = None
+    """The compute stream that its memory belongs to; None on a CPU. See [Note: Stream order]."""
+    lingering: Lingering | None = None
+    """Its source, which others held yet when it was let go; with several compute streams only."""
+    late_codec: Codec | None = None
+    """While the copy to the host is put off: how it will be written."""
+    owner: Owner | None = None
+
+    def __init__(
+        self,
+        owner: Owner,
+        item: int,
+        source: torch.Tensor,
+        layout: TensorLayout,
+        nbytes: int,
+        label: object,
+        stats: MicroBatchStats,
+    ) -> None:
+        """Stand for bytes that are where they were.
+
+        Args:
+            owner: takes the buffers back.
+            item: its id in the link's schedule.
+            source: a tensor on the storage that may be emptied.
+            layout: that of *source*.
+            nbytes: all bytes of the storage, unless :meth:`is_part_from` is called next.
+            label: names it in messages.
+            stats: counts what is moved.
+        """
+        self.owner = owner
+        self.item = item
+        self.source = source
+        self.layout = layout
+        self.label = label
+        self.stats = stats
+        self.nbytes = self.device_bytes = nbytes
+        """``device_bytes``: what the payload takes on the device when it is brought back."""
+
+    def is_part_from(self, start: int) -> None:
+        """Take note that this is a part of the storage, from byte *start* on."""
+        self.start = self.decoded_start = start
+        self.is_whole = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes were."""
+        return self.layout.blank.device
+
+    @property
+    def is_put_off(self) -> bool:
+        """True while the copy to the host waits to be queued."""
+        return self.late_codec is not None
+
+    def to(self, residency: Residency) -> None:
+        """Go over to *residency*; only the transitions of the life of a buffer are legal.
+
+        What mostly happens is written out where it does: from one residency to the next.
+        """
+        if residency not in _LEGAL[self.residency]:
+            raise AssertionError(
+                f"{self.label}: illegal transition {self.residency.name} -> {residency.name}"
+            )
+        self.residency = residency
+
+    # ---- to the host ---------------------------------------------------------------------------
+
+    def put_off(self, codec: Codec, home: Home | None) -> None:
+        """Take note that the copy is queued later, written with *codec*."""
+        self.payload = (self.source,)
+        self.home = home
+        self.late_codec = codec
+
+    def no_longer_put_off(self) -> None:
+        """Take note that the copy is queued now, if it can be."""
+        self.late_codec = None
+
+    def encode_as(
+        self,
+        codec: Codec,
+        spec: Any,
+        payload: tuple[torch.Tensor, ...],
+        parts: tuple[PartPlace, ...],
+        nbytes: int,
+        host: HostBuffer,
+    ) -> None:
+        """Take *payload* in place of the source, which is let go; *nbytes* go to *host*."""
+        self.host = host
+        self.payload = payload  # before the source goes: an interrupt may come
+        self.codec, self.spec, self.parts = codec, spec, parts
+        self.device_bytes = nbytes
+        self.let_go_of_source()
+
+    def take_host(
+        self, host: HostBuffer, host_view: torch.Tensor | None, source: torch.Tensor
+    ) -> None:
+        """Take the buffer that *source*, the bytes as they are, goes to."""
+        self.host = host
+        if host_view is not None:
+            self.host_view = host_view
+        self.payload = (source,)
+
+    def copy_queued(self, ticket: Any) -> None:
+        """Take note of the (last) copy to the host."""
+        self.offload_ticket = ticket
+
+    def live_at(self, home: Home) -> None:
+        """Have its memory belong to *home*."""
+        self.home = home
+
+    def source_has_left(self) -> None:
+        """Let go of the device copy: compute is ordered behind the copy to the host."""
+        # First: an interrupt may come, and the bytes are looked for where it says.
+        if self.residency is OFFLOADING:
+            self.residency = HOST
+        else:
+            self.to(HOST)
+        self.payload = ()
+        self.source.data = self.layout.blank  # as let_go_of_source does
+
+    def let_go_of_source(self) -> None:
+        """Let go of the source's memory; the tensor goes on sharing its version counter."""
+        self.source.data = self.layout.blank
+
+    def linger(self, lingering: Lingering | None) -> None:
+        """Hold on to the source that others hold yet."""
+        self.lingering = lingering
+
+    # ---- back to the device --------------------------------------------------------------------
+
+    def reload_queued(self, buffer: torch.Tensor) -> None:
+        """Take the device buffer that the payload comes back to."""
+        self.buffer = buffer
+        if self.residency is HOST:
+            self.residency = RELOADING
+        else:
+            self.to(RELOADING)
+
+    def has_come(self) -> None:
+        """Take note that compute is ordered behind the reload."""
+        if self.residency is RELOADING:
+            self.residency = DEVICE
+        else:
+            self.to(DEVICE)
+
+    def is_reloaded_by(self, ticket: Any) -> None:
+        """Take note of the copy to the device."""
+        self.reload_ticket = ticket
+
+    def buffer_as_it_is(self) -> torch.Tensor | None:
+        """Return the tensor that was brought back as it is, the first time; else None."""
+        buffer = self.buffer
+        if buffer is None or self.host_view is None:
+            return None
+        self.decoded = buffer.untyped_storage()
+        self.buffer = None
+        return buffer
+
+    def decoded_as(self, storage: torch.UntypedStorage, start: int) -> None:
+        """Take the bytes themselves in place of the payload that was brought back."""
+        self.decoded_start = start
+        self.decoded = storage
+        self.buffer = None
+
+    def drop_device_copy(self) -> None:
+        """Forget the device copy; the host still has the bytes."""
+        self.buffer = None
+        self.decoded = None
+        self.to(HOST)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def release(self) -> HostBuffer | None:
+        """Let go of everything; return the host buffer, if there is one."""
+        self.residency = RELEASED
+        self.lingering = self.buffer = self.decoded = None
+        self.payload = ()
+        host, self.host = self.host, None
+        return host
+
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Give the buffers back once no one can ask for them any more."""
+        owner = self.owner  # None: an interrupt came as it was made
+        if owner is not None and self.residency is not RELEASED and not _is_finalizing():
+            owner.release(self)

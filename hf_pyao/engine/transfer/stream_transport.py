@@ -1,0 +1,219 @@
+"""Copies on streams beside compute. See [Note: Stream order] in ``transport``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_pyao.engine.transfer.compute_streams import current_stream
+from hf_pyao.engine.transfer.graph_task import is_in_backward
+from hf_pyao.engine.transfer.transport import (
+    Bandwidth,
+    BlockingTransport,
+    CopiedSoFar,
+    LinkTimes,
+    Transport,
+)
+from hf_pyao.errors import ConfigError
+from hf_pyao.metrics import MicroBatchStats
+
+
+@dataclass(eq=False, slots=True)
+class StreamTicket:
+    """A copy queued on a stream."""
+
+    nbytes: int
+    queue: torch.Stream
+    order: int
+    device: torch.device
+    compute: torch.Stream
+    """The stream that was current when the copy was queued."""
+    times: LinkTimes
+    """Whose time it is."""
+    start: torch.Event
+    """Recorded before the copy."""
+    end: torch.Event
+    """Recorded behind the copy."""
+
+
+@dataclass(eq=False, slots=True)
+class _Timed:
+    """Two events between which something ran."""
+
+    kind: str
+    nbytes: int
+    start: torch.Event
+    end: torch.Event
+    times: LinkTimes
+
+
+@dataclass(eq=False, slots=True)
+class _Streams:
+    d2h: torch.Stream
+    h2d: torch.Stream
+
+
+class StreamTransport:
+    """Copies on streams of their own, beside compute: any device that ``torch.accelerator`` knows.
+
+    Args:
+        copy_streams: 2 gives each direction a stream of its own; 1 queues both on one (PyAO paper,
+            section 5.2); 0 copies on the compute stream, without overlap, for comparison (the
+            single-stream row of the paper's Table 3).
+    """
+
+    name = "stream"
+    needs_pinned_memory = True
+
+    def __init__(self, copy_streams: int = 2) -> None:
+        if copy_streams not in (0, 1, 2):
+            raise ConfigError(f"copy_streams is {copy_streams!r}; expected 0, 1 or 2.")
+        self.copy_streams = copy_streams
+        self._streams: dict[torch.device, _Streams] = {}
+        self._orders = itertools.count()
+        self._timed: list[_Timed] = []
+        self._own_times = LinkTimes()
+        self._copied = CopiedSoFar()
+
+    def handles(self, device: torch.device) -> bool:
+        """Take tensors on accelerators."""
+        return device.type not in ("cpu", "meta")
+
+    def offload(
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
+    ) -> StreamTicket:
+        """Queue the copy on the device-to-host stream."""
+        return self._copy("offload", self._of(src.device).d2h, src.device, src, dst, after, times)
+
+    def reload(
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
+    ) -> StreamTicket:
+        """Queue the copy on the host-to-device stream."""
+        return self._copy("reload", self._of(dst.device).h2d, dst.device, src, dst, after, times)
+
+    def wait(self, ticket: StreamTicket) -> None:
+        """Make the stream that the copy was queued from wait for the copy's event."""
+        if ticket.end.query():
+            return
+        stream = ticket.compute
+        before, behind = self._event(ticket.device), self._event(ticket.device)
+        before.record(stream)
+        stream.wait_event(ticket.end)
+        behind.record(stream)
+        kind = "backward" if is_in_backward() else "forward"
+        self._timed.append(_Timed(kind, 0, before, behind, ticket.times))
+
+    def retire(self, ticket: StreamTicket) -> None:
+        """Make the stream that the copy was queued from wait for the copy's event."""
+        ticket.compute.wait_event(ticket.end)
+
+    def is_done(self, ticket: StreamTicket) -> bool:
+        """Ask the event, without waiting."""
+        return bool(ticket.end.query())
+
+    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
+        """Read the events of finished copies and waits; those still running are left for later."""
+        timed, self._timed = self._timed, []
+        for each in timed:
+            if not each.end.query():
+                self._timed.append(each)
+                continue
+            elapsed_ms = each.start.elapsed_time(each.end)
+            if each.nbytes:
+                each.times.transfer_ms += elapsed_ms
+                self._copied.add(each.kind, each.nbytes, elapsed_ms)
+            else:
+                each.times.add_stall(elapsed_ms, in_backward=each.kind == "backward")
+        times.move_to(stats)
+        for device in self._streams:
+            peak_bytes = torch.accelerator.max_memory_allocated(device)
+            stats.device_peak_bytes = max(stats.device_peak_bytes, peak_bytes)
+
+    def bandwidth(self) -> Bandwidth:
+        """Return bytes over time of the copies collected so far."""
+        return self._copied.bandwidth()
+
+    def mark(self, device: torch.device) -> torch.Event:
+        """Record an event on the current stream of *device*."""
+        event = self._event(device)
+        event.record(current_stream(device))
+        return event
+
+    def span_of(self, ticket: StreamTicket) -> tuple[torch.Event, torch.Event] | None:
+        """Return the events around the copy."""
+        return ticket.start, ticket.end
+
+    def elapsed_ms(self, start: torch.Event, end: torch.Event) -> float:
+        """Return the device's time between two events, both of which must have come."""
+        return float(start.elapsed_time(end))
+
+    def _copy(
+        self,
+        kind: str,
+        stream: torch.Stream,
+        device: torch.device,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        after: Sequence[StreamTicket],
+        times: LinkTimes | None,
+    ) -> StreamTicket:
+        compute = current_stream(device)
+        assert compute is not None
+        ready = torch.Event(device)
+        ready.record(compute)
+        stream.wait_event(ready)
+        for ticket in after:
+            if ticket.queue is not stream and not ticket.end.query():
+                stream.wait_event(ticket.end)
+        start, end = self._event(device), self._event(device)
+        with stream:
+            start.record(stream)
+            dst.copy_(src, non_blocking=True)
+            end.record(stream)
+        nbytes = src.nbytes
+        if times is None:
+            times = self._own_times
+        self._timed.append(_Timed(kind, nbytes, start, end, times))
+        order = next(self._orders)
+        return StreamTicket(nbytes, stream, order, device, compute, times, start, end)
+
+    def _event(self, device: torch.device) -> torch.Event:
+        return torch.Event(device, enable_timing=True)
+
+    def _of(self, device: torch.device) -> _Streams:
+        streams = self._streams.get(device)
+        if streams is None:
+            compute = current_stream(device)
+            assert compute is not None
+            d2h = torch.Stream(device) if self.copy_streams else compute
+            h2d = torch.Stream(device) if self.copy_streams == 2 else d2h
+            streams = self._streams[device] = _Streams(d2h, h2d)
+        return streams
+
+
+TRANSPORTS: dict[str, Callable[[int], Transport]] = {
+    "stream": StreamTransport,
+    "blocking": lambda copy_streams: BlockingTransport(),
+}
+
+
+def transport_for(device: torch.device, copy_streams: int = 2) -> Transport:
+    """Return the transport that suits *device*: streams on an accelerator, else blocking."""
+    name = "blocking" if device.type in ("cpu", "meta") else "stream"
+    return TRANSPORTS[name](copy_streams)

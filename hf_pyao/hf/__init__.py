@@ -1,0 +1,1 @@
+"""Where users of transformers, accelerate and TRL come in."""

@@ -1,0 +1,1 @@
+"""Chooses a Trainer's micro-batch before training begins."""

@@ -1,0 +1,119 @@
+"""What a Trainer will have on its device besides a step, and how it is told of its batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.hf.micro_batch.checks import deepspeed_plugin
+from hf_pyao.plan.hardware.beside_step import (
+    ZERO_BUCKET_ELEMENTS,
+    Beside,
+    blas_workspaces,
+    ddp_buckets,
+    zero_bucket,
+)
+from hf_pyao.plan.hardware.kernel_settings import settings_of
+
+_OPTIMIZER_STATES: tuple[tuple[str, float], ...] = (
+    ("8bit", 0.5),
+    ("4bit", 0.25),
+    ("adafactor", 0.0),
+    ("sgd", 0.0),
+    ("lion", 1.0),
+    ("adagrad", 1.0),
+    ("rmsprop", 1.0),
+)
+"""Part of an optimizer's name -> bytes of its states, as a share of the trained weights'; 2 for
+others, such as AdamW."""
+
+
+def memory_beside(trainer: Any, model: nn.Module) -> list[Beside]:
+    """Return what training will have on the device besides weights, gradients and activations.
+
+    The optimizer's states, which come with its first step, and what data-parallel ranks reduce
+    gradients in, DDP's buckets or ZeRO's. What comes with any step is not among them
+    (:func:`library_bytes`).
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trained_bytes = sum(p.nbytes for p in trained)
+    plugin = deepspeed_plugin(trainer)
+    found = [
+        Beside("states of the optimizer", _state_bytes(trainer, plugin, trained_bytes)),
+        _buckets(trainer, plugin, trained_bytes),
+    ]
+    return [each for each in found if each.nbytes]
+
+
+def library_bytes(device: torch.device) -> int:
+    """Return what libraries allocate on *device* in the first step, and keep: cuBLAS."""
+    return blas_workspaces(settings_of(device)).nbytes if device.type == "cuda" else 0
+
+
+def _state_bytes(trainer: Any, plugin: Any, trained_bytes: int) -> int:
+    if getattr(trainer.optimizer, "state", None):
+        return 0  # they are there already
+    name = str(getattr(trainer.args.optim, "value", trainer.args.optim)).lower()
+    share = next((each for part, each in _OPTIMIZER_STATES if part in name), 2.0)
+    if plugin is not None and int(plugin.zero_stage) >= 1:
+        place = str(getattr(plugin, "offload_optimizer_device", "none")).lower()
+        share = 0.0 if place != "none" else share / trainer.accelerator.num_processes
+    return int(share * trained_bytes)
+
+
+def _buckets(trainer: Any, plugin: Any, trained_bytes: int) -> Beside:
+    stage = 0 if plugin is None else int(plugin.zero_stage)
+    if stage in (1, 2):
+        zero = dict(plugin.deepspeed_config.get("zero_optimization", {}))
+        size = zero.get("reduce_bucket_size")
+        elements = int(size) if isinstance(size, int | float) else ZERO_BUCKET_ELEMENTS
+        return zero_bucket(num_elements=elements, overlaps=bool(zero.get("overlap_comm")))
+    if trainer.accelerator.num_processes < 2:
+        return Beside("", 0)
+    handler = getattr(trainer.accelerator, "ddp_handler", None)
+    is_view = bool(getattr(handler, "gradient_as_bucket_view", False)) and not stage
+    return ddp_buckets(trained_bytes, is_view=is_view)
+
+
+def nbytes_of(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def take_batch(trainer: Any, micro_batch: int, accumulation: int) -> int:
+    """Have *trainer* train with these; return its batch size for each process."""
+    args = trainer.args
+    args.per_device_train_batch_size = micro_batch
+    args.gradient_accumulation_steps = accumulation
+    trainer._train_batch_size = args.train_batch_size
+    plugin = deepspeed_plugin(trainer)
+    if plugin is not None:
+        _tell_deepspeed(args, plugin, micro_batch, accumulation)
+    return int(args.train_batch_size)
+
+
+def _tell_deepspeed(args: Any, plugin: Any, micro_batch: int, accumulation: int) -> None:
+    """Write the choice into DeepSpeed's configurations, where "auto" was filled in already.
+
+    The samples of an optimizer step stay, and with them ``train_batch_size``.
+    """
+    holders: list[Callable[[], Any]] = [
+        lambda: plugin.deepspeed_config,
+        lambda: plugin.hf_ds_config.config,
+        lambda: args.hf_deepspeed_config.config,
+    ]
+    for holder in holders:
+        try:
+            found = holder()
+        except AttributeError:
+            continue
+        if isinstance(found, dict):
+            for key, value in (
+                ("train_micro_batch_size_per_gpu", micro_batch),
+                ("gradient_accumulation_steps", accumulation),
+            ):
+                if key in found:
+                    found[key] = value

@@ -1,0 +1,1 @@
+"""What is known of a model, and what is changed in it: layers, head, tiles, attention."""

@@ -1,0 +1,1 @@
+"""Computes the loss of a model's head without its logits."""

@@ -1,0 +1,150 @@
+"""Calls of a head that are put off.
+
+[Note: Calls through the head] A chunked loss needs the head's weight where the head's own call
+would have it: moved by ``accelerate``, gathered by ZeRO-3 or FSDP, cast. So it runs *inside* a call
+of the head: the innermost module's ``forward`` is exchanged for the length of that call, and every
+wrapper and hook around it does its work as ever, in forward and, as the result is a tensor of the
+graph, in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_pyao.errors import SavedTensorModifiedError
+from hf_pyao.model.head.output_head import OutputHead
+from hf_pyao.model.losses.transforms import LogitTransform
+from hf_pyao.model.losses.unchanged import Unchanged
+from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRequest:
+    """A loss that the model's own code asked for, of logits that were put off."""
+
+    labels: Tensor
+    """(N,) int64."""
+    transforms: tuple[LogitTransform, ...]
+    """What the model did to its logits before."""
+    num_valid_vocab: int
+    """Columns that the model kept."""
+    ignore_index: int
+    """As in ``F.cross_entropy``."""
+    reduction: str
+    """``"mean"`` or ``"sum"``."""
+    label_smoothing: float
+    """As in ``F.cross_entropy``."""
+
+    def options(self) -> dict[str, Any]:
+        """Return what both chunked losses take by keyword."""
+        names = ("transforms", "ignore_index", "reduction", "label_smoothing")
+        return {name: getattr(self, name) for name in names}
+
+
+ComputeLoss = Callable[["PutOffCall", Tensor, LossRequest], Tensor]
+
+
+class PutOffCall:
+    """One call of a head that was put off; what :class:`DeferredLogits` works with.
+
+    Args:
+        head: the head.
+        hidden: (..., D) hidden states as the innermost module got them.
+        num_vocab: columns of the logits.
+        dtype: what the head would have returned.
+        device: where.
+        own_forward: the innermost module's.
+        exchanged: exchanges it for the length of a call.
+        compute_loss: runs inside the head's call; see [Note: Calls through the head].
+        note_reading: told if the logits are needed although the loss was taken without them.
+    """
+
+    def __init__(
+        self,
+        head: OutputHead,
+        hidden: Tensor,
+        *,
+        num_vocab: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        own_forward: Forward,
+        exchanged: ExchangedForwards,
+        compute_loss: ComputeLoss,
+        note_reading: Callable[[], None],
+    ) -> None:
+        self.head = head
+        self.num_vocab = num_vocab
+        self.dtype = dtype
+        self.device = device
+        self.own_forward = own_forward
+        self.requires_grad = hidden.requires_grad or bool(head.trainable())
+        self.computed_for: str | None = None
+        """What made the logits be computed after all, if anything did."""
+        self.loss_taken = False
+        """Whether the model took a loss in chunks, and one that has gradients."""
+        self._exchanged = exchanged
+        self._compute_loss = compute_loss
+        self._note_reading = note_reading
+        device_type = hidden.device.type
+        self._autocast = (
+            device_type,
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_enabled(device_type),
+        )
+        self._hidden = hidden
+        # Gathered parameters have other versions at every call; their elements tell, inside of it.
+        parameters = [] if head.is_gathered else head.inner.parameters()
+        self._unchanged = Unchanged([hidden, *parameters])
+
+    def project(self, hidden: Tensor, reason: str) -> Tensor:
+        """Call the head as the model would have, under the autocast state of then.
+
+        Raises:
+            SavedTensorModifiedError: the head or the hidden states have changed since.
+        """
+
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._unchanged.holds(self._sampled()):
+                raise SavedTensorModifiedError(
+                    f"outputs.logits was first read (for {reason!r}) after the model's head or its "
+                    "hidden states had changed, by an optimizer step most likely, or after the "
+                    "head had been sharded again; the logits of the forward can no longer be "
+                    "computed. Read outputs.logits before the step (of a head that FSDP shards: "
+                    "before backward), or set head_loss='off'."
+                )
+            return self.own_forward(hidden, *args, **kwargs)
+
+        if self.loss_taken:
+            self._note_reading()
+        if self.computed_for is None:
+            self.computed_for = reason
+        return self._call_head(hidden, forward)
+
+    def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """Return the loss of (N, D) hidden states and (N,) labels, without their logits."""
+        request = LossRequest(labels=labels, **options)
+
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            loss = self._compute_loss(self, hidden, request)
+            self._unchanged.sample(self._sampled())  # from now on the logits may be read late
+            return loss
+
+        loss = self._call_head(hidden, forward)
+        # One without gradients, of logits that have them, is no loss to train with.
+        self.loss_taken |= loss.requires_grad or not self.requires_grad
+        return loss
+
+    def _sampled(self) -> list[Tensor]:
+        return [self._hidden, *self.head.inner.parameters()]
+
+    def _call_head(self, hidden: Tensor, forward: Forward) -> Tensor:
+        device_type, dtype, enabled = self._autocast
+        # Not by `with`: [Note: Modes] in model/losses/options.py.
+        call = torch.autocast(device_type, dtype=dtype, enabled=enabled)(self._exchanged.during)
+        result: Tensor = call([(self.head.inner, forward)], self.head.outer, hidden)
+        return result

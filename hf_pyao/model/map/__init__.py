@@ -1,0 +1,1 @@
+"""Finds the layers of a model and the roles of their parts."""

@@ -1,0 +1,225 @@
+"""MLPs of a model that run in tiles of tokens: which, how, and what is said of it.
+
+:func:`install_mlp_tiles` exchanges the methods of modules that are MLPs (see [Note: Lasting
+forwards] in ``lasting_forward``) for ones that run them through ``hf_pyao.model.tiles``. What is
+not proven to treat each token by itself is left alone, and the reason said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+
+from hf_pyao.engine.recompute.verification import Sampler
+from hf_pyao.model.map.found_layers import FoundLayers
+from hf_pyao.model.map.wrappers import class_name, wrapped_module
+from hf_pyao.model.patching.lasting_forward import exchange, give_back
+from hf_pyao.model.tiles.mlp_proof import KnownMLP, Proofs
+from hf_pyao.model.tiles.mlp_search import FoundMLP, NotFound, find_mlps, find_norms
+from hf_pyao.model.tiles.spread_mlp import ActPart, DownPart, UpPart
+from hf_pyao.model.tiles.tiled_mlp import (
+    KEY,
+    Notes,
+    Part,
+    TiledForwards,
+    TiledMLP,
+    reason_now,
+)
+from hf_pyao.plan.options.tile_plan import TilePlan
+
+logger = logging.getLogger(__name__)
+
+_MOST_REASONS = 3
+
+
+def install_mlp_tiles(
+    model: nn.Module, found: FoundLayers, tiles: int | str, sampler: Sampler | None = None
+) -> MLPTiles:
+    """Let the MLPs of *model*'s layers run in tiles, forward and backward, in training.
+
+    Args:
+        model: the model, wrapped or not.
+        found: its layers.
+        tiles: a number of tiles, or ``"auto"`` (see ``tiling.plan_tiles``).
+        sampler: says in which forwards the tiles that run again are checked; None: in none.
+
+    Returns:
+        The handle; its ``uninstall`` gives the modules their methods back.
+    """
+    handle = MLPTiles(class_name(model), tiles, sampler)
+    try:
+        handle.install(model, found)
+    except BaseException:
+        handle.uninstall()
+        raise
+    handle.tell()
+    return handle
+
+
+class MLPTiles:
+    """The tiled MLPs of a model; made by :func:`install_mlp_tiles`. Holds the model weakly.
+
+    Args:
+        name: of the model, for messages.
+        tiles: as in :func:`install_mlp_tiles`.
+        sampler: likewise.
+    """
+
+    def __init__(self, name: str, tiles: int | str, sampler: Sampler | None = None) -> None:
+        self.tiles = tiles
+        self._forwards = TiledForwards(sampler)
+        self.num_tiled = 0
+        """MLPs that run in tiles."""
+        self.num_norms_tiled = 0
+        """Norms that do."""
+        self._name = name
+        self._notes = Notes(name)
+        self._notes_of_norms = Notes(name)
+        self._left: dict[str, list[str]] = {}
+        self._exchanged: list[tuple[weakref.ref[nn.Module], str, Part]] = []
+
+    def install(self, model: nn.Module, found: FoundLayers) -> None:
+        """Exchange the methods of what may run in tiles. Called once."""
+        proofs = Proofs()
+        is_whole = _is_compiled_whole(model)
+        weight_bytes = 0
+        for mlp in find_mlps(found):
+            if isinstance(mlp, NotFound):
+                self._leave(mlp.path, mlp.reason)
+                continue
+            reason = "the model is compiled as a whole; compile its MLPs" if is_whole else None
+            also_itself = mlp.is_spread or mlp.parts != mlp.places
+            reason = reason or reason_now(mlp.parts, also_itself=also_itself, is_running=False)
+            known = proofs.of(mlp) if reason is None else reason
+            if isinstance(known, str):
+                self._leave(mlp.path, known)
+            else:
+                self._put_on(mlp, known)
+                self.num_tiled += 1
+                weight_bytes = max(weight_bytes, known.weight_bytes)
+        if self.num_tiled and not is_whole:
+            self._install_norms(found, proofs, weight_bytes)
+
+    def _install_norms(self, found: FoundLayers, proofs: Proofs, weight_bytes: int) -> None:
+        """Let norms run in tiles where they are written out in steps; others need it not.
+
+        Args:
+            found: the layers.
+            proofs: what is known already.
+            weight_bytes: bytes of an MLP's weights, which say how large tiles are.
+        """
+        for norm in find_norms(found):
+            if reason_now(norm.parts, also_itself=False, is_running=False) is not None:
+                continue
+            known = proofs.of(norm)
+            if isinstance(known, KnownMLP) and known.is_wide:
+                self._put_on(norm, dataclasses.replace(known, weight_bytes=weight_bytes))
+                self.num_norms_tiled += 1
+
+    def set_tiles(self, tiles: int | str) -> None:
+        """Cut into another number of tiles, from the next call of each MLP on.
+
+        What answers for a module is exchanged, and not changed: a layer that runs again in
+        backward finds what it had in forward (see [Note: State of modules] in ``rerun.inventory``).
+        """
+        if tiles == self.tiles:
+            return
+        self.tiles = tiles
+        self._forwards.begin_anew()
+        for number, (ref, method, part) in enumerate(list(self._exchanged)):
+            module, other = ref(), part.with_tiles(tiles)
+            if module is None or other is part or module.__dict__.get(KEY) is not part:
+                continue
+            self._exchanged.append((ref, method, other))  # first: see [Note: Lasting forwards]
+            module.__dict__[KEY] = other
+            self._exchanged[number] = (ref, method, other)
+            self._exchanged.pop()
+
+    def uninstall(self) -> None:
+        """Give the modules their methods back. Harmless if done already, wholly or in part."""
+        for ref, method, part in self._exchanged:
+            if (module := ref()) is not None:
+                give_back(module, KEY, part, method)
+            part.forget()
+
+    @property
+    def last_plan(self) -> TilePlan | None:
+        """How the MLP that ran last in tiles was cut; None before, and where none is cut."""
+        return self._notes.last_plan
+
+    def tell(self) -> None:
+        """Log what is left alone: loudly if it is all, and a number of tiles was given."""
+        level = logging.INFO
+        if not self.num_tiled and self.tiles != "auto":
+            level = logging.WARNING
+        if self._left:
+            logger.log(level, "MLP tiles of %s: %s.", self._name, self._described_left())
+
+    def describe(self) -> str:
+        """Return one line about what runs in tiles and what is left alone, and why."""
+        total = self.num_tiled + sum(map(len, self._left.values()))
+        how = "as many tiles as keep them small" if self.tiles == "auto" else f"{self.tiles} tiles"
+        parts = [f"mlp_tiles={self.tiles}: {self.num_tiled} of {total} MLPs run in {how}"]
+        if self.num_norms_tiled:
+            parts.append(f"so do {self.num_norms_tiled} norms")
+        plan = self._notes.last_plan
+        if plan is not None:
+            parts.append(f"the last one {plan.num_tokens} tokens in {plan.num_tiles}")
+        if self._left:
+            parts.append(self._described_left())
+        parts.extend([*self._notes.said, *self._notes_of_norms.said])
+        return "; ".join(parts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many MLPs run in tiles, and how the last one was cut."""
+        plan: TilePlan | None = self._notes.last_plan
+        return {
+            "mlp_tiles_num_tiled": float(self.num_tiled),
+            "mlp_tiles_num_norms_tiled": float(self.num_norms_tiled),
+            "mlp_tiles_num_tiles": float(plan.num_tiles if plan else 0),
+            "mlp_tiles_tile_tokens": float(plan.tile_tokens if plan else 0),
+        }
+
+    def _put_on(self, mlp: FoundMLP, known: KnownMLP) -> None:
+        tiled = TiledMLP(
+            known,
+            self.tiles,
+            mlp.path,
+            self._notes_of_norms if mlp.is_norm else self._notes,
+            self._forwards,
+            is_compiled=mlp.is_compiled,
+            part_names=mlp.part_names,
+        )
+        parts: Sequence[Part] = [tiled]
+        if mlp.is_spread:
+            acts = [ActPart() for _ in mlp.places[1:-1]]
+            parts = [UpPart(tiled), *acts, DownPart()]
+        for place, part in zip(mlp.places, parts, strict=True):
+            if KEY not in place.__dict__ or not isinstance(part, ActPart):
+                self._exchanged.append((weakref.ref(place), mlp.method, part))
+                exchange(place, KEY, part, mlp.method)
+
+    def _leave(self, path: str, reason: str) -> None:
+        self._left.setdefault(reason, []).append(path)
+
+    def _described_left(self) -> str:
+        said = []
+        for reason, paths in list(self._left.items())[:_MOST_REASONS]:
+            named = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+            said.append(f"{named} left alone: {reason}")
+        rest = len(self._left) - _MOST_REASONS
+        return "; ".join(said) + (f"; and {rest} more reasons" if rest > 0 else "")
+
+
+def _is_compiled_whole(model: nn.Module) -> bool:
+    wrapper: nn.Module | None = model
+    while wrapper is not None:
+        is_compiled = wrapper.__dict__.get("_compiled_call_impl") is not None
+        if hasattr(wrapper, "_orig_mod") or is_compiled:
+            return True
+        wrapper = wrapped_module(wrapper)
+    return False

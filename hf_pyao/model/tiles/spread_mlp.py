@@ -1,0 +1,164 @@
+"""An MLP without a module of its own, such as OPT's: its call is put off until it is whole.
+
+[Note: Put off MLPs] The module that goes up returns a stand-in: its input, and what would be done
+to it. Activations and dropout on the way join the chain. When the module that goes down is given
+the stand-in, the whole chain runs in tiles. Anything else that is done with a stand-in computes it,
+as if nothing had been put off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_pyao.model.losses.stand_in import TensorStandIn, in_full
+from hf_pyao.model.patching.lasting_forward import Method
+from hf_pyao.model.tiles import TilePlan
+from hf_pyao.model.tiles.tiled import versions_of
+from hf_pyao.model.tiles.tiled_mlp import Part, TiledMLP, reason_now
+
+_POINTWISE: frozenset[Any] = frozenset(
+    {F.dropout, F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, torch.relu, torch.tanh, torch.sigmoid}
+)
+"""Functions that join the chain: element by element, of one tensor."""
+
+_Step = tuple[nn.Module | None, Callable[[Tensor], Tensor]]
+
+
+class PutOffMLP(TensorStandIn):
+    """What an MLP's first module returns; see [Note: Put off MLPs].
+
+    Args:
+        hidden: (..., D) input of the MLP.
+        mlp: how it runs in tiles.
+        plan: how the call is cut.
+        steps: what is to be done, each with the module that does it.
+    """
+
+    def __init__(
+        self, hidden: Tensor, mlp: TiledMLP, plan: TilePlan, steps: tuple[_Step, ...]
+    ) -> None:
+        self._hidden = hidden
+        self._version = versions_of([hidden])
+        self._mlp = mlp
+        self._plan = plan
+        self._steps = steps
+        self._tensor: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Let activations join the chain; run all else on the tensor."""
+        given = dict(kwargs or {})
+        is_alone = bool(args) and isinstance(args[0], cls) and args[0]._tensor is None
+        if func in _POINTWISE and is_alone and not given.get("inplace") and "out" not in given:
+            rest = tuple(args[1:])
+            return args[0].then(None, lambda tensor: func(tensor, *rest, **given))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def then(self, module: nn.Module | None, step: Callable[[Tensor], Tensor]) -> PutOffMLP:
+        """Return what stands in for *step* of this, by *module*."""
+        return PutOffMLP(self._hidden, self._mlp, self._plan, (*self._steps, (module, step)))
+
+    @property
+    def is_put_off(self) -> bool:
+        """Whether nobody has needed its elements yet."""
+        return self._tensor is None
+
+    def finish(self, module: nn.Module, step: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the MLP's output; *module*, the last one, does *step*."""
+        self._check_unchanged()
+        whole = self.then(module, step)
+        parts = [part for part, _ in whole._steps if part is not None]
+        if reason := reason_now(parts, also_itself=True):
+            self._mlp.say(reason)
+            return step(_run(self._steps, self._hidden))
+        return self._mlp.tiled(partial(_run, whole._steps), parts, self._plan, (self._hidden,))
+
+    def materialize(self, reason: str) -> Tensor:
+        """Return the tensor, computed as without tiles. *reason* says what needs it."""
+        if self._tensor is None:
+            self._check_unchanged()
+            self._mlp.say(f"its intermediate tensor is needed for {reason}")
+            self._tensor = _run(self._steps, self._hidden)
+        return self._tensor
+
+    def _check_unchanged(self) -> None:
+        if versions_of([self._hidden]) != self._version:
+            raise RuntimeError(
+                "the input of an MLP in tiles was modified by an inplace operation before the MLP "
+                "was through. Set mlp_tiles='off' for this model."
+            )
+
+
+def _run(steps: Sequence[_Step], hidden: Tensor) -> Tensor:
+    for _, step in steps:
+        hidden = step(hidden)
+    return hidden
+
+
+class UpPart(Part):
+    """Answers for the module that goes up.
+
+    Args:
+        mlp: how the MLP runs in tiles.
+    """
+
+    def __init__(self, mlp: TiledMLP) -> None:
+        self._mlp = mlp
+
+    def with_tiles(self, tiles: int | str) -> UpPart:
+        """Return the same with another number of tiles."""
+        return UpPart(self._mlp.with_tiles(tiles))
+
+    def forget(self) -> None:
+        """Let go of what was noted of modules."""
+        self._mlp.forget()
+
+    def run(
+        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Put the call off if the MLP is to run in tiles."""
+        if kwargs or len(args) != 1:
+            return own(*in_full(args, "its first module"), **in_full(kwargs, "its first module"))
+        plan = self._mlp.plan(module, (module,), args, also_itself=True)
+        if plan is None:
+            return own(*in_full(args, "its first module"))
+        return PutOffMLP(args[0], self._mlp, plan, ((module, own),))
+
+
+class ActPart(Part):
+    """Answers for an activation."""
+
+    def run(
+        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Join the chain, if there is one."""
+        is_alone = len(args) == 1 and not kwargs and isinstance(args[0], PutOffMLP)
+        if is_alone and args[0].is_put_off:
+            return args[0].then(module, own)
+        name = type(module).__name__
+        return own(*in_full(args, name), **in_full(kwargs, name))
+
+
+class DownPart(Part):
+    """Answers for the module that goes down."""
+
+    def run(
+        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the MLP in tiles, if it was put off."""
+        is_alone = len(args) == 1 and not kwargs and isinstance(args[0], PutOffMLP)
+        if is_alone and args[0].is_put_off:
+            return args[0].finish(module, own)
+        return own(*in_full(args, "its last module"), **in_full(kwargs, "its last module"))

@@ -1,0 +1,286 @@
+"""One MLP that runs in tiles: what answers for its method, call by call."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hf_pyao.engine.recompute.verification import ForwardCheck, Sampler
+from hf_pyao.engine.rerun.generators import may_be_disturbed
+from hf_pyao.engine.rerun.inventory import Inventory, Noted
+from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
+from hf_pyao.engine.runtime.model_hooks import ModelHook
+from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
+from hf_pyao.model.map.sharding import KnownSharding, is_sharded_by_zero
+from hf_pyao.model.patching.lasting_forward import LeftBehind, Method
+from hf_pyao.model.tiles import TiledCall, TilePlan, plan_tiles, run_in_tiles
+from hf_pyao.model.tiles.endings import Ending
+from hf_pyao.model.tiles.mlp_proof import KnownMLP
+
+logger = logging.getLogger(__name__)
+
+KEY = "_pyao_mlp_tiles"
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Notes:
+    """What is said about calls, once each, and how the last one was cut."""
+
+    def __init__(self, name: str) -> None:
+        self.said: dict[str, None] = {}
+        self.last_plan: TilePlan | None = None
+        self._name = name
+
+    def say(self, path: str, reason: str) -> None:
+        """Warn, once, that a call of *path* is not cut, and why."""
+        message = f"{path} does not run in tiles: {reason}"
+        if message not in self.said:
+            self.said[message] = None
+            logger.warning("MLP tiles of %s: %s.", self._name, message)
+
+
+class TiledForwards:
+    """Counts the forwards of a model by the calls of the MLP that runs first, for its checks.
+
+    Args:
+        sampler: says which forwards are checked; None: none is.
+    """
+
+    def __init__(self, sampler: Sampler | None) -> None:
+        self._sampler = sampler
+        self._first = ""
+        self._number = 0
+
+    def begin_anew(self) -> None:
+        """Check the next forwards as the first ones: the tiles are others from now on."""
+        if self._sampler is not None:
+            self._sampler.begin_anew()
+
+    def check_of(self, path: str) -> ForwardCheck | None:
+        """Return the check of the forward in which the MLP *path* runs; None if there is none."""
+        if self._sampler is None:
+            return None
+        if current_graph_task() == NO_TASK:  # else a layer runs again in backward
+            self._first = self._first or path
+            self._number += path == self._first
+        return self._sampler.of_forward(self._number)
+
+
+class Part(LeftBehind, abc.ABC):
+    """Answers for a method of one module; holds no module."""
+
+    @abc.abstractmethod
+    def run(
+        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what a call of the method returns."""
+
+    def with_tiles(self, tiles: int | str) -> Part:
+        """Return the same with another number of tiles; itself if it does not know the number."""
+        return self
+
+    def forget(self) -> None:
+        """Let go of what was noted of modules: it may hold their tables, and so this object."""
+
+
+class TiledMLP(Part):
+    """Runs an MLP in tiles.
+
+    Args:
+        known: what was found out about it.
+        tiles: a number of tiles, or ``"auto"``.
+        path: its name, for messages.
+        notes: where things are said.
+        forwards: says which calls are checked.
+        is_compiled: whether its module is compiled code.
+        part_names: where the MLP is a method of a larger module, the modules that it calls there.
+    """
+
+    def __init__(
+        self,
+        known: KnownMLP,
+        tiles: int | str,
+        path: str,
+        notes: Notes,
+        forwards: TiledForwards,
+        *,
+        is_compiled: bool = False,
+        part_names: Sequence[str] = (),
+    ) -> None:
+        self._known = known
+        self._forwards = forwards
+        self._tiles = tiles
+        self._path = path
+        self._notes = notes
+        self._is_compiled = is_compiled
+        self._part_names = part_names
+        self._ending = Ending()
+        self._inventory = Inventory(())
+
+    def with_tiles(self, tiles: int | str) -> TiledMLP:
+        """Return the same with another number of tiles."""
+        return TiledMLP(
+            self._known,
+            1 if tiles == "off" else tiles,
+            self._path,
+            self._notes,
+            self._forwards,
+            is_compiled=self._is_compiled,
+            part_names=self._part_names,
+        )
+
+    def run(
+        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the MLP, in tiles if that is worth it and may be."""
+        if kwargs:
+            args, kwargs = _positional(own, args, kwargs)
+        parts = [getattr(module, name) for name in self._part_names] or [module]
+        also_itself = bool(self._part_names)
+        plan = None if kwargs else self.plan(module, parts, args, also_itself=also_itself)
+        if plan is None:
+            return own(*args, **kwargs)
+        return self.tiled(own, parts, plan, args)
+
+    def plan(
+        self,
+        module: nn.Module,
+        parts: Sequence[nn.Module],
+        inputs: Sequence[Any],
+        *,
+        also_itself: bool,
+    ) -> TilePlan | None:
+        """Return how a call with *inputs* is cut; None if it is not."""
+        if not module.training or len(inputs) != self._known.num_inputs:
+            return None
+        if torch._C._are_functorch_transforms_active():
+            return None  # they follow operations of torch's alone
+        if any(type(tensor) not in _PLAIN for tensor in inputs):
+            return None
+        first: Tensor = inputs[0]
+        lead = first.shape[:-1]
+        if any(tensor.shape[:-1] != lead for tensor in inputs):
+            return None
+        plan = plan_tiles(
+            lead.numel(), self._tiles, self._token_bytes(first), self._known.weight_bytes
+        )
+        if plan.num_tiles < 2:
+            return None
+        reason = reason_now(parts, also_itself=also_itself)
+        if reason is None and min(len(lead), 2) not in self._known.leads:
+            reason = f"it is not known to treat tokens in {len(lead)} dimensions one by one"
+        if reason is None and self._known.draws and may_be_disturbed():
+            reason = "it draws random numbers, from generators that other threads may draw from too"
+        if reason is not None:
+            self._notes.say(self._path, reason)
+            return None
+        self._notes.last_plan = plan
+        return plan
+
+    def tiled(
+        self, function: Method, parts: Sequence[nn.Module], plan: TilePlan, inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Run *function*, whose modules are *parts*, as *plan* says."""
+        call = TiledCall(
+            function=function,
+            weights=partial(weights_of, parts),
+            plan=plan,
+            state=partial(self._state_of, parts),
+            is_compiled=self._is_compiled,
+            ending=self._ending,
+            name=self._path,
+            check=self._forwards.check_of(self._path),
+        )
+        return run_in_tiles(call, *inputs)
+
+    def forget(self) -> None:
+        """Let go of the inventory; the next call makes another one."""
+        self._inventory = Inventory(())
+
+    def _state_of(self, parts: Sequence[nn.Module]) -> Noted:
+        """Return the state of *parts*; nothing in them is written, as ``token_wise`` has proved."""
+        if self._inventory.living_roots() != list(parts):
+            self._inventory = Inventory(parts, copies=False)
+        return self._inventory.note()
+
+    def say(self, reason: str) -> None:
+        """Say, once, why a call is not cut."""
+        self._notes.say(self._path, reason)
+
+    def _token_bytes(self, tensor: Tensor) -> int:
+        """Return the bytes of a token under the autocast that is on."""
+        known, device_type = self._known, tensor.device.type
+        if not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
+            return known.token_bytes
+        itemsize = torch.get_autocast_dtype(device_type).itemsize
+        return -(-known.token_bytes * itemsize // known.itemsize)
+
+
+def _positional(
+    own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the same arguments, those by position that can be."""
+    bound = inspect.signature(own).bind(*args, **kwargs)
+    return bound.args, bound.kwargs
+
+
+def reason_now(
+    parts: Sequence[nn.Module], *, also_itself: bool, is_running: bool = True
+) -> str | None:
+    """Return why *parts*, as they are now, may not run on a part of the tokens; None if they may.
+
+    Args:
+        parts: what the MLP calls, with what is inside.
+        also_itself: look at hooks of *parts* themselves too, and not only of what is inside.
+        is_running: they are about to be called: what is gathered for their layer is whole.
+    """
+    if is_running and (of_modes := reason_of_modes_and_hooks()):
+        return of_modes
+    for part in parts:
+        for module in part.modules():
+            if (module is not part or also_itself) and (reason := _reason_of_hooks(module)):
+                return reason
+            for weight in module._parameters.values():
+                if weight is None:
+                    continue
+                if is_sharded_by_zero(weight):
+                    return "ZeRO-3 gathers its weights for each call of each module inside"
+                if is_running and hasattr(weight, "full_tensor"):
+                    return "its weights are sharded one by one (DTensor); shard whole layers"
+    return None
+
+
+def _reason_of_hooks(module: nn.Module) -> str | None:
+    name = type(module).__name__
+    if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+        return f"{name} inside it is sharded by itself; shard whole layers"
+    if hasattr(module, "_hf_hook"):
+        return f"accelerate moves the weights of {name} for each call"
+    for table in _HOOKS:
+        for hook in getattr(module, table).values():
+            is_inert = getattr(hook, "__module__", "") == ModelHook.__module__
+            if not isinstance(hook, ModelHook) and not is_inert:
+                return f"{name} inside it has module hooks, which would see one tile at a time"
+    return None
+
+
+def weights_of(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the weights of *parts*, each once; the views that FSDP1 has in their place."""
+    return list({id(weight): weight for weight in _weights(parts)}.values())
+
+
+def _weights(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
+    sharding = KnownSharding()
+    for part in parts:
+        for module in part.modules():
+            yield from sharding.weights_of(module)

@@ -1,0 +1,258 @@
+"""Cards that are common, with their speeds and where those are from.
+
+Speeds are what kernels reach, not what data sheets promise: 85 % of a sheet's dense tensor-core
+rate for 16-bit inputs that are summed in 32 bits, and 80 % of its memory bandwidth, unless the
+source says otherwise; a PCIe 4.0 link of 16 lanes carries 25e9 bytes a second, a PCIe 5.0 link
+50e9, a PCIe 3.0 link of 8 lanes 6.25e9. They are starting points: give measured ones where there
+are any.
+
+Numbers of streaming multiprocessors are those of NVIDIA's data sheets and whitepapers (GA106,
+GA107, GA100: Ampere; AD102, AD104: Ada; GH100: Hopper; GB202: Blackwell), and compute units of
+AMD's; compute capabilities are those of NVIDIA's page "CUDA GPUs". What attention allocates inside
+depends on both (``attention_workspaces``).
+
+What of a card's memory no tensor can have, ``context_gib``, is what the driver keeps (the memory
+that is sold less the "total capacity" of PyTorch's out-of-memory messages) and the CUDA context of
+one process (memory "in use" less what is allocated and reserved in such a message). Both are from
+messages that users have posted:
+
+========  =========================================================  ========  =======
+card      posted in                                                  capacity  context
+========  =========================================================  ========  =======
+rtx4070   GitHub, Kwai-Kolors/Kolors, issue 11 (a 4070 Ti)           11.70      0.33
+rtx4090   GitHub, 3DTopia/Phidias-Diffusion, issue 8                 23.64      0.49
+rtx5090   GitHub, Wan-Video/Wan2.1, issue 465                        31.37      0.58
+a100      GitHub, lianqi1008/Control-GIC, issue 6                    79.14      0.49
+h100      GitHub, Tianhao-Qi/Mask2DiT, issue 4 (card not named)      79.33      0.50
+========  =========================================================  ========  =======
+
+PyTorch's developers name 300 to 400 MB for a context since CUDA 11.7 loads kernels when they first
+run (GitHub, pytorch/pytorch, issues 107667 and 109888). For cards that are not in the table 0.65
+GiB are taken in all. The memory of the H200 is its capacity; 0.65 GiB is the largest context that
+was seen. ``pyao doctor`` says what it is on a card that is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.plan.hardware.kernel_settings import KernelSettings
+from hf_pyao.plan.hardware.speeds import GIB, DeviceModel, LinkModel
+
+COMPUTE_SHARE = 0.85
+MEMORY_SHARE = 0.80
+CONTEXT_GIB = 0.65
+"""What no tensor can have of a card of which nothing was measured."""
+PCIE_3_X8_GIB_PER_S = 6.25e9 / GIB
+PCIE_4_GIB_PER_S = 25e9 / GIB
+PCIE_5_GIB_PER_S = 50e9 / GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A device, its memory, and its link to the host."""
+
+    name: str
+    device: DeviceModel
+    link: LinkModel
+    memory_gib: float
+    """Memory of the device."""
+    context_gib: float = 0.0
+    """What of it no tensor can have: the driver's part, and the context of one process."""
+    source: str
+    """Where the speeds are from."""
+    num_multiprocessors: int = 0
+    """Streaming multiprocessors; 0: not known."""
+    capability: int = 0
+    """CUDA compute capability, 10 x major + minor; 0: not known, or no CUDA device."""
+
+    def __post_init__(self) -> None:
+        """Check the memory.
+
+        Raises:
+            ConfigError: it is not positive, or the context takes all of it.
+        """
+        if not self.memory_gib > 0:
+            raise ConfigError(
+                f"memory_gib is {self.memory_gib}; expected a positive number of GiB."
+            )
+        if not 0 <= self.context_gib < self.memory_gib:
+            raise ConfigError(
+                f"context_gib is {self.context_gib}; expected 0 or more, and less than the "
+                f"{self.memory_gib:g} GiB of the device."
+            )
+
+    @property
+    def kernels(self) -> KernelSettings:
+        """How kernels run on it, as far as the card decides."""
+        return KernelSettings(self.num_multiprocessors, self.capability)
+
+    def with_link(self, gib_per_s: float) -> Hardware:
+        """Return the same device behind a link of another speed in both directions."""
+        link = dataclasses.replace(self.link, d2h_gib_per_s=gib_per_s, h2d_gib_per_s=gib_per_s)
+        return dataclasses.replace(self, link=link)
+
+
+def _card(
+    name: str,
+    *,
+    sheet_tflop_per_s: float,
+    sheet_gb_per_s: float,
+    memory_gib: float,
+    link_gib_per_s: float,
+    copy_engines: int,
+    source: str,
+    num_multiprocessors: int,
+    capability: int,
+    context_gib: float = CONTEXT_GIB,
+    tflop_per_s: float | None = None,
+) -> Hardware:
+    return Hardware(
+        name=name,
+        device=DeviceModel(
+            tflop_per_s=tflop_per_s or COMPUTE_SHARE * sheet_tflop_per_s,
+            memory_gib_per_s=MEMORY_SHARE * sheet_gb_per_s * 1e9 / GIB,
+        ),
+        link=LinkModel(
+            d2h_gib_per_s=link_gib_per_s, h2d_gib_per_s=link_gib_per_s, copy_engines=copy_engines
+        ),
+        memory_gib=memory_gib,
+        context_gib=context_gib,
+        source=source,
+        num_multiprocessors=num_multiprocessors,
+        capability=capability,
+    )
+
+
+_CARDS = (
+    _card(
+        "rtx2050",
+        sheet_tflop_per_s=10.2,
+        sheet_gb_per_s=112,
+        memory_gib=4,
+        link_gib_per_s=PCIE_3_X8_GIB_PER_S,
+        copy_engines=1,
+        num_multiprocessors=16,
+        capability=86,
+        source="RTX 2050 Laptop at 45 W: 5.1 TFLOP/s of shaders, tensor cores twice that with "
+        "32-bit sums; PCIe 3.0 of 8 lanes",
+    ),
+    _card(
+        "rtx3060",
+        sheet_tflop_per_s=25.6,
+        sheet_gb_per_s=360,
+        memory_gib=12,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=1,
+        num_multiprocessors=28,
+        capability=86,
+        source="RTX 3060 12 GB: 12.8 TFLOP/s of shaders, tensor cores twice that with 32-bit sums",
+    ),
+    _card(
+        "rtx4070",
+        sheet_tflop_per_s=58.3,
+        sheet_gb_per_s=504,
+        memory_gib=12,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=1,
+        num_multiprocessors=46,
+        capability=89,
+        source="RTX 4070: 29.15 TFLOP/s of shaders, tensor cores twice that with 32-bit sums",
+    ),
+    _card(
+        "rtx4090",
+        sheet_tflop_per_s=165.2,
+        sheet_gb_per_s=1008,
+        memory_gib=24,
+        context_gib=0.85,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=1,
+        num_multiprocessors=128,
+        capability=89,
+        source="NVIDIA Ada architecture whitepaper",
+    ),
+    _card(
+        "rtx5090",
+        sheet_tflop_per_s=209.5,
+        sheet_gb_per_s=1792,
+        memory_gib=32,
+        context_gib=1.2,
+        link_gib_per_s=PCIE_5_GIB_PER_S,
+        copy_engines=1,
+        num_multiprocessors=170,
+        capability=120,
+        source="NVIDIA RTX Blackwell architecture whitepaper",
+    ),
+    _card(
+        "a100",
+        sheet_tflop_per_s=312,
+        sheet_gb_per_s=2039,
+        memory_gib=80,
+        context_gib=1.35,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=2,
+        num_multiprocessors=108,
+        capability=80,
+        source="NVIDIA A100 80 GB SXM data sheet",
+    ),
+    _card(
+        "h100",
+        sheet_tflop_per_s=989,
+        tflop_per_s=670,
+        sheet_gb_per_s=3350,
+        memory_gib=80,
+        context_gib=1.2,
+        link_gib_per_s=PCIE_5_GIB_PER_S,
+        copy_engines=2,
+        num_multiprocessors=132,
+        capability=90,
+        source="NVIDIA H100 SXM data sheet; matrix products of 16 bits reach about 670 TFLOP/s",
+    ),
+    _card(
+        "h200",
+        sheet_tflop_per_s=989,
+        tflop_per_s=670,
+        sheet_gb_per_s=4800,
+        memory_gib=139.8,
+        link_gib_per_s=PCIE_5_GIB_PER_S,
+        copy_engines=2,
+        num_multiprocessors=132,
+        capability=90,
+        source="NVIDIA H200 data sheet; matrix products of 16 bits reach about 670 TFLOP/s",
+    ),
+    _card(
+        "mi300x",
+        sheet_tflop_per_s=1307,
+        tflop_per_s=650,
+        sheet_gb_per_s=5300,
+        memory_gib=192,
+        link_gib_per_s=PCIE_5_GIB_PER_S,
+        copy_engines=2,
+        num_multiprocessors=304,
+        capability=0,
+        source="AMD MI300X data sheet; matrix products of 16 bits reach about half of it",
+    ),
+)
+
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({card.name: card for card in _CARDS})
+"""By name, in lower case and without spaces."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return the card called *name*; case, spaces, hyphens and the maker are forgiven.
+
+    Raises:
+        ConfigError: there is none; the nearest name and all names are given.
+    """
+    key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
+    for maker in ("nvidia", "geforce", "amd", "instinct"):
+        key = key.removeprefix(maker)
+    if key.isdigit() and f"rtx{key}" in HARDWARE:
+        key = f"rtx{key}"
+    if key not in HARDWARE:
+        raise unknown_name("device", name, HARDWARE)
+    return HARDWARE[key]

@@ -1,0 +1,1 @@
+"""Measures real steps: profiles, and the times between packs."""

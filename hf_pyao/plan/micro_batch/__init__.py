@@ -1,0 +1,1 @@
+"""Chooses a micro-batch or a sequence length from predicted steps."""

@@ -1,0 +1,1 @@
+"""Chooses what changes the step itself: segments, tiles, groups of attention."""

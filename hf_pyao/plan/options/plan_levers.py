@@ -1,0 +1,88 @@
+"""What of a plan's levers a configuration may follow: what was not given, and tiles where allowed.
+
+A plan is for one step: segments of so many layers, MLPs in so many tiles, a certain loss. What the
+user gave is not changed without a word: a plan that contradicts it is refused. Tiles and the
+chunked loss change the order of sums, so that no plan switches them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_pyao.config import SETTINGS, PyAOConfig
+from hf_pyao.levers import Levers
+from hf_pyao.plan.documents.plan import Plan
+from hf_pyao.plan.documents.plan_facts import PlanError
+from hf_pyao.plan.policies.plan_policy import PlanPolicy
+from hf_pyao.text import echo
+
+
+def free_levers(config: PyAOConfig) -> frozenset[str]:
+    """Return the levers that a plan may set for *config*, since they were left open.
+
+    A number of tiles is free where it is ``"auto"``: without that there are none, since tiles
+    change the order of sums. The loss is never free.
+    """
+    if config.policy not in ("auto", "plan") and not isinstance(config.policy, PlanPolicy):
+        return frozenset()
+    found = {"mlp_tiles"} if config.effective().mlp_tiles == "auto" else set()
+    found |= {"attention_groups"} & config.left_open
+    if "checkpoint_every" in config.left_open and not config.recompute_modules:
+        found |= {"checkpoint_every"}
+        found |= {"checkpoint_nested", "save_attention"} & config.left_open
+    return frozenset(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenLevers:
+    """The levers of a configuration: what they are, and which of them a plan may set."""
+
+    levers: Levers
+    """What runs where no plan says otherwise."""
+    free: frozenset[str]
+    """Those that a plan may set: see :func:`free_levers`."""
+    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By field, how messages call it."""
+
+    @classmethod
+    def of(cls, config: PyAOConfig) -> GivenLevers:
+        """Return those of *config*."""
+        labels = {name: config.label(name) for name in Levers.names()}
+        return cls(levers=Levers.of(config), free=free_levers(config), labels=labels)
+
+
+def levers_of_plan(plan: Plan, given: GivenLevers) -> Levers:
+    """Return the levers with which *plan* is followed.
+
+    Raises:
+        PlanError: it needs others than were given; says which, and what to do.
+    """
+    settings = given.levers.settings()
+    found = dict(settings)
+    for name, value in plan.levers.items():
+        planned = SETTINGS[name].kind.check(name, value)
+        if planned is None or planned == settings[name]:
+            continue
+        if name == "head_loss" and "auto" in (planned, settings[name]):
+            continue
+        if name not in given.free:
+            label = given.labels.get(name, name)
+            raise _contradicts(name, planned, settings[name], label)
+        found[name] = planned
+    return Levers(**found)
+
+
+def _contradicts(name: str, planned: Any, given: Any, label: str) -> PlanError:
+    why = ""
+    if name == "mlp_tiles" and given == "off":
+        why = ", and a plan does not switch tiles on, which change the order of sums"
+        number = "" if planned == "auto" else f" or {planned!r}"
+        remedy = f"Give {label}='auto'{number} to follow it"
+    else:
+        remedy = f"Give {label}={planned!r} to follow it"
+    return PlanError(
+        f"the plan was made for {name}={echo(planned)}, and here {label} is {echo(given)}{why}. "
+        f"{remedy}, or make a plan for this configuration (delete the one that is kept)."
+    )

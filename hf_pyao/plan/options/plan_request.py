@@ -1,0 +1,312 @@
+"""What a planner is asked: the step of a profile, and what a configuration leaves free."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.engine.runtime.policy import POINTWISE
+from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.plan.documents.profile import Profile
+from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.hardware.kernel_settings import KernelSettings
+from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.plan.options.lever_choice import FIXED, LeverChoice, LeverRoom
+from hf_pyao.plan.options.plan_levers import free_levers
+from hf_pyao.plan.predict.calibration import times_like
+from hf_pyao.plan.predict.forecast import Forecast
+from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.predict.speed_range import MEASURED, PRESET
+from hf_pyao.plan.solve.coding import CodedWays
+from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
+from hf_pyao.plan.solve.planner import Planner
+from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.step.step_program import StepProgram
+
+
+class WindowOwner(Protocol):
+    """A link's window, as far as plans ask:
+    :class:`~hf_pyao.engine.transfer.window.OffloadWindow`."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True while several models use the link."""
+        ...
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The bound on bytes in flight that holds now; None: the end of each layer."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What binds the solver. What a configuration leaves open is free."""
+
+    min_bytes: int
+    window_bytes: int | None
+    keep_last_layers: int
+    may_shrink_window: bool
+    """The window was left open."""
+    may_keep_fewer: bool
+    levers: Levers = NO_LEVERS
+    """What changes the step itself."""
+    room: LeverRoom = FIXED
+    """Which of them may be chosen."""
+    recompute_modules: tuple[str, ...] = ()
+    """Sub-modules of a layer whose slots are recomputed, by path, and ``pointwise``."""
+    codec: str = "identity"
+    allow_lossy: bool = False
+    host_limit_bytes: float = math.inf
+    allocator: AllocatorSettings | None = None
+    """Of the device's caching allocator; None: what is allocated decides what fits."""
+    window: WindowOwner | None = dataclasses.field(default=None, compare=False)
+    """That of the link; other models may join and leave it at any time."""
+
+    @property
+    def window_now_bytes(self) -> int | None:
+        """The window that a plan is made for: where the link is shared, the one that holds."""
+        if self.window is not None and self.window.is_shared:
+            return self.window.limit_bytes
+        return self.window_bytes
+
+    @property
+    def may_set_window(self) -> bool:
+        """True if a plan may change the window: it is open, and no other model's too."""
+        return self.may_shrink_window and not (self.window is not None and self.window.is_shared)
+
+    def on(
+        self,
+        *,
+        recomputed_paths: tuple[str, ...] = (),
+        host_limit_bytes: float = math.inf,
+        window: WindowOwner | None = None,
+        allocator: AllocatorSettings | None = None,
+    ) -> PlanRequest:
+        """Return the same for one model on one machine; arguments as of :meth:`of_config`."""
+        return dataclasses.replace(
+            self,
+            recompute_modules=recomputed_paths,
+            host_limit_bytes=host_limit_bytes,
+            window=window,
+            allocator=allocator,
+        )
+
+    @classmethod
+    def of_config(
+        cls,
+        config: PyAOConfig,
+        *,
+        recomputed_paths: tuple[str, ...] = (),
+        host_limit_bytes: float = math.inf,
+        window: WindowOwner | None = None,
+        allocator: AllocatorSettings | None = None,
+    ) -> PlanRequest:
+        """Return what *config* binds.
+
+        Args:
+            config: the configuration.
+            recomputed_paths: what its ``recompute_modules`` stand for in a layer.
+            host_limit_bytes: most bytes on the host.
+            window: that of the link; None: none that other models share.
+            allocator: settings of the device's caching allocator; None: it has none.
+        """
+        effective = config.effective()
+        configured = effective.window
+        codec = config.codec if isinstance(config.codec, str) else config.codec.name
+        bound = cls(
+            min_bytes=int(config.min_bytes),
+            window_bytes=None if isinstance(configured, str) else configured,
+            keep_last_layers=effective.keep_last_layers,
+            levers=Levers.of(config),
+            room=room_of(config),
+            may_shrink_window="window" in config.left_open,
+            may_keep_fewer="keep_last_layers" in config.left_open,
+            codec=codec,
+            allow_lossy=config.allow_lossy,
+        )
+        return bound.on(
+            recomputed_paths=recomputed_paths,
+            host_limit_bytes=host_limit_bytes,
+            window=window,
+            allocator=allocator,
+        )
+
+    def planner(
+        self,
+        profile: Profile,
+        *,
+        device: DeviceModel | None = None,
+        link: LinkModel | None = None,
+        kernels: KernelSettings | None = None,
+        gradient_bytes: int = 0,
+        correction: Correction = NO_CORRECTION,
+    ) -> Planner:
+        """Return the planner for the step of *profile*.
+
+        Args:
+            profile: with its step in it.
+            device: speeds of another device than the profile's; None: as it was profiled.
+            link: speeds of another link.
+            kernels: that device, for what kernels allocate inside; None: as it was profiled.
+            gradient_bytes: what leaves beside in each layer's backward.
+            correction: by how much times differ from the profile's.
+
+        Raises:
+            ForecastError: the profile does not hold what a prediction needs.
+            ReportError: the step in it is damaged.
+        """
+        is_measured = profile.speeds is None and device is None and link is None
+        forecast = Forecast(
+            profile, device=device, link=link, window_bytes=self.window_now_bytes, kernels=kernels
+        )
+        return self.planner_of(
+            forecast.program,
+            correction.times_ms(forecast.program, forecast.times_ms),
+            correction.link(forecast.link),
+            {slot.name: slot.dtype for slot in profile.slots},
+            gradient_bytes=gradient_bytes,
+            rebuild_factor=correction.rebuild,
+            is_blocking=forecast.is_blocking,
+            speed_ratios=MEASURED if is_measured else PRESET,
+        )
+
+    def choice(
+        self,
+        configured: Planner,
+        record: Callable[[Levers], StepProgram],
+        *,
+        device: DeviceModel | None = None,
+        dtypes: Mapping[str, str] | None = None,
+    ) -> LeverChoice:
+        """Return what chooses among settings of the levers.
+
+        Args:
+            configured: the planner for the step with :attr:`levers`.
+            record: records the step with others; raises LeversRefusedError where it cannot be.
+            device: whose speeds *configured* goes by; None: what was measured.
+            dtypes: by slot, as far as known.
+        """
+
+        def planner_with(levers: Levers) -> Planner:
+            program, before = record(levers), configured.stepper
+            times_ms = (
+                times_like(before.times_ms, before.program, program)
+                if device is None
+                else operation_times_ms(program, device)
+            )
+            return dataclasses.replace(self, levers=levers).planner_of(
+                program,
+                times_ms,
+                configured.conditions.link,
+                dtypes or {},
+                gradient_bytes=configured.conditions.gradient_bytes,
+                is_blocking=configured.conditions.is_blocking,
+                speed_ratios=configured.conditions.speed_ratios,
+            )
+
+        return LeverChoice(self.levers, configured, planner_with, self.room)
+
+    def planner_of(
+        self,
+        program: StepProgram,
+        times_ms: Sequence[float],
+        link: LinkModel,
+        dtypes: Mapping[str, str],
+        *,
+        gradient_bytes: int = 0,
+        rebuild_factor: float = 1.0,
+        is_blocking: bool = False,
+        speed_ratios: tuple[float, ...] = PRESET,
+    ) -> Planner:
+        """Return the planner for a step with these times.
+
+        Args:
+            program: the step.
+            times_ms: of each operation.
+            link: its speeds.
+            dtypes: by slot, as far as known; codecs take slots of known ones alone.
+            gradient_bytes: as in :meth:`planner`.
+            rebuild_factor: of what operations take that run again to rebuild something.
+            is_blocking: compute stands still while copies run.
+            speed_ratios: as :attr:`Conditions.speed_ratios`.
+        """
+        kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
+        conditions = self.conditions(link, gradient_bytes)
+        return Planner(
+            program,
+            times_ms,
+            dataclasses.replace(
+                conditions,
+                keep_last_layers=kept,
+                rebuild_factor=rebuild_factor,
+                is_blocking=is_blocking,
+                speed_ratios=speed_ratios,
+            ),
+            host_limit_bytes=self.host_limit_bytes,
+            forced=self._forced(program),
+            coding=CodedWays.of(
+                program, times_ms, dtypes, codec=self.codec, allow_lossy=self.allow_lossy
+            ),
+        )
+
+    def conditions(self, link: LinkModel, gradient_bytes: int = 0) -> Conditions:
+        """Return under which a step is planned over *link*."""
+        return Conditions(
+            link=link,
+            window_bytes=self.window_now_bytes,
+            min_bytes=self.min_bytes,
+            keep_last_layers=self.keep_last_layers,
+            gradient_bytes=gradient_bytes,
+            may_shrink_window=self.may_set_window,
+            may_keep_fewer=self.may_keep_fewer,
+            allocator=self.allocator,
+        )
+
+    def _forced(self, program: StepProgram) -> Callable[[str], bool] | None:
+        """Return what says of a slot whether it is to be recomputed."""
+        if not self.recompute_modules:
+            return None
+        made_by: dict[str, tuple[str, str]] = {}
+        graph = program.graph
+        if graph is not None:
+            for operation in graph.operations:
+                for value in operation.makes:
+                    path = program.operations[operation.number].path
+                    made_by.setdefault(graph.values[value].slot, (path, operation.kind))
+        modules = set(self.recompute_modules)
+
+        def is_forced(name: str) -> bool:
+            path, kind = made_by.get(name, ("", ""))
+            if POINTWISE in modules and kind == "cheap":
+                return True
+            return name.rpartition(":")[0] in modules or (bool(kind) and path in modules)
+
+        return is_forced
+
+
+def room_of(config: PyAOConfig) -> LeverRoom:
+    """Return which levers policy ``auto`` may choose for *config*."""
+    free = free_levers(config) if config.policy == "auto" else frozenset()
+    given, why = Levers.of(config).checkpoint_every, ""
+    if config.recompute_modules:
+        why = f"{config.label('recompute_modules')} is given"
+    elif config.policy == "auto" and "checkpoint_every" not in free and not given:
+        why = f"{config.label('checkpoint_every')} is 0"
+    return LeverRoom(
+        segments="checkpoint_every" in free,
+        nested="checkpoint_nested" in free,
+        attention="save_attention" in free,
+        tiles="mlp_tiles" in free,
+        groups="attention_groups" in free,
+        why_no_segments=why,
+    )
+
+
+def figures_of(profile: Profile) -> Mapping[str, Any]:
+    """Return what of a profile tells for which step a plan was made."""
+    return {"shapes": list(profile.shapes), "device": profile.device}

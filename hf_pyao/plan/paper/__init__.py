@@ -1,0 +1,1 @@
+"""Rules of the PyAO paper: outliers of throughput, sweeps over budgets and their knee."""

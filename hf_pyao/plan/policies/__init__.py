@@ -1,0 +1,1 @@
+"""Policies that follow a budget or a plan, and all policies by name."""

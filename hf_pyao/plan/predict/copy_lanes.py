@@ -1,0 +1,164 @@
+"""When copies run, by arithmetic: one or two copy engines, and links that are never early."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from hf_pyao.plan.hardware.speeds import LinkModel
+
+OFFLOAD = "offload"
+RELOAD = "reload"
+GRADIENT = "gradient"
+
+_ORDER = {RELOAD: 0, OFFLOAD: 1, GRADIENT: 2}
+"""What a shared engine takes first."""
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy that was queued."""
+
+    direction: str
+    nbytes: int
+    ready_ms: float
+    needs: Copy | None = None
+    """A copy that has to end before this one starts."""
+    slot: int = -1
+    """Number of the slot that it is of; -1: of none."""
+    order: int = -1
+    """Position in the queue of its direction; -1 until it is booked."""
+    start_ms: float = math.inf
+    """Infinite until it is known."""
+    end_ms: float = math.inf
+    """Infinite until it is known."""
+
+
+class Lanes(Protocol):
+    """Says when copies are done. Times are in ms since the step began, and only grow."""
+
+    def book(self, copy: Copy) -> None:
+        """Queue *copy*."""
+        ...
+
+    def is_done(self, copy: Copy, now_ms: float) -> bool:
+        """Say whether *copy* has ended by *now_ms*, as far as the host knows."""
+        ...
+
+    def wait(self, copy: Copy, now_ms: float) -> float:
+        """Return when compute goes on if it waits for *copy* now."""
+        ...
+
+    def finish(self, now_ms: float) -> float:
+        """Return when everything that was queued has ended, or *now_ms* if that is later."""
+        ...
+
+
+class LateLanes:
+    """Copies that take no time and are done only when something waits for them.
+
+    What may be in flight then always is: peaks hold on every link.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[Copy]] = {name: deque() for name in _ORDER}
+        self._orders = itertools.count()
+
+    def book(self, copy: Copy) -> None:
+        """Queue *copy*."""
+        copy.order = next(self._orders)
+        self._queues[copy.direction].append(copy)
+
+    def is_done(self, copy: Copy, now_ms: float) -> bool:
+        """Say whether something has waited for *copy*, or for one behind it."""
+        return copy.end_ms < math.inf
+
+    def wait(self, copy: Copy, now_ms: float) -> float:
+        """End *copy*, and those before it."""
+        queue = self._queues[copy.direction]
+        while copy.end_ms > now_ms:
+            ended = queue.popleft()
+            ended.start_ms = ended.end_ms = now_ms
+        return now_ms
+
+    def finish(self, now_ms: float) -> float:
+        """Return *now_ms*."""
+        return now_ms
+
+
+class TimedLanes:
+    """Copies on one or two engines: each runs one copy at a time, and is not preempted.
+
+    All that touches host memory shares its bandwidth: a copy that runs beside another is slowed
+    down where both together want more than there is.
+    """
+
+    def __init__(self, link: LinkModel) -> None:
+        self._link = link
+        both = link.d2h_gib_per_s + link.h2d_gib_per_s
+        self._slowdown = max(1.0, both / link.host_memory_gib_per_s)
+        alone = max(link.d2h_gib_per_s, link.h2d_gib_per_s) / link.host_memory_gib_per_s
+        self._slowdown_alone = max(1.0, alone)
+        self._queues: dict[str, deque[Copy]] = {name: deque() for name in _ORDER}
+        self._orders = itertools.count()
+        shared = link.copy_engines == 1
+        out = (OFFLOAD, GRADIENT)
+        self._engines = [(RELOAD, *out)] if shared else [(RELOAD,), out]
+        self._free_ms = [0.0] * len(self._engines)
+
+    def book(self, copy: Copy) -> None:
+        """Queue *copy*."""
+        copy.order = next(self._orders)
+        self._queues[copy.direction].append(copy)
+
+    def is_done(self, copy: Copy, now_ms: float) -> bool:
+        """Say whether *copy* has ended by *now_ms*, which may lie before compute's own time."""
+        self._run(now_ms)
+        return copy.end_ms <= now_ms
+
+    def wait(self, copy: Copy, now_ms: float) -> float:
+        """Return when compute goes on if it waits for *copy* now."""
+        while copy.end_ms == math.inf:
+            assert self._start_next(math.inf), "a copy waits for one that was not queued"
+        return max(now_ms, copy.end_ms)
+
+    def finish(self, now_ms: float) -> float:
+        """Return when everything that was queued has ended."""
+        self._run(math.inf)
+        return max(now_ms, *self._free_ms)
+
+    def _run(self, until_ms: float) -> None:
+        while self._start_next(until_ms):
+            pass
+
+    def _start_next(self, until_ms: float) -> bool:
+        """Start the copy that starts first, if any starts by then."""
+        best: tuple[float, int, int] | None = None
+        for engine, directions in enumerate(self._engines):
+            for direction in directions:
+                queue = self._queues[direction]
+                if not queue:
+                    continue
+                copy = queue[0]
+                needs_ms = 0.0 if copy.needs is None else copy.needs.end_ms
+                start_ms = max(copy.ready_ms, needs_ms, self._free_ms[engine])
+                if start_ms < math.inf:
+                    candidate = (start_ms, _ORDER[direction], engine)
+                    best = candidate if best is None else min(best, candidate)
+        if best is None or best[0] > until_ms:
+            return False
+        start_ms, order, engine = best
+        direction = next(name for name, number in _ORDER.items() if number == order)
+        copy = self._queues[direction].popleft()
+        kind = RELOAD if direction == RELOAD else OFFLOAD
+        others_run = any(
+            free_ms > start_ms for number, free_ms in enumerate(self._free_ms) if number != engine
+        )
+        slowdown = self._slowdown if others_run else self._slowdown_alone
+        copy.start_ms = start_ms
+        copy.end_ms = start_ms + self._link.copy_ms(kind, copy.nbytes) * slowdown
+        self._free_ms[engine] = copy.end_ms
+        return True

@@ -1,0 +1,333 @@
+"""Predicts a step under a plan: time, stalls, and the peak on device and host, with what sets it.
+
+Arithmetic on a :class:`~hf_pyao.plan.step.step_program.StepProgram`. It walks through the
+operations once and does with each slot what the engine would do: queue its copy, hold its memory
+until that is done, bring it back as the window allows. When that is, the engine's own schedule
+decides (``predicted_copies``). No tensor is made, and the simulation, which judges the prediction,
+runs the engine itself.
+
+A step of twenty layers takes some tens of milliseconds to predict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
+from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.plan.predict.copy_lanes import GRADIENT, Copy, Lanes, LateLanes, TimedLanes
+from hf_pyao.plan.predict.predicted_copies import PredictedOffloads, PredictedReloads
+from hf_pyao.plan.predict.predicted_memory import PredictedMemory
+from hf_pyao.plan.predict.step_clock import LanesClock, StepClock
+from hf_pyao.plan.step.prediction import (
+    BUFFER,
+    WORKSPACE,
+    Coded,
+    PredictedCopy,
+    Prediction,
+    Rebuild,
+)
+from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, OUTSIDE, StepProgram
+
+
+def predict(
+    program: StepProgram,
+    leaves: Sequence[bool],
+    *,
+    window_bytes: int | None,
+    device: DeviceModel | None = None,
+    times_ms: Sequence[float] | None = None,
+    link: LinkModel | None = None,
+    rebuilds: Mapping[int, Rebuild] | None = None,
+    gradient_bytes: int = 0,
+    coded: Mapping[int, Coded] | None = None,
+    host: HostModel = FAR_AHEAD,
+) -> Prediction:
+    """Predict the step.
+
+    Args:
+        program: the step.
+        leaves: for each slot of the program, whether it is offloaded; what stays, stays.
+        window_bytes: what may be in flight; None: compute and copies meet at the end of each layer.
+        device: speeds; None: no times are predicted, unless they are given.
+        times_ms: what each operation takes, in place of *device*.
+        link: speeds of copies; None: they are never done before something waits for them, so that
+            the peak is one for every link.
+        rebuilds: slots that are dropped and rebuilt, by number, see ``planned_step``; they neither
+            stay nor leave. Buffers that they make are those of the program.
+        gradient_bytes: what leaves for the host beside whenever a layer's backward ends, as for an
+            optimizer there.
+        coded: slots that a codec writes smaller where they leave, by number.
+        host: how far the host runs ahead of the device. The default sees no copy done, so that it
+            gives the most memory.
+
+    Raises:
+        ValueError: *leaves* is not as long as the program's slots, or *times_ms* not as its
+            operations.
+    """
+    if times_ms is None and device is not None:
+        times_ms = operation_times_ms(program, device)
+    lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
+    clock = LanesClock(lanes, host, is_timed=times_ms is not None)
+    plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {})
+    walk = StepWalk(program, plan, times_ms, clock)
+    prediction = replace(
+        walk.run(),
+        stall_forward_ms=clock.stall_ms[FORWARD],
+        stall_backward_ms=clock.stall_ms[BACKWARD],
+    )
+    if times_ms is None or link is None:
+        return prediction
+    clock.finish()
+    return replace(prediction, copies=walk.copies(), stalls=tuple(clock.stalls))
+
+
+def operation_times_ms(program: StepProgram, device: DeviceModel) -> list[float]:
+    """Return what each operation of *program* takes on *device*; 0 for what runs no kernel."""
+    return [
+        device.op_ms(operation.flops, operation.traffic_bytes) * operation.num_runs
+        if operation.is_kernel
+        else 0.0
+        for operation in program.operations
+    ]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What becomes of the slots of a step; fields as the arguments of :func:`predict`."""
+
+    leaves: Sequence[bool]
+    window_bytes: int | None
+    rebuilds: Mapping[int, Rebuild]
+    gradient_bytes: int
+    coded: Mapping[int, Coded]
+
+
+class StepWalk:
+    """One walk through a program, on a clock.
+
+    Args:
+        program: the step.
+        plan: what becomes of its slots.
+        times_ms: what each operation takes; None: no times are predicted.
+        clock: says when copies are done.
+
+    Raises:
+        ValueError: the plan has not as many entries as the program has slots, or *times_ms* not as
+            many as it has operations.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        plan: StepPlan,
+        times_ms: Sequence[float] | None,
+        clock: StepClock,
+    ) -> None:
+        slots = program.slots
+        if len(plan.leaves) != len(slots):
+            raise ValueError(f"leaves has {len(plan.leaves)} entries; the program has {len(slots)}")
+        if times_ms is not None and len(times_ms) != program.num_operations:
+            raise ValueError(
+                f"times_ms has {len(times_ms)} entries; the program has {program.num_operations}"
+            )
+        self._program = program
+        self._plan = plan
+        self._times_ms = times_ms
+        self._clock = clock
+        self._memory = memory = PredictedMemory(program)
+        self._leaves = [
+            plan.leaves[number] and slot.link_bytes > 0 and number not in plan.rebuilds
+            for number, slot in enumerate(slots)
+        ]
+        by_layer: defaultdict[int, list[int]] = defaultdict(list)
+        for number in reversed(range(len(slots))):  # backward asks for the newest first
+            if self._leaves[number]:
+                by_layer[slots[number].layer].append(number)
+        self._offloads = PredictedOffloads(plan.window_bytes, program, plan.coded, clock, memory)
+        self._reloads = PredictedReloads(self._offloads, program, by_layer, clock, memory)
+        self._rebuild_ms = 0.0
+        self._is_rebuilt: set[int] = set()
+        self._rebuilt_at: dict[int, int] = {}
+        """Buffers that were rebuilt and are there, and since which operation."""
+        self._made_again = {slot.reloaded for slot in slots if slot.reloaded >= 0}
+        """Buffers that are not there just from birth to death: reloaded ones, and rebuilt ones."""
+        for rebuild in plan.rebuilds.values():
+            self._made_again.update(made for each in rebuild.operations for made in each.makes)
+
+    # ---- what happens when ---------------------------------------------------------------------
+
+    def _events_before(self) -> _Events:
+        """Return what happens before each operation, in order.
+
+        That is what the layer before saves last, the ends and starts of layers, what the layer
+        saves before its first operation, and what backward asks for.
+        """
+        events: _Events = defaultdict(list)
+        pack, unpack, enter = self._pack, self._unpack, self._enter
+        first_packs: list[tuple[int, int]] = []
+        asked: list[tuple[int, int, int]] = []
+        program = self._program
+        begun = {(each.layer, each.start) for each in program.segments if each.phase == FORWARD}
+        for number, slot in enumerate(program.slots):
+            if slot.link_bytes == 0:
+                asked += ((moment, slot.unpack_rank, number) for moment in slot.asked_again)
+                continue
+            if (slot.layer, slot.left_at) in begun:
+                first_packs.append((slot.left_at, number))
+            else:
+                events[slot.left_at].append((pack, number))
+            if slot.reloaded >= 0:
+                moments = (slot.unpacked_at, *slot.asked_again)
+                asked += ((moment, slot.unpack_rank, number) for moment in moments)
+        for number, segment in enumerate(program.segments):
+            events[segment.start].append((enter, number))
+        for moment, number in first_packs:
+            events[moment].append((pack, number))
+        for moment, _, number in sorted(asked):
+            events[moment].append((unpack, number))
+        return events
+
+    def _events_after(self) -> _Events:
+        """Return what happens at the end of each operation: what ends, and then what is made."""
+        events: _Events = defaultdict(list)
+        buffers = self._program.buffers
+        own = [number for number in range(len(buffers)) if number not in self._made_again]
+        die, make, end, free = self._memory.die, self._make, self._slot_ends, self._free_rebuilt
+        for number in own:
+            events[buffers[number].death].append((die, number))
+        for number, slot in enumerate(self._program.slots):
+            if slot.link_bytes and slot.reloaded >= 0:
+                events[buffers[slot.reloaded].death].append((end, number))
+        for rebuild in self._plan.rebuilds.values():
+            for number in (made for each in rebuild.operations for made in each.makes):
+                events[buffers[number].death].append((free, number))
+        for number in own:
+            events[buffers[number].birth].append((make, number))
+        return events
+
+    def run(self) -> Prediction:
+        """Walk; waits are counted by the clock."""
+        program, memory, clock, times_ms = self._program, self._memory, self._clock, self._times_ms
+        before, after = self._events_before(), self._events_after()
+        peaks: list[int] = []
+        start_ms: list[float] = []
+        compute_ms = 0.0
+        for number, operation in enumerate(program.operations):
+            memory.begin(number)
+            for event, subject in before.get(number, ()):
+                event(subject)
+            elapsed_ms = 0.0 if times_ms is None else times_ms[number]
+            start_ms.append(clock.run_kernel(elapsed_ms) if elapsed_ms else clock.now_ms)
+            compute_ms += elapsed_ms
+            for event, subject in after.get(number, ()):
+                event(subject)
+            if operation.workspace_bytes:
+                self._allocate_inside(number, operation.workspace_bytes)
+            peaks.append(memory.peak_bytes)
+        memory.begin(program.num_operations)
+        for event, subject in before.get(program.num_operations, ()):
+            event(subject)
+        self._offloads.release(list(self._offloads.waiting))  # as the engine when backward ends
+        memory.finish(self._made_again)
+        peak_bytes = max(peaks, default=program.resident_bytes)
+        compute_ms = compute_ms + self._rebuild_ms + self._offloads.coding_ms
+        return Prediction(
+            step_ms=math.nan if times_ms is None else clock.now_ms,
+            compute_ms=math.nan if times_ms is None else compute_ms,
+            stall_forward_ms=math.nan,
+            stall_backward_ms=math.nan,
+            peak_bytes=peak_bytes,
+            peak_at=peaks.index(peak_bytes) if peaks else 0,
+            live_bytes=tuple(peaks),
+            host_peak_bytes=self._offloads.host_peak_bytes,
+            offloaded_bytes=self._offloads.offloaded_bytes,
+            read_in_place_bytes=self._reloads.read_in_place_bytes,
+            lifetimes=tuple(memory.lifetimes),
+            memory=tuple(memory.events),
+            start_ms=() if times_ms is None else tuple(start_ms),
+        )
+
+    def copies(self) -> tuple[PredictedCopy, ...]:
+        """Return the copies of slots, by start."""
+        copies = [*self._offloads.copies.values(), *self._reloads.copies.values()]
+        found = [PredictedCopy(c.direction, c.slot, c.start_ms, c.end_ms) for c in copies]
+        return tuple(sorted(found, key=lambda copy: (copy.start_ms, copy.slot)))
+
+    # ---- what happens --------------------------------------------------------------------------
+
+    def _enter(self, number: int) -> None:
+        """End one segment, and begin the next."""
+        segment = self._program.segments[number]
+        before = self._program.segments[number - 1] if number else segment
+        if number and before.layer != OUTSIDE:
+            if before.phase == FORWARD:
+                self._offloads.layer_end()
+            elif self._plan.gradient_bytes:
+                self._clock.book(Copy(GRADIENT, self._plan.gradient_bytes, self._clock.now_ms))
+        self._clock.phase = segment.phase
+        if segment.phase == BACKWARD and segment.layer != OUTSIDE:
+            self._reloads.start_layer(segment.layer)
+
+    def _make(self, buffer: int) -> None:
+        self._memory.allocate((BUFFER, buffer), self._program.buffers[buffer].nbytes)
+
+    def _pack(self, number: int) -> None:
+        slot = self._program.slots[number]
+        if self._leaves[number]:
+            self._offloads.offload(number)
+        elif slot.reloaded >= 0 and number not in self._plan.rebuilds:
+            self._memory.hold(slot.source)
+
+    def _unpack(self, number: int) -> None:
+        if self._program.slots[number].link_bytes == 0:
+            self._reloads.prefetch()  # it was rebuilt
+        elif number in self._plan.rebuilds:
+            self._rebuild(number, self._plan.rebuilds[number])
+        elif self._leaves[number]:
+            self._reloads.use(number)
+
+    def _slot_ends(self, number: int) -> None:
+        """Backward is done with a slot."""
+        if self._leaves[number]:
+            self._reloads.end(number)
+        elif number not in self._plan.rebuilds:
+            self._memory.let_go(self._program.slots[number].source)
+
+    def _rebuild(self, number: int, rebuild: Rebuild) -> None:
+        """Run again what makes a dropped slot, when it is asked for first."""
+        if number not in self._is_rebuilt:
+            self._is_rebuilt.add(number)
+            for again in rebuild.operations:
+                for buffer in again.makes:
+                    nbytes = self._program.buffers[buffer].nbytes
+                    self._memory.allocate((BUFFER, buffer), nbytes)
+                    self._rebuilt_at[buffer] = self._memory.operation
+                workspace_bytes = self._program.operations[again.operation].workspace_bytes
+                if inside_bytes := again.beside_bytes + workspace_bytes:
+                    self._allocate_inside(number, inside_bytes)
+                for buffer in again.frees:
+                    self._free_rebuilt(buffer)
+            if self._times_ms is not None:
+                self._clock.advance(rebuild.elapsed_ms)
+                self._rebuild_ms += rebuild.elapsed_ms
+        self._reloads.prefetch()
+
+    def _allocate_inside(self, number: int, nbytes: int) -> None:
+        """Allocate and free *nbytes* within one operation."""
+        self._memory.allocate((WORKSPACE, number), nbytes)
+        self._memory.free((WORKSPACE, number))
+
+    def _free_rebuilt(self, buffer: int) -> None:
+        """Free a buffer that was rebuilt, unless that was done when an operation had read it."""
+        start = self._rebuilt_at.pop(buffer, None)
+        if start is not None:
+            self._memory.free((BUFFER, buffer))
+            self._memory.end_lifetime(buffer, start)
+
+
+_Events = defaultdict[int, list[tuple[Callable[[int], None], int]]]
+"""By number of operation: what happens, and to which slot, buffer or segment."""

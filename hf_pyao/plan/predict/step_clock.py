@@ -1,0 +1,97 @@
+"""The clock of a predicted step: where compute is, and when copies are done."""
+
+from __future__ import annotations
+
+import abc
+
+from hf_pyao.plan.hardware.host_model import HostClock, HostModel
+from hf_pyao.plan.predict.copy_lanes import Copy, Lanes
+from hf_pyao.plan.step.prediction import Stall
+from hf_pyao.plan.step.step_program import BACKWARD, FORWARD
+
+
+class StepClock(abc.ABC):
+    """Where compute has got to, and the copies beside it. Times are in ms since the step began."""
+
+    phase = FORWARD
+    """Whose waits are counted."""
+
+    @property
+    @abc.abstractmethod
+    def now_ms(self) -> float:
+        """Where compute has got to."""
+
+    @abc.abstractmethod
+    def run_kernel(self, elapsed_ms: float) -> float:
+        """Run a kernel that the host queues; return when it starts."""
+
+    @abc.abstractmethod
+    def advance(self, elapsed_ms: float) -> None:
+        """Let compute go on for *elapsed_ms*."""
+
+    @abc.abstractmethod
+    def book(self, copy: Copy) -> None:
+        """Queue *copy*."""
+
+    @abc.abstractmethod
+    def is_done(self, copy: Copy) -> bool:
+        """Say whether the host knows by now that *copy* is done."""
+
+    @abc.abstractmethod
+    def wait(self, copy: Copy) -> None:
+        """Let compute wait for *copy*."""
+
+
+class LanesClock(StepClock):
+    """A clock over :class:`~hf_pyao.plan.predict.copy_lanes.Lanes`.
+
+    Args:
+        lanes: say when copies are done.
+        host: how far the host runs ahead of the device.
+        is_timed: compute takes time; False: none, and all happens at 0.
+    """
+
+    def __init__(self, lanes: Lanes, host: HostModel, *, is_timed: bool) -> None:
+        self._now_ms = 0.0
+        self.stall_ms = {FORWARD: 0.0, BACKWARD: 0.0}
+        self.stalls: list[Stall] = []
+        self._is_timed = is_timed
+        self._lanes = lanes
+        self._host = HostClock(host)
+
+    @property
+    def now_ms(self) -> float:
+        """Where compute has got to."""
+        return self._now_ms
+
+    def run_kernel(self, elapsed_ms: float) -> float:
+        """Run a kernel that the host queues; return when it starts."""
+        start_ms = self._host.launch(self._now_ms)
+        self._now_ms = start_ms + elapsed_ms
+        self._host.ends(self._now_ms)
+        return start_ms
+
+    def advance(self, elapsed_ms: float) -> None:
+        """Let compute go on for *elapsed_ms*."""
+        if self._is_timed:
+            self._now_ms += elapsed_ms
+
+    def book(self, copy: Copy) -> None:
+        """Queue *copy*."""
+        self._lanes.book(copy)
+
+    def is_done(self, copy: Copy) -> bool:
+        """Say whether the host knows by now that *copy* is done."""
+        return self._lanes.is_done(copy, self._host.seen_ms(self._now_ms))
+
+    def wait(self, copy: Copy) -> None:
+        """Let compute wait for *copy*."""
+        until_ms = self._lanes.wait(copy, self._now_ms)
+        if until_ms > self._now_ms:
+            self.stalls.append(Stall(self.phase, copy.slot, self._now_ms, until_ms))
+        self.stall_ms[self.phase] += until_ms - self._now_ms
+        self._now_ms = until_ms
+
+    def finish(self) -> None:
+        """Run the copies that end after compute."""
+        self._lanes.finish(self._now_ms)

@@ -1,0 +1,232 @@
+"""Which memory a predicted step makes the caching allocator reserve, and how much it needs.
+
+A step fits a device if the allocator serves all of its requests from what the device has left
+beside the CUDA context: by :class:`~hf_pyao.plan.hardware.caching_allocator.CachingAllocator`, fed
+with what :func:`~hf_pyao.plan.predict.predict.predict` says is allocated and freed. That decides
+for estimates, plans and micro-batches alike.
+
+Weights are allocated first, then a step runs, then the optimizer makes its states, then further
+steps run in the segments that the first one left. Copies are not equally late in each step: with
+offloading, a step with copies as late as can be is replayed behind one of its own kind, and behind
+one with the link's speed, which leaves its segments cut otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hf_pyao.plan.hardware.caching_allocator import (
+    MIN_BLOCK_BYTES,
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    DeviceFullError,
+)
+from hf_pyao.plan.step.prediction import FREED, MemoryEvent, Prediction
+from hf_pyao.plan.step.step_program import StepProgram
+
+NUM_STEPS = 3
+"""Steps that are replayed: optimizer states come behind the first, and the third shows whether the
+second left room."""
+
+MOST_RETRIES = 4
+"""Most times that cached segments may be given back within a step: each waits for the device."""
+
+ACCURACY = 1 / 256
+"""Of :attr:`StepMemory.needed_bytes`, as a share of it."""
+
+ROUGHLY = 1 / 48
+"""The same where a search for the largest size goes by it."""
+
+
+class Reserved(NamedTuple):
+    """What the allocator reserves while a step runs again and again."""
+
+    allocated_bytes: int
+    """Most bytes in use, requests rounded up."""
+    reserved_bytes: int
+    """Most bytes reserved."""
+    num_retries: int
+    """How often cached segments are given back, in the last step."""
+    fits: bool
+    """False: memory runs out, or retries are more than :data:`MOST_RETRIES`."""
+
+
+class StepMemory:
+    """The memory of a predicted step under an allocator's settings.
+
+    Args:
+        program: the step.
+        late: its prediction with copies as late as can be.
+        timed: its prediction with the link's speed; None: no step differs from *late*.
+        settings: the allocator's; None: it has none that is known, and what is allocated counts.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        late: Prediction,
+        timed: Prediction | None,
+        settings: AllocatorSettings | None,
+    ) -> None:
+        self.settings = settings
+        self.peak_bytes = late.peak_bytes
+        self._residents = [nbytes for _, nbytes in program.residents]
+        rest_bytes = program.resident_bytes - sum(self._residents)
+        self._states = _states(self._residents, rest_bytes)
+        last = _compact(late.memory)
+        first = last if timed is None or timed.memory == late.memory else _compact(timed.memory)
+        self._firsts = (last,) if first is last else (last, first)
+        self._last = last
+        self._known: dict[float, Reserved] = {}
+        self._needed_bytes: int | None = None
+
+    def fits(self, limit_bytes: float) -> bool:
+        """Say whether the step runs where *limit_bytes* may be reserved."""
+        if self.settings is None or self.peak_bytes > limit_bytes:
+            return self.peak_bytes <= limit_bytes
+        return self.reserved(limit_bytes).fits
+
+    def fits_if_expandable(self, limit_bytes: float) -> bool:
+        """Say whether the step does not fit as it is, and does with expandable segments."""
+        settings = self.settings
+        if settings is None or settings.expandable_segments or self.fits(limit_bytes):
+            return False
+        if self.peak_bytes > limit_bytes:
+            return False
+        expandable = replace(settings, expandable_segments=True)
+        return all(self._replay(first, expandable, limit_bytes).fits for first in self._firsts)
+
+    def reserved(self, limit_bytes: float = math.inf) -> Reserved:
+        """Return what is reserved where at most *limit_bytes* may be."""
+        if self.settings is None:
+            return Reserved(self.peak_bytes, self.peak_bytes, 0, self.peak_bytes <= limit_bytes)
+        if limit_bytes not in self._known:
+            found = []
+            for first in self._firsts:
+                found.append(self._replay(first, self.settings, limit_bytes))
+                if not found[-1].fits:
+                    break
+            self._known[limit_bytes] = Reserved(
+                max(each.allocated_bytes for each in found),
+                max(each.reserved_bytes for each in found),
+                max(each.num_retries for each in found),
+                all(each.fits for each in found),
+            )
+        return self._known[limit_bytes]
+
+    @property
+    def needed_bytes(self) -> int:
+        """The least memory, beside the context, in which the step runs."""
+        if self._needed_bytes is None:
+            self._needed_bytes = self._least(ACCURACY)
+        return self._needed_bytes
+
+    def _least(self, accuracy: float) -> int:
+        if self.settings is None:
+            return self.peak_bytes
+        most = self.reserved().reserved_bytes  # where it runs without giving anything back
+        least = self.peak_bytes
+        if self.fits(least):
+            return least
+        while most - least > accuracy * most:
+            middle = (least + most) // 2
+            if self.fits(middle):
+                most = middle
+            else:
+                least = middle
+        return most
+
+    def needed_within(self, limit_bytes: float) -> int:
+        """Return about :attr:`needed_bytes`, above *limit_bytes* if the step does not fit it."""
+        if self.settings is None or self.peak_bytes > limit_bytes:
+            return self.peak_bytes
+        about = self._least(ROUGHLY) if self._needed_bytes is None else self._needed_bytes
+        if self.fits(limit_bytes):
+            return int(min(about, limit_bytes))
+        return int(max(about, limit_bytes + 1))
+
+    def reserved_within(self, limit_bytes: float) -> int:
+        """Return what is reserved within *limit_bytes*; where it does not fit, without a limit."""
+        found = self.reserved(limit_bytes) if self.fits(limit_bytes) else self.reserved()
+        return found.reserved_bytes
+
+    def _replay(
+        self, first: Sequence[_Event], settings: AllocatorSettings, limit_bytes: float
+    ) -> Reserved:
+        allocator = CachingAllocator(settings, limit_bytes=limit_bytes)
+        num_retries = 0
+        try:
+            for nbytes in self._residents:
+                allocator.allocate(nbytes)
+            for number in range(NUM_STEPS):
+                before, reserved = allocator.num_retries, allocator.peak_reserved_bytes
+                _run(first if number == 0 else self._last, allocator)
+                num_retries = allocator.num_retries - before
+                if number == 0:
+                    for nbytes in self._states:
+                        allocator.allocate(nbytes)
+                elif not num_retries and allocator.peak_reserved_bytes == reserved:
+                    break  # the next one would find the same
+        except DeviceFullError:
+            return Reserved(
+                allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, num_retries, False
+            )
+        return Reserved(
+            allocator.peak_allocated_bytes,
+            allocator.peak_reserved_bytes,
+            num_retries,
+            num_retries <= MOST_RETRIES,
+        )
+
+
+_Event = tuple[int, int]
+"""Number of an allocation, and its bytes; :data:`FREED` where it ends."""
+
+
+def _compact(memory: Sequence[MemoryEvent]) -> list[_Event]:
+    """Number the allocations of a step; what takes no bytes is left out."""
+    numbers: dict[tuple[str, int], int] = {}
+    found, count = [], 0
+    for key, nbytes in memory:
+        if nbytes > 0:
+            numbers[key] = count
+            count += 1
+            found.append((numbers[key], nbytes))
+        elif nbytes == FREED and key in numbers:
+            found.append((numbers.pop(key), FREED))
+    return found
+
+
+def _run(events: Sequence[_Event], allocator: CachingAllocator) -> None:
+    """Run one step; what it does not free ends with it."""
+    live: dict[int, Block] = {}
+    allocate, free = allocator.allocate, allocator.free
+    for number, nbytes in events:
+        if nbytes == FREED:
+            free(live.pop(number))
+        else:
+            live[number] = allocate(nbytes)
+    for block in live.values():
+        free(block)
+
+
+def _states(residents: Sequence[int], nbytes: int) -> list[int]:
+    """Share what is there beside the weights out over them, as an optimizer's states are.
+
+    At most as much at a time as the weights take: AdamW has two states of each.
+    """
+    weights_bytes = sum(residents)
+    if nbytes < MIN_BLOCK_BYTES:
+        return []
+    if not weights_bytes:
+        return [nbytes]
+    num_copies = -(-nbytes // weights_bytes)
+    return [
+        each * nbytes // (weights_bytes * num_copies)
+        for each in residents
+        for _ in range(num_copies)
+    ]

@@ -1,0 +1,1 @@
+"""Finds the fastest plan that fits: proposals, an integer program, the planner."""

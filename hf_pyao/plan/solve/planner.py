@@ -1,0 +1,266 @@
+"""Finds the fastest plan that fits, among those that are proposed.
+
+What is chosen is never slower than the best of those that need no solver and fit. Where speeds are
+not measured, that holds over a range of speeds, and the plan is chosen for its worst case there
+(``../predict/speed_range.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from functools import cached_property
+
+from hf_pyao.errors import PyAOError
+from hf_pyao.plan.hardware.caching_allocator import EXPANDABLE_SEGMENTS
+from hf_pyao.plan.predict.speed_range import AS_GIVEN, MEASURED, scaled, steadiest
+from hf_pyao.plan.solve.proposals import CHECKPOINT as CHECKPOINT
+from hf_pyao.plan.solve.proposals import FIRST_CHECKPOINTED as FIRST_CHECKPOINTED
+from hf_pyao.plan.solve.proposals import FIRST_OFFLOADED as FIRST_OFFLOADED
+from hf_pyao.plan.solve.proposals import KEEP_ALL as KEEP_ALL
+from hf_pyao.plan.solve.proposals import LAYER_INPUTS as LAYER_INPUTS
+from hf_pyao.plan.solve.proposals import NUM_BUDGETS as NUM_BUDGETS
+from hf_pyao.plan.solve.proposals import OFFLOAD_ALL as OFFLOAD_ALL
+from hf_pyao.plan.solve.proposals import PLANNED as PLANNED
+from hf_pyao.plan.solve.proposals import Candidate as Candidate
+from hf_pyao.plan.solve.proposals import Proposals
+from hf_pyao.plan.solve.step_problem import Conditions
+
+NUM_BELOW = 2
+"""Budgets below the largest that fits which are looked at too: a smaller one may be faster, since
+whole layers do not divide evenly."""
+
+CHEAP = 1.002
+"""Times the step without a limit: where a plan is no slower, less in flight is not tried."""
+
+FREE = 1e-6
+"""Share of a step below which a plan costs nothing: larger budgets cannot be faster."""
+
+
+LOSSY_GAIN = 1.02
+"""By how much faster a plan must be that loses something: what coding takes is an estimate."""
+
+
+class NoPlanFitsError(PyAOError, ValueError):
+    """No plan's peak is within the limit."""
+
+    def __init__(self, message: str, least_peak_bytes: int) -> None:
+        super().__init__(message)
+        self.least_peak_bytes = least_peak_bytes
+        """The lowest peak of any plan."""
+
+
+class Planner(Proposals):
+    """Chooses among the proposals for one recorded step; see :class:`Proposals`."""
+
+    _exact: Planner | None = None
+    """Of the same step, without codecs that lose; made where it is needed."""
+
+    @cached_property
+    def _elsewhere(self) -> dict[float, Planner]:
+        """Of the same step, over a link that is faster or slower, by the factor."""
+        return {}
+
+    def best(self, limit_bytes: float) -> Candidate:
+        """Return the fastest plan that fits *limit_bytes*, see :class:`StepMemory`.
+
+        One that loses something is taken only if it is faster by more than :data:`LOSSY_GAIN` than
+        the best that loses nothing.
+
+        Raises:
+            NoPlanFitsError: there is none; the lowest peak is named.
+        """
+        if not self.may_lose:
+            return self._fastest(limit_bytes)
+        try:
+            exact = self._lossless().best(limit_bytes)
+        except NoPlanFitsError:
+            return self._fastest(limit_bytes)
+        if exact.name == KEEP_ALL:
+            return exact
+        lossy = self._fastest(limit_bytes)
+        return lossy if lossy.step_ms * LOSSY_GAIN < exact.step_ms else exact
+
+    def _lossless(self) -> Planner:
+        if self._exact is None:
+            self._exact = Planner(
+                self.program,
+                self._times_ms,
+                self.conditions,
+                host_limit_bytes=self.host_limit_bytes,
+                forced=self._forced,
+                coding=None if self._coding is None else self._coding.without_loss(),
+            )
+        return self._exact
+
+    def _fastest(self, limit_bytes: float) -> Candidate:
+        """Return the fastest plan within the limit, whatever it loses."""
+        simple = self.simple()
+        if self._fits(simple[KEEP_ALL], limit_bytes):
+            return simple[KEEP_ALL]
+        plain = [each for each in simple.values() if self._fits(each, limit_bytes)]
+        first = self.first_layers_fitting(limit_bytes)
+        found = [*plain, *first]
+        for conditions in self._conditions():
+            proposal = self._fastest_fitting(conditions, limit_bytes)
+            if proposal is not None:
+                found.append(proposal)
+            # A tighter window leaves room to keep more: of use where memory costs time.
+            if found and min(map(_rank, found))[0] <= CHEAP * simple[KEEP_ALL].step_ms:
+                break
+        if not found:
+            least = self.least()
+            needed_bytes = least.memory.needed_within(limit_bytes)
+            would_fit = least.memory.fits_if_expandable(limit_bytes)
+            raise NoPlanFitsError(
+                f"no plan fits {_size(limit_bytes)}; the least is "
+                f"{_size(needed_bytes - limit_bytes)} more ({least.name}: {_size(needed_bytes)})."
+                + (f" It fits with {EXPANDABLE_SEGMENTS}." if would_fit else ""),
+                needed_bytes,
+            )
+        ratios = self.conditions.speed_ratios
+        if set(ratios) == {AS_GIVEN}:
+            return min(found, key=_rank)
+        found += self.best_elsewhere(limit_bytes)
+        ways = [*plain, *first]
+        bounds: list[list[tuple[list[Candidate], tuple[float, ...]]]] = [
+            [(ways, ratios)],
+            [(ways, (AS_GIVEN,)), (plain, ratios)],
+            [(ways, (AS_GIVEN,))],
+        ]
+        return steadiest(found, bounds, ratios, self.step_ms_at, _rank)
+
+    def first_layers_fitting(self, limit_bytes: float) -> list[Candidate]:
+        """Return checkpointing and offloading of as few of the first layers as fit."""
+        found = []
+        for name in (FIRST_CHECKPOINTED, FIRST_OFFLOADED):
+            too_few, enough = 0, self.num_open_layers
+            best: Candidate | None = None
+            while enough - too_few > 1:
+                middle = (too_few + enough) // 2
+                candidate = self.of_first_layers(name, middle)
+                if candidate is None:
+                    break
+                if self._fits(candidate, limit_bytes):
+                    enough, best = middle, candidate
+                else:
+                    too_few = middle
+            if best is not None:
+                found.append(best)
+        return found
+
+    def best_elsewhere(self, limit_bytes: float) -> list[Candidate]:
+        """Return the best plans for links that are faster or slower than given."""
+        found = []
+        for ratio in self.conditions.speed_ratios:
+            if ratio == AS_GIVEN:
+                continue
+            if ratio not in self._elsewhere:
+                self._elsewhere[ratio] = Planner(
+                    self.program,
+                    self._times_ms,
+                    dataclasses.replace(
+                        self.conditions,
+                        link=scaled(self.conditions.link, ratio),
+                        speed_ratios=MEASURED,
+                    ),
+                    host_limit_bytes=self.host_limit_bytes,
+                    forced=self._forced,
+                    coding=self._coding,
+                )
+            found.append(self.again(self._elsewhere[ratio]._fastest(limit_bytes)))
+        return found
+
+    def least(self) -> Candidate:
+        """Return the plan with the lowest peak that is known of, of those that the host holds."""
+        for conditions in self._conditions():
+            self._tightest(conditions)
+        # Keeping everything takes nothing of the host.
+        within = [c for c in self.all_known() if c.host_bytes <= self.host_limit_bytes]
+        return min(within, key=lambda each: each.peak_bytes)
+
+    def _tightest(self, conditions: Conditions) -> tuple[int, Candidate | None]:
+        """Return the least budget for which there is a plan, and the plan; None if there is none.
+
+        Where the host is too small for everything, a part has to be kept.
+        """
+        found = self.proposal(0, conditions)
+        if found is not None or math.isinf(self.host_limit_bytes):
+            return 0, found
+        none, some = 0, NUM_BUDGETS
+        found = self.proposal(some, conditions)
+        while found is not None and some - none > 1:
+            middle = (none + some) // 2
+            proposal = self.proposal(middle, conditions)
+            if proposal is None:
+                none = middle
+            else:
+                some, found = middle, proposal
+        return some, found
+
+    def _conditions(self) -> Iterable[Conditions]:
+        """Yield the conditions, and then tighter ones, as far as they are free."""
+        yield self.conditions
+        if self.conditions.window_bytes is not None and self.conditions.may_shrink_window:
+            yield dataclasses.replace(
+                self.conditions, window_bytes=self.conditions.window_bytes // 4
+            )
+            if self.conditions.keep_last_layers and self.conditions.may_keep_fewer:
+                yield dataclasses.replace(
+                    self.conditions,
+                    window_bytes=self.conditions.window_bytes // 4,
+                    keep_last_layers=0,
+                )
+
+    def _fastest_fitting(self, conditions: Conditions, limit_bytes: float) -> Candidate | None:
+        """Return the fastest proposal within the limit; of equals, the one with the lowest peak."""
+        first, least = self._tightest(conditions)
+        if least is None or not self._fits(least, limit_bytes):
+            return None
+        # The peak grows with what is kept, from this to keeping everything.
+        most_bytes = self.simple()[KEEP_ALL].peak_bytes
+        share = (limit_bytes - least.peak_bytes) / max(1, most_bytes - least.peak_bytes)
+        last = first + math.ceil(share * (NUM_BUDGETS - first)) + 1
+        fitting = [least]
+        num_below = 0
+        for budget in range(min(NUM_BUDGETS, last), first, -1):
+            found = self.proposal(budget, conditions)
+            if found is not None and self._fits(found, limit_bytes):
+                fitting.append(found)
+                num_below += 1
+            if num_below > NUM_BELOW:
+                break
+        return min(fitting, key=_rank)
+
+    def _fits(self, candidate: Candidate, limit_bytes: float) -> bool:
+        if candidate.host_bytes > self.host_limit_bytes:
+            return False
+        return candidate.memory.fits(limit_bytes)
+
+    def front(self, num_points: int = 9) -> list[Candidate]:
+        """Return plans from the lowest peak to keeping everything, none beaten in both."""
+        for point in range(num_points):
+            found_there = self.proposal(round(point * NUM_BUDGETS / (num_points - 1)))
+            if found_there and found_there.step_ms <= self.simple()[KEEP_ALL].step_ms * (1 + FREE):
+                break
+        return self.front_so_far()
+
+    def front_so_far(self) -> list[Candidate]:
+        """Return, of all plans that were looked at, those that none beats in time and peak."""
+        found: list[Candidate] = []
+        for each in sorted(self.all_known(), key=lambda each: (each.peak_bytes, each.step_ms)):
+            if not found or each.step_ms < found[-1].step_ms - 1e-9:
+                found.append(each)
+        return found
+
+
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    # Times that differ by less than a millionth are equal: the lower peak counts then.
+    return (float(f"{candidate.step_ms:.6g}"), candidate.peak_bytes)
+
+
+def _size(nbytes: float) -> str:
+    if nbytes < 2**28:
+        return f"{nbytes / 2**20:.3g} MiB"
+    return f"{nbytes / 2**30:.2f} GiB"

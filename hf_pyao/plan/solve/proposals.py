@@ -1,0 +1,396 @@
+"""Plans that are proposed for a recorded step: by the integer program, and without a solver.
+
+The integer program knows sums: bytes, time on the link, compute to hide it under. What order and
+bursts make of them, the prediction of the whole step says (``predict``): each proposal is judged by
+it, and where compute waits for copies after all, the program is solved again with as much less time
+to hide them under. Beside the proposals stand the plans that need no solver: keeping everything,
+checkpointing, offloading the layers' inputs, offloading everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
+from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING
+from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.paper.pyao_plan import paths_of
+from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
+from hf_pyao.plan.predict.predict import predict
+from hf_pyao.plan.predict.speed_range import AS_GIVEN, scaled
+from hf_pyao.plan.predict.step_memory import StepMemory
+from hf_pyao.plan.solve.coding import CodedWays
+from hf_pyao.plan.solve.optimal import InfeasibleError, solve
+from hf_pyao.plan.solve.placement import place
+from hf_pyao.plan.solve.plan_problem import PlanChoice, PlanProblem
+from hf_pyao.plan.solve.step_problem import Conditions, IsForced, chosen_slots, problem_of
+from hf_pyao.plan.step.planned_step import PlannedStep, StepPlanner
+from hf_pyao.plan.step.prediction import Coded, Prediction
+from hf_pyao.plan.step.step_program import StepProgram
+
+KEEP_ALL = KEEP_EVERYTHING
+CHECKPOINT = "checkpointing"
+LAYER_INPUTS = "offload the layers' inputs, recompute the rest"
+OFFLOAD_ALL = "offload everything"
+FIRST_CHECKPOINTED = "checkpointing of the first layers"
+FIRST_OFFLOADED = "offload the first layers"
+PLANNED = "planned"
+
+NUM_BUDGETS = 32
+"""Between keeping nothing and keeping everything: how finely the front is looked for."""
+
+NUM_REPAIRS = 3
+"""How often the program is solved again with less time to hide copies under."""
+
+LEAST_STALL = 5e-4
+"""Share of a step below which waiting for copies is not worth another solution."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A plan for a step, and what it comes to."""
+
+    name: str
+    actions: tuple[str, ...]
+    """By slot of the step."""
+    otherwise: tuple[str, ...]
+    """By slot: what becomes of what is stored to rebuild it."""
+    codecs: tuple[str | None, ...]
+    """By slot; None: as the configuration says."""
+    products: frozenset[str]
+    """Sub-modules whose matrix products may run again."""
+    keep_last_layers: int
+    window_bytes: int | None
+    step: PlannedStep
+    timed: Prediction
+    """With the link's speed."""
+    late: Prediction
+    """With copies that are never early: its peak holds on every link."""
+    allocator: AllocatorSettings | None = None
+    """As :attr:`~hf_pyao.plan.solve.step_problem.Conditions.allocator`."""
+    problem: PlanProblem | None = None
+    """What was solved, if anything was."""
+    choice: PlanChoice | None = None
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted time."""
+        return self.timed.step_ms
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of what is allocated on the device."""
+        return self.late.peak_bytes
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """What the device's allocator reserves for it, and whether that fits."""
+        return StepMemory(self.step.program, self.late, self.timed, self.allocator)
+
+    @property
+    def host_bytes(self) -> int:
+        """Predicted peak on the host."""
+        return self.late.host_peak_bytes
+
+
+class Proposals:
+    """Makes plans for one recorded step, and keeps them.
+
+    Args:
+        program: the step, whole, recorded without recomputation.
+        times_ms: what each operation takes.
+        conditions: link, window, and what else is given.
+        host_limit_bytes: most bytes on the host.
+        forced: says of a slot, by name, that it is recomputed if it can be; None: of none.
+        coding: how slots may be written; None: as they are.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        times_ms: Sequence[float],
+        conditions: Conditions,
+        *,
+        host_limit_bytes: float = math.inf,
+        forced: IsForced | None = None,
+        coding: CodedWays | None = None,
+    ) -> None:
+        self.program = program
+        self.conditions = conditions
+        self.host_limit_bytes = host_limit_bytes
+        self.stepper = StepPlanner(
+            program, times_ms, conditions.rebuild_factor, conditions.min_bytes
+        )
+        self._times_ms = times_ms
+        self._forced = forced
+        self._coding = coding
+        self._proposals: dict[tuple[int, Conditions], Candidate | None] = {}
+        self._simple: dict[str, Candidate] | None = None
+        self._first_layers: dict[tuple[str, int], Candidate | None] = {}
+        self._elsewhere_ms: dict[tuple[int, float], float] = {}
+        self._candidates_elsewhere: list[Candidate] = []
+        self.num_solved = 0
+        self.num_predicted = 0
+
+    @property
+    def may_lose(self) -> bool:
+        """True if slots may be written in a codec that loses something, besides the given one."""
+        return self._coding is not None and self._coding.allow_lossy
+
+    # ---- plans that need no solver -------------------------------------------------------------
+
+    def simple(self) -> dict[str, Candidate]:
+        """Return the plans that need no solver, by name."""
+        if self._simple is None:
+            num_slots = len(self.program.slots)
+            self._simple = {KEEP_ALL: self._candidate(KEEP_ALL, [KEEP] * num_slots)}
+            if self.conditions.may_recompute and self.stepper.search is not None:
+                products = frozenset({*paths_of(self.program), ""})
+                for name, inputs in ((CHECKPOINT, KEEP), (LAYER_INPUTS, OFFLOAD)):
+                    if inputs == OFFLOAD and not self.conditions.may_offload:
+                        continue
+                    actions = self._actions(RECOMPUTE)
+                    self._simple[name] = self._candidate(
+                        name, actions, products, otherwise=[inputs] * num_slots
+                    )
+            if self.conditions.may_offload:
+                self._simple[OFFLOAD_ALL] = self._candidate(OFFLOAD_ALL, self._actions(OFFLOAD))
+        return self._simple
+
+    def of_first_layers(self, name: str, num_layers: int) -> Candidate | None:
+        """Return the plan that does with the first layers what a simple one does with all.
+
+        None where the conditions do not allow it.
+
+        Args:
+            name: :data:`FIRST_CHECKPOINTED` or :data:`FIRST_OFFLOADED`.
+            num_layers: how many; the others are kept.
+        """
+        key = (name, num_layers)
+        if key not in self._first_layers:
+            self._first_layers[key] = self._of_first_layers(name, num_layers)
+        return self._first_layers[key]
+
+    def _of_first_layers(self, name: str, num_layers: int) -> Candidate | None:
+        num_slots = len(self.program.slots)
+        if name == FIRST_OFFLOADED:
+            if not self.conditions.may_offload:
+                return None
+            return self._candidate(name, self._actions(OFFLOAD, num_layers))
+        if not self.conditions.may_recompute or self.stepper.search is None:
+            return None
+        products = frozenset({*paths_of(self.program), ""})
+        actions = self._actions(RECOMPUTE, num_layers)
+        return self._candidate(name, actions, products, otherwise=[KEEP] * num_slots)
+
+    @property
+    def num_open_layers(self) -> int:
+        """Layers of which something is decided: all but the last ones that are kept."""
+        return self.program.num_layers - self.conditions.keep_last_layers
+
+    def _actions(self, action: str, num_layers: int | None = None) -> list[str]:
+        actions = [KEEP] * len(self.program.slots)
+        for layer in range(self.num_open_layers if num_layers is None else num_layers):
+            for number in chosen_slots(self.stepper, layer, self.conditions):
+                actions[number] = action
+        return actions
+
+    # ---- proposals -----------------------------------------------------------------------------
+
+    def total_bytes(self, conditions: Conditions) -> int:
+        """Return the bytes of which something is decided."""
+        return sum(
+            self.program.slots[number].nbytes
+            for layer in range(self.program.num_layers - conditions.keep_last_layers)
+            for number in chosen_slots(self.stepper, layer, conditions)
+        )
+
+    def proposal(self, budget: int, conditions: Conditions | None = None) -> Candidate | None:
+        """Return the best plan that keeps at most ``budget / NUM_BUDGETS`` of the bytes.
+
+        None if there is none.
+        """
+        conditions = conditions or self.conditions
+        key = (budget, conditions)
+        if key not in self._proposals:
+            self._proposals[key] = self._propose(budget, conditions)
+        return self._proposals[key]
+
+    def _propose(self, budget: int, conditions: Conditions) -> Candidate | None:
+        coding = self._coding
+        problem = problem_of(
+            self.stepper,
+            conditions,
+            kept_bytes=self.total_bytes(conditions) * budget / NUM_BUDGETS,
+            host_bytes=self.host_limit_bytes,
+            ways_of=None if coding is None else lambda slot: coding.ways(slot, conditions.link),
+            is_forced=self._forced,
+        )
+        best: Candidate | None = None
+        for _ in range(1 + NUM_REPAIRS):
+            try:
+                choice = solve(problem)
+            except InfeasibleError:
+                break
+            self.num_solved += 1
+            found = self._carried_out(problem, choice, conditions)
+            if best is None or found.step_ms < best.step_ms:
+                best = found
+            timed = found.timed
+            stall_ms = timed.stall_forward_ms + timed.stall_backward_ms
+            if stall_ms <= LEAST_STALL * timed.step_ms or stall_ms <= _expected_stall_ms(found):
+                break
+            problem = dataclasses.replace(
+                problem,
+                forward_ms=problem.forward_ms - timed.stall_forward_ms,
+                backward_ms=problem.backward_ms - timed.stall_backward_ms,
+            )
+        return best
+
+    def _carried_out(
+        self, problem: PlanProblem, choice: PlanChoice, conditions: Conditions
+    ) -> Candidate:
+        placed = place(problem, choice)
+        actions, codecs = [], []
+        for slot in self.program.slots:
+            there = placed.get((slot.layer, slot.name))
+            actions.append(KEEP if there is None else there.action)
+            codecs.append(None if there is None else there.codec)
+        return self._candidate(
+            PLANNED,
+            actions,
+            choice.products(problem),
+            codecs=codecs,
+            conditions=conditions,
+            problem=problem,
+            choice=choice,
+        )
+
+    def _candidate(
+        self,
+        name: str,
+        actions: Sequence[str],
+        products: Collection[str] = (),
+        *,
+        otherwise: Sequence[str] | None = None,
+        codecs: Sequence[str | None] | None = None,
+        conditions: Conditions | None = None,
+        problem: PlanProblem | None = None,
+        choice: PlanChoice | None = None,
+    ) -> Candidate:
+        conditions = conditions or self.conditions
+        num_slots = len(self.program.slots)
+        if otherwise is None:
+            otherwise = [OFFLOAD if conditions.may_offload else KEEP] * num_slots
+        step = self.stepper.plan(actions, products, otherwise, self._coded(actions, codecs))
+        self.num_predicted += 1
+        gradient_bytes = conditions.gradient_bytes
+        timed = predict(
+            step.program,
+            step.leaves,
+            window_bytes=conditions.window_bytes,
+            times_ms=step.times_ms,
+            link=None if conditions.is_blocking else conditions.link,
+            rebuilds=step.rebuilds,
+            gradient_bytes=gradient_bytes,
+            coded=step.coded,
+        )
+        if conditions.is_blocking:
+            timed = with_blocking_copies(timed, conditions.link)
+        late = predict(
+            step.program,
+            step.leaves,
+            window_bytes=conditions.window_bytes,
+            rebuilds=step.rebuilds,
+            coded=step.coded,
+        )
+        return Candidate(
+            name=name,
+            actions=tuple(actions),
+            otherwise=tuple(otherwise),
+            codecs=tuple(codecs or [None] * num_slots),
+            products=frozenset(products),
+            keep_last_layers=conditions.keep_last_layers,
+            window_bytes=conditions.window_bytes,
+            step=step,
+            timed=timed,
+            late=late,
+            allocator=conditions.allocator,
+            problem=problem,
+            choice=choice,
+        )
+
+    def _coded(
+        self, actions: Sequence[str], codecs: Sequence[str | None] | None
+    ) -> dict[int, Coded]:
+        """Return the slots that are written smaller, by number."""
+        coding = self._coding
+        if coding is None:
+            return {}
+        found = {}
+        for number, slot in enumerate(self.program.slots):
+            coded = coding.coded(slot, None if codecs is None else codecs[number])
+            if actions[number] == OFFLOAD and coded is not None:
+                found[number] = coded
+        return found
+
+    def again(self, candidate: Candidate) -> Candidate:
+        """Return *candidate*, of a planner for the same step, with these times and this link."""
+        conditions = dataclasses.replace(
+            self.conditions,
+            keep_last_layers=candidate.keep_last_layers,
+            window_bytes=candidate.window_bytes,
+        )
+        return self._candidate(
+            candidate.name,
+            candidate.actions,
+            candidate.products,
+            otherwise=candidate.otherwise,
+            codecs=candidate.codecs,
+            conditions=conditions,
+            problem=candidate.problem,
+            choice=candidate.choice,
+        )
+
+    def step_ms_at(self, candidate: Candidate, ratio: float) -> float:
+        """Return what a step takes under a candidate of this planner, over a link *ratio* times as
+        fast; see ``../predict/speed_range.py``."""
+        if ratio == AS_GIVEN or not candidate.timed.offloaded_bytes:
+            return candidate.step_ms
+        key = (id(candidate), ratio)
+        if key not in self._elsewhere_ms:
+            self._candidates_elsewhere.append(candidate)  # so that no other gets its id
+            self.num_predicted += 1
+            step, link = candidate.step, scaled(self.conditions.link, ratio)
+            is_blocking = self.conditions.is_blocking
+            found = predict(
+                step.program,
+                step.leaves,
+                window_bytes=candidate.window_bytes,
+                times_ms=step.times_ms,
+                link=None if is_blocking else link,
+                rebuilds=step.rebuilds,
+                gradient_bytes=self.conditions.gradient_bytes,
+                coded=step.coded,
+            )
+            if is_blocking:
+                found = with_blocking_copies(found, link)
+            self._elsewhere_ms[key] = found.step_ms
+        return self._elsewhere_ms[key]
+
+    def all_known(self) -> list[Candidate]:
+        """Return all plans that were looked at."""
+        proposals = [each for each in self._proposals.values() if each is not None]
+        first = [each for each in self._first_layers.values() if each is not None]
+        return [*self.simple().values(), *first, *proposals]
+
+
+def _expected_stall_ms(candidate: Candidate) -> float:
+    """Return what the integer program expected compute to wait: a repair cannot help there."""
+    if candidate.choice is None:
+        return 0.0
+    return max(0.0, candidate.choice.overhead_ms - candidate.step.rebuild_ms) * 1.02

@@ -1,0 +1,111 @@
+"""A recorded step with a plan carried out in it, slot by slot, recomputation included.
+
+A step is recorded with everything offloaded. What a plan drops neither stays nor crosses the link;
+its operations run again when backward asks for it. What is stored for that alone (anchors) becomes
+slots of its own. So any plan is predicted from the one recording.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
+from hf_pyao.plan.step.dropped_layer import Draft, DroppedLayer
+from hf_pyao.plan.step.prediction import Coded, Rebuild
+from hf_pyao.plan.step.step_layers import StepLayers
+from hf_pyao.plan.step.step_program import SlotUse, StepProgram
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What :func:`~hf_pyao.plan.predict.predict.predict` takes."""
+
+    program: StepProgram
+    """With anchors among its slots."""
+    leaves: list[bool]
+    """For each of its slots, whether it is offloaded."""
+    rebuilds: Mapping[int, Rebuild]
+    """What is dropped, by number."""
+    times_ms: Sequence[float]
+    """What each operation takes."""
+    coded: Mapping[int, Coded] = field(default_factory=dict)
+    """Slots that a codec writes smaller where they leave, by number."""
+    refused: Mapping[int, set[str]] = field(default_factory=dict)
+    """Slots that were to be recomputed and cannot be, by layer."""
+
+    @property
+    def rebuild_ms(self) -> float:
+        """What is computed again in all."""
+        return sum(rebuild.elapsed_ms for rebuild in self.rebuilds.values())
+
+
+class StepPlanner(StepLayers):
+    """Carries out plans in a recorded step; see :class:`StepLayers`."""
+
+    def plan(
+        self,
+        actions: Sequence[str],
+        products: Collection[str] = (),
+        otherwise: Sequence[str] | None = None,
+        coded: Mapping[int, Coded] | None = None,
+    ) -> PlannedStep:
+        """Return the step with *actions* carried out.
+
+        Args:
+            actions: for each slot, one of ``keep``, ``offload``, ``recompute``.
+            products: sub-modules whose matrix products and attention may run again.
+            otherwise: for each slot, what becomes of it where it cannot be recomputed, and of what
+                is stored to rebuild it; None: it is offloaded.
+            coded: slots that a codec writes smaller where they leave, by number.
+        """
+        program = self.program
+        draft = Draft(program, otherwise or [OFFLOAD] * len(program.slots))
+        refused: dict[int, set[str]] = {}
+        for layer, numbers in self._by_layer.items():
+            dropped = frozenset(
+                program.slots[n].name
+                for n in numbers
+                if actions[n] == RECOMPUTE and program.slots[n].stays is None
+            )
+            if not dropped or self._search is None:
+                continue
+            recipe = self._recipe(numbers, dropped, frozenset(products))
+            refused[layer] = recipe.refused
+            DroppedLayer(self, layer, recipe, draft).run()
+        slots: list[SlotUse] = []
+        all_leaves: list[bool] = []
+        rebuilds: dict[int, Rebuild] = {}
+        all_coded: dict[int, Coded] = {}
+        for number, slot in enumerate(draft.slots):
+            for anchor, anchor_leaves in draft.anchors.get(number, ()):
+                slots.append(anchor)
+                all_leaves.append(anchor_leaves)
+            if number in draft.is_anchor:
+                continue
+            action = actions[number]
+            if number in draft.rebuilds:
+                rebuilds[len(slots)] = draft.rebuilds[number]
+            elif action == RECOMPUTE:
+                action = self.stored(draft.otherwise[number], slot.nbytes)
+            leaves = action == OFFLOAD and slot.stays is None
+            if leaves and coded and number in coded:
+                all_coded[len(slots)] = coded[number]
+            slots.append(slot)
+            all_leaves.append(leaves)
+        return PlannedStep(
+            dataclasses.replace(
+                program, slots=tuple(slots), buffers=tuple(draft.buffers), labels=draft.labels
+            ),
+            all_leaves,
+            rebuilds,
+            self.times_ms,
+            all_coded,
+            {layer: names for layer, names in refused.items() if names},
+        )
+
+
+def keep_all(program: StepProgram) -> list[str]:
+    """Return the actions of keeping everything."""
+    return [KEEP] * len(program.slots)

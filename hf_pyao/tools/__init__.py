@@ -1,0 +1,4 @@
+"""Answers and judges.
+
+Estimates, benchmarks, reports, simulated devices. Nothing below imports them.
+"""

@@ -1,0 +1,222 @@
+"""The harness's command line: ``pyao bench`` and ``recipes/bench/bench_offload.py``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+
+from hf_pyao.errors import ConfigError
+from hf_pyao.text import one_line, say
+from hf_pyao.tools.bench.harness import run_bench, smoke
+from hf_pyao.tools.bench.methods import CUSTOM_PREFIX, find_method, known_methods
+from hf_pyao.tools.bench.setup import (
+    DTYPES,
+    GRADIENT_MODES,
+    MAX_MICRO_BATCH,
+    BenchSetup,
+    Trial,
+)
+from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES
+from hf_pyao.tools.estimate.model_specs import parse_model
+from hf_pyao.tools.report.tables import markdown_of
+
+SMOKE_MODEL = (
+    "llama:hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,"
+    "num_key_value_heads=1,vocab_size=64,max_position_embeddings=64"
+)
+SMOKE_METHODS = ("none", "checkpoint", "pyao-window", "trl-streams")
+
+DEFAULT_MICRO_BATCH = 4
+MAX_TIMEOUT_S = 1e6
+"""Eleven days; the system's clocks for waiting end at 24."""
+
+_LEAST = {"micro_batch": 1, "sequence_length": 2, "warmup": 0, "steps": 1, "ballast_gib": 0}
+"""Option -> the least that it may be."""
+
+_SHAPE = {
+    "sequence_length": "sequence_length",
+    "dtype": "dtype",
+    "autocast": "autocast",
+    "num_warmup": "warmup",
+    "num_steps": "steps",
+}
+"""Field of a setup that the smoke run sets itself -> option."""
+
+DESCRIPTION = """\
+Compare ways to save activation memory: same model, data, seed and machine, each method in a process
+of its own. One step is a forward and its backward; each is timed on a drained device. Losses and
+gradients are compared bit for bit with those of 'none'. Results go to one JSON file, which
+`pyao report` turns into tables and plots. A method that cannot run says why in its row.
+"""
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser, program: str = "pyao bench") -> None:
+    """Add the harness's options and help to *parser*."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.epilog = _epilog(program)
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--model", metavar="MODEL", help="see below")
+    what.add_argument("--micro-batch", type=int, help=f"sequences (default: {DEFAULT_MICRO_BATCH})")
+    what.add_argument(
+        "--find-largest",
+        action="store_true",
+        help="find each method's largest micro-batch instead, and measure there; see "
+        "--memory-cap-gib",
+    )
+    what.add_argument("--sequence-length", type=int, help="tokens (default: 512)")
+    what.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16)")
+    what.add_argument("--autocast", choices=DTYPES, help="run the forward under autocast")
+    what.add_argument("--attention", help="sdpa, eager, ... (default: transformers chooses)")
+    what.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help="see below (default: all in the list)"
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    how.add_argument("--steps", type=int, help="timed steps (default: 10)")
+    how.add_argument("--warmup", type=int, help="steps before them (default: 3)")
+    how.add_argument("--seed", type=int, default=0, help="of weights, data, dropout (default: 0)")
+    how.add_argument(
+        "--gradients",
+        choices=GRADIENT_MODES,
+        default="keep",
+        help="keep them until the step ends, or release each as it is complete (default: keep)",
+    )
+    how.add_argument(
+        "--memory-cap-gib", type=float, help="most device memory, in GiB of 2**30 bytes"
+    )
+    how.add_argument(
+        "--ballast-gib",
+        type=float,
+        default=0.0,
+        help="device memory set aside, as for a gradient bucket (default: 0)",
+    )
+    how.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for a row (default: 600)"
+    )
+    how.add_argument("--output", type=Path, metavar="FILE.json", help="default: named by model")
+    how.add_argument(
+        "--smoke",
+        action="store_true",
+        help="tiny model, short steps and few methods: a trial of the program",
+    )
+
+
+def run_from_arguments(args: argparse.Namespace) -> int:
+    """Run the harness as *args* say; print tables; return the exit status.
+
+    Raises:
+        PyAOError: an option is bad, or the model or device cannot be had.
+    """
+    setup, trials = _work(args)
+    output = args.output or _default_output(setup)
+    report = run_bench(
+        setup,
+        trials,
+        output=output,
+        timeout_s=args.timeout,
+        progress=lambda line: say(one_line(line)),
+    )
+    say("\n" + markdown_of(report))
+    name = one_line(str(output))
+    say(f"written: {name}\nplot it: pyao report {name} -o report.html")
+    return 0 if all(row.status != "failed" for row in report.rows) else 1
+
+
+def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
+    model = args.model or (SMOKE_MODEL if args.smoke else None)
+    if model is None:
+        raise ConfigError(
+            "no --model is given. Try --model llama:hidden_size=1024,num_hidden_layers=8, or "
+            "--smoke; --help has more."
+        )
+    _check_numbers(args)
+    shape = {
+        field: value for field in _SHAPE if (value := getattr(args, _SHAPE[field])) is not None
+    }
+    if args.smoke and (shape or args.micro_batch is not None):
+        given = ["micro_batch"] if args.micro_batch is not None else []
+        given += [_SHAPE[field] for field in shape]
+        flags = ", ".join(_flag(name) for name in given)
+        raise ConfigError(
+            f"--smoke has shapes and steps of its own, and {flags} would change nothing. Drop "
+            f"{flags}, or --smoke."
+        )
+    names = args.methods or (SMOKE_METHODS if args.smoke else tuple(known_methods()))
+    for name in names:
+        find_method(name)
+    setup = BenchSetup(
+        model=parse_model(model),
+        attention=args.attention,
+        device=args.device,
+        seed=args.seed,
+        gradients=args.gradients,
+        memory_cap_gib=args.memory_cap_gib,
+        ballast_gib=args.ballast_gib,
+        **shape,
+    )
+    micro_batch = args.micro_batch or DEFAULT_MICRO_BATCH
+    if args.find_largest:
+        micro_batch = MAX_MICRO_BATCH
+    if args.smoke:
+        setup, micro_batch = smoke(setup), 2
+    trials = [
+        Trial(method=name, micro_batch=micro_batch, is_search=args.find_largest) for name in names
+    ]
+    return setup, trials
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers out of range, by the name of their flag.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name, least in _LEAST.items():
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{_flag(name)} is {value}; expected {least} or more.")
+    if not 0 < args.timeout <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"--timeout is {args.timeout:g}; expected more than 0 seconds, and at most "
+            f"{MAX_TIMEOUT_S:g}."
+        )
+    if args.memory_cap_gib is not None and not args.memory_cap_gib > 0:
+        raise ConfigError(f"--memory-cap-gib is {args.memory_cap_gib:g}; expected more than 0.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _default_output(setup: BenchSetup) -> Path:
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", setup.model.name).strip("-")[:40]
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return Path("outputs") / "bench" / f"{name}-{setup.dtype}-{stamp}.json"
+
+
+def _epilog(program: str) -> str:
+    methods = "\n".join(f"  {name:<22} {m.label}" for name, m in known_methods().items())
+    by_name = "\n".join(
+        f"  {architecture}:SIZE{'':<{8 - len(architecture)}} {', '.join(table)}"
+        for architecture, table in MODEL_SIZES.items()
+    )
+    first = "opt:1.3b"
+    return f"""\
+models (weights are random: only shapes matter here)
+{by_name}
+  ARCH:key=value,...  any causal LM of transformers, sized by its config's arguments
+  FOLDER or HUB/NAME  its config.json is read, and nothing else
+
+methods
+{methods}
+  {CUSTOM_PREFIX}key=value,...     hf_pyao with these fields of PyAOConfig; join modules with '+'
+
+examples
+  {program} --model {first} --micro-batch 8
+  {program} --model {first} --find-largest --memory-cap-gib 12 --gradients release
+  {program} --model {first} --methods none checkpoint pyao:window=67108864
+  {program} --smoke
+"""

@@ -1,0 +1,239 @@
+"""What others offer: checkpointing, torch's own hooks, TRL, DeepSpeed, Transformer Engine.
+
+Each is used as its documentation says, with its defaults, through its public entry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_pyao.engine.torch_hooks.checkpoint_arguments import hooks_argument
+from hf_pyao.tools.bench.packages import import_failure
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hf_pyao.engine.runtime.engine import OffloadEngine
+
+
+class MethodUnavailable(Exception):
+    """A method cannot run here; the message says why."""
+
+
+def _no_metrics() -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A method on a model."""
+
+    step: Callable[[], AbstractContextManager[Any]]
+    """Makes the context in which one forward and its backward run."""
+    metrics: Callable[[], dict[str, float]] = _no_metrics
+    """Returns the method's own counters for the last step."""
+    engine: OffloadEngine | None = None
+    """hf_pyao's, where that is the method."""
+
+
+@contextmanager
+def nothing(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Leave the model alone: the reference."""
+    yield Installed(step=nullcontext)
+
+
+@contextmanager
+def checkpoint(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Recompute each layer in backward, from its input."""
+    with checkpointing(model):
+        yield Installed(step=nullcontext)
+
+
+@contextmanager
+def checkpoint_offload(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Recompute each layer, with its input held in host memory meanwhile."""
+    # Newer releases pass the argument on from another method, hence not gradient_... alone.
+    methods = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in methods if hasattr(model, name))
+    if "offload" not in inspect.signature(enable).parameters:
+        import transformers
+
+        raise MethodUnavailable(
+            f"transformers {transformers.__version__} has no `offload` for checkpointing; 5.17 has"
+        )
+    _need_accelerator(device, "transformers holds the inputs in pinned memory")
+    with checkpointing(model, offload=True):
+        yield Installed(step=nullcontext)
+
+
+@contextmanager
+def save_on_cpu(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Copy every saved tensor to the host and back, on the compute stream."""
+    from torch.autograd import graph
+
+    pin = device.type != "cpu"
+    device_type = device.type if pin else "cpu"
+    yield Installed(step=lambda: graph.save_on_cpu(pin_memory=pin, device_type=device_type))
+
+
+def trl_streams(model: nn.Module, device: torch.device) -> AbstractContextManager[Installed]:
+    """Install TRL's ``OffloadActivations`` with a stream beside compute."""
+    return _trl(model, device, use_streams=True)
+
+
+def trl_no_streams(model: nn.Module, device: torch.device) -> AbstractContextManager[Installed]:
+    """Install TRL's ``OffloadActivations`` on the compute stream."""
+    return _trl(model, device, use_streams=False)
+
+
+@contextmanager
+def _trl(model: nn.Module, device: torch.device, *, use_streams: bool) -> Iterator[Installed]:
+    _need_package("trl", "TRL")
+    _need_accelerator(device, "TRL's offloading uses its streams")
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    before = _forward_hooks(model)
+    context = get_act_offloading_ctx_manager(model, use_streams=use_streams)
+    try:
+        # As SFTTrainer does: one context object, entered around each forward and backward.
+        yield Installed(step=lambda: context)
+    finally:
+        _remove_new_hooks(model, before)
+
+
+@contextmanager
+def deepspeed(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Recompute each layer; DeepSpeed offloads the inputs on a stream of its own."""
+    _need_package("deepspeed", "DeepSpeed")
+    _need_accelerator(device, "DeepSpeed offloads nothing on a CPU")
+    try:
+        from deepspeed.runtime.activation_checkpointing.offload_activations import (
+            CheckpointHiddenStatesOffload,
+        )
+    except ImportError as error:
+        raise MethodUnavailable(
+            f"this DeepSpeed has no CheckpointHiddenStatesOffload, or does not load: {error}"
+        ) from error
+    context = CheckpointHiddenStatesOffload()
+    done: dict[str, float] = {}
+
+    @contextmanager
+    def step() -> Iterator[None]:
+        with context:
+            yield
+            # Its counters are wiped when the context is entered again. Zeros show a silent no-op.
+            stats = context.stats
+            done["offloaded_bytes"] = stats.offloaded_bytes
+            done["reloaded_bytes"] = stats.restored_bytes
+
+    with checkpointing(model):
+        yield Installed(step=step, metrics=lambda: dict(done))
+
+
+@contextmanager
+def transformer_engine(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Offload all layers but the last by Transformer Engine's default schedule."""
+    _need_package("transformer_engine", "Transformer Engine")
+    if device.type != "cuda":
+        raise MethodUnavailable(f"Transformer Engine needs a CUDA device; this one is {device}")
+    try:
+        te = importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:
+        raise MethodUnavailable(f"Transformer Engine does not load: {error}") from error
+    from hf_pyao.model.map.module_map import find_layers
+
+    layers = [layer for _, layer in find_layers(model).layers]
+    context, synchronise = te.get_cpu_offload_context(
+        enabled=True, num_layers=len(layers) - 1, model_layers=len(layers)
+    )
+    with wrapped_layers(layers, context, synchronise):
+        yield Installed(step=nullcontext)
+
+
+@contextmanager
+def wrapped_layers(
+    layers: list[nn.Module],
+    context: AbstractContextManager[Any],
+    synchronise: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[None]:
+    """Run each layer's forward in *context*, and its first output through *synchronise*."""
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with context:
+                outputs = forward(*args, **kwargs)
+            if isinstance(outputs, tuple):
+                return (synchronise(outputs[0]), *outputs[1:])
+            return synchronise(outputs)
+
+        return wrapped
+
+    for layer in layers:
+        layer.forward = wrap(layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's own shows again
+
+
+@contextmanager
+def checkpointing(model: Any, **options: Any) -> Iterator[None]:
+    """Switch transformers' checkpointing on, non-reentrant, and off again at the end."""
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    had_hook = getattr(model, "_require_grads_hook", None)
+    with warnings.catch_warnings():
+        # The method was renamed in transformers 5.23; the old name is in every release.
+        warnings.simplefilter("ignore", FutureWarning)
+        arguments = {"use_reentrant": False}
+        arguments |= hooks_argument(torch_checkpoint, arguments)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **options)
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_disable()
+        if had_hook is None and getattr(model, "_require_grads_hook", None) is not None:
+            # Switched on with checkpointing, and left on when that is switched off.
+            model.disable_input_require_grads()
+
+
+def _need_package(name: str, title: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise MethodUnavailable(f"{title} is not installed")
+    failure = import_failure(name)
+    if failure is not None:
+        raise MethodUnavailable(f"{title}: {failure}")
+
+
+def _need_accelerator(device: torch.device, why: str) -> None:
+    if device.type == "cpu":
+        raise MethodUnavailable(f"needs an accelerator: {why}")
+
+
+def _forward_hooks(model: nn.Module) -> dict[tuple[nn.Module, str], set[int]]:
+    return {
+        (module, table): set(getattr(module, table))
+        for module in model.modules()
+        for table in ("_forward_pre_hooks", "_forward_hooks")
+    }
+
+
+def _remove_new_hooks(model: nn.Module, before: dict[tuple[nn.Module, str], set[int]]) -> None:
+    """Remove hooks that were not there before: TRL returns no handles of its own."""
+    for (module, table), known in before.items():
+        hooks = getattr(module, table)
+        for key in [key for key in hooks if key not in known]:
+            del hooks[key]
+            for other in ("_with_kwargs", "_always_called"):
+                getattr(module, table + other, {}).pop(key, None)

@@ -1,0 +1,444 @@
+"""What a model's training would take on a card, by each way to save memory.
+
+Steps are recorded on fake tensors at a few sizes (``recorded_step``), and reckoned at all others
+(``planning``). What is assumed is in ``assumptions``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_pyao.config import (
+    DEFAULT_KEEP_LAST_LAYERS,
+    DEFAULT_MIN_BYTES,
+    DEFAULT_WINDOW_BYTES,
+    PyAOConfig,
+)
+from hf_pyao.levers import NO_LEVERS, Levers, or_refuse
+from hf_pyao.model.fake_cuda.quiet import quiet
+from hf_pyao.plan.documents.estimate import EstimateRow
+from hf_pyao.plan.documents.plan import Plan
+from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.hardware.presets import Hardware
+from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
+from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice, LeverRoom
+from hf_pyao.plan.paper.iqr import find_outliers
+from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
+from hf_pyao.plan.policies.budget import OffloadBudget, leaving
+from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
+from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.predict.speed_range import MEASURED
+from hf_pyao.plan.predict.step_memory import StepMemory
+from hf_pyao.plan.solve.planner import Planner
+from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.step.prediction import Prediction
+from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
+from hf_pyao.plan.step.step_program import FORWARD, StepProgram
+from hf_pyao.tools.estimate.card_memory import card_memory
+from hf_pyao.tools.estimate.fake_step import FakeTraining
+from hf_pyao.tools.estimate.positions import most_positions
+from hf_pyao.tools.estimate.recorded_step import record_step
+from hf_pyao.tools.estimate.search import largest_fitting, largest_on_a_line
+from hf_pyao.tools.estimate.verdict import CHUNKED
+
+LONGEST = 2**24
+"""Where the search for the longest sequence ends."""
+
+LENGTH_STEP = 64
+"""Sequence lengths are looked for in multiples of this."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train, without or with the chunked loss."""
+
+    name: str
+    checkpointing: bool = False
+    offloads: bool = False
+    is_pyao: bool = False
+    """Recomputes what PyAO's rule flags."""
+    is_budget: bool = False
+    """Offloads as much as forward compute hides."""
+    is_auto: bool = False
+    """Plans, see ``plan/solve/planner.py``."""
+    levers: Levers | None = None
+    """What changes the step itself; None: only the loss that is asked for does."""
+
+    def levers_with(self, head_loss: str) -> Levers:
+        """Return what changes the step, with *head_loss* where nothing is said of it."""
+        return Levers(head_loss=head_loss) if self.levers is None else self.levers
+
+    def name_with(self, head_loss: str) -> str:
+        """Return what rows call it."""
+        is_plain = head_loss == "off" or self.levers is not None
+        return self.name if is_plain else self.name + CHUNKED
+
+
+WAYS = (
+    Way("none"),
+    Way("checkpointing", checkpointing=True),
+    Way("policy all", offloads=True),
+    Way("policy pyao", offloads=True, is_pyao=True),
+    Way("policy budget", offloads=True, is_budget=True),
+)
+"""What is recorded and predicted as it is named."""
+
+AUTO = Way("policy auto", offloads=True, is_auto=True)
+"""The fastest plan that fits."""
+
+ALL_WAYS = (*WAYS, AUTO)
+"""What is compared, without and with the chunked loss."""
+
+LONG_CONTEXT = Way(
+    "long context", offloads=True, levers=Levers.of(PyAOConfig(policy="all", long_context=True))
+)
+"""``PyAOConfig.long_context``: chunked loss, tiled MLPs, layer inputs and attention offloaded."""
+
+
+@dataclass(frozen=True)
+class PredictedWay:
+    """A step of one way to train, at one size."""
+
+    program: StepProgram
+    timed: Prediction
+    """On the card and its link."""
+    late: Prediction
+    """With copies as late as can be: its peak holds for every link."""
+    memory: StepMemory
+    """What the allocator reserves for it."""
+    flagged: tuple[str, ...]
+    """What PyAO's rule recomputes."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Steps that run the same operations, whatever is offloaded of them."""
+
+    checkpointing: bool
+    levers: Levers
+    follows_rule: bool = False
+    """PyAO's rule recomputes something."""
+    is_other: bool = False
+    """Its levers are looked at beside those that were asked for."""
+
+
+class Estimator:
+    """Estimates one model on one card.
+
+    Args:
+        config: the model's transformers configuration.
+        hardware: the card.
+        training_state: ``"host"`` or ``"device"``, see
+            :class:`~hf_pyao.tools.estimate.fake_step.FakeTraining`.
+        sequence_length: tokens of each sample.
+        window: ``PyAOConfig.window``.
+        allocator: settings of PyTorch's allocator; None: its default.
+        more: further fields of :class:`~hf_pyao.tools.estimate.fake_step.FakeTraining`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        hardware: Hardware,
+        *,
+        training_state: str = "host",
+        sequence_length: int = 512,
+        window: int | str = DEFAULT_WINDOW_BYTES,
+        allocator: AllocatorSettings | None = None,
+        **more: Any,
+    ) -> None:
+        self.allocator = allocator or AllocatorSettings()
+        self.config = config
+        self.hardware = hardware
+        self.sequence_length = sequence_length
+        window = PyAOConfig(window=window).effective().window
+        self.window_bytes = None if isinstance(window, str) else window
+        self.num_recordings = 0
+        kernels = more.setdefault("kernels", hardware.kernels)
+        self.card_memory = card_memory(hardware, kernels)
+        """What of the card may be reserved for a step, and what the rest is for."""
+        self.limit_bytes = self.card_memory.limit_bytes
+        self._training = FakeTraining(config=config, training_state=training_state, **more)
+        self._recorded: dict[tuple[_Family, int, int], StepProgram] = {}
+        self._lines: dict[tuple[_Family, str, int], Callable[[int], StepProgram] | None] = {}
+        self._flagged: tuple[str, ...] | None = None
+        self._rule_plan: Plan | None = None
+        positions = most_positions(config)
+        self.most_length = None if positions is None else positions // LENGTH_STEP * LENGTH_STEP
+        """The longest sequence that the model has positions for; None if any will do."""
+
+    def row(
+        self,
+        way: Way,
+        head_loss: str = "off",
+        *,
+        micro_batch: int | None = None,
+        with_longest: bool = True,
+    ) -> EstimateRow:
+        """Estimate one way to train.
+
+        Args:
+            way: which.
+            head_loss: ``PyAOConfig.head_loss``: ``"off"`` or ``"chunked"``.
+            micro_batch: what times and peaks are for; None: the largest that fits.
+            with_longest: look for the longest sequence too.
+
+        Raises:
+            ConfigError: the model has no head that the chunked loss understands.
+        """
+        length = self.sequence_length
+        largest = self.largest_micro_batch(way, head_loss, self.allocator)
+        growing = None
+        if not self.allocator.expandable_segments:
+            expandable = replace(self.allocator, expandable_segments=True)
+            growing = self.largest_micro_batch(way, head_loss, expandable, at_least=largest)
+        shown = micro_batch or max(largest, 1)
+        predicted = self.predicted(way, head_loss, shown)
+        prediction, late = predicted.timed, predicted.late
+        longest = self.longest_sequence(way, head_loss) if with_longest else None
+        transfer_ms = 2 * self.hardware.link.copy_ms("offload", prediction.offloaded_bytes)
+        stall_ms = prediction.stall_forward_ms + prediction.stall_backward_ms
+        hidden = max(0.0, 1 - stall_ms / transfer_ms) if prediction.offloaded_bytes else None
+        cause = peak_cause(predicted.program, late)
+        inside = largest_workspace(predicted.program)
+        later_bytes = self._training.optimizer_step_bytes(predicted.program)
+        return EstimateRow(
+            method=way.name_with(head_loss),
+            largest_micro_batch=largest,
+            largest_with_expandable_segments=growing,
+            longest_sequence=longest,
+            is_length_limited_by_positions=longest is not None and longest == self.most_length,
+            micro_batch=shown,
+            fits=predicted.memory.fits(self.limit_bytes) and later_bytes <= self.limit_bytes,
+            peak_bytes=late.peak_bytes,
+            reserved_bytes=predicted.memory.reserved_within(self.limit_bytes),
+            peak_phase=cause.phase,
+            peak_where=cause.where,
+            peak_tensor=cause.tensor,
+            peak_tensor_bytes=cause.nbytes,
+            next_peak_bytes=cause.next_peak_bytes,
+            workspace_bytes=sum(inside.parts.values()),
+            workspace_of=inside.name,
+            workspace_parts=inside.parts,
+            optimizer_step_bytes=later_bytes,
+            step_ms=prediction.step_ms,
+            compute_ms=prediction.compute_ms,
+            tokens_per_s=shown * length / prediction.step_ms * 1e3,
+            host_bytes=prediction.host_peak_bytes,
+            offloaded_bytes=prediction.offloaded_bytes,
+            hidden=hidden,
+            recomputed_modules=list(predicted.flagged),
+        )
+
+    def largest_micro_batch(
+        self,
+        way: Way,
+        head_loss: str,
+        allocator: AllocatorSettings,
+        *,
+        at_least: int = 0,
+    ) -> int:
+        """Return the most samples that fit; 0 if not even one does.
+
+        Args:
+            way: how it is trained.
+            head_loss: ``PyAOConfig.head_loss``.
+            allocator: settings of PyTorch's allocator.
+            at_least: samples that are known to fit.
+
+        Raises:
+            ConfigError: the model has no head that the chunked loss understands.
+        """
+        family = self._family(way, head_loss)
+
+        def needed_at(size: int) -> int:
+            program = self.program(family, size, self.sequence_length)
+            return self._needed(way, program, allocator)
+
+        search = largest_fitting if family.levers.scales else largest_on_a_line
+        return max(at_least, search(needed_at, self.limit_bytes))
+
+    def predicted(self, way: Way, head_loss: str, micro_batch: int) -> PredictedWay:
+        """Predict one step.
+
+        Args:
+            way: how it is trained.
+            head_loss: ``PyAOConfig.head_loss``.
+            micro_batch: samples.
+
+        Raises:
+            ConfigError: the model has no head that the chunked loss understands.
+        """
+        family = self._family(way, head_loss)
+        program = self._record(family, micro_batch, self.sequence_length)
+        if way.is_auto:
+            chosen = self._chosen(program, family, micro_batch).candidate
+            return PredictedWay(chosen.step.program, chosen.timed, chosen.late, chosen.memory, ())
+        timed, late = self._predict(way, program, timed=True), self._predict(way, program)
+        memory = StepMemory(program, late, timed, self.allocator)
+        return PredictedWay(program, timed, late, memory, self.flagged() if way.is_pyao else ())
+
+    def _family(self, way: Way, head_loss: str) -> _Family:
+        follows_rule = way.is_pyao and bool(self.rule_plan().slots)
+        return _Family(way.checkpointing, way.levers_with(head_loss), follows_rule)
+
+    def flagged(self) -> tuple[str, ...]:
+        """Return the sub-modules that PyAO's rule flags, timed as the paper times them."""
+        self.rule_plan()
+        assert self._flagged is not None
+        return self._flagged
+
+    def rule_plan(self) -> Plan:
+        """Return the plan that PyAO's rule comes to."""
+        if self._rule_plan is None:
+            program = self._record(_Family(False, NO_LEVERS), 1, self.sequence_length)
+            layer = min(1, program.num_layers - 1)
+            rates = by_pack_intervals(program, self.hardware.device, layer)
+            self._flagged = find_outliers(rates, self.hardware.link.d2h_gib_per_s).flagged
+            self._rule_plan = plan_of_rule(self._flagged, saved_by(program, layer), rates)
+        return self._rule_plan
+
+    # ---- programs ------------------------------------------------------------------------------
+
+    def program(self, family: _Family, micro_batch: int, length: int) -> StepProgram:
+        """Return the step at a size: recorded there, or reckoned from recordings at others."""
+        line = None if micro_batch == 1 else self._line(family, "micro-batch", length)
+        return line(micro_batch) if line else self._record(family, micro_batch, length)
+
+    def _line(self, family: _Family, what: str, fixed: int) -> Callable[[int], StepProgram] | None:
+        """Return the step as a function of one size; None if it runs other operations then."""
+        key = (family, what, fixed)
+        if key not in self._lines:
+            self._lines[key] = None
+            if family.levers.scales:
+                if what == "micro-batch":  # a single sample may run other operations
+                    points = [(size, self._record(family, size, fixed)) for size in (2, 3)]
+                else:
+                    lengths = [LENGTH_STEP * each for each in (1, 2, 3)]
+                    points = [(size, self._record(family, fixed, size)) for size in lengths]
+                with suppress(OtherOperationsError):
+                    self._lines[key] = interpolate(points)
+        return self._lines[key]
+
+    def _record(self, family: _Family, micro_batch: int, length: int) -> StepProgram:
+        key = (family, micro_batch, length)
+        if key not in self._recorded:
+            self.num_recordings += 1
+            with quiet() if family.is_other else nullcontext():
+                self._recorded[key] = record_step(
+                    dataclasses.replace(self._training, checkpointing=family.checkpointing),
+                    micro_batch,
+                    length,
+                    levers=family.levers,
+                    plan=self.rule_plan() if family.follows_rule else None,
+                    keep_last_layers=DEFAULT_KEEP_LAST_LAYERS if family.follows_rule else 0,
+                    must_run_again=family.is_other,
+                )
+        return self._recorded[key]
+
+    def longest_sequence(self, way: Way, head_loss: str) -> int:
+        """Return the longest sequence that fits at micro-batch 1, in steps of :data:`LENGTH_STEP`.
+
+        Args:
+            way: how it is trained.
+            head_loss: ``PyAOConfig.head_loss``.
+
+        Raises:
+            ConfigError: the model has no head that the chunked loss understands.
+        """
+        family = self._family(way, head_loss)
+        most = (self.most_length or LONGEST) // LENGTH_STEP
+        line = self._line(family, "length", 1) if most >= 3 else None
+
+        def needed_at(multiple: int) -> int:
+            length = multiple * LENGTH_STEP
+            program = self._record(family, 1, length) if line is None else line(length)
+            return self._needed(way, program, self.allocator)
+
+        search = largest_fitting if line is not None else largest_on_a_line
+        return search(needed_at, self.limit_bytes, most=max(most, 1)) * LENGTH_STEP
+
+    def _memory(self, way: Way, program: StepProgram, allocator: AllocatorSettings) -> StepMemory:
+        """Return what *program* makes the allocator reserve."""
+        if way.is_auto:  # what fits: without solving anything
+            plans = sorted(
+                self._planner(program, NO_LEVERS, allocator).simple().values(),
+                key=lambda each: each.peak_bytes,
+            )
+            fitting = (each for each in plans if each.memory.fits(self.limit_bytes))
+            return next(fitting, plans[0]).memory
+        late = self._predict(way, program)
+        if late.peak_bytes > self.limit_bytes:  # it does not fit, whatever is reserved
+            return StepMemory(program, late, None, allocator)
+        return StepMemory(program, late, self._predict(way, program, timed=True), allocator)
+
+    # ---- plans ---------------------------------------------------------------------------------
+
+    def _chosen(self, program: StepProgram, family: _Family, micro_batch: int) -> ChosenLevers:
+        """Return the fastest plan that fits, of all settings of the levers that are free."""
+
+        def planner_with(levers: Levers) -> Planner:
+            other = dataclasses.replace(family, levers=levers, is_other=True)
+            step = or_refuse(lambda: self._record(other, micro_batch, self.sequence_length))
+            return self._planner(step, levers)
+
+        configured = self._planner(program, family.levers)
+        room = LeverRoom(segments=True, nested=True, attention=True, groups=True)
+        return LeverChoice(family.levers, configured, planner_with, room).best(self.limit_bytes)
+
+    def _planner(
+        self, program: StepProgram, levers: Levers, allocator: AllocatorSettings | None = None
+    ) -> Planner:
+        conditions = Conditions(
+            link=self.hardware.link,
+            window_bytes=self.window_bytes,
+            min_bytes=DEFAULT_MIN_BYTES,
+            keep_last_layers=levers.kept_layers(program.num_layers, DEFAULT_KEEP_LAST_LAYERS),
+            allocator=allocator or self.allocator,
+            # `auto` plans after it has measured: these are the speeds that it finds.
+            speed_ratios=MEASURED,
+        )
+        times_ms = operation_times_ms(program, self.hardware.device)
+        return Planner(program, times_ms, conditions)
+
+    def _predict(self, way: Way, program: StepProgram, *, timed: bool = False) -> Prediction:
+        return predict(
+            program,
+            self.leaves(way, program),
+            window_bytes=self.window_bytes,
+            device=self.hardware.device if timed else None,
+            link=self.hardware.link if timed else None,
+        )
+
+    def _needed(self, way: Way, program: StepProgram, allocator: AllocatorSettings) -> int:
+        """Return what a step needs of the device, the optimizer's part included."""
+        needed_bytes = self._memory(way, program, allocator).needed_within(self.limit_bytes)
+        return max(needed_bytes, self._training.optimizer_step_bytes(program))
+
+    def leaves(self, way: Way, program: StepProgram) -> list[bool]:
+        """Return which slots of *program* are offloaded."""
+        first_kept = program.num_layers - DEFAULT_KEEP_LAST_LAYERS
+        least = DEFAULT_MIN_BYTES
+        found = [
+            way.offloads and slot.nbytes >= least and slot.layer < first_kept
+            for slot in program.slots
+        ]
+        if not way.is_budget:
+            return found
+        budget = OffloadBudget(least, max_bytes=self.hidden_bytes(program))
+        return leaving(program, budget, DEFAULT_KEEP_LAST_LAYERS)
+
+    def hidden_bytes(self, program: StepProgram) -> int:
+        """Return what the link carries while forward computes (Megatron-Core's rule of thumb)."""
+        times_ms = operation_times_ms(program, self.hardware.device)
+        forward_ms = sum(
+            sum(times_ms[segment.start : segment.end])
+            for segment in program.segments
+            if segment.phase == FORWARD
+        )
+        return int(self.hardware.link.d2h_gib_per_s * GIB * forward_ms / 1e3)

@@ -1,0 +1,351 @@
+"""One training step on fake tensors: every byte that would be alive on the device, and no memory.
+
+The engine, the head loss and transformers run as they do in training. Fake tensors of a CPU stand
+for the device's; where a CPU would pick another operation than CUDA does, CUDA's is put in its
+place (``hf_pyao/tools/simulation``). So no GPU is needed, and none is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from hf_pyao.attachment import Offloader, attach
+from hf_pyao.config import DEFAULT_KEEP_LAST_LAYERS, DEFAULT_WINDOW_BYTES, PyAOConfig
+from hf_pyao.engine.transfer.transport import Transport
+from hf_pyao.errors import ConfigError
+from hf_pyao.model.fake_cuda.cuda_choices import answers_without_values, choices_of_cuda
+from hf_pyao.model.fake_cuda.cuda_operations import operations_of_cuda, replaced
+from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.plan.hardware.beside_step import FUSED, zero_bucket
+from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
+from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
+from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.tools.estimate.model_sizes import build_config, find_size
+from hf_pyao.tools.simulation.late_transport import LateTransport
+
+BUCKET_BYTES = zero_bucket().nbytes
+"""What ZeRO-2 reduces gradients in: 5e8 elements of half precision."""
+
+UNLIMITED_HOST_GIB = 2.0**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to train."""
+
+    name: str
+    policy: str = "off"
+    """``PyAOConfig.policy``."""
+    head_loss: str = "off"
+    """``PyAOConfig.head_loss``."""
+    window: str | int = DEFAULT_WINDOW_BYTES
+    """``PyAOConfig.window``."""
+    checkpointing: bool = False
+
+
+METHODS = (
+    Method(name="none"),
+    Method(name="checkpointing", checkpointing=True),
+    Method(name="policy all", policy="all"),
+    Method(name="chunked loss", head_loss="chunked"),
+    Method(name="checkpointing + chunked loss", checkpointing=True, head_loss="chunked"),
+    Method(name="policy all + chunked loss", policy="all", head_loss="chunked"),
+    Method(name="the same, window 'layer'", policy="all", head_loss="chunked", window="layer"),
+    Method(
+        name="policy all + checkpointing + chunked loss",
+        policy="all",
+        checkpointing=True,
+        head_loss="chunked",
+    ),
+)
+"""What is compared, by rising effort."""
+
+TRAINING_STATES = ("host", "device")
+"""Where gradients and AdamW's moments are: see :class:`FakeTraining`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPeak:
+    """Bytes on the device over one step: forward, loss and backward."""
+
+    peak_bytes: int
+    """Most bytes alive at once, weights and training state included."""
+    phase_peak_bytes: dict[str, int]
+    """The same for each part of the step."""
+    weights_bytes: int
+    state_bytes: int
+    """Moments of AdamW on the device."""
+    offloaded_bytes: int
+    num_chunks: int
+    """Chunks of the head loss; 0 for the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeTraining:
+    """How a model is trained, where it is not."""
+
+    config: Any
+    """The model's transformers configuration; it is not changed."""
+    checkpointing: bool = False
+    training_state: str = "host"
+    """``"host"`` is ZeRO-2 with its optimizer offloaded: a gradient leaves as soon as it is
+    complete, through a bucket of 1 GB, and AdamW works on the host. ``"device"`` is a plain loop:
+    gradients stay, and so do the optimizer's states."""
+    optimizer_bytes: int = 4
+    """Bytes of the optimizer's states for each trained parameter, where they are on the device: 4
+    is AdamW's two moments in bfloat16."""
+    operations_of: str = "cuda"
+    """Whose choice of operations is run: ``"cuda"`` or ``"cpu"``."""
+    lora_rank: int | None = None
+    """Train LoRA adapters of this rank on all linear layers; None: all parameters."""
+    dtype: str = "bfloat16"
+    """Of weights and arithmetic; that of LoRA is bfloat16."""
+    implementation: str = FUSED
+    """How the optimizer goes over parameters, where it is torch's and on the device; see
+    :func:`~hf_pyao.plan.hardware.beside_step.optimizer_temporaries`."""
+    kernels: KernelSettings = ANY_DEVICE
+    """The device and the process that kernels are chosen for, and their workspaces reckoned."""
+
+    @contextmanager
+    def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
+        """Build the model on fake tensors; everything of it happens in here.
+
+        Yields:
+            The model, and the mode.
+        """
+        config = type(self.config).from_dict(self.config.to_dict())
+        config.use_cache = False
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
+            _operations_of(self.operations_of, self.kernels),
+        ):
+            if self.lora_rank is None:
+                model = build_model(config, checkpointing=self.checkpointing, dtype=self.dtype)
+            else:
+                model = build_lora_model(config, self.lora_rank, checkpointing=self.checkpointing)
+            yield model, fake_mode
+
+    def let_gradients_go(self, model: nn.Module) -> None:
+        """Have gradients leave the device as they are complete, if they do."""
+        if self.training_state == "host":
+            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _let_go_of_gradient
+                )
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """Return the bytes of the optimizer's states on the device."""
+        if self.training_state == "host":
+            return 0
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return self.optimizer_bytes * num_trained
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What gradients are reduced in, in backward; 0 where they stay."""
+        return BUCKET_BYTES if self.training_state == "host" else 0
+
+    def optimizer_step_bytes(self, program: StepProgram) -> int:
+        """Return the most bytes on the device while the optimizer steps; 0 if it is elsewhere."""
+        if self.training_state == "host":
+            return 0
+        has_moments = self.optimizer_bytes > 0
+        return optimizer_step_bytes(program, self.implementation, has_moments=has_moments)
+
+    def run(
+        self,
+        model: nn.Module,
+        micro_batch: int,
+        sequence_length: int,
+        end_phase: Callable[[str], None] = lambda name: None,
+        label: Callable[[Tensor, str], None] = lambda tensor, name: None,
+    ) -> None:
+        """Run forward, loss and backward of a micro-batch without padding.
+
+        Args:
+            model: from :meth:`model`.
+            micro_batch: samples.
+            sequence_length: tokens of each.
+            end_phase: told of the end of each part of the step.
+            label: told of tensors that have a name.
+        """
+        ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64)
+        # As in a loop by hand, the outputs live on during backward, logits included.
+        outputs = model(input_ids=ids, labels=ids)
+        end_phase("head and loss")
+        bucket = None
+        if self.bucket_bytes:
+            bucket = torch.empty(self.bucket_bytes, dtype=torch.uint8)
+            label(bucket, "the bucket that gradients are reduced in")
+        label(outputs.loss, "the loss")
+        logits = dict.get(outputs, "logits")  # not as users read it: they would be computed then
+        if type(logits) is FakeTensor:
+            label(logits, "the logits")
+        outputs.loss.backward()
+        end_phase("backward")
+        del bucket, outputs
+
+
+def _operations_of(device: str, kernels: KernelSettings) -> AbstractContextManager[None]:
+    if device == "cuda":
+        return operations_of_cuda(*choices_of_cuda(), kernels=kernels)
+    return replaced(*answers_without_values())
+
+
+def peak_of_step(
+    architecture: str,
+    size: str,
+    method: Method,
+    micro_batch: int,
+    *,
+    sequence_length: int = 512,
+    training_state: str = "host",
+    keep_last_layers: int = DEFAULT_KEEP_LAST_LAYERS,
+) -> StepPeak:
+    """Run one step of a bfloat16 model and return what would be alive on the device.
+
+    Args:
+        architecture: transformers' ``model_type``.
+        size: its row in ``model_sizes.py``.
+        method: how to train.
+        micro_batch: samples.
+        sequence_length: tokens of each, without padding.
+        training_state: as in :class:`FakeTraining`.
+        keep_last_layers: ``PyAOConfig.keep_last_layers``.
+    """
+    training = FakeTraining(
+        config=build_config(architecture, find_size(architecture, size)),
+        checkpointing=method.checkpointing,
+        training_state=training_state,
+    )
+    settings = PyAOConfig(
+        policy=method.policy,
+        head_loss=method.head_loss,
+        window=method.window,
+        keep_last_layers=keep_last_layers,
+        host_memory_gib=UNLIMITED_HOST_GIB,
+    )
+    return peak_of(training, settings, micro_batch, sequence_length)
+
+
+def peak_of(
+    training: FakeTraining,
+    settings: PyAOConfig,
+    micro_batch: int,
+    sequence_length: int,
+    transport: Transport | None = None,
+) -> StepPeak:
+    """Run one step and return what would be alive on the device.
+
+    Args:
+        training: the model, and how it is trained.
+        settings: what is offloaded.
+        micro_batch: samples.
+        sequence_length: tokens of each.
+        transport: how copies are done; None: never before something waits for them.
+    """
+    with training.model() as (model, fake_mode):
+        weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        state_bytes = training.state_bytes(model)
+        training.let_gradients_go(model)
+        with attach(model, settings, transport=transport or LateTransport()) as offloader:
+            ledger = MemoryLedger(offloader.host_pool.owns)
+            ledger.note([*model.parameters(), *model.buffers()])
+            stack = find_layers(model).stack
+            stack.register_forward_hook(lambda *_: ledger.end_phase("layers, forward"))
+            with NotingMode(ledger, fake_mode, training.kernels):
+                training.run(model, micro_batch, sequence_length, ledger.end_phase)
+            figures = offloader.metrics()
+            num_chunks = check_head_loss(offloader)
+    phases = {name: value + state_bytes for name, value in ledger.phase_peak_bytes.items()}
+    return StepPeak(
+        peak_bytes=max(phases.values()),
+        phase_peak_bytes=phases,
+        weights_bytes=weights_bytes,
+        state_bytes=state_bytes,
+        offloaded_bytes=int(figures["offloaded_bytes"]),
+        num_chunks=num_chunks,
+    )
+
+
+def build_model(config: Any, *, checkpointing: bool, dtype: str = "bfloat16") -> Any:
+    """Return the model of *config* in *dtype* and training mode."""
+    from transformers import AutoModelForCausalLM
+
+    cls: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    has_sdpa = getattr(cls, "_supports_sdpa", False)
+    model = AutoModelForCausalLM.from_config(
+        config,
+        dtype=getattr(torch, dtype),
+        attn_implementation="sdpa" if has_sdpa else "eager",
+    ).train()
+    if checkpointing:
+        # transformers 5.23 renamed it.
+        name = "activation_checkpointing_enable"
+        enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+        # The state of the random numbers is a few bytes, and fake tensors have none.
+        enable({"use_reentrant": False, "preserve_rng_state": False})
+    return model
+
+
+def build_lora_model(config: Any, rank: int, *, checkpointing: bool) -> Any:
+    """Return the model of *config* with LoRA adapters in bfloat16 on all linear layers.
+
+    Raises:
+        ConfigError: peft is missing.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError("LoRA needs peft, which is not installed: pip install peft.") from error
+    lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    # On the meta device first: peft moves parameters, which fake ones do not take.
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = build_model(config, checkpointing=checkpointing)
+        # A checkpoint's first input has to carry a gradient, where the embedding is frozen.
+        model.enable_input_require_grads()
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False).train()
+    _materialize(model)
+    return model
+
+
+def _materialize(model: nn.Module) -> None:
+    """Give *model*, on the meta device, parameters and buffers of the mode that is on."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    new = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = (
+                        nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                    )
+                table[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def check_head_loss(offloader: Offloader) -> int:
+    """Return the number of chunks that the head loss took; 0 if the model's own ran.
+
+    Raises:
+        ConfigError: a chunked loss was asked for, and the model kept its own.
+    """
+    head_loss = offloader.head_loss
+    num_chunks = 0 if head_loss is None else int(head_loss.metrics()["head_loss_num_chunks"])
+    if offloader.config.effective().head_loss == "chunked" and not num_chunks:
+        raise ConfigError(f"the model kept its own loss: {offloader.describe()}")
+    return num_chunks
+
+
+def _let_go_of_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

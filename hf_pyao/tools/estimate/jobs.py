@@ -1,0 +1,125 @@
+"""Estimates all ways to train a model, in two processes where there are two cores."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from hf_pyao.errors import ConfigError
+from hf_pyao.plan.documents.estimate import EstimateRow
+from hf_pyao.plan.hardware.presets import Hardware
+from hf_pyao.text import describe_error
+from hf_pyao.tools.estimate.estimate import ALL_WAYS, LONG_CONTEXT, Estimator, Way
+
+HEAD_LOSSES = ("off", "chunked")
+
+METHODS = (
+    *(way.name_with(head_loss) for head_loss in HEAD_LOSSES for way in ALL_WAYS),
+    LONG_CONTEXT.name,
+)
+"""What rows of estimates are called, in their order."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ways that share recorded steps, so that one process does them."""
+
+    cases: tuple[tuple[Way, str], ...]
+    """Ways, each with a head loss."""
+    config: Any
+    """The model's transformers configuration."""
+    hardware: Hardware
+    options: Mapping[str, Any]
+    """Keyword arguments of :class:`~hf_pyao.tools.estimate.estimate.Estimator`."""
+    micro_batch: int | None
+    with_longest: bool
+
+    def run(self) -> tuple[list[EstimateRow], int]:
+        """Return the rows, and how many steps were recorded.
+
+        A way whose head the chunked loss does not understand has none.
+
+        Raises:
+            ConfigError: the model cannot be run on fake tensors.
+        """
+        estimator = Estimator(self.config, self.hardware, **self.options)
+        rows = []
+        for way, head_loss in self.cases:
+            try:
+                row = estimator.row(
+                    way,
+                    head_loss,
+                    micro_batch=self.micro_batch,
+                    with_longest=self.with_longest,
+                )
+            except ConfigError:
+                if head_loss == "off":
+                    raise
+                continue
+            except Exception as error:  # of the model's own code, which may look at values
+                raise ConfigError(
+                    f"the model {self.config.model_type} cannot be run on fake tensors, which have "
+                    f"no values: {describe_error(error)}"
+                ) from error
+            rows.append(row)
+        return rows, estimator.num_recordings
+
+
+def all_jobs(**shared: Any) -> list[Job]:
+    """Return the jobs of all ways, the longest first; *shared* are the other fields of each."""
+    recorded_alike = [way for way in ALL_WAYS if not way.checkpointing]
+    checkpointing = [way for way in ALL_WAYS if way.checkpointing]
+    return [
+        Job(tuple((way, "chunked") for way in recorded_alike), **shared),
+        Job(((LONG_CONTEXT, "chunked"),), **shared),
+        Job(tuple((way, loss) for loss in HEAD_LOSSES for way in checkpointing), **shared),
+        Job(tuple((way, "off") for way in recorded_alike), **shared),
+    ]
+
+
+def run_jobs(
+    jobs: Sequence[Job], num_processes: int, on_done: Callable[[int], None]
+) -> tuple[list[EstimateRow], int]:
+    """Run *jobs*; return their rows, in the order of ways, and how many steps were recorded.
+
+    Args:
+        jobs: what is estimated.
+        num_processes: 1: this one.
+        on_done: told how many cases a job had that is done.
+
+    Raises:
+        ConfigError: a job did.
+    """
+    done: list[tuple[list[EstimateRow], int]] = []
+    if num_processes == 1:
+        for job in jobs:
+            done.append(job.run())
+            on_done(len(job.cases))
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(num_processes, context, _begin) as pool:
+            running = {pool.submit(job.run): job for job in jobs}
+            try:
+                for future in as_completed(running):
+                    done.append(future.result())
+                    on_done(len(running[future].cases))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    rows = [row for rows, _ in done for row in rows]
+    rows.sort(key=lambda row: METHODS.index(row.method))
+    return rows, sum(count for _, count in done)
+
+
+def _begin() -> None:
+    """Keep a process quiet, and on one core."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)

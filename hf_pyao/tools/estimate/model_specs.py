@@ -1,0 +1,136 @@
+"""Models as users name them: a known size, an architecture with its settings, a folder, the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_pyao.errors import ConfigError, nearest, unknown_name
+from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES, ModelSize
+
+SizeTable = Mapping[str, Mapping[str, ModelSize]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A causal language model with random weights."""
+
+    name: str
+    """As tables show it."""
+    model_type: str | None = None
+    """transformers' name of the architecture; None if :attr:`path` says it."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the architecture's config class."""
+    path: str | None = None
+    """A folder with a ``config.json``, or a model on the hub; its configuration alone is read."""
+
+
+def parse_model(text: str, sizes: SizeTable = MODEL_SIZES) -> ModelSpec:
+    """Return the model that *text* names.
+
+    Args:
+        text: ``ARCH:key=value,...`` (any causal LM of transformers, sized by its config's
+            arguments, values as JSON or text), ``ARCH:SIZE`` where *sizes* knows it, or a folder
+            or hub name whose ``config.json`` is read.
+        sizes: known sizes by architecture.
+
+    Raises:
+        ConfigError: the size or the form is unknown.
+    """
+    architecture, colon, rest = text.partition(":")
+    if not colon:
+        path = Path(text)
+        return ModelSpec(name=path.name if path.is_dir() else text, path=text)
+    if "=" not in rest:
+        known = sizes.get(architecture, {})
+        if rest.lower() not in known:
+            if known:
+                raise unknown_name(f"size of {architecture}", rest, known)
+            raise ConfigError(
+                f"model {text!r}: no sizes of {architecture!r} are known by name here. Write "
+                f"{architecture}:hidden_size=2048,num_hidden_layers=24,... (arguments of its "
+                "config class), or give a folder with a config.json."
+            )
+        settings = dict(known[rest.lower()].settings)
+        return ModelSpec(name=f"{architecture} {rest}", model_type=architecture, settings=settings)
+    settings = {}
+    for pair in rest.split(","):
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"model {text!r}: {pair!r} is no key=value pair.")
+        settings[key.strip()] = parse_value(value)
+    return ModelSpec(
+        name=f"{architecture} of its own shape", model_type=architecture, settings=settings
+    )
+
+
+def parse_value(text: str) -> Any:
+    """Return *text* as JSON if it is some, else as it stands."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def config_of(spec: ModelSpec) -> Any:
+    """Return the transformers configuration of a model.
+
+    Raises:
+        ConfigError: the architecture or a setting is unknown, or the configuration cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        if spec.path is not None:
+            config = AutoConfig.from_pretrained(spec.path)
+            _check_architecture(config.model_type)
+            return config
+        architecture = spec.model_type or ""
+        _check_architecture(architecture)
+        config = AutoConfig.for_model(architecture, **spec.settings)
+        _check_settings(spec, config)
+    except ConfigError:
+        raise
+    except Exception as error:  # of whatever reads and checks configurations
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"model {spec.name!r}: {reason} Give an architecture of transformers with its "
+            "settings (llama:hidden_size=64,...), or a folder with a config.json."
+        ) from error
+    return config
+
+
+def _check_architecture(name: str) -> None:
+    """Refuse what is no causal language model of transformers.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    if name not in KNOWN:
+        raise ConfigError(
+            f"{name!r} is no causal language model of this transformers"
+            f"{nearest(name, KNOWN) or '.'} Give the model_type that its config.json has, such as "
+            "llama, opt or gpt2, or a folder with a config.json."
+        )
+
+
+def _check_settings(spec: ModelSpec, config: Any) -> None:
+    """Refuse settings that mean nothing: a config keeps any key, and the default is built.
+
+    A key is known if the default config has it, or if the config made something else of it.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    default = AutoConfig.for_model(spec.model_type or "")
+    for key in spec.settings:
+        if not hasattr(default, key) and hasattr(config, key):
+            own = set(default.to_dict()) - set(PretrainedConfig().to_dict())
+            raise unknown_name(f"setting of {spec.model_type}", key, own)

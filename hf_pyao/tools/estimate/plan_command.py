@@ -1,0 +1,360 @@
+"""``pyao plan``: the fastest plan within a device's memory, what it does and why."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.errors import ConfigError
+from hf_pyao.levers import Levers, or_refuse
+from hf_pyao.text import echo, one_line, say
+from hf_pyao.tools.estimate.command import (
+    add_allocator_argument,
+    add_training_arguments,
+    given_training,
+)
+from hf_pyao.tools.estimate.lever_arguments import (
+    add_lever_arguments,
+    given_levers,
+    lever_config_of,
+    levers_of,
+)
+
+if TYPE_CHECKING:
+    from hf_pyao.plan.documents.plan import Plan
+    from hf_pyao.plan.documents.profile import Profile
+    from hf_pyao.plan.hardware.presets import Hardware
+    from hf_pyao.plan.hardware.speeds import LinkModel
+    from hf_pyao.plan.step.step_program import StepProgram
+    from hf_pyao.tools.estimate.fake_step import FakeTraining
+
+DESCRIPTION = """\
+Find the fastest plan whose peak fits into a device's memory: which saved tensors of which layers
+are kept, offloaded, or computed again, and why. For a step that was profiled (pyao profile), or
+for a model by its name. Training with policy 'auto' does the same by itself; a plan that is saved
+can be looked at, changed by hand, and followed (policy 'plan').
+"""
+
+EPILOG = """\
+examples
+  pyao plan profile.json --device-memory 11GiB --save plan.json
+  pyao plan opt:1.3b --device rtx4070 --micro-batch 8
+  pyao plan llama:1.2b --device h200 --micro-batch 16 --device-memory 20GiB --save plan.json
+  pyao plan llama:1.2b --sequence-length 16384 --long-context --save plan.json
+  pyao plan --compare plan.json other.json
+  pyao report plan.json -o plan.html             the front of memory against time, drawn
+"""
+
+NUM_FRONT_POINTS = 9
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options and help to *parser*."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("source", nargs="?", metavar="PROFILE.json|MODEL", help="what is planned for")
+    add(
+        "--device-memory",
+        metavar="SIZE",
+        help="what may be reserved for tensors, as 11GiB (default: the device's memory less the "
+        "CUDA context)",
+    )
+    add_allocator_argument(parser)
+    add("--host-memory", metavar="SIZE", help="most on the host, as 32GiB (default: no bound)")
+    add(
+        "--device",
+        metavar="NAME",
+        help="a card, as for pyao estimate (default: of a model "
+        "rtx4070, of a profile the one that was profiled)",
+    )
+    add("--link", metavar="SPEED", help="speed of the link in each direction, as 25GiB/s")
+    add(
+        "--window",
+        default=None,
+        metavar="SIZE",
+        help="bytes in flight, or 'layer' (default: as the plan wants it)",
+    )
+    add("--keep-last-layers", type=int, default=None, metavar="N", help="(default: as it wants)")
+    add("--allow-lossy", action="store_true", help="int8 may be chosen where it is faster")
+    add("--micro-batch", type=int, default=1, metavar="N", help="of a model (default: 1)")
+    add("--sequence-length", type=int, default=512, metavar="N", help="of a model (default: 512)")
+    add("--save", type=Path, metavar="FILE.json", help="write the plan")
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--compare", nargs="+", type=Path, metavar="PLAN.json", help="show plans side by side")
+    add_training_arguments(parser.add_argument_group("how a model is trained"))
+    add_lever_arguments(
+        parser.add_argument_group(
+            "what changes a model's step itself",
+            "Give training the same settings: the plan is for what they leave to decide on.",
+        )
+    )
+
+
+def run_from_arguments(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        PyAOError: an option is bad, a file is not what it should be, or nothing fits.
+    """
+    from hf_pyao.plan.documents.schema import write_json
+    from hf_pyao.plan.options.plan_levers import free_levers
+    from hf_pyao.tools.report.tables import markdown_of
+
+    if args.compare:
+        return _compare(args)
+    if args.source is None:
+        raise ConfigError("expected a profile, a model, or --compare PLAN.json PLAN.json.")
+    plan = _plan(args)
+    if args.save is not None:
+        write_json(args.save, plan)
+    say(json.dumps(plan.to_dict(), indent=2) if args.json else markdown_of(plan))
+    if not args.json and not args.source.endswith(".json"):
+        say(_what_peaks_hold(args, plan))
+    if args.save is not None and not args.json:
+        say(f"written: {one_line(str(args.save))}")
+        # What is left open is set by the plan; what changes sums has to be asked for.
+        free = free_levers(lever_config_of(args)) - {"mlp_tiles"}
+        given = {name: v for name, v in levers_of(args).given().items() if name not in free}
+        if given:
+            say(f"follow it with: {', '.join(f'{name}={given[name]!r}' for name in given)}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from hf_pyao.plan.documents.plan import Plan
+    from hf_pyao.tools.report.tables import markdown_of_view
+    from hf_pyao.tools.report.views.plan_view import plans_side_by_side
+
+    if len(args.compare) < 2 or args.source is not None:
+        raise ConfigError("--compare takes two or more plans, and nothing beside them.")
+    plans = {str(path): Plan.from_json_file(path) for path in args.compare}
+    say(markdown_of_view(plans_side_by_side(plans)))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    from tqdm import tqdm
+
+    from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+    from hf_pyao.plan.hardware.presets import find_hardware
+    from hf_pyao.plan.options.auto_plan import plan_of_choice
+    from hf_pyao.plan.options.lever_choice import LeverRoom
+    from hf_pyao.plan.options.plan_request import PlanRequest
+    from hf_pyao.plan.solve.planner import NoPlanFitsError
+    from hf_pyao.settings import Size
+    from hf_pyao.tools.estimate.card_memory import card_memory
+    from hf_pyao.tools.estimate.command import link_gib_per_s
+
+    is_profile = args.source.endswith(".json")
+    of_models = [*given_levers(args), *given_training(args)]
+    if is_profile and of_models:
+        raise ConfigError(
+            f"{', '.join(of_models)}: of a model's step, and the step of a profile is as "
+            "it was recorded. Profile it with these settings, or drop them."
+        )
+    training = None if is_profile else _training_of(args)
+    named = args.device or (None if is_profile else "rtx4070")
+    hardware = None if named is None else find_hardware(named)
+    if hardware is not None and args.link is not None:
+        hardware = hardware.with_link(link_gib_per_s(args.link))
+    host = float("inf")
+    if args.host_memory is not None:
+        host = float(Size().check("--host-memory", args.host_memory))
+    if args.device_memory is not None:
+        limit_bytes = float(Size().check("--device-memory", args.device_memory))
+    elif hardware is not None:
+        kernels = None if training is None else training.kernels
+        limit_bytes = float(card_memory(hardware, kernels).limit_bytes)
+    else:
+        raise ConfigError(
+            "how much memory the device has is not in a profile: give --device-memory, as 11GiB."
+        )
+    profile = _read_profile(args) if training is None else _predicted_profile(args, training)
+    config = _config_for(args, profile)
+    request = PlanRequest.of_config(
+        config, host_limit_bytes=host, allocator=AllocatorSettings.parse(args.alloc_conf)
+    )
+    if training is None:
+        room = LeverRoom(why_no_segments="a profile holds the one step that was measured")
+        request = dataclasses.replace(request, room=room)
+    device = None if hardware is None else hardware.device
+    planner = request.planner(
+        profile,
+        device=device,
+        link=_link(args, hardware),
+        kernels=hardware.kernels if is_profile and hardware is not None else None,
+    )
+    is_hidden = args.json or not sys.stderr.isatty()
+    with tqdm(disable=is_hidden, leave=False, unit="step", desc="other levers") as bar:
+
+        def record(levers: Levers) -> StepProgram:
+            assert training is not None
+            bar.update()
+            return _recorded(args, training, levers)
+
+        choice = request.choice(
+            planner,
+            record,
+            device=device,
+            dtypes={slot.name: slot.dtype for slot in profile.slots},
+        )
+        chosen = choice.best(limit_bytes)
+    if training is not None:
+        _check_optimizer_step(training.optimizer_step_bytes(planner.program), limit_bytes)
+    if not chosen.fits:
+        raise NoPlanFitsError(
+            f"{chosen.error} What would help: {chosen.levers.less_memory}.",
+            chosen.candidate.peak_bytes,
+        )
+    return plan_of_choice(
+        chosen,
+        limit_bytes=limit_bytes,
+        model=profile.model,
+        num_front_points=NUM_FRONT_POINTS,
+        figures=None if training is None else _beside_figures(training, planner.program),
+    )
+
+
+def _what_peaks_hold(args: argparse.Namespace, plan: Plan) -> str:
+    """Say in one line what the peaks of a model's plan hold beside activations."""
+    if args.engine == "zero2":
+        bucket = plan.figures.get("bucket_bytes", 0.0) / 1e9
+        where = f"gradients leave through a bucket of {bucket:.2f} GB, the optimizer is on the host"
+    else:
+        where = f"gradients and the states of {args.optimizer} stay on the device; no bucket"
+    inside = plan.figures.get("workspace_bytes", 0.0) / 1e9
+    return f"peaks are for engine {args.engine} ({where}); a kernel allocates up to {inside:.3f} GB"
+
+
+def _beside_figures(training: FakeTraining, program: StepProgram) -> dict[str, float]:
+    """Return what the peaks of a plan hold beside what is planned, by name."""
+    found = {
+        "bucket_bytes": float(training.bucket_bytes),
+        "workspace_bytes": float(max(each.workspace_bytes for each in program.operations)),
+        "optimizer_step_bytes": float(training.optimizer_step_bytes(program)),
+    }
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _check_optimizer_step(nbytes: int, limit_bytes: float) -> None:
+    """Refuse where the optimizer's step does not fit, whatever is offloaded.
+
+    Raises:
+        NoPlanFitsError: it takes more.
+    """
+    from hf_pyao.plan.solve.planner import NoPlanFitsError
+
+    if nbytes > limit_bytes:
+        raise NoPlanFitsError(
+            f"the optimizer's step takes {nbytes / 1e9:.2f} GB: weights, gradients, states and its "
+            f"temporaries; a step may take {limit_bytes / 1e9:.2f} GB. What would help: "
+            "--optimizer-step fused, an --optimizer with smaller states, --lora, --engine zero2.",
+            nbytes,
+        )
+
+
+def _config_for(args: argparse.Namespace, profile: Profile) -> PyAOConfig:
+    """Return what binds the plan: options, and the levers that a profiled step was run with."""
+    more: dict[str, Any] = {"allow_lossy": args.allow_lossy}
+    if args.window is not None:
+        more["window"] = _number_or_text(args.window)
+    if args.keep_last_layers is not None:
+        more["keep_last_layers"] = args.keep_last_layers
+    config = lever_config_of(args, **more)
+    if not args.source.endswith(".json"):
+        return config
+    names = Levers.names()
+    known = {name: value for name in names if (value := profile.settings.get(name)) is not None}
+    return PyAOConfig.from_dict({**more, **known})
+
+
+def _recorded(args: argparse.Namespace, training: FakeTraining, levers: Levers) -> StepProgram:
+    """Return the step with other levers."""
+    from hf_pyao.model.fake_cuda.quiet import quiet
+    from hf_pyao.tools.estimate.recorded_step import record_step
+
+    with quiet():
+        return or_refuse(
+            lambda: record_step(
+                training,
+                args.micro_batch,
+                args.sequence_length,
+                levers=levers,
+                must_run_again=True,
+            )
+        )
+
+
+def _link(args: argparse.Namespace, hardware: Hardware | None) -> LinkModel | None:
+    from hf_pyao.plan.hardware.speeds import LinkModel
+    from hf_pyao.tools.estimate.command import link_gib_per_s
+
+    if hardware is not None:
+        return hardware.link
+    if args.link is None:
+        return None
+    speed = link_gib_per_s(args.link)
+    return LinkModel(d2h_gib_per_s=speed, h2d_gib_per_s=speed)
+
+
+def _read_profile(args: argparse.Namespace) -> Profile:
+    from hf_pyao.plan.documents.profile import Profile
+    from hf_pyao.tools.report.kinds import read_document
+
+    profile = read_document(args.source)
+    if not isinstance(profile, Profile):
+        raise ConfigError(
+            f"{echo(args.source)} is a document of kind {profile.kind!r}; expected a profile "
+            "(pyao profile)."
+        )
+    return profile
+
+
+def _training_of(args: argparse.Namespace) -> FakeTraining:
+    """Return the model that is named, as it is trained."""
+    from hf_pyao.plan.hardware.presets import find_hardware
+    from hf_pyao.tools.estimate.command import training_fields_of
+    from hf_pyao.tools.estimate.fake_step import FakeTraining
+    from hf_pyao.tools.estimate.model_specs import config_of, parse_model
+    from hf_pyao.tools.estimate.positions import check_sequence_length
+
+    for option, least in (("micro_batch", 1), ("sequence_length", 2)):
+        if getattr(args, option) < least:
+            flag = "--" + option.replace("_", "-")
+            raise ConfigError(f"{flag} is {getattr(args, option)}; expected {least} or more.")
+    config = config_of(parse_model(args.source))
+    check_sequence_length(config, args.sequence_length)
+    hardware = find_hardware(args.device or "rtx4070")
+    return FakeTraining(config=config, **training_fields_of(args, hardware))
+
+
+def _predicted_profile(args: argparse.Namespace, training: FakeTraining) -> Profile:
+    from tqdm import tqdm
+
+    from hf_pyao.plan.hardware.presets import find_hardware
+    from hf_pyao.tools.estimate.model_specs import parse_model
+    from hf_pyao.tools.estimate.predicted_profile import predict_profile
+
+    hardware = find_hardware(args.device or "rtx4070")
+    spec = parse_model(args.source)
+    is_hidden = args.json or not sys.stderr.isatty()
+    with tqdm(total=1, disable=is_hidden, leave=False, desc="recording the step"):
+        return predict_profile(
+            training,
+            hardware,
+            args.micro_batch,
+            args.sequence_length,
+            title=f"{spec.name} on {hardware.name}, predicted",
+            levers=levers_of(args),
+        )
+
+
+def _number_or_text(text: str) -> int | str:
+    return int(text) if text.isdigit() else text

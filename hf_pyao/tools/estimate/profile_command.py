@@ -1,0 +1,170 @@
+"""``pyao profile``: what the steps of a training take, measured in its script, or predicted."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import runpy
+import sys
+from pathlib import Path
+
+from hf_pyao.errors import ConfigError, PyAOError
+from hf_pyao.plan.documents.profile import Profile
+from hf_pyao.text import echo, one_line, say
+from hf_pyao.tools.estimate.command import add_training_arguments
+from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
+from hf_pyao.tools.report.kinds import Document
+
+DESCRIPTION = """\
+Measure the first steps of a training script: the time of each part of a layer, forward and
+backward, what each saves for backward, the speed of the link. The script runs as it is, unchanged;
+the first model in it that has layers is offloaded whole meanwhile (policy `all`; a script that uses
+hf_pyao keeps its own settings), and the script is ended when the profile is written.
+
+Or predict the same, without a device and without a script: --model, --device.
+"""
+
+EPILOG = """\
+examples
+  pyao profile train.py --epochs 1                      3 micro-batches, to profile.json
+  pyao profile --steps 100 -o opt.json train.py         as many as the PyAO paper
+  accelerate launch --module hf_pyao.cli profile train.py   on all ranks: means and extremes
+  pyao profile --model opt:1.3b --device rtx4070 -o opt.json   predicted
+  pyao profile --model llama:1.2b --sequence-length 8192 --long-context -o long.json
+  pyao report profile.json -o profile.html              tables and Figure 2 of the paper
+  pyao predict profile.json                             plans for these steps, and their times
+"""
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options and help to *parser*."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("profile.json"),
+        metavar="FILE.json",
+        help="the file to write (default: profile.json)",
+    )
+    measured = parser.add_argument_group("measured")
+    measured.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="micro-batches to measure (default: 3)"
+    )
+    measured.add_argument(
+        "--keep-running", action="store_true", help="let the script go on when it is done"
+    )
+    measured.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m"
+    )
+    measured.add_argument("script", nargs="?", metavar="SCRIPT", help="the training script")
+    measured.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments"
+    )
+    predicted = parser.add_argument_group("predicted")
+    predicted.add_argument("--model", metavar="MODEL", help="as for pyao estimate")
+    predicted.add_argument(
+        "--device", metavar="NAME", help="a card, as for pyao estimate (default: rtx4070)"
+    )
+    predicted.add_argument("--micro-batch", type=int, default=1, metavar="N")
+    predicted.add_argument("--sequence-length", type=int, default=512, metavar="N")
+    add_training_arguments(predicted)
+    add_lever_arguments(predicted)
+
+
+def run_from_arguments(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        PyAOError: an option is bad, the script has no model that could be profiled, or the file
+            cannot be written.
+    """
+    if (args.script is None) == (args.model is None):
+        raise ConfigError(
+            "expected either a script to measure (pyao profile train.py ...) or --model to predict."
+        )
+    if args.script is not None and given_levers(args):
+        raise ConfigError(
+            f"{', '.join(given_levers(args))}: of a step that is predicted, and this one is "
+            "measured, with the settings that the script has. Set them there, or drop them."
+        )
+    for option, least in (("steps", 1), ("micro_batch", 1), ("sequence_length", 2)):
+        if getattr(args, option) < least:
+            flag = "--" + option.replace("_", "-")
+            raise ConfigError(f"{flag} is {getattr(args, option)}; expected {least} or more.")
+    profile = _predicted(args) if args.script is None else _measured(args)
+    if profile is not None:
+        _show(profile, args.output)
+    return 0
+
+
+def _predicted(args: argparse.Namespace) -> Profile:
+    from hf_pyao.plan.documents.schema import write_json
+    from hf_pyao.plan.hardware.presets import find_hardware
+    from hf_pyao.tools.estimate.command import training_fields_of
+    from hf_pyao.tools.estimate.fake_step import FakeTraining
+    from hf_pyao.tools.estimate.model_specs import config_of, parse_model
+    from hf_pyao.tools.estimate.positions import check_sequence_length
+    from hf_pyao.tools.estimate.predicted_profile import predict_profile
+
+    hardware = find_hardware(args.device or "rtx4070")
+    spec = parse_model(args.model)
+    config = config_of(spec)
+    check_sequence_length(config, args.sequence_length)
+    profile = predict_profile(
+        FakeTraining(config=config, **training_fields_of(args, hardware)),
+        hardware,
+        args.micro_batch,
+        args.sequence_length,
+        title=f"{spec.name} on {hardware.name}, predicted",
+        levers=levers_of(args),
+    )
+    write_json(args.output, profile)
+    return profile
+
+
+def _measured(args: argparse.Namespace) -> Profile | None:
+    """Run the script; return its profile, on the rank that writes it.
+
+    Raises:
+        PyAOError: it has no model that could be profiled.
+    """
+    from hf_pyao.ranks import process_rank
+    from hf_pyao.tools.estimate.script_profiler import ProfileIsDone, ScriptProfiler
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    script = args.script
+    if not args.module and not Path(script).is_file():
+        raise ConfigError(f"there is no script {echo(script)}. Give a Python file, or -m MODULE.")
+    sys.argv = [script, *args.arguments]
+    profiler = ScriptProfiler(args.output, args.steps, stops=not args.keep_running)
+    with profiler:
+        try:
+            if args.module:
+                sys.path.insert(0, "")
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(script).resolve().parent))
+                runpy.run_path(script, run_name="__main__")
+        except ProfileIsDone:
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0) or profiler.profile is None:
+                raise
+    if profiler.profile is None:
+        why = profiler.refusal or (
+            f"it ended before {args.steps} micro-batches were trained, or no model in it has "
+            "layers that are known. Ask for fewer (--steps 1); attach a model that is not "
+            "transformers' in the script itself, with its layers named (PyAOConfig(layers=...))"
+        )
+        raise PyAOError(f"nothing was measured in {echo(script)}: {one_line(str(why))}.")
+    return profiler.profile if process_rank().is_first else None
+
+
+def _show(profile: Document, path: Path) -> None:
+    from hf_pyao.tools.report.tables import markdown_of
+
+    say(markdown_of(profile))
+    say(f"written: {one_line(str(path))}")

@@ -1,0 +1,78 @@
+"""Which way to train is fastest on a card, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_pyao.plan.documents.estimate import EstimateRow
+from hf_pyao.plan.hardware.caching_allocator import EXPANDABLE_SEGMENTS
+from hf_pyao.plan.hardware.presets import Hardware
+
+CHUNKED = " + chunked loss"
+"""Ends the names of rows with the chunked loss."""
+
+
+def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: int) -> str:
+    """Say in words which way is fastest, and why the others are not."""
+    fitting = _fitting(rows)
+    best = named_row(rows)
+    if not fitting:
+        least = best
+        return (
+            f"Nothing fits into {hardware.memory_gib:g} GiB at {sequence_length} tokens: the least "
+            f"that is allocated is {least.peak_bytes / 1e9:.1f} GB with {least.method}, set by "
+            f"{least.peak_tensor}. Take shorter sequences, LoRA, or a larger card."
+        )
+    words = [
+        f"Fastest: {best.method}, {best.tokens_per_s:,.0f} tokens/s at micro-batch "
+        f"{best.micro_batch}."
+    ]
+    grown = best.largest_with_expandable_segments
+    if grown is not None and grown > best.largest_micro_batch:
+        words.append(
+            f"Its largest micro-batch is {grown} with {EXPANDABLE_SEGMENTS} instead of "
+            f"{best.largest_micro_batch}."
+        )
+    for kind, name in (("", "without the chunked loss"), (CHUNKED, "with it")):
+        plain = {row.method.removesuffix(kind): row for row in fitting if _kind(row) == kind}
+        checkpointing, offloading = plain.get("checkpointing"), plain.get("policy all")
+        if checkpointing is None or offloading is None:
+            continue
+        words.append(_compare(checkpointing, offloading, hardware, name))
+    return " ".join(words)
+
+
+def named_row(rows: Sequence[EstimateRow]) -> EstimateRow:
+    """Return the row that the verdict names: the fastest that fits, else the smallest."""
+    fitting = _fitting(rows)
+    if not fitting:
+        return min(rows, key=lambda row: row.peak_bytes)
+    return max(fitting, key=lambda row: row.tokens_per_s)
+
+
+def _fitting(rows: Sequence[EstimateRow]) -> list[EstimateRow]:
+    return [row for row in rows if row.fits and row.largest_micro_batch]
+
+
+def _kind(row: EstimateRow) -> str:
+    return CHUNKED if row.method.endswith(CHUNKED) else ""
+
+
+def _compare(
+    checkpointing: EstimateRow, offloading: EstimateRow, hardware: Hardware, name: str
+) -> str:
+    ratio = offloading.tokens_per_s / checkpointing.tokens_per_s
+    hidden = offloading.hidden or 0.0
+    carried = hardware.link.d2h_gib_per_s
+    if ratio >= 1.01:
+        return (
+            f"Offloading everything is {ratio - 1:.0%} faster than checkpointing ({name}): "
+            f"{hidden:.0%} of its copies pass under compute, and no layer runs twice."
+        )
+    if ratio <= 0.99:
+        return (
+            f"Checkpointing is {1 / ratio - 1:.0%} faster than offloading everything ({name}), "
+            f"because the layers save more than {carried:.0f} GiB/s carry: {hidden:.0%} of the "
+            "copies pass under compute."
+        )
+    return f"Offloading everything and checkpointing are equally fast ({name})."

@@ -1,0 +1,143 @@
+"""Which kinds of JSON documents there are, and how each is read, shown and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hf_pyao.errors import nearest
+from hf_pyao.plan.documents.bench import BenchReport, FactsReport
+from hf_pyao.plan.documents.estimate import EstimateReport
+from hf_pyao.plan.documents.microbatch import MicroBatchReport
+from hf_pyao.plan.documents.plan import Plan
+from hf_pyao.plan.documents.prediction import PredictionReport
+from hf_pyao.plan.documents.profile import Profile
+from hf_pyao.plan.documents.run import RunReport
+from hf_pyao.plan.documents.schema import ReportError, read_json
+from hf_pyao.plan.documents.step import StepReport
+from hf_pyao.plan.documents.sweep import SweepReport
+from hf_pyao.text import echo
+from hf_pyao.tools.report.plots.bench_plots import bench_figure
+from hf_pyao.tools.report.plots.estimate_plots import estimate_figure
+from hf_pyao.tools.report.plots.look import LIGHT, Look, need_matplotlib
+from hf_pyao.tools.report.plots.microbatch_plots import microbatch_figure
+from hf_pyao.tools.report.plots.plan_plots import plan_figure
+from hf_pyao.tools.report.plots.profile_plots import throughput_figure
+from hf_pyao.tools.report.plots.run_plots import run_figure
+from hf_pyao.tools.report.plots.step_plots import step_figure
+from hf_pyao.tools.report.plots.sweep_plots import sweep_figure
+from hf_pyao.tools.report.views.bench_view import bench_view, facts_view
+from hf_pyao.tools.report.views.estimate_view import estimate_view
+from hf_pyao.tools.report.views.microbatch_view import microbatch_view
+from hf_pyao.tools.report.views.plan_view import plan_view
+from hf_pyao.tools.report.views.prediction_view import prediction_view
+from hf_pyao.tools.report.views.profile_view import profile_view
+from hf_pyao.tools.report.views.run_view import run_view
+from hf_pyao.tools.report.views.step_view import step_view
+from hf_pyao.tools.report.views.sweep_view import sweep_view
+from hf_pyao.tools.report.views.trace_events import profile_events, step_events
+from hf_pyao.tools.report.views.view import View
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of document: how it is read and shown. A new kind is one more row of :data:`KINDS`.
+
+    A document is a dataclass with ``schema_version`` and ``kind``.
+    """
+
+    document: type[Any]
+    """Its class, which has ``from_dict(values, where)``."""
+    view: Callable[[Any], View]
+    figure: Callable[[Any, Look], Figure | None] | None = None
+    """Draws its plot, or returns None where there is too little to draw; None: it has none."""
+    trace_events: Callable[[Any, int], list[dict[str, Any]]] | None = None
+    """Returns its spans as events of a Chrome trace, as the process of a number; None: it has no
+    spans."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "run": Kind(document=RunReport, view=run_view, figure=run_figure),
+    "bench": Kind(document=BenchReport, view=bench_view, figure=bench_figure),
+    "facts": Kind(document=FactsReport, view=facts_view),
+    "estimate": Kind(document=EstimateReport, view=estimate_view, figure=estimate_figure),
+    "profile": Kind(
+        document=Profile,
+        view=profile_view,
+        figure=throughput_figure,
+        trace_events=profile_events,
+    ),
+    "prediction": Kind(document=PredictionReport, view=prediction_view),
+    "sweep": Kind(document=SweepReport, view=sweep_view, figure=sweep_figure),
+    "plan": Kind(document=Plan, view=plan_view, figure=plan_figure),
+    "microbatch": Kind(document=MicroBatchReport, view=microbatch_view, figure=microbatch_figure),
+    "step": Kind(document=StepReport, view=step_view, figure=step_figure, trace_events=step_events),
+}
+"""Value of ``kind`` -> what belongs to it. A new kind of document is one more row."""
+
+
+class Document(Protocol):
+    """A document: an instance of the class of one of :data:`KINDS`."""
+
+    @property
+    def kind(self) -> str:
+        """A key of :data:`KINDS`."""
+        ...
+
+
+def kind_of(document: Document) -> Kind:
+    """Return what belongs to the kind of *document*."""
+    return next(kind for kind in KINDS.values() if isinstance(document, kind.document))
+
+
+def view_of(document: Document) -> View:
+    """Return what *document* shows."""
+    return kind_of(document).view(document)
+
+
+def figure_of(document: Document, look: Look = LIGHT) -> Figure | None:
+    """Return the plot that belongs to *document*; None if there is none of such, or of this one.
+
+    Raises:
+        ReportError: matplotlib is missing.
+    """
+    draw = kind_of(document).figure
+    if draw is None:
+        return None
+    need_matplotlib()
+    return draw(document, look)
+
+
+def read_document(path: str | Path) -> Any:
+    """Read a JSON document of any kind.
+
+    Raises:
+        ReportError: the file cannot be read, is of an unknown kind or of another version.
+    """
+    values = read_json(path)
+    kind, where = values.get("kind"), echo(str(path))
+    if not isinstance(kind, str) or kind not in KINDS:
+        hint = nearest(kind, KINDS) if isinstance(kind, str) else ""
+        raise ReportError(
+            f"{where} has kind {echo(kind)}{hint or ';'} known: {', '.join(KINDS)}. Give files "
+            "that hf_pyao wrote (`pyao bench`, or a training run with --activation_offload_report)."
+        )
+    return KINDS[kind].document.from_dict(values, where)
+
+
+def read_named_document(path: str | Path) -> Any:
+    """Read a JSON document of any kind; a run without a name gets its file's.
+
+    Raises:
+        ReportError: as :func:`read_document`.
+    """
+    document = read_document(path)
+    if not isinstance(document, RunReport) or document.extra.get("name"):
+        return document
+    return dataclasses.replace(document, extra={**document.extra, "name": Path(path).name})

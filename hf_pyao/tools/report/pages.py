@@ -1,0 +1,201 @@
+"""Writes reports as Markdown with PNG plots beside it, or as one self-contained HTML page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import quote
+
+from hf_pyao.files import replace_file
+from hf_pyao.plan.documents.schema import ReportError
+from hf_pyao.text import echo, one_line
+from hf_pyao.tools.report.chrome_trace import write_trace
+from hf_pyao.tools.report.kinds import Document, figure_of, kind_of, view_of
+from hf_pyao.tools.report.plots.look import DARK, LIGHT, Look, image_bytes, need_matplotlib
+from hf_pyao.tools.report.tables import markdown_of, provenance_line
+from hf_pyao.tools.report.views.view import Table
+
+
+def write_page(
+    documents: Sequence[Document], output: str | Path, *, with_plots: bool = True
+) -> list[Path]:
+    """Write *documents* to *output*; return the files written, that one first.
+
+    ``.md`` gets one PNG for each plot beside it, ``.html`` holds all in one file. ``.json`` gets a
+    Chrome trace, where all documents hold spans.
+
+    Raises:
+        ReportError: the suffix is another one, matplotlib is missing, or a file cannot be written.
+    """
+    path = Path(output)
+    if path.suffix not in (".md", ".html", ".json") or "\0" in str(output):
+        raise ReportError(
+            f"output {echo(str(output))}: expected a name that ends in .md or .html, or in .json "
+            "for a Chrome trace."
+        )
+    if path.suffix == ".json":
+        return write_trace(documents, path)
+    if with_plots and any(kind_of(document).figure for document in documents):
+        need_matplotlib()
+    try:
+        if path.suffix == ".html":
+            page = html_page(documents, with_plots=with_plots)
+            replace_file(path, page.encode("utf-8"))
+            return [path]
+        return _write_markdown(documents, path, with_plots=with_plots)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ReportError(f"cannot write {echo(str(output))}: {reason}.") from error
+
+
+def _write_markdown(documents: Sequence[Document], path: Path, *, with_plots: bool) -> list[Path]:
+    written, parts = [path], []
+    for index, document in enumerate(documents, start=1):
+        image = _image(document, "png", LIGHT) if with_plots else None
+        link = None
+        if image is not None:
+            picture = path.with_name(f"{path.stem}-{index}.png")
+            replace_file(picture, image)
+            written.append(picture)
+            link = quote(os.fsencode(picture.name))
+        parts.append(markdown_of(document, link))
+    replace_file(path, "\n".join(parts).encode("utf-8"))
+    return written
+
+
+def html_page(documents: Sequence[Document], *, with_plots: bool = True) -> str:
+    """Return one page that needs nothing beside it: no script, no network.
+
+    Raises:
+        ReportError: matplotlib is missing.
+    """
+    sections = "\n".join(_section(document, with_plots) for document in documents)
+    title = _text(view_of(documents[0]).title if len(documents) == 1 else "hf_pyao: reports")
+    return _PAGE.format(title=title, style=_STYLE, sections=sections)
+
+
+def _section(document: Document, with_plots: bool) -> str:
+    view = view_of(document)
+    source = provenance_line(view, text=_text, command=_code)
+    parts = [
+        f"<h2>{_text(view.title)}</h2>",
+        _paragraph(_text(view.summary)),
+        _picture(document, view.title) if with_plots else "",
+        *(_html_table(each) for each in view.tables),
+        _paragraph(_text(view.conclusion)),
+        _list(view.notes),
+        _paragraph(_text(view.legend), "source"),
+        _paragraph(source, "source"),
+    ]
+    return "<section>\n" + "\n".join(part for part in parts if part) + "\n</section>"
+
+
+def _picture(document: Document, title: str) -> str:
+    """Return the plot as images of their own, so that identifiers inside of two cannot meet.
+
+    There is one for each look, of which a browser shows the one that fits the page.
+    """
+    images = [(media, _image(document, "svg", look)) for media, look in _LOOKS]
+    if any(image is None for _, image in images):
+        return ""
+    *others, (_, last) = [(media, _data(image or b"")) for media, image in images]
+    sources = "".join(f'<source media="{media}" srcset="{data}">\n' for media, data in others)
+    alt = _text(f"plot: {title}")
+    return f'<picture>\n{sources}<img alt="{alt}" src="{last}">\n</picture>'
+
+
+_DARK_PAGE, _NARROW_PAGE = "(prefers-color-scheme: dark)", "(max-width: 640px)"
+
+_LOOKS = (
+    (f"{_DARK_PAGE} and {_NARROW_PAGE}", replace(DARK, is_narrow=True)),
+    (_NARROW_PAGE, replace(LIGHT, is_narrow=True)),
+    (_DARK_PAGE, DARK),
+    ("", LIGHT),
+)
+"""What a page asks for, and the plot for it; the first that holds counts."""
+
+
+def _data(image: bytes) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(image).decode('ascii')}"
+
+
+def _paragraph(markup: str, kind: str = "") -> str:
+    if not markup:
+        return ""
+    return f'<p class="{kind}">{markup}</p>' if kind else f"<p>{markup}</p>"
+
+
+def _list(notes: Sequence[str]) -> str:
+    items = "".join(f"<li>{_text(note)}</li>" for note in notes)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _text(text: str) -> str:
+    """Return what others wrote as the text of an element, or of a quoted attribute."""
+    return html.escape(one_line(text), quote=True)
+
+
+def _code(text: str) -> str:
+    return f"<code>{_text(text)}</code>"
+
+
+def _html_table(table: Table) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        tags = [f'{tag} class="text"'] * table.num_text_columns + [tag] * len(cells)
+        marked = [
+            f"<{start}>{_text(cell)}</{tag}>" for start, cell in zip(tags, cells, strict=False)
+        ]
+        return "<tr>" + "".join(marked) + "</tr>"
+
+    body = "\n".join(line(row, "td") for row in table.rows)
+    return (
+        f'<div class="wide"><table>\n<thead>{line(table.header, "th")}</thead>\n'
+        f"<tbody>\n{body}\n</tbody>\n</table></div>"
+    )
+
+
+def _image(document: Document, kind: str, look: Look) -> bytes | None:
+    figure = figure_of(document, look)
+    return None if figure is None else image_bytes(figure, kind)
+
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1f2933; --soft: #616e7c; --line: #d5dae0;
+        --back: #ffffff; --band: #f5f7fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7eb; --soft: #9aa5b1; --line: #3e4c59; --back: #171c21; --band: #20272e; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back);
+       max-width: 74rem; margin: 2.5rem auto; padding: 0 1.25rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
+img { max-width: 100%; height: auto; border: 1px solid var(--line); border-radius: 6px; }
+code { overflow-wrap: anywhere; } p, li, h2 { overflow-wrap: break-word; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .75rem; text-align: right; border-bottom: 1px solid var(--line); }
+th { font-weight: 600; color: var(--soft); vertical-align: bottom; }
+td { white-space: nowrap; }
+td.text { white-space: normal; overflow-wrap: break-word; min-width: 8rem; max-width: 26rem; }
+.text { text-align: left; }
+tbody tr:nth-child(odd) { background: var(--band); }
+.source, li { color: var(--soft); font-size: .85rem; }
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<h1>hf_pyao</h1>
+{sections}
+</body>
+</html>
+"""

@@ -1,0 +1,92 @@
+"""The plot of a plan: bytes by what becomes of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE, Plan
+from hf_pyao.quantities import GIB, MIB, number
+from hf_pyao.tools.report.plots import look as looks
+from hf_pyao.tools.report.plots.look import LIGHT, Look
+from hf_pyao.tools.report.views.plan_view import bytes_by_action, num_layers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_POINTS = 200
+"""Most points of a front that are drawn."""
+
+PLANNED = "planned"
+"""Name of points that the solver proposed; the others have names of their own."""
+
+_FAMILIES = {KEEP: looks.RECOMPUTE, OFFLOAD: looks.OURS, RECOMPUTE: looks.OFFLOAD}
+
+
+def plan_figure(plan: Plan, look: Look = LIGHT) -> Figure | None:
+    """Return time over peak of what was looked at; else the bytes of each action as bars.
+
+    None if the plan holds neither.
+    """
+    if len(plan.front) > 1:
+        return _front_figure(plan, look)
+    sizes = bytes_by_action(plan)
+    if not sizes:
+        return None
+    figure, axes = look.figure(8.6, 1.3 + 0.34 * len(sizes))
+    scale, unit = (GIB, "GiB") if max(sizes.values()) >= GIB else (MIB, "MiB")
+    rows = [
+        (action, size / scale, look.colour(_FAMILIES[action])) for action, size in sizes.items()
+    ]
+    look.bars(axes, rows, [number(value) for _, value, _ in rows])
+    per = "micro-batch" if num_layers(plan) > 1 else "layer, or named layers"
+    axes.set_xlabel(look.wrapped(f"{unit} of the named slots, per {per}", 36))
+    return figure
+
+
+def _front_figure(plan: Plan, look: Look) -> Figure:
+    """Draw time over peak, with the chosen plan and the limit marked."""
+    points = plan.front[:MOST_POINTS]
+    figure, axes = look.figure(8.6, 4.4)
+    solved = [point for point in points if point.name == PLANNED]
+    if solved:
+        axes.plot(
+            [point.peak_bytes / GIB for point in solved],
+            [point.step_ms for point in solved],
+            color=look.colour(looks.OURS),
+            marker=looks.OURS.marker,
+            markersize=4,
+            linewidth=1.2,
+            label="planned",
+        )
+    for number_of_point, point in enumerate(p for p in points if p.name != PLANNED):
+        family = looks.RECOMPUTE if "checkpoint" in point.name else looks.OFFLOAD
+        axes.scatter(
+            [point.peak_bytes / GIB],
+            [point.step_ms],
+            color=look.colour(family),
+            marker="sDv^<>"[number_of_point % 6],
+            s=36,
+            zorder=3,
+            label=look.plain(point.name, 48),
+        )
+    for point in points:
+        if point.is_chosen:
+            axes.scatter(
+                [point.peak_bytes / GIB],
+                [point.step_ms],
+                s=150,
+                facecolors="none",
+                edgecolors=look.ink,
+                linewidths=1.6,
+                zorder=4,
+                label="chosen",
+            )
+    limit = plan.facts.limit_bytes or 0
+    most = max(point.peak_bytes for point in points)
+    if 0 < limit <= 1.5 * most:
+        axes.axvline(limit / GIB, color=look.soft, linestyle="--", linewidth=1.0, label="limit")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("predicted peak on the device, GiB")
+    axes.set_ylabel("predicted step, ms")
+    axes.legend(fontsize=8, frameon=False, labelcolor=look.ink, loc="lower left")
+    return figure

@@ -1,0 +1,1 @@
+"""What each kind of document shows, as texts and tables."""

@@ -1,0 +1,177 @@
+"""What a plan shows: what becomes of each slot, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from hf_pyao.plan.documents.plan import ACTIONS, LeverSetting, Plan, PlannedSlot
+from hf_pyao.quantities import ABSENT, MIB, fact_text, number
+from hf_pyao.tools.report.views.view import Table, View
+
+MOST_LAYERS = 100_000
+"""Most layers that a plan is taken to be for: a file may say anything."""
+
+
+def plan_view(plan: Plan) -> View:
+    """Return a plan's slots, its figures, and what becomes of the rest."""
+    tables = [
+        Table(["slot", "action", "layers", "codec", "why", "MiB"], _slot_rows(plan), 5),
+        Table(
+            ["what was looked at", "step, ms", "peak, GB", "leaves, GB", "rebuilt, ms"],
+            _front_rows(plan),
+        ),
+        Table(["levers that were looked at", *_LEVER_COLUMNS], _lever_rows(plan), 2),
+        Table(["figure", "value"], [[name, number(v)] for name, v in plan.numbers().items()]),
+        Table(["made for", ""], [[name, fact_text(v)] for name, v in plan.model.items()], 2),
+    ]
+    return View(
+        title=plan.title,
+        summary=_summary(plan),
+        tables=[table for table in tables if table.rows],
+    )
+
+
+def bytes_by_action(plan: Plan) -> dict[str, float]:
+    """Return the bytes of a micro-batch for each action, as far as the plan holds sizes.
+
+    A slot of all layers counts once for each, where the plan says how many there are.
+    """
+    found: dict[str, float] = {}
+    for action in ACTIONS:
+        sized = [s for s in plan.slots if s.action == action and s.nbytes is not None]
+        if sized:
+            found[action] = sum(float(s.nbytes or 0) * _num_layers(plan, s) for s in sized)
+    return found
+
+
+def _num_layers(plan: Plan, slot: PlannedSlot) -> int:
+    if slot.layers is not None:
+        return len(slot.layers)
+    named = {name for s in plan.slots if s.name == slot.name for name in s.layers or ()}
+    return max(0, num_layers(plan) - len(named))
+
+
+def num_layers(plan: Plan) -> int:
+    """Return the layers of the model that the plan is for; 1 if it does not say."""
+    count = plan.model.get("num_layers")
+    is_count = isinstance(count, int) and not isinstance(count, bool) and 0 < count <= MOST_LAYERS
+    return count if is_count and isinstance(count, int) else 1
+
+
+def _summary(plan: Plan) -> str:
+    said = [f"{len(plan.slots)} slots are named; what is not named: {plan.otherwise}."]
+    if plan.recomputed_modules:
+        said.append(f"Recomputed modules: {', '.join(plan.recomputed_modules)}.")
+    if plan.levers_reason:
+        said.append(f"Levers: {plan.levers_reason.rstrip('.')}.")
+    if not plan.model:
+        said.append("It holds for any model that has these slots.")
+    return " ".join(said)
+
+
+def _front_rows(plan: Plan) -> list[list[str]]:
+    return [
+        [
+            f"{point.name} (chosen)" if point.is_chosen else point.name,
+            f"{point.step_ms:,.2f}",
+            f"{point.peak_bytes / 1e9:.3f}",
+            f"{point.offloaded_bytes / 1e9:.3f}",
+            f"{point.rebuild_ms:,.2f}",
+        ]
+        for point in plan.front
+    ]
+
+
+_LEVER_COLUMNS = ("note", "step, ms", "peak, GB", "host, GB", "fits")
+
+
+def _lever_rows(plan: Plan) -> list[list[str]]:
+    """Return a row for each setting that was recorded, and one for all others of one reason."""
+    alike: dict[str, list[LeverSetting]] = {}
+    for setting in plan.lever_settings:
+        if setting.step_ms is None:
+            alike.setdefault(setting.note, []).append(setting)
+    others = [
+        dataclasses.replace(first, words=f"{first.words}, and {len(more)} more") if more else first
+        for first, *more in alike.values()
+    ]
+    recorded = [setting for setting in plan.lever_settings if setting.step_ms is not None]
+    return [
+        [
+            f"{setting.words} (chosen)" if setting.is_chosen else setting.words,
+            setting.note or ABSENT,
+            ABSENT if setting.step_ms is None else f"{setting.step_ms:,.2f}",
+            ABSENT if setting.peak_bytes is None else f"{setting.peak_bytes / 1e9:.3f}",
+            ABSENT if setting.host_bytes is None else f"{setting.host_bytes / 1e9:.3f}",
+            ABSENT if setting.step_ms is None else ("yes" if setting.fits else "no"),
+        ]
+        for setting in (*recorded, *others)
+    ]
+
+
+def plans_side_by_side(plans: Mapping[str, Plan]) -> View:
+    """Return two or more plans, slot by slot and figure by figure; what is equal is left out."""
+    names = list(plans)
+    slots = dict.fromkeys(slot.name for plan in plans.values() for slot in plan.slots)
+    rows = [[name, *(_actions_of(plans[each], name) for each in names)] for name in slots]
+    numbers = {name: plan.numbers() for name, plan in plans.items()}
+    values = [
+        [name, *(number(of[name]) if name in of else ABSENT for of in numbers.values())]
+        for name in dict.fromkeys(name for of in numbers.values() for name in of)
+    ]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return View(
+        title="Plans side by side",
+        summary=(
+            f"{len(rows) - len(differing)} of {len(rows)} slots are treated alike in all of them."
+        ),
+        tables=[
+            table
+            for table in (
+                Table(["slot", *names], differing, 1 + len(names)),
+                Table(["figure", *names], [row for row in values if len(set(row[1:])) > 1]),
+            )
+            if table.rows
+        ],
+    )
+
+
+def _actions_of(plan: Plan, name: str) -> str:
+    found = [
+        f"{slot.action} {'all' if slot.layers is None else ranges(slot.layers)}"
+        for slot in plan.slots
+        if slot.name == name
+    ]
+    return "; ".join(found) or f"{plan.otherwise} (not named)"
+
+
+def _slot_rows(plan: Plan) -> list[list[str]]:
+    return [
+        [
+            slot.name,
+            slot.action,
+            "all" if slot.layers is None else ranges(slot.layers),
+            slot.codec or ABSENT,
+            slot.reason or ABSENT,
+            ABSENT if slot.nbytes is None else f"{slot.nbytes / MIB:,.2f}",
+        ]
+        for slot in plan.slots
+    ]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers in order, runs of three and more as their ends: ``0–5, 7``."""
+    runs: list[list[int]] = []
+    for each in sorted(set(numbers)):
+        if runs and each == runs[-1][1] + 1:
+            runs[-1][1] = each
+        else:
+            runs.append([each, each])
+    parts = []
+    for first, last in runs:
+        if last == first:
+            parts.append(str(first))
+        else:
+            parts.append(f"{first}–{last}" if last - first > 1 else f"{first}, {last}")
+    return ", ".join(parts)

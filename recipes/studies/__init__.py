@@ -1,0 +1,1 @@
+"""Studies behind the pages: predictions, counts, comparisons."""

@@ -1,0 +1,161 @@
+"""What cannot go together is refused, with the remedy."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from trl import SFTConfig
+
+from hf_pyao import attach
+from hf_pyao.auto.install.conflicts import (
+    check_checkpointing_arguments,
+    check_model,
+    check_other_offloaders,
+    check_training_arguments,
+    uses_checkpointing,
+)
+from hf_pyao.errors import ConfigError, ConflictError
+
+# TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is depre:FutureWarning")
+
+# transformers renamed gradient checkpointing to activation checkpointing and warns on the old name.
+RENAMED = "activation_checkpointing" in inspect.signature(TrainingArguments).parameters
+CHECKPOINTING = "activation_checkpointing" if RENAMED else "gradient_checkpointing"
+ENABLE_CHECKPOINTING = getattr(LlamaForCausalLM, f"{CHECKPOINTING}_enable")
+CAN_OFFLOAD = "offload" in inspect.signature(ENABLE_CHECKPOINTING).parameters
+
+
+def cpu_arguments(**values: Any) -> TrainingArguments:
+    return TrainingArguments("out", use_cpu=True, **values)
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=64,
+    )
+    return LlamaForCausalLM(config)
+
+
+def test_plain_arguments_and_a_plain_model_pass() -> None:
+    check_training_arguments(cpu_arguments())
+    check_model(tiny_llama())
+
+
+def test_checkpointing_and_segments_are_not_both_asked_for() -> None:
+    args = cpu_arguments(**{CHECKPOINTING: True})
+    check_checkpointing_arguments(args, 0)
+    check_checkpointing_arguments(cpu_arguments(), 4)
+    with pytest.raises(ConflictError, match=r"training arguments.*checkpoint_every is 4.*=False"):
+        check_checkpointing_arguments(args, 4)
+
+
+def test_an_activation_that_writes_what_was_saved_is_refused() -> None:
+    model = tiny_llama()
+    model.model.layers[1].mlp.act_fn = nn.RReLU()
+    with pytest.raises(ConflictError, match=r"model.layers.1.mlp.act_fn.*nn.RReLU"):
+        check_model(model)
+    model.model.layers[1].mlp.act_fn.eval()
+    check_model(model)
+
+
+def test_compiled_autograd_is_refused() -> None:
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        with pytest.raises(ConflictError, match=r"compiled_autograd is on.*Switch it off"):
+            attach(tiny_llama())
+    attach(tiny_llama()).detach()
+
+
+def test_transformers_own_checkpoint_offloading_is_refused() -> None:
+    arguments = cpu_arguments(**{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"offload": True}})
+    with pytest.raises(ConflictError, match=r"offload=True.*Drop that key"):
+        check_training_arguments(arguments)
+
+
+def test_checkpointing_without_offload_passes() -> None:
+    arguments = cpu_arguments(
+        **{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
+    )
+    check_training_arguments(arguments)
+    assert uses_checkpointing(arguments)
+    assert not uses_checkpointing(cpu_arguments())
+
+
+def test_trl_offloading_is_refused_and_the_abbreviation_explained() -> None:
+    arguments = SFTConfig("out", use_cpu=True, bf16=False, activation_offloading=True)
+    with pytest.raises(ConflictError, match="abbreviation of it: mix PyAOArguments"):
+        check_training_arguments(arguments)
+    check_other_offloaders(SFTConfig("out", use_cpu=True, bf16=False))
+
+
+def test_several_gpus_in_one_process_are_refused() -> None:
+    arguments = cpu_arguments()
+    assert arguments.n_gpu == 0  # which also settles it before it is replaced
+    arguments._n_gpu = 2
+    with pytest.raises(ConflictError, match=r"2 GPUs are visible.*CUDA_VISIBLE_DEVICES=0"):
+        check_training_arguments(arguments)
+
+
+def test_data_parallel_is_refused() -> None:
+    with pytest.raises(ConflictError, match="DataParallel"):
+        attach(nn.DataParallel(tiny_llama()))
+
+
+def test_unified_memory_is_refused() -> None:
+    # There is no MPS here, and neither function does more with a device than read its type.
+    mps = torch.device("mps")
+    with pytest.raises(ConflictError, match="MPS"):
+        check_training_arguments(SimpleNamespace(n_gpu=1, device=mps))  # type: ignore[arg-type]
+
+    class OnMPS(nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([SimpleNamespace(device=mps)])
+
+    with pytest.raises(ConflictError, match="MPS"):
+        check_model(OnMPS())
+
+
+def test_saved_tensor_hooks_around_the_caller_are_refused() -> None:
+    model = tiny_llama()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        pytest.raises(ConflictError, match=r"saved-tensor hooks are already set.*outside"),
+    ):
+        attach(model)
+    attach(model).detach()
+
+
+@pytest.mark.skipif(not CAN_OFFLOAD, reason="this transformers offloads no checkpoints")
+def test_a_model_that_offloads_its_checkpoints_is_refused() -> None:
+    model = tiny_llama()
+    enable = getattr(model, f"{CHECKPOINTING}_enable")
+    enable(offload=True)
+    with pytest.raises(ConflictError, match=r"offload=True.*without `offload`"):
+        attach(model)
+    enable(offload=False)
+    attach(model).detach()
+
+
+def test_torchs_offload_wrapper_is_refused() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+
+    model = tiny_llama()
+    model.model.layers[1] = offload_wrapper(model.model.layers[1])
+    with pytest.raises(ConflictError, match=r"model\.layers\.1"):
+        check_model(model)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model is None; expected a torch.nn.Module"):
+        attach(None)  # type: ignore[arg-type]

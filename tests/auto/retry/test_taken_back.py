@@ -1,0 +1,127 @@
+"""Second runs that fail, or that cannot be, are taken back: training goes on with the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, attach
+from hf_pyao.auto.retry.noted_tensors import ModelTensors, NotedTensors
+from hf_pyao.errors import ConflictError
+from hf_pyao.hf.micro_batch.trial_step import check_undoable, undisturbed
+from tests.helpers import EVERY_LAYER, FunctionLayer, Stack, assert_same_tensors, gradients_of
+
+INPUT = torch.linspace(-1, 1, 12).view(3, 4)
+BY_ONE = dataclasses.replace(EVERY_LAYER, checkpoint_every=1)
+
+
+def micro_batch(model: nn.Module) -> None:
+    model(INPUT).square().sum().backward()
+
+
+def test_a_second_run_that_fails_is_taken_back(caplog: pytest.LogCaptureFixture) -> None:
+    """What a function closes over is not put back: the second run saves other tensors."""
+
+    def layers() -> Stack:
+        calls: list[int] = []
+
+        def otherwise(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            x = torch.sin(x @ layer.weight)
+            return torch.sin(x.double()).float() if len(calls) == 2 else torch.sin(x)
+
+        return Stack(otherwise)
+
+    plain = Stack(lambda layer, x: torch.sin(torch.sin(x @ layer.weight)))
+    micro_batch(plain)
+    model = layers()
+    with attach(model, BY_ONE) as offloader:
+        offloader.run_micro_batch(lambda: micro_batch(model))
+        assert_same_tensors(gradients_of(model), gradients_of(plain), "")
+    assert "The micro-batch runs again: from now on no layer runs again" in caplog.text
+
+
+def iterates(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x @ layer.weight * (1 + next(layer.numbers)))
+
+
+def test_a_state_that_cannot_be_put_back_is_refused_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = []
+    for config in (None, BY_ONE):
+        model = Stack(iterates)
+        model.layers[0].numbers = itertools.count()
+        if config is None:
+            micro_batch(model)
+        else:
+            with attach(model, config):
+                micro_batch(model)
+        found.append(gradients_of(model))
+    assert_same_tensors(found[1], found[0], "")
+    assert "'numbers'" in caplog.text
+    with pytest.raises(ConflictError, match="'layers.0.numbers'"):
+        check_undoable(model)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: int
+
+
+def test_a_trial_leaves_lists_tuples_hooks_and_modules_as_they_were() -> None:
+    model = Stack(iterates, iterates)
+    layer = model.layers[0]
+    layer.seen, layer.pair = [{"n": 1}], Pair(torch.zeros(2, 3), 0)
+    with undisturbed(model, torch.device("cpu")):
+        layer.seen[0]["n"] = 2
+        layer.seen.append(3)
+        layer.pair.first.add_(1)
+        layer.pair = layer.pair._replace(second=5)
+        layer.added = nn.Linear(2, 2)
+        layer.register_forward_hook(lambda *_: None)
+        del model.layers[1].weight
+        model.eval()
+    assert layer.seen == [{"n": 1}]
+    assert layer.pair.second == 0
+    assert not layer.pair.first.any()
+    assert not hasattr(layer, "added")
+    assert not layer._forward_hooks
+    assert isinstance(model.layers[1].weight, nn.Parameter)
+    assert model.training
+    assert layer.training
+
+
+def steps_in_a_module_s_backward(model: Stack) -> None:
+    def step(module: nn.Module, *_: Any) -> None:
+        for parameter in model.layers[1].parameters(recurse=False):
+            parameter.data.sub_(0.1)
+
+    model.layers[1].register_full_backward_hook(step)
+
+
+def test_weights_that_are_stepped_without_a_version_end_the_run() -> None:
+    model = Stack(lambda layer, x: torch.sin(x @ layer.weight), cosine)
+    noted = NotedTensors(ModelTensors(model))
+    assert not noted.have_weights_changed()
+    steps_in_a_module_s_backward(model)
+    micro_batch(model)
+    assert noted.have_weights_changed()
+    model.zero_grad()
+    with attach(model, PyAOConfig(min_bytes=0, layers=("layers.*",))) as offloader:
+
+        def two_losses() -> None:
+            micro_batch(model)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+        with pytest.raises(OutOfDeviceMemoryError, match="weights were changed"):
+            offloader.run_micro_batch(two_losses, writes_only_this_model=True)
+
+
+def cosine(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    return torch.cos(x @ layer.weight)

@@ -1,0 +1,127 @@
+"""One rank: trains under DDP and FSDP2 with and without recomputation, and compares bits.
+
+Called as ``python -m tests.engine.recompute.recompute_worker FOLDER`` with RANK and WORLD_SIZE set.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import sys
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_pyao import PyAOConfig, attach
+from tests.helpers import EVERY_LAYER, autocasting, tiny_batch, tiny_model
+from tests.helpers.recompute_sets import ALONE
+
+WRAPPERS = ("ddp", "fsdp2", "fsdp2 bf16")
+MODELS = ("opt", "gpt2", "llama")
+SETS = (("pointwise",), ("*",), ("mlp_up", "mlp_act", "mlp_norm"))
+NAMED_SETS = {
+    "opt": (("core_attn",), (".",)),
+    "gpt2": (("mlp_act",), ("mlp_act", "mlp_down"), ("*dropout",)),
+    "llama": (("attn_norm", "mlp_norm"), ("mlp",)),
+}
+"""One of them after the other, alone under one wrapper and beside offloading under the next."""
+AUTOCASTS = (None, torch.bfloat16)
+
+
+def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
+    """Wrap *model* and each of its layers."""
+    if wrapper == "ddp":
+        return DistributedDataParallel(model)
+    dtype = torch.bfloat16 if wrapper == "fsdp2 bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    base = model.base_model
+    layers = getattr(base, "h", None) or getattr(base, "layers", None) or base.decoder.layers
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def two_steps(
+    origin: nn.Module, wrapper: str, autocast: torch.dtype | None, config: PyAOConfig | None
+) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Train two steps of two micro-batches; return losses, local gradients, the random state."""
+    model = wrapped(copy.deepcopy(origin), wrapper)
+    offloader = attach(model, config) if config else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    seen: list[torch.Tensor] = []
+    for step in range(2):
+        for index in range(2):
+            batch = tiny_batch(10 * dist.get_rank() + 2 * step + index)
+            with autocasting(autocast):
+                loss = model(**batch, use_cache=False).loss
+            loss.backward()
+            seen.append(loss.detach())
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                seen.append(local.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    metrics = offloader.totals() if offloader else {}
+    if offloader is not None:
+        offloader.detach()
+    return [*seen, torch.get_rng_state()], metrics
+
+
+def main(folder: Path) -> None:
+    """Compare every wrapper and model; write what differs."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=60),
+    )
+    results: dict[str, Any] = {}
+    for index, (wrapper, model_type) in enumerate(itertools.product(WRAPPERS, MODELS)):
+        names, autocast = SETS[(index + index // 3) % 3], AUTOCASTS[index % 2]
+        origin = tiny_model(model_type, dropout=0.1)
+        expected, _ = two_steps(origin, wrapper, autocast, None)
+        cases = [(names, ALONE), (names, EVERY_LAYER)]
+        for number, named in enumerate(NAMED_SETS[model_type]):
+            cases.append((named, (ALONE, EVERY_LAYER)[(index // len(MODELS) + number) % 2]))
+        for selected, base in cases:
+            config = replace(base, recompute_modules=selected)
+            found, metrics = two_steps(origin, wrapper, autocast, config)
+            key = f"{wrapper}, {model_type}, {selected}, {autocast}, {base.policy}"
+            pairs = zip(found, expected, strict=True)
+            results[key] = {
+                "different": [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)],
+                "num_tensors": len(expected),
+                "recomputed_bytes": metrics["recomputed_bytes"],
+            }
+    (folder / f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        main(Path(sys.argv[1]))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Not sys.exit: gloo's threads may abort the interpreter while it shuts down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,395 @@
+"""Segments whose layers run again one by one: what runs when, what is held, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
+from hf_pyao.errors import RecomputationError
+from hf_pyao.model.map import (
+    architectures,
+)
+from tests.engine.recompute.test_saved_attention import Kernels
+from tests.engine.recompute.test_segments import INPUT, Counting, Sharing, lifecycle_of, step
+from tests.helpers import (
+    EVERY_LAYER,
+    FunctionLayer,
+    Stack,
+    assert_same_tensors,
+    gradients_of,
+    linear_relu,
+    tiny_batch,
+    tiny_model,
+)
+from tests.helpers.ledger import AllocationLedger
+
+LENGTHS = (2, 3, 100)
+
+
+def nested(length: int, **settings: Any) -> PyAOConfig:
+    return dataclasses.replace(
+        EVERY_LAYER, checkpoint_every=length, checkpoint_nested=True, **settings
+    )
+
+
+def smooth(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x @ layer.weight)
+
+
+@pytest.fixture
+def _models_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "_registered_maps", {})
+    for name in ("Sharing", "Counting"):
+        register_module_map(name, ModuleMap(layers=("layers",)))
+
+
+def check(*functions: Callable[..., Any]) -> None:
+    """Check that layers that compute *functions* have the same gradients, whatever the length."""
+    for length in LENGTHS:
+        model = Stack(*functions)
+        expected = step(copy.deepcopy(model))
+        with attach(model, nested(length)) as offloader:
+            assert_same_tensors(step(model), expected, f"length {length}")
+            assert lifecycle_of(offloader).filled.num_runs == len(functions)
+            assert not list(lifecycle_of(offloader).filled._segments)
+            assert offloader.host_pool.settle() == 0
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_the_order_in_which_layers_run_again() -> None:
+    """First those before the last for their outputs; then each as backward comes to it."""
+    ran: list[str] = []
+
+    def counted(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        ran.append(layer.name)
+        x = torch.relu(x @ layer.weight)
+        ran.append("whole")
+        return x + 1
+
+    model = Stack(counted, counted, counted, counted, counted)
+    for layer, name in zip(model.layers, "abcde", strict=True):
+        layer.name = name
+        layer.weight.register_hook(lambda _, name=name: ran.append(f"backward of {name}"))
+    with attach(model, nested(3)) as offloader:
+        x = INPUT.clone().requires_grad_()
+        out = model(x)
+        assert ran == "a whole b whole c whole d whole e whole".split()
+        ran.clear()
+        out.square().sum().backward()
+        metrics = offloader.metrics()
+    expected = ["d", "whole", "e", "backward of e", "d", "backward of d"]
+    expected += ["a", "whole", "b", "whole", "c", "backward of c"]
+    expected += ["b", "backward of b", "a", "backward of a"]
+    assert ran == expected
+    assert metrics["offloaded_bytes"] == metrics["reloaded_bytes"] == 2 * INPUT.nbytes
+
+
+def test_another_thread_runs_its_segments_in_between() -> None:
+    """What layers made again for those behind them is not let go of, and made once more."""
+    others: list[torch.Tensor] = []
+    num_runs = 0
+
+    def counted(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        return torch.sin(x @ layer.weight)
+
+    def run_others(_: torch.Tensor) -> None:
+        if others:
+            thread = threading.Thread(target=others.pop().backward)
+            thread.start()
+            thread.join()
+
+    model = Stack(counted, counted, counted, counted)
+    model.layers[-1].weight.register_hook(run_others)
+    with attach(model, nested(4)):
+        losses = [model(INPUT.clone().requires_grad_()).square().sum() for _ in range(2)]
+        others.append(losses[0])
+        num_runs = 0
+        losses[1].backward()
+    assert not others
+    assert num_runs == 2 * (3 + 4)
+
+
+def test_random_numbers_of_torch_and_python() -> None:
+    import random
+
+    def noisy(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(torch.sin(x @ layer.weight), 0.4)
+        return torch.cos(x * random.random() * torch.rand(()))
+
+    check(noisy, linear_relu, noisy, noisy, noisy)
+
+
+def test_a_gradient_that_is_taken_inside_of_a_layer() -> None:
+    def force(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad(
+            torch.sin(x @ layer.weight).sum(), layer.weight, create_graph=True
+        )
+        return torch.tanh(x @ grad)
+
+    model = Stack(force, force, force)
+    expected = step(copy.deepcopy(model))
+    with attach(model, nested(3)):
+        assert_same_tensors(step(model), expected, "")
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["backward outside", "backward inside"])
+def test_autocast_at_the_time_of_forward_holds(is_inside: bool) -> None:
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(INPUT).float().square().sum()
+            if is_inside:
+                loss.backward()
+        if not is_inside:
+            loss.backward()
+        return gradients_of(model)
+
+    model = Stack(linear_relu, linear_relu, linear_relu)
+    expected = run(copy.deepcopy(model))
+    with attach(model, nested(3)):
+        assert_same_tensors(run(model), expected, "")
+
+
+@pytest.mark.usefixtures("_models_are_known")
+@pytest.mark.parametrize("length", LENGTHS)
+def test_arguments_beside_the_hidden_states(length: int) -> None:
+    model = Sharing()
+    expected = step(copy.deepcopy(model))
+    with attach(model, nested(length)) as offloader:
+        assert_same_tensors(step(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == 4
+
+
+@pytest.mark.usefixtures("_models_are_known")
+def test_buffers_are_written_once() -> None:
+    model = Counting()
+    plain = copy.deepcopy(model)
+    with attach(model, nested(3)):
+        for _ in range(3):
+            assert_same_tensors(step(model), step(plain), "gradients")
+            assert_same_tensors(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
+
+
+def test_module_hooks_of_others() -> None:
+    def add_hooks(model: Stack) -> None:
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda module, args: (torch.sin(args[0]),))
+            layer.register_forward_hook(lambda module, args, out: torch.tanh(out))
+
+    model = Stack(linear_relu, linear_relu, linear_relu)
+    plain = copy.deepcopy(model)
+    add_hooks(plain)
+    expected = step(plain)
+    with attach(model, nested(3)):
+        add_hooks(model)
+        assert_same_tensors(step(model), expected, "")
+
+
+# ---- backward more than once, and of a part ------------------------------------------------------
+
+
+def test_a_retained_graph_and_gradients_of_gradients() -> None:
+    def run(model: nn.Module, *, is_twice: bool) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        x = INPUT.clone().requires_grad_()
+        loss = model(x).square().sum()
+        if is_twice:
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+            first.square().sum().backward()
+        else:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return gradients_of(model)
+
+    model = Stack(smooth, smooth, smooth)
+    plain = copy.deepcopy(model)
+    with attach(model, nested(3)) as offloader:
+        for is_twice in (False, True):
+            assert_same_tensors(run(model, is_twice=is_twice), run(plain, is_twice=is_twice), "")
+            assert not list(lifecycle_of(offloader).filled._segments)
+
+
+def test_a_backward_that_comes_to_a_part_only() -> None:
+    """First the first layer alone, then the others: what is not held any more is made again."""
+    seen: list[torch.Tensor] = []
+
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        x = INPUT.clone().requires_grad_()
+        seen.clear()
+        out = model(x)
+        weights = [layer.weight for layer in model.layers]
+        found = torch.autograd.grad(seen[0].sum(), weights[0], retain_graph=True)
+        found += torch.autograd.grad(seen[1].sum(), weights[:2], retain_graph=True)
+        found += torch.autograd.grad(out.square().sum(), [x, *weights])
+        return dict(zip("abcdefg", found, strict=True))
+
+    def keeping(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        out = torch.sin(x @ layer.weight)
+        if torch._C._current_graph_task_id() == -1:
+            seen.append(out)
+        return out
+
+    model = Stack(keeping, keeping, keeping)
+    expected = run(copy.deepcopy(model))
+    with attach(model, nested(3)) as offloader:
+        assert_same_tensors(run(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == 1 + 2 + 3
+
+
+def test_a_saved_tensor_that_is_looked_at_outside_of_backward() -> None:
+    model = Stack(smooth, smooth)
+    with attach(model, nested(2)) as offloader:
+        out = model(INPUT)
+        hidden = torch.sin(INPUT @ model.layers[0].weight)
+        assert torch.equal(out.grad_fn._saved_self, hidden @ model.layers[1].weight)
+        assert not list(lifecycle_of(offloader).filled._segments)
+        out.sum().backward()
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails_at", range(1, 9), ids=lambda at: f"run {at}")
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing(kind: type[BaseException], fails_at: int) -> None:
+    calls: list[int] = []
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise kind("this run fails")
+        return torch.sin(nn.functional.dropout(x @ layer.weight, 0.2))
+
+    model = Stack(function, function, function)
+    plain = copy.deepcopy(model)
+    with attach(model, nested(3)) as offloader:
+        with pytest.raises(kind):
+            step(model)
+        assert torch.is_grad_enabled()
+        calls += [0] * 10
+        found = step(model)
+        assert offloader.host_pool.settle() == 0
+    assert_same_tensors(found, step(plain), "after the failure")
+
+
+def test_a_backward_that_fails_may_be_tried_again() -> None:
+    fails = [True]
+
+    def hook(grad: torch.Tensor) -> None:
+        if fails:
+            fails.clear()
+            raise ValueError("in the middle")
+
+    def watched(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(hook)
+        return torch.sin(x @ layer.weight)
+
+    model = Stack(smooth, watched, smooth)
+    fails.clear()
+    expected = step(copy.deepcopy(model))
+    fails.append(True)
+    with attach(model, nested(3)):
+        loss = model(INPUT.clone().requires_grad_()).square().sum()
+        with pytest.raises(ValueError, match="in the middle"):
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+        found = gradients_of(model)
+    assert_same_tensors(found, {n: g for n, g in expected.items() if n in found}, "")
+
+
+def test_a_layer_that_changes_its_input_runs_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As where each layer's input is saved: what layers before made is given twice."""
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.add_(1) @ layer.weight)
+
+    def plus_one(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight + 1
+
+    model = Stack(plus_one, function, linear_relu)
+    expected = step(copy.deepcopy(model))
+    for config in (nested(3), dataclasses.replace(nested(3), checkpoint_nested=False)):
+        with attach(model, config) as offloader:
+            for _ in range(2):
+                assert_same_tensors(step(model), expected, "")
+            assert offloader.host_pool.settle() == 0
+    assert r"'layers.1' does not run again: it changes in place" in caplog.text
+
+
+def test_a_layer_that_does_otherwise_the_second_time() -> None:
+    calls = []
+
+    def otherwise(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        x = torch.sin(x @ layer.weight)
+        return torch.sin(x) if len(calls) != 6 else torch.sin(x.double()).float()
+
+    model = Stack(otherwise, otherwise, otherwise)
+    with attach(model, nested(3)):
+        with pytest.raises(RecomputationError, match=r"layer 'layers\.2' ran again.*float64"):
+            model(INPUT).sum().backward()
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_memory() -> None:
+    """By so many layers: inputs that are kept, those between, and the tensors of one layer."""
+    nbytes, num_layers = 4096 * 8 * 4, 8
+
+    def wide(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = torch.sin(x @ layer.weight)
+        return x
+
+    def peak_bytes(length: int, *, is_nested: bool, is_retained: bool = False) -> int:
+        model = Stack(*[wide] * num_layers, size=8)
+        x = torch.randn(4096, 8)
+        config = PyAOConfig(
+            policy="off",  # what is kept counts: the host's copies would too
+            host_memory_gib=0.1,
+            keep_last_layers=0,
+            min_bytes=0,
+            checkpoint_every=length,
+            checkpoint_nested=is_nested,
+        )
+        with attach(model, config):
+            model(x).sum().backward()  # what is allocated once
+            with AllocationLedger() as ledger:
+                model(x).sum().backward(retain_graph=is_retained)
+        return ledger.peak_bytes
+
+    layer = 12 * nbytes  # of six operations: what goes in, what comes out
+    slack = 4 * nbytes  # gradients, and the layer's own arithmetic
+    for length in (2, 4, 8):
+        kept_bytes = (num_layers // length + length - 1) * nbytes
+        assert peak_bytes(length, is_nested=True) <= kept_bytes + layer + slack
+        assert peak_bytes(length, is_nested=False) > kept_bytes + 1.5 * layer + slack
+    retained = peak_bytes(4, is_nested=True, is_retained=True)
+    assert retained <= (2 + 3) * nbytes + 2 * layer + slack  # the one before goes as one begins
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def test_saved_attention_is_given_back_to_both_runs() -> None:
+    model = tiny_model("llama", num_hidden_layers=4, attention="sdpa")
+    batch = tiny_batch(0)
+    plain = copy.deepcopy(model)
+    plain(**batch).loss.backward()
+    for saves, factor in ((True, 4), (False, 4 + 4 + 2)):
+        ours = copy.deepcopy(model)
+        with attach(ours, nested(2, save_attention=saves)), Kernels() as kernels:
+            ours(**batch).loss.backward()
+        assert kernels.num_runs == factor
+        assert_same_tensors(gradients_of(ours), gradients_of(plain), f"saved: {saves}")

@@ -1,0 +1,71 @@
+"""Layers and micro-batches that run again: the same bits as without hf_pyao, or a refusal by name."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine.runtime.without_inventory import without_inventory
+from tests.helpers.second_run_programs import of_seed
+
+NUM_LONG = 3000
+NUM_WITHOUT_INVENTORY = 600
+
+
+def check(seeds: range) -> Counter[str]:
+    """Run the programs of *seeds*; every tenth one trains in two threads."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        found = of_seed(seed)
+        assert isinstance(found, str) or not found, f"seed {seed}: {found[:4]} differ"
+        counts[found if isinstance(found, str) else "same"] += 1
+    return counts
+
+
+@pytest.fixture(autouse=True)
+def _is_quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.CRITICAL)
+    gc.freeze()  # micro-batches that run again collect garbage; what was imported stays
+    yield
+    gc.unfreeze()
+
+
+def test_random_programs() -> None:
+    counts = check(range(16, 22))
+    assert counts["same"] >= 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("start", range(0, NUM_LONG, 300))
+def test_many_random_programs(start: int) -> None:
+    counts = check(range(start, start + 300))
+    assert counts["same"] >= 120
+    assert counts["refused"] <= 15  # apart from memory that runs out
+
+
+def test_fingerprints_alone_find_what_differs() -> None:
+    counts = outcomes_without_inventory(range(30, 36))
+    assert counts["caught"] >= 2
+    assert not counts["missed"]
+
+
+@pytest.mark.thorough
+def test_fingerprints_alone_find_at_least_99_percent_of_what_differs() -> None:
+    counts = outcomes_without_inventory(range(NUM_WITHOUT_INVENTORY))
+    num_different = counts["caught"] + counts["missed"]
+    assert num_different > NUM_WITHOUT_INVENTORY / 4
+    assert counts["caught"] >= 0.99 * num_different
+
+
+def outcomes_without_inventory(seeds: range) -> Counter[str]:
+    """Count what came of the programs of *seeds* where nothing is noted, refused or put back."""
+    counts: Counter[str] = Counter()
+    with without_inventory() as run:
+        for seed in seeds:
+            found = run(seed)
+            counts[found if isinstance(found, str) else "missed"] += 1
+    return counts

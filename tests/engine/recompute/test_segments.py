@@ -1,0 +1,808 @@
+"""Segments: what they save, when they run again, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import logging
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from hf_pyao import ModuleMap, Offloader, PyAOConfig, attach, register_module_map
+from hf_pyao.engine.recompute.noted_caches import Held, hold
+from hf_pyao.engine.recompute.segment_calls import noted
+from hf_pyao.engine.recompute.segment_lifecycle import SegmentLifecycle
+from hf_pyao.errors import (
+    ConfigError,
+    ConflictError,
+    RecomputationError,
+    SavedTensorModifiedError,
+)
+from hf_pyao.model.map import (
+    architectures,
+)
+from tests.helpers import (
+    EVERY_LAYER,
+    FunctionLayer,
+    Stack,
+    assert_same_tensors,
+    enable_checkpointing,
+    gradients_of,
+    linear_relu,
+    tiny_batch,
+    tiny_model,
+)
+from tests.helpers.ledger import AllocationLedger
+
+BY_ONE = dataclasses.replace(EVERY_LAYER, checkpoint_every=1)
+BY_TWO = dataclasses.replace(EVERY_LAYER, checkpoint_every=2)
+
+INPUT = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def step(model: nn.Module, x: torch.Tensor = INPUT) -> dict[str, torch.Tensor]:
+    """Return gradients of one step, and a number drawn after it."""
+    torch.manual_seed(3)
+    random.seed(3)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    model(x).square().sum().backward()
+    assert x.grad is not None
+    drawn = torch.tensor([torch.rand(()).item(), random.random()])
+    return {"input": x.grad, "drawn": drawn, **gradients_of(model)}
+
+
+def lifecycle_of(offloader: Offloader) -> SegmentLifecycle:
+    assert isinstance(offloader._lifecycle, SegmentLifecycle)
+    return offloader._lifecycle
+
+
+def check(*functions: Callable[..., Any], config: PyAOConfig = BY_TWO, num_runs: int) -> None:
+    """Check that layers that compute *functions* have the same gradients in segments."""
+    model = Stack(*functions)
+    expected = step(copy.deepcopy(model))
+    with attach(model, config) as offloader:
+        assert_same_tensors(step(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == num_runs
+        assert offloader.host_pool.settle() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+# ---- what runs again, and how far ----------------------------------------------------------------
+
+
+def test_each_layer_runs_again_once_and_no_further_than_needed() -> None:
+    calls: list[str] = []
+
+    def counted(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        calls.append("start")
+        x = torch.relu(x @ layer.weight)
+        calls.append("saved all")
+        return x + 1
+
+    model = Stack(counted, counted, counted, counted)
+    with attach(model, BY_TWO) as offloader:
+        step(model)
+        assert calls.count("start") == 8
+        assert calls.count("saved all") == 4 + 2  # of each segment the last layer stops early
+        metrics = offloader.metrics()
+        assert metrics["offloaded_bytes"] == 2 * INPUT.nbytes
+        assert metrics["would_hold_bytes"] == 2 * INPUT.nbytes + metrics["recomputed_bytes"]
+
+
+def test_four_layers_save_a_quarter_of_what_one_saves() -> None:
+    def host_bytes(length: int) -> float:
+        model = Stack(*[linear_relu] * 9)
+        with attach(model, dataclasses.replace(EVERY_LAYER, checkpoint_every=length)) as offloader:
+            step(model)
+            return offloader.metrics()["offloaded_bytes"]
+
+    assert host_bytes(1) == 9 * INPUT.nbytes
+    assert host_bytes(4) <= host_bytes(1) / 4 + INPUT.nbytes
+
+
+def test_random_numbers_of_torch_and_python() -> None:
+    def noisy(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(torch.sin(x @ layer.weight), 0.4)
+        return torch.cos(x * random.random() * torch.rand(()))
+
+    check(noisy, noisy, noisy, num_runs=2)
+
+
+def test_settings_at_the_time_of_forward_hold() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def look(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.get_default_dtype(), torch.backends.cuda.flash_sdp_enabled()))
+        return torch.sin(x @ layer.weight)
+
+    model = Stack(look)
+    with attach(model, BY_ONE):
+        loss = model(INPUT).sum()
+        torch.set_default_dtype(torch.float64)
+        torch.backends.cuda.enable_flash_sdp(False)
+        try:
+            loss.backward()
+            assert torch.get_default_dtype() is torch.float64
+            assert not torch.backends.cuda.flash_sdp_enabled()
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.backends.cuda.enable_flash_sdp(True)
+    assert seen == [seen[0]] * 2
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["backward outside", "backward inside"])
+def test_autocast_at_the_time_of_forward_holds(is_inside: bool) -> None:
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(INPUT).float().square().sum()
+            if is_inside:
+                loss.backward()
+        if not is_inside:
+            loss.backward()
+        return gradients_of(model)
+
+    model = Stack(linear_relu, linear_relu, linear_relu)
+    expected = run(copy.deepcopy(model))
+    with attach(model, BY_TWO):
+        assert_same_tensors(run(model), expected, "")
+
+
+# ---- backward more than once ---------------------------------------------------------------------
+
+
+def test_a_retained_graph() -> None:
+    model = Stack(linear_relu, linear_relu, linear_relu)
+    loss = model(INPUT).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    with attach(model, BY_TWO) as offloader:
+        loss = model(INPUT).square().sum()
+        loss.backward(retain_graph=True)
+        filled = lifecycle_of(offloader).filled
+        assert filled.num_runs == 2
+        assert not list(filled._segments), "something is held between two backward passes"
+        loss.backward()
+        assert filled.num_runs == 4
+    assert_same_tensors(gradients_of(model), expected, "")
+
+
+def test_gradients_of_gradients() -> None:
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        x = INPUT.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return gradients_of(model)
+
+    def smooth(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x @ layer.weight)
+
+    model = Stack(smooth, smooth, smooth)
+    expected = run(copy.deepcopy(model))
+    with attach(model, BY_TWO):
+        assert_same_tensors(run(model), expected, "")
+
+
+def test_saved_tensors_that_are_looked_at_outside_of_backward() -> None:
+    def smooth(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x @ layer.weight)
+
+    model = Stack(smooth)
+    with attach(model, BY_ONE) as offloader:
+        out = model(INPUT)
+        expected = INPUT @ model.layers[0].weight
+        assert torch.equal(out.grad_fn._saved_self, expected)
+        assert not list(lifecycle_of(offloader).filled._segments)
+        out.sum().backward()
+
+
+def test_a_node_that_asks_twice() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (x,), (again,) = ctx.saved_tensors, ctx.saved_tensors
+            assert torch.equal(x, again)
+            return grad * x.cos()
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return Twice.apply(x @ layer.weight)
+
+    check(function, function, num_runs=1)
+
+
+def test_a_gradient_that_is_taken_inside_of_a_layer() -> None:
+    def force(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad(
+            torch.sin(x @ layer.weight).sum(), layer.weight, create_graph=True
+        )
+        return torch.tanh(x @ grad)
+
+    model = Stack(force, force)
+    expected = step(copy.deepcopy(model))
+    with attach(model, BY_TWO):
+        assert_same_tensors(step(model), expected, "")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_inside_of_a_layer(use_reentrant: bool) -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        def part(hidden: torch.Tensor) -> torch.Tensor:
+            dropped = nn.functional.dropout(hidden @ layer.weight, 0.5)
+            return torch.sigmoid(dropped) * torch.tanh(dropped)
+
+        return torch.sin(checkpoint(part, torch.sin(x), use_reentrant=use_reentrant))
+
+    check(function, function, function, num_runs=2)
+
+
+# ---- what lies between layers --------------------------------------------------------------------
+
+
+class Between(Stack):
+    """Does something to the hidden states between its layers."""
+
+    between: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda x: x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("between", "num_segments"),
+    [
+        (lambda x: x, 2),
+        (lambda x: x + 1, 4),
+        (lambda x: x.add_(1), 4),
+        (lambda x: x.view_as(x), 4),
+        (lambda x: nn.functional.dropout(x, 0.2), 4),
+    ],
+    ids=["nothing", "added", "added in place", "a view", "dropout"],
+)
+def test_what_comes_between_layers_ends_a_segment(
+    between: Callable[[torch.Tensor], torch.Tensor], num_segments: int
+) -> None:
+    def smooth(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x @ layer.weight) * 2
+
+    model = Between(smooth, smooth, smooth, smooth)
+    model.between = between
+    expected = step(copy.deepcopy(model))
+    with attach(model, BY_TWO) as offloader:
+        assert_same_tensors(step(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == num_segments
+
+
+def test_a_frozen_part_saves_nothing() -> None:
+    model = Stack(linear_relu, linear_relu, linear_relu, linear_relu)
+    model.layers[0].weight.requires_grad_(False)
+    model(INPUT).square().sum().backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    with attach(model, BY_TWO) as offloader:
+        model(INPUT).square().sum().backward()
+        assert_same_tensors(gradients_of(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == 2  # layers 1 and 2; layer 3
+        assert offloader.metrics()["offloaded_bytes"] == 2 * INPUT.nbytes
+
+
+class Sharing(nn.Module):
+    """Layers that get more than hidden states: what requires a gradient, and what a layer made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.rand(4))
+        self.layers = nn.ModuleList(FunctionLayer(self.function) for _ in range(4))
+
+    @staticmethod
+    def function(
+        layer: FunctionLayer, x: torch.Tensor, states: Any, bias: torch.Tensor | None, memo: Any
+    ) -> Any:
+        key, value = states["key"], states["value"][0]
+        bias = torch.tanh(layer.weight.sum(0)) if bias is None else bias
+        memo.setdefault("seen", []).append(torch.sin(x))
+        out = torch.sin(x @ layer.weight * key + bias) * value
+        return out * memo["seen"][0], bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = {"key": self.scale.exp(), "value": [torch.cos(self.scale), "text"]}
+        bias, memo = None, {}
+        for layer in self.layers:
+            x, bias = layer(x, states, bias=bias, memo=memo)
+        return x
+
+
+@pytest.fixture
+def _sharing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "_registered_maps", {})
+    for name in ("Sharing", "Counting"):
+        register_module_map(name, ModuleMap(layers=("layers",)))
+
+
+@pytest.mark.usefixtures("_sharing_is_known")
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_arguments_beside_the_hidden_states(length: int) -> None:
+    model = Sharing()
+    expected = step(copy.deepcopy(model))
+    with attach(model, dataclasses.replace(EVERY_LAYER, checkpoint_every=length)) as offloader:
+        assert_same_tensors(step(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == -(-4 // length)
+
+
+def test_arguments_of_other_kinds_come_again_as_they_were() -> None:
+    class Pair(NamedTuple):
+        first: torch.Tensor
+        second: str
+
+    class Named(dict[str, Any]):
+        note = ""
+
+    given = Named(a=Pair(INPUT, "x"), b=[(INPUT,), {1: None}], c=torch.Size([2]))
+    given.note = "kept"
+    held = noted(given, hold)
+    assert isinstance(held["a"].first, Held)
+    assert isinstance(held["b"][0][0], Held)
+    assert held is not given
+    assert held.note == "kept"
+    assert type(held["a"]) is Pair
+    assert type(held["c"]) is torch.Size
+    assert given["a"].first is INPUT
+
+
+@pytest.mark.usefixtures("_sharing_is_known")
+def test_graphs_that_are_dropped_leave_nothing() -> None:
+    """What a layer made and others get must not hold the graph that holds it."""
+    model = Sharing()
+    with attach(model, BY_TWO) as offloader:
+        out = model(INPUT.clone().requires_grad_())
+        tape = weakref.ref(offloader.engine._here.tape)
+        assert offloader.host_pool.settle() > 0
+        del out
+        offloader.engine.end_forward()
+        gc.collect()
+        assert tape() is None
+        assert offloader.host_pool.settle() == 0
+
+
+# ---- hooks and state of others -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_attached_first", [True, False])
+def test_module_hooks_of_others(is_attached_first: bool) -> None:
+    """Those on a layer may change what it gets and what it returns."""
+
+    def add_hooks(model: Stack) -> None:
+        layer = model.layers[1]
+        layer.register_forward_pre_hook(lambda module, args: (torch.sin(args[0]),))
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: ((torch.cos(args[0]),), kwargs), with_kwargs=True
+        )
+        layer.register_forward_hook(lambda module, args, out: torch.tanh(out))
+
+    model = Stack(linear_relu, linear_relu, linear_relu)
+    plain = copy.deepcopy(model)
+    add_hooks(plain)
+    expected = step(plain)
+    if not is_attached_first:
+        add_hooks(model)
+    with attach(model, BY_TWO):
+        if is_attached_first:
+            add_hooks(model)
+        assert_same_tensors(step(model), expected, "")
+
+
+class OfAParameter(Stack):
+    """Gives its first layer a parameter as it is, whatever comes in."""
+
+    def __init__(self, *functions: Callable[..., Any], is_trained: bool) -> None:
+        super().__init__(*functions)
+        self.queries = nn.Parameter(INPUT.clone(), requires_grad=is_trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.queries) * x
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # untrained
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.sampled(every=1)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_backward_hooks_of_a_layer_that_gets_a_parameter(
+    is_trained: bool, is_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch gives the layer a view of the parameter then, which is saved as any tensor is."""
+    monkeypatch.setattr(architectures, "_registered_maps", {})
+    register_module_map("OfAParameter", ModuleMap(layers=("layers",)))
+
+    def add_hook(model: Stack) -> None:
+        if is_before:
+            model.layers[0].register_full_backward_pre_hook(lambda module, grads: None)
+        else:
+            model.layers[0].register_full_backward_hook(lambda module, inner, outer: None)
+
+    model = OfAParameter(linear_relu, linear_relu, is_trained=is_trained)
+    add_hook(model)
+    expected = step(copy.deepcopy(model))
+    for config in (BY_ONE, BY_TWO):
+        with attach(model, config):
+            assert_same_tensors(step(model), expected, "")
+
+
+class Counting(nn.Module):
+    """Layers that write buffers in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+
+        def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+            layer.count += 1
+            return torch.relu(layer.norm(x @ layer.weight)) * layer.count.clone()
+
+        self.layers = nn.ModuleList(FunctionLayer(function) for _ in range(3))
+        for layer in self.layers:
+            layer.norm = nn.BatchNorm1d(4)
+            layer.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.usefixtures("_sharing_is_known")
+def test_buffers_are_written_once() -> None:
+    model = Counting()
+    plain = copy.deepcopy(model)
+    with attach(model, BY_TWO):
+        for _ in range(3):
+            assert_same_tensors(step(model), step(plain), "gradients")
+            assert_same_tensors(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
+        # Both forwards come before both backward passes: each must find what its own forward found.
+        for each in (model, plain):
+            each.zero_grad()
+            losses = [each(INPUT * scale).sum() for scale in (1, 2)]
+            for loss in losses:
+                loss.backward()
+        assert_same_tensors(gradients_of(model), gradients_of(plain), "two in flight")
+        assert_same_tensors(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
+
+
+# ---- in-place changes ----------------------------------------------------------------------------
+
+
+def test_a_parameter_that_changes_before_backward() -> None:
+    model = Stack(linear_relu, linear_relu)
+    with attach(model, BY_TWO):
+        loss = model(INPUT.clone().requires_grad_()).sum()
+        with torch.no_grad():
+            model.layers[0].weight.mul_(2)
+        with pytest.raises(SavedTensorModifiedError, match="weight"):
+            loss.backward()
+
+
+def test_a_saved_tensor_that_changes_inside_of_a_layer() -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        hidden = x @ layer.weight
+        out = torch.sin(hidden)
+        hidden.add_(1)
+        return torch.cos(out)
+
+    model = Stack(function)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(INPUT).sum().backward()
+    with attach(model, BY_ONE):
+        with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
+            model(INPUT).sum().backward()
+
+
+def test_a_layer_that_changes_its_input_runs_once(caplog: pytest.LogCaptureFixture) -> None:
+    def plus_one(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight + 1
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.add_(1) @ layer.weight)
+
+    model = Stack(plus_one, function, plus_one, linear_relu)
+    expected = step(copy.deepcopy(model))
+    with attach(model, BY_ONE) as offloader:
+        for num_runs in (3, 6):
+            assert_same_tensors(step(model), expected, "")
+            assert lifecycle_of(offloader).filled.num_runs == num_runs
+        assert offloader.host_pool.settle() == 0
+    assert "'layers.1' does not run again: it changes in place" in caplog.text
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.usefixtures("_sharing_is_known")
+def test_an_argument_that_changes_before_backward() -> None:
+    model = Sharing()
+    states: list[torch.Tensor] = []
+    model.layers[2].register_forward_pre_hook(lambda module, args: states.append(args[1]["key"]))
+    with attach(model, BY_TWO):
+        loss = model(INPUT).sum()
+        with torch.no_grad():
+            states[0].add_(1)
+        with pytest.raises(SavedTensorModifiedError, match="argument of layer"):
+            loss.backward()
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_does_otherwise_the_second_time() -> None:
+    calls = []
+
+    def otherwise(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        x = torch.sin(x @ layer.weight)
+        return torch.sin(x.float() if len(calls) < 2 else x.double())
+
+    model = Stack(otherwise)
+    with attach(model, BY_ONE):
+        with pytest.raises(RecomputationError, match=r"'layers\.0'.*float64.*float32"):
+            model(INPUT).sum().backward()
+
+
+def test_a_layer_that_saves_less_the_second_time() -> None:
+    calls = []
+
+    def less(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        x = torch.sin(x @ layer.weight)
+        return torch.sin(x) if len(calls) < 2 else x
+
+    model = Stack(less)
+    with attach(model, BY_ONE):
+        with pytest.raises(RecomputationError, match="saved 2 tensors, and in forward at least 3"):
+            model(INPUT).sum().backward()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4], ids=lambda at: f"run {at}")
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing(kind: type[BaseException], fails_at: int) -> None:
+    calls: list[int] = []
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise kind("this run fails")
+        return torch.sin(nn.functional.dropout(x @ layer.weight, 0.2))
+
+    model = Stack(function, function)
+    plain = copy.deepcopy(model)
+    with attach(model, BY_TWO) as offloader:
+        with pytest.raises(kind):
+            step(model)
+        assert torch.is_grad_enabled()
+        if kind is ValueError:  # else the next forward takes down what is left
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        calls += [0] * 10
+        found = step(model)
+        assert offloader.host_pool.settle() == 0
+    assert_same_tensors(found, step(plain), "after the failure")
+
+
+def test_a_backward_that_fails_may_be_tried_again() -> None:
+    model = Stack(linear_relu, linear_relu, linear_relu)
+    expected = step(copy.deepcopy(model))
+    fails = [True]
+
+    def hook(grad: torch.Tensor) -> None:
+        if fails:
+            fails.clear()
+            raise ValueError("in the middle")
+
+    with attach(model, BY_TWO):
+        x = INPUT.clone().requires_grad_()
+        x.register_hook(hook)
+        loss = model(x).square().sum()
+        with pytest.raises(ValueError, match="in the middle"):
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+        x.grad = None
+        loss.backward()
+        found = gradients_of(model)
+    assert_same_tensors(found, {n: g for n, g in expected.items() if n in found}, "")
+
+
+def test_a_graph_outlives_its_offloader() -> None:
+    model = Stack(linear_relu, linear_relu, linear_relu)
+    model(INPUT).square().sum().backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    with attach(model, BY_TWO):
+        loss = model(INPUT).square().sum()
+    loss.backward()
+    assert_same_tensors(gradients_of(model), expected, "")
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def peak_bytes(config: PyAOConfig | None, num_layers: int = 8, *, is_retained: bool = False) -> int:
+    def wide(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.sin(x @ layer.weight)
+        return x
+
+    model = Stack(*[wide] * num_layers, size=8)
+    x = torch.randn(4096, 8)
+    offloader = None if config is None else attach(model, config)
+    model(x).sum().backward()  # what is allocated once
+    with AllocationLedger() as ledger:
+        model(x).sum().backward(retain_graph=is_retained)
+    if offloader is not None:
+        offloader.detach()
+    return ledger.peak_bytes
+
+
+def test_memory_of_segments() -> None:
+    """Kept inputs and one segment; the whole graph without. (The host's copies would count.)"""
+    nbytes = 4096 * 8 * 4
+    layer = 8 * nbytes  # of four operations each: what goes in, what comes out
+    kept = functools.partial(
+        PyAOConfig, policy="off", host_memory_gib=0.1, keep_last_layers=0, min_bytes=0
+    )
+    none, by_one, by_two = (
+        peak_bytes(config) for config in (None, kept(checkpoint_every=1), kept(checkpoint_every=2))
+    )
+    retained = peak_bytes(kept(checkpoint_every=1), is_retained=True)
+    slack = 4 * nbytes  # gradients, and the layer's own arithmetic
+    assert by_one <= 8 * nbytes + layer + slack
+    assert by_two <= 4 * nbytes + 2 * layer + slack
+    assert retained <= 8 * nbytes + 2 * layer + slack  # the one before goes as the next begins
+    assert none >= 8 * layer
+    assert by_one < none / 2
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_checkpointing_of_others_is_refused() -> None:
+    model = tiny_model("llama")
+    enable_checkpointing(model, use_reentrant=False)
+    with pytest.raises(ConflictError, match=r"gradient checkpointing is on.*checkpoint_every=0"):
+        attach(model, BY_ONE)
+    model = tiny_model("llama")
+    with attach(model, BY_ONE):
+        enable_checkpointing(model, use_reentrant=False)
+        with pytest.raises(ConflictError, match="after the model was attached"):
+            model(**tiny_batch(0))
+
+
+def test_checkpoint_wrappers_are_refused() -> None:
+    model = Stack(linear_relu, linear_relu)
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    with pytest.raises(ConflictError, match="'layers.0' is wrapped in torch's CheckpointWrapper"):
+        attach(model, BY_ONE)
+    model = Stack(linear_relu, linear_relu)
+    with attach(model, BY_ONE):
+        with pytest.raises(ConflictError, match=r"layer 'layers\.0' runs in a checkpoint"):
+            checkpoint(model, INPUT, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recompute_modules": ("mlp_act",)}, "recompute_modules .*run again as a whole"),
+        ({"policy": "pyao"}, "policy is 'pyao'"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PyAOConfig(checkpoint_every=1, **settings)
+    with pytest.raises(ConfigError, match=f"{message}.*checkpoint_every=0"):
+        PyAOConfig(long_context=True, **settings)
+    PyAOConfig(long_context=True, checkpoint_every=0, **settings)
+
+
+class CountedCache:
+    """A cache that tells how often it was filled."""
+
+    def __init__(self) -> None:
+        self.num_updates = 0
+
+    def update(self) -> None:
+        self.num_updates += 1
+
+
+class Filling(FunctionLayer):
+    def forward(self, x: torch.Tensor, past_key_values: CountedCache | None = None) -> torch.Tensor:
+        if past_key_values is not None:
+            past_key_values.update()
+        return torch.relu(x @ self.weight)
+
+
+@pytest.mark.parametrize("is_positional", [False, True])
+def test_layers_with_an_unknown_cache_run_once(
+    is_positional: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GPT-2's layers get it by position up to transformers 4."""
+    caches: list[CountedCache] = []
+
+    class Caching(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            caches.append(CountedCache())
+            for layer in self.layers:
+                given = caches[-1]
+                x = layer(x, given) if is_positional else layer(x, past_key_values=given)
+            return x
+
+    model = Caching(linear_relu, linear_relu)
+    model.layers = nn.ModuleList(Filling(linear_relu) for _ in range(2))
+    expected = step(copy.deepcopy(model))
+    assert caches[-1].num_updates == 2
+    with caplog.at_level(logging.WARNING), attach(model, BY_TWO) as offloader:
+        assert_same_tensors(step(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == 0
+        assert offloader.metrics()["offloaded_bytes"] > 0  # as without segments
+    assert caches[-1].num_updates == 2
+    assert "is a CountedCache, which may write its tensors in place" in caplog.text
+    assert ("call the model with use_cache=False" in caplog.text) is not is_positional
+
+
+def test_a_cache_of_another_name_is_refused_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Cache:
+        def update(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    def function(layer: FunctionLayer, x: torch.Tensor, memory: Any) -> torch.Tensor:
+        return torch.relu(memory.update(x) @ layer.weight)
+
+    class Remembering(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, memory=Cache())
+            return x
+
+    model = Remembering(function, function)
+    expected = step(copy.deepcopy(model))
+    with caplog.at_level(logging.WARNING), attach(model, BY_TWO) as offloader:
+        assert_same_tensors(step(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == 0
+        assert offloader.metrics()["offloaded_bytes"] > 0  # as without segments
+    assert "'memory' looks like a cache (it has `update`) and is a Cache, which may write" in (
+        caplog.text
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_compiled_layers_are_not_run_again_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack(linear_relu, linear_relu)
+    expected = step(copy.deepcopy(model))
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    with caplog.at_level(logging.WARNING), attach(model, BY_TWO) as offloader:
+        assert_same_tensors(step(model), expected, "")
+        assert lifecycle_of(offloader).filled.num_runs == 0
+    assert "compiled code" in caplog.text
+
+
+def test_eval_mode_and_no_grad_are_passed_over() -> None:
+    model = Stack(linear_relu, linear_relu)
+    with attach(model, BY_TWO) as offloader:
+        with torch.no_grad():
+            model(INPUT)
+        model.eval()
+        model(INPUT).sum().backward()
+        assert offloader.engine.num_layer_calls == 0

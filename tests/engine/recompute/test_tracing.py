@@ -1,0 +1,327 @@
+"""What the trace sees, what it cannot see, and what becomes of that: stored, never wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_pyao import Offloader, PyAOConfig, attach
+from hf_pyao.engine.recompute.recipes import NO_GAIN, NO_RECIPE, NOT_SEEN
+from hf_pyao.engine.runtime.lifecycle import COMPILED
+from hf_pyao.errors import ConfigError, SavedTensorModifiedError
+from hf_pyao.model.map.sharding import ZERO_3
+from tests.helpers import EVERY_LAYER, FunctionLayer, Stack, linear_relu, tiny_model
+from tests.helpers.recompute_sets import ALONE
+
+SIZE = 64
+"""Large enough that an activation (rows of this size) is no tiny constant."""
+
+POINTWISE = replace(ALONE, recompute_modules=("pointwise",))
+EVERYTHING = replace(ALONE, recompute_modules=("*",))
+
+Function = Callable[[FunctionLayer, torch.Tensor], torch.Tensor]
+
+
+class HiddenScale(torch.autograd.Function):
+    """Doubles in numpy, which no dispatcher sees, into memory that torch allocated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out.numpy()[...] = x.detach().numpy() * 2
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 2 + 0 * x
+
+
+class HiddenInPlace(torch.autograd.Function):
+    """Changes its input in numpy and returns it, as fused rotary kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.detach().numpy()[...] *= 2
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def run(
+    config: PyAOConfig, *functions: Function, size: int = SIZE
+) -> tuple[Offloader, dict[str, float]]:
+    """Train one step of a model of *functions*, and compare with a model that is not attached."""
+    model = Stack(*functions, size=size)
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, size, generator=torch.Generator().manual_seed(1))
+    results = []
+    with attach(model.train(), config) as offloader:
+        for one in (plain.train(), model):
+            torch.manual_seed(2)
+            leaf = x.clone().requires_grad_()
+            loss = one(leaf).square().sum()
+            loss.backward()
+            gradients = [layer.weight.grad for layer in one.layers]
+            results.append([loss.detach(), leaf.grad, *gradients, torch.get_rng_state()])
+        metrics = offloader.metrics()
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert torch.equal(found, expected)
+    return offloader, metrics
+
+
+def gelu_of_product(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    product = x @ layer.weight
+    return torch.tanh(product.square() * torch.sigmoid(product)) @ layer.weight
+
+
+def views(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    left, right = torch.exp(-(x @ layer.weight).square()).chunk(2, dim=-1)
+    mixed = left.t().sin() * right.t().cos()
+    whole = torch.cat([mixed, mixed.flip(0)], dim=0).t()
+    return whole[:, ::2].repeat(1, 2) * whole + left.repeat(1, 2) * x
+
+
+def in_place(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    y = x @ layer.weight
+    z = (y * 2).mul_(3)
+    z.add_(y).clamp_(min=-1)
+    w = z.exp()  # saves its result
+    buffer = torch.zeros_like(w)
+    buffer[:, : SIZE // 2].add_(1.5)
+    return w * z.clone().mul_(buffer) + buffer
+
+
+def dropouts(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    y = F.dropout(x @ layer.weight, 0.3)
+    noise = torch.rand_like(y) + torch.bernoulli(torch.full_like(y, 0.5))
+    return F.dropout(y * noise, 0.2) * y
+
+
+def mixed_types(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    y = (x @ layer.weight).double()
+    chosen = y > 0.1
+    order = y.abs().argmax(dim=-1, keepdim=True)
+    picked = y.gather(-1, order) * torch.where(chosen, y.exp(), -y)
+    return picked.float() * y.to(torch.bfloat16).square().float()
+
+
+@pytest.mark.parametrize("config", [POINTWISE, EVERYTHING], ids=["pointwise", "everything"])
+@pytest.mark.parametrize(
+    "function", [gelu_of_product, views, in_place, dropouts, mixed_types], ids=lambda f: f.__name__
+)
+def test_what_is_seen_is_rebuilt_bit_for_bit(function: Function, config: PyAOConfig) -> None:
+    for base in (config, replace(EVERY_LAYER, recompute_modules=config.recompute_modules)):
+        _, metrics = run(base, linear_relu, function, function)
+        assert metrics["recomputed_bytes"] > 0
+
+
+@pytest.mark.parametrize("function", [HiddenScale, HiddenInPlace])
+@pytest.mark.parametrize("config", [POINTWISE, EVERYTHING], ids=["pointwise", "everything"])
+def test_what_a_custom_function_hides_is_stored(function: Any, config: PyAOConfig) -> None:
+    def layer_function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        product = (x @ layer.weight).clone()
+        hidden = function.apply(product)
+        return torch.tanh(hidden * hidden.sin())
+
+    _, metrics = run(config, layer_function, layer_function)
+    stored = metrics[f"not_recomputed_bytes/{NOT_SEEN}"]
+    assert stored >= 2 * 8 * SIZE * 4  # the hidden results, of both layers
+    assert metrics["recomputed_bytes"] > 0  # what was made from them
+
+
+def test_memory_filled_by_no_one_that_is_seen_is_no_source() -> None:
+    def layer_function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.empty_like(x, requires_grad=False)
+        scale.numpy()[...] = 3.0  # a kernel outside of any function
+        return (x @ layer.weight) * scale.sin()
+
+    _, metrics = run(EVERYTHING, layer_function)
+    assert metrics["recomputed_bytes"] < 8 * SIZE * 4
+    assert metrics[f"not_recomputed_bytes/{NO_RECIPE}"] == 8 * SIZE * 4
+
+
+def test_a_product_runs_again_only_where_it_was_asked_for() -> None:
+    _, metrics = run(POINTWISE, gelu_of_product)
+    slot = 8 * SIZE * 4
+    # x, and the product; the square, the sigmoid and tanh's result are rebuilt.
+    assert metrics["held_bytes"] == 2 * slot
+    assert metrics["recomputed_bytes"] == metrics["would_hold_bytes"] - 2 * slot
+    _, metrics = run(EVERYTHING, gelu_of_product)
+    assert metrics["held_bytes"] == slot
+
+
+def test_a_cast_is_derived_from_its_smaller_source() -> None:
+    """As RMSNorm saves the fp32 copy of its 16-bit input, which no one saves."""
+
+    def norm(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        half = (x @ layer.weight).to(torch.bfloat16)
+        wide = half.float()
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+
+    _, metrics = run(POINTWISE, norm)
+    slot = 8 * SIZE * 4
+    assert metrics["held_bytes"] == slot + slot // 2  # x, and the 16-bit input
+    assert metrics["recomputed_bytes"] == metrics["would_hold_bytes"] - slot
+
+
+def test_a_source_of_which_only_a_view_lives_is_stored() -> None:
+    """As the queries that a norm gets: what the product returned is gone, a view of it lives."""
+
+    def norm(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        half = torch.ops.aten._unsafe_view((x @ layer.weight).to(torch.bfloat16), (4, 2, SIZE))
+        wide = half.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).view(8, SIZE)
+
+    _, metrics = run(POINTWISE, norm)
+    slot = 8 * SIZE * 4
+    assert metrics["held_bytes"] == slot + slot // 2  # x, and the 16-bit input
+    assert metrics["recomputed_bytes"] == metrics["would_hold_bytes"] - slot
+
+
+def test_a_source_changed_after_it_was_stored_raises() -> None:
+    kept: list[torch.Tensor] = []
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        half = (x @ layer.weight).to(torch.bfloat16)
+        kept.append(half)
+        return half.float().square()
+
+    for base in (ALONE, EVERY_LAYER):
+        model = Stack(function, size=SIZE).train()
+        with attach(model, replace(base, recompute_modules=("pointwise",))):
+            loss = model(torch.randn(8, SIZE)).sum()
+            with torch.no_grad():
+                kept.pop().zero_()
+            with pytest.raises(SavedTensorModifiedError, match=r"layers\.0"):
+                loss.backward()
+
+
+def test_a_dropped_tensor_changed_after_it_was_saved_raises() -> None:
+    kept: list[torch.Tensor] = []
+
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        kept.append(torch.sigmoid(x @ layer.weight))
+        return kept[0].square()
+
+    model = Stack(function, size=SIZE).train()
+    with attach(model, EVERYTHING):
+        loss = model(torch.randn(8, SIZE)).sum()
+        with torch.no_grad():
+            kept.pop().zero_()
+        with pytest.raises(SavedTensorModifiedError, match=r"layers\.0"):
+            loss.backward()
+
+
+def test_a_parameter_changed_before_backward_raises() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([FunctionLayer(self._function, SIZE)])
+            self.shift = nn.Parameter(torch.ones(SIZE))
+
+        def _function(self, layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid((x @ layer.weight) + self.shift)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x)
+
+    model = Scaled().train()
+    with attach(model, EVERYTHING):
+        loss = model(torch.randn(8, SIZE)).sum()
+        with torch.no_grad():
+            model.shift.add_(1)  # autograd itself saves no copy of it
+        with pytest.raises(SavedTensorModifiedError, match="a parameter of shape"):
+            loss.backward()
+
+
+def test_operations_with_gradients_off_are_of_unknown_origin() -> None:
+    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.square().mean(-1, keepdim=True).expand_as(x).clone()
+        return (x @ layer.weight) * scale
+
+    _, metrics = run(POINTWISE, function)
+    assert metrics[f"not_recomputed_bytes/{NOT_SEEN}"] >= 8 * SIZE * 4
+
+
+@pytest.mark.parametrize("reason", [COMPILED, ZERO_3])
+def test_layers_that_cannot_be_traced_are_stored(reason: str) -> None:
+    model = Stack(gelu_of_product, size=SIZE).train()
+    layer = model.layers[0]
+    if reason == ZERO_3:
+        layer.weight.ds_id = 0
+    else:
+        layer.inner = torch.compile(nn.Linear(4, 4), backend="eager")
+    with attach(model, EVERYTHING) as offloader:
+        model(torch.randn(8, SIZE)).sum().backward()
+        metrics = offloader.metrics()
+    assert metrics["recomputed_bytes"] == 0
+    assert metrics[f"not_recomputed_bytes/{reason}"] == metrics["would_hold_bytes"] > 0
+
+
+def test_saved_tensors_may_be_looked_at_outside_of_backward() -> None:
+    model = Stack(gelu_of_product, size=SIZE).train()
+    with attach(model, replace(EVERY_LAYER, recompute_modules=("*",))):
+        out = model(torch.randn(8, SIZE, requires_grad=True))
+        tanh = out.grad_fn.next_functions[0][0]
+        first = tanh._saved_result.clone()
+        out.sum().backward()
+        assert first.abs().sum() > 0
+        gradient = model.layers[0].weight.grad.clone()
+    model.zero_grad()
+    assert gradient.abs().sum() > 0
+
+
+def test_a_double_backward_rebuilds_again() -> None:
+    def second_order(model: nn.Module) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 8 * SIZE).view(8, SIZE).requires_grad_()
+        (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    model = Stack(gelu_of_product, gelu_of_product, size=SIZE).train()
+    expected = second_order(copy.deepcopy(model))
+    with attach(model, replace(EVERY_LAYER, recompute_modules=("*",))):
+        found = second_order(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_failed_forward_leaves_no_mode_behind() -> None:
+    def fail(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+        linear_relu(layer, x)
+        raise KeyboardInterrupt
+
+    model = Stack(linear_relu, fail, size=SIZE).train()
+    with attach(model, EVERYTHING):
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(8, SIZE))
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
+def test_reasons_are_told_apart() -> None:
+    _, metrics = run(POINTWISE, gelu_of_product, linear_relu)
+    reasons = {key.partition("/")[2] for key in metrics if key.startswith("not_recomputed")}
+    assert reasons == {NOT_SEEN, NO_RECIPE, NO_GAIN}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("pointwse", r"recompute_modules names 'pointwse'.*pointwise"),
+        ("mlp_akt", r"recompute_modules names 'mlp_akt'.*mlp_act"),
+    ],
+)
+def test_an_unknown_name_is_refused_by_the_field_it_was_given_in(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        attach(tiny_model("llama"), PyAOConfig(policy="all", recompute_modules=(name,)))

@@ -1,0 +1,180 @@
+"""Who watches an engine hears of all that it does, and can draw a step from it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.engine.runtime.observer import OVERHEADS, Observer
+from hf_pyao.engine.runtime.timeline import Span, StepTimeline
+from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.tools.simulation.device import SimulatedDevice
+from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers import EVERY_LAYER, EVERYTHING, tiny_batch, tiny_model
+
+
+class Notes(Observer):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.modules: list[tuple[str, str, str, bool]] = []
+        self.slots: list[tuple[Any, str | None, Any]] = []
+        self.copies: list[tuple[str, Any, int]] = []
+
+    def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
+        self.modules.append((layer, path, phase, is_start))
+
+    def on_slot(self, slot: Any, stays: str | None, decision: Any) -> None:
+        self.slots.append((slot, stays, decision))
+
+    def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
+        self.copies.append((direction, label, nbytes))
+
+
+@pytest.mark.parametrize("recompute", [(), ("pointwise",)], ids=["", "recompute"])
+def test_slots_copies_and_modules_are_told(recompute: tuple[str, ...]) -> None:
+    model = tiny_model("llama")
+    notes = Notes()
+    with attach(model, replace(EVERYTHING, recompute_modules=recompute)) as offloader:
+        offloader.engine.observe(notes)
+        model(**tiny_batch(), use_cache=False).loss.backward()
+        metrics = offloader.metrics()
+        names = offloader.layer_names
+    moved = {slot for _, slot, _ in notes.copies}
+    assert moved <= {slot for slot, _, _ in notes.slots}
+    assert (
+        sum(n for direction, _, n in notes.copies if direction == "offload")
+        == (metrics["offloaded_bytes"])
+    )
+    assert sum(n for _, _, n in notes.copies) == metrics["link_bytes"]
+    assert len({slot for slot, _, _ in notes.slots}) == len(notes.slots), "each is told once"
+    for phase, order in (("forward", names), ("backward", names[::-1])):
+        starts = [
+            (layer, path) for layer, path, p, is_start in notes.modules if p == phase and is_start
+        ]
+        assert [layer for layer, path in starts if not path] == list(order)
+        assert {path for layer, path in starts if layer == names[0]} >= {"mlp", "self_attn.q_proj"}
+        ends = [
+            (layer, path)
+            for layer, path, p, is_start in notes.modules
+            if p == phase and not is_start
+        ]
+        assert set(starts) == set(ends) or phase == "backward"
+
+
+def test_gradients_are_the_same_where_someone_listens() -> None:
+    plain, model = tiny_model("gpt2"), tiny_model("gpt2")
+    plain(**tiny_batch()).loss.backward()
+    config = replace(EVERY_LAYER, codec="identity", recompute_modules=("pointwise",))
+    with attach(model, config) as offloader:
+        offloader.engine.observe(StepTimeline(offloader.transport, offloader.device))
+        model(**tiny_batch()).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def timeline_of(config: PyAOConfig) -> tuple[StepTimeline, dict[str, float]]:
+    """Run a step on a virtual device and link; return what was seen, and the metrics."""
+    model = tiny_model("llama")
+    transport = SimulatedTransport(0, link=LinkModel(d2h_gib_per_s=0.5, h2d_gib_per_s=0.5))
+    assert transport.link is not None
+    speeds = DeviceModel(tflop_per_s=0.01, memory_gib_per_s=1.0, launch_us=1.0)
+    with attach(model, config, transport=transport) as offloader:
+        timeline = StepTimeline(transport, offloader.device)
+        offloader.engine.observe(timeline)
+        with SimulatedDevice(speeds, transport.link, offloader.host_pool):
+            model(**tiny_batch(), use_cache=False).loss.backward()
+        transport.finish()
+        return timeline, offloader.metrics()
+
+
+def draw(spans: list[Span], path: Path) -> None:
+    """Draw the lanes of a step beneath each other."""
+    from matplotlib import pyplot
+
+    lanes = list(dict.fromkeys(span.lane for span in spans))
+    figure, axes = pyplot.subplots(figsize=(12, 0.6 * len(lanes) + 1))
+    for lane_number, lane in enumerate(lanes):
+        bars = [(s.start_ms, s.end_ms - s.start_ms) for s in spans if s.lane == lane]
+        axes.broken_barh(bars, (lane_number - 0.4, 0.8), edgecolor="black", linewidth=0.2)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_xlabel("ms")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+@pytest.mark.thorough
+def test_a_step_can_be_drawn(tmp_path: Path) -> None:
+    timeline, metrics = timeline_of(replace(EVERY_LAYER, recompute_modules=("mlp",)))
+    spans = timeline.spans()
+    assert {"forward", "backward", "offload", "reload", "recompute", "restore"} <= {
+        span.lane for span in spans
+    }
+    assert all(0 <= span.start_ms <= span.end_ms for span in spans)
+    for direction in ("offload", "reload"):
+        copies = [span for span in spans if span.lane == direction]
+        for before, after in itertools.pairwise(copies):
+            assert before.end_ms <= after.start_ms + 1e-6, "one copy at a time in a direction"
+    copying_ms = sum(s.end_ms - s.start_ms for s in spans if s.lane in ("offload", "reload"))
+    assert copying_ms == pytest.approx(metrics["transfer_ms"])
+    layers = [s for s in spans if s.lane == "forward" and " " not in s.label]
+    backward = [s for s in spans if s.lane == "backward" and " " not in s.label]
+    assert [s.label for s in layers] == [s.label for s in backward[::-1]]
+    first_offload = next(s for s in spans if s.lane == "offload")
+    assert layers[0].start_ms <= first_offload.start_ms, "nothing leaves before it is there"
+    last_reload = [s for s in spans if s.lane == "reload"][-1]
+    assert last_reload.end_ms <= backward[-1].end_ms, "what comes back is waited for"
+    picture = tmp_path / "step.png"
+    draw(spans, picture)
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.thorough
+def test_each_part_of_the_overhead_is_timed() -> None:
+    nothing, _ = timeline_of(EVERY_LAYER)
+    assert nothing.overheads_ms() == {f"{what}_ms": 0.0 for what in OVERHEADS}
+    encoded, _ = timeline_of(replace(EVERY_LAYER, codec="int8"))
+    found = encoded.overheads_ms()
+    assert found["encode_ms"] > 0
+    assert found["decode_ms"] > 0
+    assert found["trace_ms"] == found["restore_ms"] == found["recompute_ms"] == 0
+    rebuilt, _ = timeline_of(replace(EVERY_LAYER, recompute_modules=("mlp",), window=0))
+    found = rebuilt.overheads_ms()
+    assert found["trace_ms"] > 0
+    assert found["restore_ms"] > 0, "nothing comes back ahead: sources are waited for"
+    assert found["recompute_ms"] > 0
+    assert found["encode_ms"] == found["decode_ms"] == 0
+
+
+def test_who_listens_no_more_hears_nothing() -> None:
+    model, notes = tiny_model("opt"), Notes()
+    with attach(model, EVERY_LAYER) as offloader:
+        offloader.engine.observe(notes)
+        offloader.engine.observe(None)
+        model(**tiny_batch()).loss.backward()
+    assert not notes.modules + notes.slots + notes.copies  # type: ignore[operator]
+
+
+def test_an_observer_that_raises_loses_no_copy() -> None:
+    class Failing(Observer):
+        def on_copy(self, direction: str, label: object, nbytes: int, ticket: object) -> None:
+            raise ValueError("no")
+
+    model = tiny_model("llama")
+    transport = SimulatedTransport(1)
+    config = replace(EVERYTHING, window=2**20)
+    with attach(model, config, transport=transport) as offloader:
+        offloader.engine.observe(Failing())
+        with pytest.raises(ValueError, match="no"):
+            model(**tiny_batch(), use_cache=False).loss.backward()
+        offloader.engine.observe(None)
+        for _ in range(3):
+            model(**tiny_batch(), use_cache=False).loss.backward()
+        assert offloader.host_pool.settle() == 0
+    assert not transport.violations

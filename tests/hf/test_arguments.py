@@ -1,0 +1,458 @@
+"""The flags: what they parse to, what they refuse, and that they survive saving."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+from trl import SFTConfig, TrlParser
+
+from hf_pyao import PyAOArguments, PyAOConfig, PyAOTrainingArguments, attach
+from hf_pyao.config import POLICY_NAMES, SETTINGS
+from hf_pyao.engine.codecs import CODECS
+from hf_pyao.errors import ConfigError, ConflictError
+from tests.helpers import tiny_model
+from tests.hf import (
+    setting_stubs,
+)
+from tests.hf.setting_stubs import STUBS, stubs
+
+# TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is depre:FutureWarning")
+
+PREFIX = "activation_offload_"
+EXAMPLES = {
+    "policy": "all",
+    "codec": "identity",
+    "layers": ["mid_block"],
+    "modules": ["mlp_act"],
+    "budget": 8,
+    "plan": "plan.json",
+    "profile_steps": 3,
+    "profile": "profile.json",
+    "recompute_modules": ["mlp_norm"],
+    "keep_last_layers": 2,
+    "min_bytes": 1024,
+    "window": "layer",
+    "host_memory_gib": 1.5,
+    "device_memory_gib": 8.0,
+    "allow_lossy": True,
+    "head_loss": "off",
+    "long_context": True,
+    "mlp_tiles": 8,
+    "checkpoint_every": 2,
+    "checkpoint_nested": True,
+    "save_attention": True,
+    "attention_groups": 4,
+    "verify_recompute": "always",
+    "auto_micro_batch": "largest",
+    "log_metrics": "all",
+    "report": "report.json",
+}
+"""One good value for each knob, as a flag's field holds it."""
+
+
+@dataclass
+class SFTWithOffload(PyAOArguments, SFTConfig):
+    """What a user of TRL writes."""
+
+
+@dataclass
+class SFTListedLast(SFTConfig, PyAOArguments):
+    """The same with the bases in the order in which the mixin is not asked to check."""
+
+
+@dataclass
+class OnByDefault(PyAOTrainingArguments):
+    """What a script does that offloads unless told not to."""
+
+    activation_offload: bool = field(default=True, metadata={"help": "On here."})
+
+
+def parse(*flags: str, cls: type = PyAOTrainingArguments) -> Any:
+    (parsed,) = HfArgumentParser(cls).parse_args_into_dataclasses(
+        ["--output_dir", "out", *flags], look_for_args_file=False
+    )
+    return parsed
+
+
+def write_json(path: Path, values: object) -> str:
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+def test_every_config_field_has_its_flag_and_every_flag_its_field() -> None:
+    flags = {f.name for f in dataclasses.fields(PyAOArguments)}
+    knobs = {f.name.removeprefix(PREFIX) for f in dataclasses.fields(PyAOArguments)}
+    knobs -= {"activation_offload", "config"}
+    assert {"activation_offload", "activation_offload_config"} < flags
+    assert knobs == {f.name for f in dataclasses.fields(PyAOConfig)} == set(EXAMPLES)
+
+
+def test_every_knob_is_none_unless_given() -> None:
+    arguments = PyAOArguments()
+    values = dataclasses.asdict(arguments)
+    assert values.pop("activation_offload") is False
+    assert set(values.values()) == {None}
+
+
+def test_help_states_the_defaults_of_the_configuration() -> None:
+    actions = {a.dest: a for a in HfArgumentParser(PyAOArguments)._actions}
+    formatter = HfArgumentParser(PyAOArguments)._get_formatter()
+    for config_field in dataclasses.fields(PyAOConfig):
+        text = formatter._expand_help(actions[PREFIX + config_field.name])
+        assert len(text) > 60, "a help text that teaches is longer than this"
+        assert "None" not in text
+        if config_field.default not in (None, ()):
+            assert f"(default: {SETTINGS[config_field.name].shown_default})" in text
+        assert "{" not in text, "a setting is named that is none"
+    assert "bytes" in formatter._expand_help(actions[PREFIX + "min_bytes"])
+    assert "GiB" in formatter._expand_help(actions[PREFIX + "host_memory_gib"])
+
+
+def test_without_the_flag_offloading_is_off() -> None:
+    assert parse().pyao_config() is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--activation_offload",), ("--activation_offload", "true"), ("--activation-offload",)],
+)
+def test_the_flag_alone_gives_the_defaults(flags: tuple[str, ...]) -> None:
+    assert parse(*flags).pyao_config() == PyAOConfig()
+
+
+def test_every_knob_parses_from_the_command_line() -> None:
+    arguments = parse(
+        *("--activation_offload", "--activation_offload_policy", "modules"),
+        *("--activation_offload_codec", "identity"),
+        *("--activation_offload_modules", "mlp_act", "self_attn.*"),
+        *("--activation_offload_keep_last_layers", "2", "--activation_offload_min_bytes", "4096"),
+        *("--activation_offload_window", "1048576", "--activation_offload_host_memory_gib", "1.5"),
+        *("--activation_offload_head_loss", "chunked", "--activation_offload_report", "r.json"),
+        *("--activation_offload_layers", "down_blocks.*", "mid_block"),
+        *("--activation_offload_log_metrics", "off"),
+    )
+    assert arguments.pyao_config() == PyAOConfig(
+        policy="modules",
+        codec="identity",
+        modules=("mlp_act", "self_attn.*"),
+        keep_last_layers=2,
+        min_bytes=4096,
+        window=1048576,
+        layers=("down_blocks.*", "mid_block"),
+        log_metrics="off",
+        host_memory_gib=1.5,
+        head_loss="chunked",
+        report="r.json",
+    )
+
+
+def test_a_negative_window_is_called_that() -> None:
+    with pytest.raises(ConfigError, match=r"--activation_offload_window is -1.*negative"):
+        parse("--activation_offload", "--activation_offload_window", "-1").pyao_config()
+
+
+def test_window_takes_the_word_too() -> None:
+    config = parse("--activation_offload", "--activation_offload_window", "layer").pyao_config()
+    assert config.window == "layer"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_knob_without_the_flag_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--{PREFIX}{name} would.*Add --activation_offload"):
+        PyAOTrainingArguments("out", **{PREFIX + name: EXAMPLES[name]})
+
+
+def test_all_idle_knobs_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match="_config, --activation_offload_min_bytes would"):
+        parse("--activation_offload_min_bytes", "0", "--activation_offload_config", "unread.json")
+
+
+def test_a_bad_value_is_refused_when_parsed() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'all'"):
+        parse("--activation_offload", "--activation_offload_policy", "al")
+
+
+@pytest.mark.parametrize("size", ["64MiB", "67108864", 2**26, "0.0625 GiB"])
+def test_sizes_may_have_units(size: Any) -> None:
+    arguments = PyAOTrainingArguments(
+        "out", activation_offload=True, activation_offload_window=size, use_cpu=True
+    )
+    assert arguments.pyao_config() == PyAOConfig(window=2**26)
+    flags = ("--activation_offload_min_bytes", str(size))
+    assert parse("--activation_offload", *flags).pyao_config() == PyAOConfig(min_bytes=2**26)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("_policy", "al"), r"--activation_offload_policy is 'al'; did you mean 'all'\?"),
+        (("_codec", "zip"), r"--activation_offload_codec is 'zip'; known: identity"),
+        (("_window", "lyer"), r"--activation_offload_window is 'lyer'; expected 'layer' or"),
+        (("_min_bytes", "64k"), r"--activation_offload_min_bytes is '64k'; expected a whole"),
+        (("_host_memory_gib", "1e308"), r"--activation_offload_host_memory_gib is 1e\+308;"),
+        (("_keep_last_layers", "-1"), r"--activation_offload_keep_last_layers is -1; it cannot"),
+        (("_report", "a\0b"), r"--activation_offload_report is 'a\\x00b'; expected"),
+        (
+            ("_modules", "mlp_act"),
+            r"--activation_offload_modules is \['mlp_act'\], which has no effect while "
+            r"--activation_offload_policy is 'auto'",
+        ),
+        (
+            ("_policy", "modules"),
+            r"--activation_offload_policy is 'modules', which offloads only what "
+            r"--activation_offload_modules names",
+        ),
+    ],
+)
+def test_messages_name_the_flag(flags: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse("--activation_offload", f"--activation_offload{flags[0]}", flags[1])
+
+
+def test_messages_name_the_file_beside_flags(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "offload.json", {"modules": ["mlp_act"]})
+    message = r"modules in '.*offload.json' is \['mlp_act'\], .* while --activation_offload_policy"
+    with pytest.raises(ConfigError, match=message):
+        parse("--activation_offload", "--activation_offload_config", path)
+    # The two together are whole.
+    flags = ("--activation_offload_config", path, "--activation_offload_policy", "modules")
+    config = parse("--activation_offload", *flags).pyao_config()
+    assert config == PyAOConfig(policy="modules", modules=("mlp_act",))
+    assert config.label("modules") == f"modules in '{path}'"
+    assert config.label("window") == "--activation_offload_window"
+
+
+def test_an_unknown_role_is_told_of_the_flag_that_names_it() -> None:
+    flags = ("--activation_offload_policy", "modules", "--activation_offload_modules", "mlp_atc")
+    config = parse("--activation_offload", *flags).pyao_config()
+    with pytest.raises(ConfigError, match="^--activation_offload_modules names 'mlp_atc'"):
+        attach(tiny_model("llama"), config)
+
+
+def test_the_head_loss_alone_names_the_way() -> None:
+    with pytest.raises(ConfigError, match="offloading is off") as caught:
+        parse("--activation_offload_head_loss", "chunked")
+    _, _, way = str(caught.value).partition("For the head loss alone: ")
+    config = parse(*way.removesuffix(".").split()).pyao_config()
+    assert config == PyAOConfig(policy="off", head_loss="chunked")
+
+
+def test_off_as_yaml_reads_it_names_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        "output_dir: out\nactivation_offload: true\nactivation_offload_policy: off\n"
+        "bf16: false\nuse_cpu: true\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError, match=r"_policy is False; did you mean 'off'\? In YAML, write"):
+        TrlParser(SFTWithOffload).parse_args_and_config(["--config", str(path)])
+
+
+def test_help_lists_every_name() -> None:
+    text = HfArgumentParser(PyAOArguments).format_help()
+    for names in (POLICY_NAMES, CODECS, ("off", "chunked", "liger"), ("summary",)):
+        for name in names:
+            assert f"'{name}'" in text, name
+    assert "--activation_offload_policy {auto,all,modules,budget,plan,pyao,off}" in text
+    assert "--activation_offload_codec {identity,int8,fp8,int4,bitmask}" in text
+    assert "copy_streams" not in text
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, message in {
+        tmp_path: "--activation_offload_report is .*, which is a folder",
+        tmp_path / "file" / "run.json": "file' is no folder",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse("--activation_offload", "--activation_offload_report", str(path))
+    for path in (tmp_path / "new" / "run.json", tmp_path / "file", Path("/dev/null")):
+        parse("--activation_offload", "--activation_offload_report", str(path))
+    assert not (tmp_path / "new").exists(), "a check leaves nothing behind"
+
+
+def test_type_checkers_see_the_same_fields() -> None:
+    assert STUBS.read_text(encoding="utf-8") == stubs(), f"run {setting_stubs.__file__}"
+
+
+def test_modules_given_as_one_string_are_not_split_into_letters() -> None:
+    with pytest.raises(ConfigError, match="tuple of names"):
+        PyAOTrainingArguments(
+            "out",
+            activation_offload=True,
+            activation_offload_policy="modules",
+            activation_offload_modules="mlp_act",  # type: ignore[arg-type]
+        )
+
+
+def test_the_file_is_read_and_flags_fill_in(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "offload.json", {"keep_last_layers": 3, "window": 4096})
+    arguments = parse(
+        *("--activation_offload", "--activation_offload_config", path),
+        *("--activation_offload_min_bytes", "0"),
+    )
+    expected = PyAOConfig(keep_last_layers=3, window=4096, min_bytes=0)
+    assert arguments.pyao_config() == expected
+
+
+def test_a_file_written_by_the_configuration_is_read_back(tmp_path: Path) -> None:
+    config = PyAOConfig(policy="modules", modules=("mlp_act",), host_memory_gib=2.0)
+    config.to_json_file(tmp_path / "offload.json")
+    arguments = parse(
+        "--activation_offload", "--activation_offload_config", str(tmp_path / "offload.json")
+    )
+    assert arguments.pyao_config() == config
+
+
+def test_a_flag_wins_over_the_file_and_that_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_json(tmp_path / "offload.json", {"min_bytes": 4096, "keep_last_layers": 3})
+    with caplog.at_level(logging.INFO, logger="hf_pyao"):
+        arguments = parse(
+            *("--activation_offload", "--activation_offload_config", path),
+            # The second agrees with the file, which is no news.
+            *("--activation_offload_min_bytes", "0", "--activation_offload_keep_last_layers", "3"),
+        )
+        assert arguments.pyao_config() == PyAOConfig(min_bytes=0, keep_last_layers=3)
+        arguments.pyao_config()
+    (record,) = caplog.records
+    assert "--activation_offload_min_bytes 0 wins over min_bytes=4096" in record.getMessage()
+    assert path in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read the configuration file"),
+        ('{"min_byte": 1}', "unknown PyAOConfig key 'min_byte'; did you mean 'min_bytes'"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_bad_file_is_refused_when_parsed(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "offload.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        parse("--activation_offload", "--activation_offload_config", str(path))
+
+
+def test_training_arguments_from_a_json_file(tmp_path: Path) -> None:
+    path = write_json(
+        tmp_path / "args.json",
+        {
+            "output_dir": "out",
+            "activation_offload": True,
+            "activation_offload_policy": "modules",
+            "activation_offload_modules": ["mlp_act"],
+            "activation_offload_window": 4096,
+        },
+    )
+    (arguments,) = HfArgumentParser(PyAOTrainingArguments).parse_json_file(path)
+    assert arguments.pyao_config() == PyAOConfig(
+        policy="modules", modules=("mlp_act",), window=4096
+    )
+
+
+def test_trl_parser_reads_flags_from_yaml_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        "output_dir: out\nactivation_offload: true\nactivation_offload_min_bytes: 4096\n"
+        "bf16: false\nuse_cpu: true\n",
+        encoding="utf-8",
+    )
+    (arguments,) = TrlParser(SFTWithOffload).parse_args_and_config(
+        ["--config", str(path), "--activation_offload_keep_last_layers", "2"]
+    )
+    assert arguments.pyao_config() == PyAOConfig(min_bytes=4096, keep_last_layers=2)
+
+
+def test_the_fields_are_in_the_dict_and_the_json() -> None:
+    arguments = parse("--activation_offload", "--activation_offload_min_bytes", "0")
+    as_dict = arguments.to_dict()
+    assert as_dict["activation_offload"] is True
+    assert as_dict["activation_offload_min_bytes"] == "0"
+    assert as_dict["activation_offload_codec"] is None
+    assert json.loads(arguments.to_json_string())["activation_offload_min_bytes"] == "0"
+    assert "activation_offload_min_bytes=0" in str(arguments)
+
+
+def test_training_args_bin_round_trip(tmp_path: Path) -> None:
+    arguments = parse(
+        "--activation_offload",
+        "--activation_offload_modules",
+        "mlp_act",
+        "--activation_offload_policy",
+        "modules",
+    )
+    torch.save(arguments, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert isinstance(loaded, PyAOTrainingArguments)
+    assert loaded.pyao_config() == PyAOConfig(policy="modules", modules=("mlp_act",))
+
+
+def test_positional_arguments_stay_those_of_the_base_class() -> None:
+    names = [f.name for f in dataclasses.fields(TrainingArguments)]
+    assert [f.name for f in dataclasses.fields(PyAOTrainingArguments)][: len(names)] == names
+    assert PyAOTrainingArguments("somewhere").output_dir == "somewhere"
+
+
+def test_the_base_class_still_checks_its_own_fields() -> None:
+    with pytest.raises(ValueError, match="not a valid IntervalStrategy"):
+        PyAOTrainingArguments("out", logging_strategy="sometimes")
+
+
+def test_a_subclass_can_turn_it_on_by_default() -> None:
+    assert parse(cls=OnByDefault).pyao_config() == PyAOConfig()
+    assert parse("--no_activation_offload", cls=OnByDefault).pyao_config() is None
+    assert parse("--activation_offload", "false", cls=OnByDefault).pyao_config() is None
+    config = parse("--activation_offload_min_bytes", "0", cls=OnByDefault).pyao_config()
+    assert config == PyAOConfig(min_bytes=0)
+    with pytest.raises(ConfigError, match="offloading is off"):
+        parse("--no_activation_offload", "--activation_offload_min_bytes", "0", cls=OnByDefault)
+
+
+def test_the_mixin_alone_parses_beside_other_arguments() -> None:
+    (offload,) = HfArgumentParser(PyAOArguments).parse_args_into_dataclasses(
+        ["--activation_offload"], look_for_args_file=False
+    )
+    assert offload.pyao_config() == PyAOConfig()
+
+
+@pytest.mark.parametrize("cls", [SFTWithOffload, SFTListedLast])
+def test_the_flag_is_no_abbreviation_of_trls_once_mixed_in(cls: type) -> None:
+    on_cpu = ("--use_cpu", "--bf16", "false")
+    arguments = parse("--activation_offload", *on_cpu, cls=cls)
+    assert arguments.activation_offloading is False
+    assert arguments.pyao_config() == PyAOConfig()
+    arguments = parse("--activation_offloading", *on_cpu, cls=cls)
+    assert arguments.activation_offloading is True
+    assert arguments.pyao_config() is None
+
+
+def test_both_offloaders_together_are_refused() -> None:
+    with pytest.raises(ConflictError, match="TRL's activation_offloading"):
+        SFTWithOffload(
+            "out", activation_offload=True, activation_offloading=True, use_cpu=True, bf16=False
+        )
+
+
+def test_listed_last_the_mixin_checks_on_request() -> None:
+    on_cpu = {"use_cpu": True, "bf16": False}
+    arguments = SFTListedLast(output_dir="out", activation_offload_min_bytes=0, **on_cpu)
+    with pytest.raises(ConfigError, match="offloading is off"):
+        arguments.check_pyao_arguments()
+    # Listed last, its fields come first: what is meant for output_dir lands in a flag.
+    with pytest.raises(ConfigError, match="list PyAOArguments before"):
+        SFTListedLast("out", **on_cpu).check_pyao_arguments()

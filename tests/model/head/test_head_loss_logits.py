@@ -1,0 +1,359 @@
+"""Reading, changing and hooking the logits of a chunked loss: as without it, or refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.utils.operations import convert_to_fp32, recursively_apply
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.utils import _apply_to_tensors
+from torch.utils import _pytree as pytree
+
+from hf_pyao.errors import ConflictError, SavedTensorModifiedError
+from hf_pyao.model.head.head_loss import HeadLoss, install_head_loss
+from hf_pyao.model.losses import DeferredLogits
+from tests.helpers.head_loss_models import VOCAB, assert_same_step, make_batch, make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*tied.*:UserWarning"),
+    # PEFT uses the older of two names, which transformers 5.23 warns about.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is depre:FutureWarning"),
+]
+
+
+def make(kind: str = "llama", dtype: torch.dtype = torch.float64) -> tuple[Any, HeadLoss]:
+    """Return a model with a chunked head loss; *kind* is an architecture, or a head with LoRA."""
+    model: Any = make_model("llama" if kind == "lora" else kind, dtype)
+    if kind == "lora":
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_()
+    return model.train(), install_head_loss(model, "chunked", chunk_tokens=16)
+
+
+# ---- hooks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "lora"])
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_gradients_of_logits_are_refused(return_dict: bool, kind: str) -> None:
+    model, _ = make(kind)
+    outputs = model(**make_batch(), return_dict=return_dict, use_cache=False)
+    loss, logits = outputs[0], outputs[1]
+    for ask in (
+        lambda: logits.register_hook(print),
+        lambda: logits.retain_grad(),
+        lambda: torch.autograd.grad(loss, logits, allow_unused=True),
+        lambda: torch.autograd.grad(loss, [logits]),
+    ):
+        with pytest.raises(ConflictError, match="head_loss='off'"):
+            ask()
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loss.backward(inputs=wanted)
+    assert all(parameter.grad is not None for parameter in wanted)
+
+
+def test_hooks_that_the_loss_function_hangs_on_its_logits_work() -> None:
+    def hooked(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        flat = logits[:, :-1].flatten(0, 1)
+        logits.register_hook(lambda grad: grad * 0.5)
+        return F.cross_entropy(flat, labels[:, 1:].flatten())
+
+    (mine, handle), own = make(), make_model("llama", torch.float64)
+    mine.loss_function = own.loss_function = hooked
+    assert_same_step(mine, own, 0.0, **make_batch())
+    assert handle.metrics()["head_loss_num_own"] == 1
+
+
+# ---- changes in place ----------------------------------------------------------------------------
+
+
+def halve_a_slice(logits: Any) -> None:
+    logits[:, :-1].mul_(0.5)
+
+
+def halve(logits: Any) -> None:
+    logits *= 0.5
+
+
+def mask_words(logits: Any) -> None:
+    logits[..., 5:9] = -1.0
+
+
+def halve_into(logits: Any) -> None:
+    torch.mul(logits.detach(), 0.5, out=logits.data)
+
+
+def cap(logits: Any) -> None:
+    logits.view(-1, VOCAB)[3:7].clamp_(max=0.5)
+
+
+@pytest.mark.parametrize("change", [halve_a_slice, halve, mask_words, halve_into, cap])
+def test_changes_in_place_inside_the_loss_function(change: Callable[[Any], None]) -> None:
+    def changed(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        shifted = logits[:, :-1]  # before the change, and sees it
+        change(logits)
+        return F.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
+
+    (mine, _), own = make(), make_model("llama", torch.float64)
+    mine.loss_function = own.loss_function = changed
+    outputs, expected = assert_same_step(mine, own, 0.0, **make_batch())
+    assert torch.equal(outputs.logits, expected.logits)
+
+
+# ---- reading late --------------------------------------------------------------------------------
+
+
+def write_data(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.data.add_(0.01)
+
+
+def write_one_row(parameters: list[Tensor]) -> None:
+    parameters[0].data[7].mul_(1.5)
+
+
+def write_one_column(parameters: list[Tensor]) -> None:
+    parameters[0].data[:, 7].mul_(1.5)
+
+
+def swap_data(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data * 1.5
+
+
+def write_numpy(parameters: list[Tensor]) -> None:
+    parameters[0].detach().numpy()[:] *= 1.5
+
+
+def optimizer(name: str, **options: Any) -> Callable[[list[Tensor]], None]:
+    def step(parameters: list[Tensor]) -> None:
+        getattr(torch.optim, name)(parameters, lr=0.1, **options).step()
+
+    return step
+
+
+WRITES: dict[str, Callable[[list[Tensor]], None]] = {
+    "data": write_data,
+    "one row": write_one_row,
+    "one column": write_one_column,
+    "other data": swap_data,
+    "numpy": write_numpy,
+    "SGD": optimizer("SGD", foreach=False),
+    "SGD foreach": optimizer("SGD", foreach=True),
+    "SGD fused": optimizer("SGD", fused=True),
+    "AdamW fused": optimizer("AdamW", fused=True),
+    "AdamW foreach": optimizer("AdamW", foreach=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi", "lora"])
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("order", ["after backward", "without backward"])
+def test_logits_are_not_those_of_other_weights(order: str, name: str, kind: str) -> None:
+    model, _ = make(kind, torch.float32)
+    model(**make_batch(seed=1)).loss.backward()  # gradients for the optimizers
+    outputs = model(**make_batch())
+    if order == "after backward":
+        outputs.loss.backward()
+    head = model.get_output_embeddings()
+    WRITES[name]([p for p in head.parameters() if p.requires_grad and p.dim() == 2][::-1])
+    with pytest.raises(SavedTensorModifiedError, match="before the step"):
+        outputs.logits  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "lora"])
+def test_logits_can_be_read_until_the_step(kind: str) -> None:
+    model, _ = make(kind)
+    expected = model.eval()(**make_batch()).logits
+    outputs = model.train()(**make_batch())
+    outputs.loss.backward()
+    assert torch.equal(outputs.logits, expected), "after backward"
+    outputs = model(**make_batch())
+    outputs.loss.backward()
+    model.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(outputs.logits, expected), "without gradients"
+    model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.clone()
+    outputs = model(**make_batch())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert torch.equal(outputs.logits, expected), "the same weights elsewhere"
+
+
+def test_logits_of_a_gathered_head() -> None:
+    model, _ = make()
+    weight, whole = model.lm_head.weight, model.lm_head.weight.data.clone()
+    weight.ds_id = 0
+
+    def gather(*_: Any) -> None:
+        weight.data = whole
+
+    def release(*_: Any) -> None:
+        weight.data = torch.empty(0, dtype=whole.dtype)
+
+    model.lm_head.register_forward_pre_hook(gather)
+    model.lm_head.register_forward_hook(release)
+    expected = model.eval()(**make_batch()).logits
+    first, second = (model.train()(**make_batch()) for _ in range(2))
+    assert torch.equal(first.logits, expected)
+    whole.mul_(1.5)  # an optimizer that works on its own copy
+    with pytest.raises(SavedTensorModifiedError, match="before the step"):
+        second.logits  # noqa: B018
+
+
+# ---- walking through outputs ---------------------------------------------------------------------
+
+
+def zero3(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Walk as DeepSpeed's ``apply_to_tensors_only`` does: dictionaries in place, item by item."""
+    if isinstance(value, tuple | list):
+        return type(value)([zero3(function, item) for item in value])
+    if isinstance(value, dict):
+        for key in value.keys():
+            value[key] = zero3(function, value[key])
+        return value
+    return function(value) if isinstance(value, Tensor) else value
+
+
+def by_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Walk as FSDP2 does: a dataclass field by field."""
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if isinstance(item, Tensor):
+            function(item)
+    return value
+
+
+def by_keys(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    return type(value)(**{key: function(value[key]) for key in value})
+
+
+def on_tensors(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    return lambda value: function(value) if isinstance(value, Tensor) else value
+
+
+WALKS: dict[str, Callable[[Callable[[Tensor], Tensor], Any], Any]] = {
+    "ZeRO-3": zero3,
+    "fields": by_fields,
+    "keys": lambda function, value: by_keys(on_tensors(function), value),
+    "torch.distributed": _apply_to_tensors,
+    "pytree": lambda function, value: pytree.tree_map_only(Tensor, function, value),
+    "accelerate": recursively_apply,
+    "dataclasses.replace": lambda function, value: dataclasses.replace(value),
+    "a dictionary of it": lambda function, value: type(value)(**value),
+    "vars": lambda function, value: (
+        [function(item) for item in vars(value).values() if isinstance(item, Tensor)] and value
+    ),
+    "casts": lambda function, value: convert_to_fp32(value),
+}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_walk_through_the_outputs_computes_nothing(name: str) -> None:
+    (mine, handle), own = make(), make_model("llama", torch.float64)
+    seen: list[torch.Size] = []
+
+    def function(tensor: Tensor) -> Tensor:
+        seen.append(tensor.shape)
+        return tensor
+
+    outputs = WALKS[name](function, mine(**make_batch(), use_cache=False))
+    expected = own(**make_batch(), use_cache=False)
+    assert handle.metrics()["head_loss_num_logits_read"] == 0
+    assert all(len(shape) < 3 for shape in seen)
+    assert list(outputs) == list(expected)
+    assert torch.equal(outputs["logits"], expected.logits)
+    assert type(outputs) is not type(expected), "still ours"
+    outputs.loss.backward()
+    assert handle.metrics()["head_loss_num_logits_read"] == 1
+
+
+def test_readings_by_name_and_by_place_compute() -> None:
+    (model, _), own = make(), make_model("llama", torch.float64)
+    expected = own(**make_batch())
+    for read in (
+        lambda outputs: outputs.logits,
+        lambda outputs: outputs["logits"],
+        lambda outputs: outputs.get("logits"),
+        lambda outputs: outputs[1],
+        lambda outputs: outputs[:2][1],
+        lambda outputs: outputs.to_tuple()[1],
+        lambda outputs: getattr(outputs, "logits"),  # noqa: B009
+    ):
+        logits = read(model(**make_batch()))
+        assert isinstance(logits, Tensor)
+        assert torch.equal(logits, expected.logits)
+    outputs = model(**make_batch())
+    assert [type(key) for key in copy.copy(dict(vars(outputs)))] == [str] * len(vars(outputs))
+    assert "logits" in outputs
+    assert "logits" in outputs.keys()
+
+
+def zero3_hooks(model: nn.Module) -> None:
+    """Put around every module what ZeRO-3 does with its outputs, through tensors of the graph."""
+
+    class Before(torch.autograd.Function):
+        """Stands for what gathers a module's weights before its backward."""
+
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor) -> Tensor:
+            return tensor.view_as(tensor)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        # What it does with outputs that are neither tensors nor containers.
+        if not isinstance(output, Tensor | tuple | list | dict):
+            [item for item in vars(output).items() if isinstance(item[1], Tensor)]
+        return zero3(
+            lambda tensor: Before.apply(tensor) if tensor.requires_grad else tensor, output
+        )
+
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.ds_id = 0  # type: ignore[attr-defined]
+        module.register_forward_hook(after_forward)
+
+
+def test_zero3_around_every_module() -> None:
+    mine, own = (make_model("llama", torch.float64) for _ in range(2))
+    zero3_hooks(mine)
+    zero3_hooks(own)
+    handle = install_head_loss(mine, "chunked", chunk_tokens=16)
+    for seed in range(2):
+        assert_same_step(mine, own, 1e-12, **make_batch(seed=seed))
+    assert handle.metrics()["head_loss_num_chunked"] == 2
+    assert handle.metrics()["head_loss_num_logits_read"] == 0
+
+
+def test_who_reads_the_logits_of_every_step_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, handle = make()
+
+    def token_accuracy(outputs: Any) -> Tensor:
+        return outputs.logits.argmax(-1)
+
+    with caplog.at_level(logging.WARNING, logger="hf_pyao"):
+        for _ in range(3):
+            token_accuracy(model(**make_batch()))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "something reads outputs.logits" in record.getMessage()
+    assert f"token_accuracy in {__file__}" in record.getMessage()
+    assert handle.metrics()["head_loss_num_logits_read"] == 3
+    assert not any(isinstance(v, DeferredLogits) for v in model.eval()(**make_batch()).values())

@@ -1,0 +1,253 @@
+"""What changes deferred logits in place, or hangs a hook on them, does so for all their relatives."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_pyao.errors import ConflictError
+from hf_pyao.model.losses import DeferredLogits
+from hf_pyao.model.losses.beside import LogitsBesideLoss
+from tests.model.losses.test_deferred import VOCAB, make
+
+LABELS = torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(2))
+
+
+def loss_of(logits: Any) -> Tensor:
+    labels = LABELS[: logits.shape[0], : logits.shape[1]]
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def assert_same(use: Callable[[Any], Tensor], *, computed: bool = True) -> None:
+    """Run *use*, logits to loss, on deferred logits and on a tensor; compare loss and gradients."""
+    deferred, tensor, call, hidden = make()
+    got, expected = use(deferred), use(tensor)
+    assert bool(call.reasons) == computed
+    mine = torch.autograd.grad(got, [hidden, call.weight])
+    theirs = torch.autograd.grad(expected, [hidden, call.weight])
+    for one, other in zip([got, *mine], [expected, *theirs], strict=True):
+        if computed:
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def setitem(x: Any) -> Any:
+    x[..., 2] = -1.0
+    return x
+
+
+def assign_data(x: Any) -> Any:
+    x.data = torch.ones(x.shape, dtype=torch.float64)
+    return x
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: (lambda x, name=name: getattr(operator, name)(x, 2))
+        for name in ("iadd", "isub", "imul", "itruediv")
+    },
+    "imul by a tensor": lambda x: operator.imul(x, torch.full((VOCAB,), 0.5)),
+    "ipow": lambda x: operator.ipow(x, 2),
+    "mul_": lambda x: x.mul_(0.5),
+    "tanh_": lambda x: x.tanh_(),
+    "masked_fill_": lambda x: x.masked_fill_(torch.arange(VOCAB) == 3, -9.0),
+    "functional": lambda x: F.relu(x, inplace=True),
+    "torch function": lambda x: torch.clamp_(x, max=0.5),
+    "a slice": lambda x: x[:, 1:].mul_(0.5),
+    "a slice of a slice": lambda x: x[:, 1:][:, :2].mul_(0.5),
+    "words of a slice": lambda x: x[:, 1:][..., 2:4].mul_(0.5),
+    "a view of a view": lambda x: x.view(-1, VOCAB)[2:9].mul_(0.5),
+    "a flattened slice": lambda x: x[:2].flatten(0, 1).mul_(0.5),
+    "a copy": lambda x: x[..., :-1, :].contiguous().mul_(0.5),
+    "a masked copy": lambda x: x[LABELS > 2].mul_(0.5),
+    "a scaled copy": lambda x: (x * 2).mul_(0.5),
+    "the same dtype": lambda x: x.to(torch.float64).mul_(0.5),
+    "contiguous already": lambda x: x.contiguous().mul_(0.5),
+    "an element": setitem,
+    "the data": lambda x: x.data.mul_(0.5),
+    "a detached one": lambda x: x.detach().mul_(0.5),
+    "a row in a loop": lambda x: [x[i].mul_(0.5) for i in range(len(x))],
+    "assigned data": assign_data,
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_change_in_place_reaches_who_else_holds_the_logits(name: str) -> None:
+    def use(logits: Any) -> Tensor:
+        IN_PLACE[name](logits)
+        return loss_of(logits)
+
+    assert_same(use)
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_change_in_place_reaches_views_taken_before_and_not_copies(name: str) -> None:
+    def use(logits: Any) -> Tensor:
+        view, scaled, shifted = logits.view(-1, 5, VOCAB), logits * 3, logits[:, :-1].contiguous()
+        IN_PLACE[name](logits)
+        return loss_of(view) + 2 * loss_of(scaled) + 3 * loss_of(shifted)
+
+    assert_same(use)
+
+
+@pytest.mark.parametrize("name", ["torch.mul", "torch.div", "torch.tanh", "torch.add"])
+def test_results_into_a_given_tensor(name: str) -> None:
+    function = {"mul": torch.mul, "div": torch.div, "tanh": torch.tanh, "add": torch.add}[name[6:]]
+    arguments = [] if name == "torch.tanh" else [2.0]
+    deferred, tensor, _, _ = make()
+    for logits in (deferred, tensor.detach()):
+        with torch.no_grad():
+            room = torch.empty(3, 5, VOCAB, dtype=torch.float64)
+            assert function(logits, *arguments, out=room) is room
+            assert torch.equal(room, function(tensor.detach(), *arguments))
+            source = torch.full((3, 5, VOCAB), 3.0, dtype=torch.float64)
+            function(source, *arguments, out=logits.detach() if logits is deferred else logits)
+            assert torch.equal(logits + 0, function(source, *arguments))
+
+
+def test_an_augmented_assignment_keeps_the_object() -> None:
+    deferred, _, _, _ = make()
+    name = deferred
+    name *= 2
+    assert name is deferred
+    assert isinstance(deferred, DeferredLogits)
+
+
+def test_steps_without_gradients_leave_the_graph() -> None:
+    def use(logits: Any) -> Tensor:
+        with torch.no_grad():
+            scaled = logits * 0.5
+        assert not scaled.requires_grad
+        return loss_of(logits) + loss_of(scaled)
+
+    assert_same(use)
+
+
+def test_a_loss_without_gradients_does_not_count() -> None:
+    def use(logits: Any) -> Tensor:
+        with torch.no_grad():
+            loss_of(logits)
+        return torch.logsumexp(logits, -1).sum()
+
+    assert_same(use)
+
+
+# ---- hooks ---------------------------------------------------------------------------------------
+
+
+def test_hooks_before_the_loss_are_as_on_a_tensor() -> None:
+    def use(logits: Any) -> Tensor:
+        flat = logits.view(-1, VOCAB)
+        logits.register_hook(lambda grad: grad * 0.5)
+        kept.append(logits)
+        logits.retain_grad()
+        return F.cross_entropy(flat, LABELS.view(-1))
+
+    kept: list[Any] = []
+    assert_same(use)
+    assert torch.equal(kept[0].grad, kept[1].grad)
+
+
+ASKED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "register_hook": lambda logits, loss: logits.register_hook(print),
+    "retain_grad": lambda logits, loss: logits.retain_grad(),
+    "multi-grad hook": lambda logits, loss: torch.autograd.graph.register_multi_grad_hook(
+        (logits,), print
+    ),
+    "autograd.grad": lambda logits, loss: torch.autograd.grad(loss, logits),
+    "autograd.grad of several": lambda logits, loss: torch.autograd.grad(
+        loss, inputs=[logits], allow_unused=True
+    ),
+    "backward(inputs=)": lambda logits, loss: (loss.backward(inputs=[logits]), logits.grad),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_asks_for_the_gradient_of_a_chunked_loss_is_refused(name: str) -> None:
+    deferred, _, call, _ = make()
+    loss = loss_of(deferred)
+    assert call.num_losses == 1
+    with pytest.raises(ConflictError, match="head_loss='off'"):
+        ASKED[name](deferred.materialize(), loss)
+
+
+def test_logits_beside_a_loss_are_a_plain_tensor_otherwise() -> None:
+    deferred, tensor, call, hidden = make()
+    loss_of(deferred)
+    logits = deferred.materialize()
+    assert isinstance(logits, LogitsBesideLoss)
+    assert torch.equal(logits, tensor)
+    assert logits.grad_fn is not None
+    assert logits.grad is None
+    for result in (logits * 2, logits[:, 1:], logits.detach(), torch.softmax(logits, -1)):
+        assert type(result) is Tensor
+    got = torch.autograd.grad(logits.square().sum(), [hidden, call.weight])
+    expected = torch.autograd.grad(tensor.square().sum(), [hidden, call.weight])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    detached = logits.detach().as_subclass(LogitsBesideLoss)
+    assert type(pickle.loads(pickle.dumps(detached))) is Tensor
+
+
+# ---- random programs -----------------------------------------------------------------------------
+
+LAZY: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda x: x * 0.5,
+    "tanh": torch.tanh,
+    "float64": lambda x: x.to(torch.float64),
+    "contiguous": lambda x: x.contiguous(),
+    "shift": lambda x: x[:, 1:],
+    "rows": lambda x: x[:2],
+    "cut": lambda x: x[..., :7],
+    "view": lambda x: x[...],
+}
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "mul_": lambda x: x.mul_(0.5),
+    "imul": lambda x: operator.imul(x, 0.5),
+    "zero a word": setitem,
+    "slice": lambda x: x[:, :1].add_(1.0),
+    "look": lambda x: x.sum(),
+}
+
+
+@pytest.mark.thorough
+@settings(max_examples=80, deadline=None)
+@given(
+    program=st.lists(
+        st.tuples(st.sampled_from([*LAZY, *CHANGES]), st.integers(0, 9)), min_size=1, max_size=8
+    )
+)
+def test_random_programs(program: list[tuple[str, int]]) -> None:
+    # Each step takes one of the results so far; every result has its part in the loss at the end.
+    def use(logits: Any) -> Tensor:
+        results = [logits]
+        for name, which in program:
+            operand = results[which % len(results)]
+            if operand.shape[1] < 2:
+                continue
+            if name in LAZY:
+                results.append(LAZY[name](operand))
+            else:
+                CHANGES[name](operand)
+        return sum((loss_of(result) * (i + 1) for i, result in enumerate(results)), torch.zeros(()))
+
+    deferred, tensor, call, hidden = make()
+    try:
+        expected = torch.autograd.grad(use(tensor), [hidden, call.weight])
+    except RuntimeError:  # a result that backward needs was changed in place
+        with pytest.raises(RuntimeError):
+            torch.autograd.grad(use(deferred), [hidden, call.weight])
+        return
+    got = torch.autograd.grad(use(deferred), [hidden, call.weight])
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs) or not call.reasons
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)

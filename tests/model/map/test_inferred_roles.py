@@ -1,0 +1,572 @@
+"""Roles of architectures that have no module map, against tables written by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.errors import ConfigError
+from hf_pyao.model.map.architectures import ROLES
+from hf_pyao.model.map.module_map import (
+    MODULE_MAPS,
+    FoundLayers,
+    check_roles,
+    find_layers,
+    named_submodules,
+    resolve_selections,
+)
+from hf_pyao.model.map.role_inference import infer_roles, parts_of, roles_of_norms
+from hf_pyao.model.map.role_names import Kind, kind_of
+from tests.helpers import gradients_of
+from tests.helpers.role_tables import BEFORE_5, FIRST, LAST, SINCE_5
+
+HIDDEN, INTERMEDIATE, HEADS, VOCAB = 32, 48, 4, 64
+
+WIDE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GATED: dict[str, Any] = {**WIDE, "num_key_value_heads": 2}
+HEAD_DIM: dict[str, Any] = {**GATED, "head_dim": 8}
+EXPERTS: dict[str, Any] = {
+    **GATED,
+    "num_experts_per_tok": 1,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "moe_intermediate_size": INTERMEDIATE,
+}
+ONE_HEAD: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": HIDDEN,
+    "n_head": HEADS,
+    "n_layer": 2,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bart": {
+        "vocab_size": VOCAB,
+        "d_model": HIDDEN,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": HEADS,
+        "decoder_attention_heads": HEADS,
+        "encoder_ffn_dim": INTERMEDIATE,
+        "decoder_ffn_dim": INTERMEDIATE,
+        "max_position_embeddings": 32,
+    },
+    "bert": WIDE,
+    "bloom": {"vocab_size": VOCAB, "hidden_size": HIDDEN, "n_layer": 2, "n_head": HEADS},
+    "cohere": GATED,
+    "deepseek_v3": EXPERTS
+    | {
+        "num_key_value_heads": HEADS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+    },
+    "falcon": {key: WIDE[key] for key in WIDE if key != "intermediate_size"},
+    "gemma2": HEAD_DIM,
+    "gemma3_text": HEAD_DIM,
+    "glm4": HEAD_DIM,
+    "gptj": ONE_HEAD | {"rotary_dim": 4},
+    "granitemoe": EXPERTS,
+    "jamba": EXPERTS
+    | {
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
+    "mixtral": EXPERTS,
+    "mpt": {"vocab_size": VOCAB, "d_model": HIDDEN, "n_layers": 2, "n_heads": HEADS},
+    "olmo2": GATED,
+    "phi": WIDE,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": INTERMEDIATE},
+    "qwen3_moe": EXPERTS | {"head_dim": 8},
+    "stablelm": GATED,
+    "starcoder2": GATED,
+    "t5": {
+        "vocab_size": VOCAB,
+        "d_model": HIDDEN,
+        "d_kv": 8,
+        "d_ff": INTERMEDIATE,
+        "num_layers": 2,
+        "num_heads": HEADS,
+        "decoder_start_token_id": 0,
+        "feed_forward_proj": "gated-gelu",
+    },
+    "vit": {key: WIDE[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    | {"num_attention_heads": HEADS, "image_size": 16, "patch_size": 8},
+}
+AUTO = {
+    "bart": "AutoModelForSeq2SeqLM",
+    "bert": "AutoModelForMaskedLM",
+    "t5": "AutoModelForSeq2SeqLM",
+    "vit": "AutoModelForImageClassification",
+}
+HAS_FUSED_EXPERTS = int(transformers.__version__.partition(".")[0]) >= 5
+
+old_layout = pytest.mark.skipif(not HAS_FUSED_EXPERTS, reason="has other modules before 5.0")
+
+
+def cases(*model_types: str, thorough: tuple[str, ...] = ()) -> list[Any]:
+    marks: dict[str, list[pytest.MarkDecorator]] = defaultdict(list)
+    for name in SINCE_5:
+        marks[name].append(old_layout)
+    for name in thorough:
+        marks[name].append(pytest.mark.thorough)
+    return [pytest.param(name, marks=marks[name], id=name) for name in model_types or sorted(FIRST)]
+
+
+def build(model_type: str, **settings: Any) -> nn.Module:
+    config = transformers.AutoConfig.for_model(model_type, **{**CONFIGS[model_type], **settings})
+    torch.manual_seed(0)
+    auto = getattr(transformers, AUTO.get(model_type, "AutoModelForCausalLM"))
+    model: nn.Module = auto.from_config(config).train()
+    return model
+
+
+def expected_roles(model_type: str, found: FoundLayers) -> dict[str, Mapping[str, set[str]]]:
+    """Return layer fqn -> role -> paths, from the tables."""
+    old = {} if HAS_FUSED_EXPERTS else BEFORE_5
+    first = old.get(model_type, FIRST[model_type])
+    last = LAST.get(model_type, first)
+    half = len(found.layers) // 2
+    return {fqn: last if i >= half else first for i, (fqn, _) in enumerate(found.layers)}
+
+
+# ---- which roles there are -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", cases())
+def test_roles_are_those_of_the_table(model_type: str) -> None:
+    found = find_layers(build(model_type))
+    assert found.roles == {}, "no map has a say here"
+    check_roles(found)
+    expected = expected_roles(model_type, found)
+    for fqn, _ in found.layers:
+        roles = {role: set(paths) for role, paths in found.roles_of(fqn).items()}
+        assert roles == expected[fqn], fqn
+        assert list(found.roles_of(fqn)) == [role for role in ROLES if role in roles]
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODULE_MAPS if "gpt" not in name])
+def test_inference_agrees_with_the_maps(model_type: str) -> None:
+    """The maps were written without the rules, and no rule is for one architecture."""
+    from tests.model.map.test_module_map import build as build_mapped
+
+    found = find_layers(build_mapped(model_type))
+    inferred = {
+        role: set(paths) for role, paths in infer_roles(parts_of(found.layers[0][1])).items()
+    }
+    known = {role: set(paths) for role, paths in found.roles.items()}
+    assert inferred == known
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
+def test_inference_agrees_with_maps_of_which_a_layer_lacks_a_part(model_type: str) -> None:
+    from tests.model.map.test_module_map import build as build_mapped
+
+    found = find_layers(build_mapped(model_type))
+    layer = found.layers[0][1]
+    present = {path for path, _ in named_submodules(layer)}
+    known = {role: present.intersection(paths) for role, paths in found.roles.items()}
+    assert {role: set(paths) for role, paths in infer_roles(parts_of(layer)).items()} == known
+
+
+# PEFT 0.21 reads a name that transformers 5.23 has renamed.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_lora_keeps_the_roles() -> None:
+    import peft
+
+    base = build("gemma2")
+    before = find_layers(base).inferred
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2, lora_dropout=0.1)
+    found = find_layers(peft.get_peft_model(base, config))
+    assert found.inferred == before
+    selected = resolve_selections(["mlp_down"], found)["model.layers.0"]
+    assert "mlp.down_proj.lora_A.default" in selected
+
+
+def test_wrapped_parts_keep_the_roles() -> None:
+    model = build("olmo2")
+    before = find_layers(model).inferred
+    layer = model.get_submodule("model.layers.0")
+    layer.mlp = checkpoint_wrapper(layer.mlp)
+    layer.mlp.act_fn = checkpoint_wrapper(layer.mlp.act_fn)
+    layer.input_layernorm = nn.Identity()  # of no use, and no norm
+    assert find_layers(model).inferred == before
+
+
+# ---- layouts that no model of this release has ----------------------------------------------------
+
+OTHER_LAYOUTS: dict[str, tuple[str, dict[str, str]]] = {
+    # "path:kind ..." with linear as default; role -> paths
+    "experts in a list (transformers 4)": (
+        "self_attn:attention self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
+        "block_sparse_moe:other block_sparse_moe.gate block_sparse_moe.experts:container "
+        "block_sparse_moe.experts.0:other block_sparse_moe.experts.0.w1 "
+        "block_sparse_moe.experts.0.w2 block_sparse_moe.experts.0.w3 "
+        "block_sparse_moe.experts.0.act_fn:activation",
+        {
+            "qkv_linear": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+            "core_attn": "self_attn",
+            "attn_proj": "self_attn.o_proj",
+            "router": "block_sparse_moe block_sparse_moe.gate",
+            "expert_fc1": "block_sparse_moe.experts.0.w1 block_sparse_moe.experts.0.w3",
+            "moe_act": "block_sparse_moe.experts.0 block_sparse_moe.experts.0.act_fn",
+            "expert_fc2": "block_sparse_moe.experts.0.w2",
+        },
+    ),
+    "ViT (transformers 4)": (
+        "attention:attention attention.attention:attention attention.attention.query "
+        "attention.attention.key attention.attention.value attention.output:other "
+        "attention.output.dense attention.output.dropout:dropout intermediate:other "
+        "intermediate.dense intermediate.intermediate_act_fn:activation output:other output.dense "
+        "output.dropout:dropout layernorm_before:norm layernorm_after:norm",
+        {
+            "attn_norm": "layernorm_before",
+            "qkv_linear": "attention.attention.query attention.attention.key "
+            "attention.attention.value",
+            "core_attn": "attention.attention",
+            "attn_proj": "attention.output.dense attention.output.dropout",
+            "mlp_norm": "layernorm_after",
+            "mlp_up": "intermediate.dense",
+            "mlp_act": "intermediate intermediate.intermediate_act_fn",
+            "mlp_down": "output.dense output.dropout",
+        },
+    ),
+    "an activation that is a function, in an MLP of its own": (
+        "mlp:other mlp.up_proj mlp.down_proj",
+        {"mlp_up": "mlp.up_proj", "mlp_act": "mlp", "mlp_down": "mlp.down_proj"},
+    ),
+    "an activation that is a function, in the layer": (
+        "fc1 fc2",
+        {"mlp_up": "fc1", "mlp_down": "fc2"},
+    ),
+    "attention in the layer": (
+        "q_proj k_proj v_proj out_proj fc1 act:activation fc2",
+        {
+            "qkv_linear": "q_proj k_proj v_proj",
+            "mlp_up": "fc1",
+            "mlp_act": "act",
+            "mlp_down": "fc2",
+        },
+    ),
+    "attention with a gate": (
+        "self_attn:attention self_attn.q_proj self_attn.gate_proj self_attn.o_proj mlp:other "
+        "mlp.gate_proj mlp.down_proj",
+        {
+            "qkv_linear": "self_attn.q_proj",
+            "core_attn": "self_attn",
+            "attn_proj": "self_attn.o_proj",
+            "mlp_up": "mlp.gate_proj",
+            "mlp_act": "mlp",
+            "mlp_down": "mlp.down_proj",
+        },
+    ),
+    "attention known by its class alone": (
+        "attn:attention attn.out_proj mlp:other mlp.fc1 mlp.fc2",
+        {
+            "core_attn": "attn",
+            "attn_proj": "attn.out_proj",
+            "mlp_up": "mlp.fc1",
+            "mlp_act": "mlp",
+            "mlp_down": "mlp.fc2",
+        },
+    ),
+    "a state-space mixer": (
+        "norm:norm mixer:other mixer.act:activation mixer.in_proj mixer.out_proj",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("parts", "roles"), OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS)
+def test_other_layouts(parts: str, roles: dict[str, str]) -> None:
+    kinds: dict[str, Kind] = {}
+    for part in parts.split():
+        path, _, kind = part.partition(":")
+        kinds[path] = kind or "linear"  # type: ignore[assignment]
+    inferred = {role: set(paths) for role, paths in infer_roles(kinds).items()}
+    assert inferred == {role: set(paths.split()) for role, paths in roles.items()}
+
+
+@pytest.mark.parametrize(
+    ("norms", "of_attention"),
+    [
+        ("input_layernorm post_attention_layernorm", "input_layernorm"),
+        ("post_attention_layernorm post_feedforward_layernorm", "post_attention_layernorm"),
+        ("ln_1 ln_2", "ln_1"),
+        ("norm1 norm2", "norm1"),
+        ("layer_norm1 layer_norm2", "layer_norm1"),
+        ("ln_attn ln_mlp", "ln_attn"),
+        ("attn_norm ffn_norm", "attn_norm"),
+        ("sa_layer_norm output_layer_norm", "sa_layer_norm"),
+        ("layer_norm final_layer_norm", "layer_norm"),
+        ("attention_norm mlp_norm", "attention_norm"),
+    ],
+)
+def test_names_of_norms(norms: str, of_attention: str) -> None:
+    roles = roles_of_norms(norms.split())
+    assert {path for path, role in roles.items() if role == "attn_norm"} == {of_attention}
+    assert len(roles) == len(norms.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (nn.Linear(1, 1), "linear"),
+        (transformers.pytorch_utils.Conv1D(1, 1), "linear"),
+        (nn.LayerNorm(1), "norm"),
+        (nn.RMSNorm(1), "norm"),
+        (nn.GELU(), "activation"),
+        (nn.Tanh(), "activation"),
+        (transformers.activations.NewGELUActivation(), "activation"),
+        (transformers.activations.LinearActivation(), "activation"),
+        (nn.MultiheadAttention(1, 1), "attention"),
+        (nn.Dropout(), "dropout"),
+        (nn.ModuleList(), "container"),
+        (nn.Identity(), "other"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_kinds(module: nn.Module, kind: str) -> None:
+    assert kind_of(module) == kind
+
+
+# ---- what is moved -------------------------------------------------------------------------------
+
+
+def batch_for(model: nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        labels = torch.tensor([0, 1])
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator), "labels": labels}
+    ids = torch.randint(3, VOCAB, (2, 8), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the gradients of one forward and backward."""
+    model.zero_grad()
+    torch.manual_seed(1)  # of dropout
+    model(**batch).loss.backward()
+    return gradients_of(model)
+
+
+class Held:
+    """What autograd holds of a saved tensor in :func:`saved_bytes`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def saved_bytes(model: nn.Module, found: FoundLayers, batch: Any) -> dict[tuple[str, str], int]:
+    """Return (layer, path) -> bytes that this sub-module is the first to save, without hf_pyao.
+
+    What several layers save (rotary tables, masks, the encoder's states) is left out. What autograd
+    forgets before it is saved again (indices of a top-k whose values no one uses) counts twice.
+    """
+    running: list[tuple[str, str]] = []
+    owners: dict[int, list[tuple[str, str]]] = {}
+    layers: dict[int, set[str]] = {}
+    held: dict[int, weakref.WeakSet[Held]] = {}
+    kept: dict[int, torch.UntypedStorage] = {}  # so that no address is used twice
+    static = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    def pack(tensor: torch.Tensor) -> Held:
+        holder = Held(tensor)
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if running and key not in static:
+            kept[key] = storage
+            layers.setdefault(key, set()).add(running[-1][0])
+            others = held.setdefault(key, weakref.WeakSet())
+            if not others:
+                owners.setdefault(key, []).append(running[-1])
+            others.add(holder)
+        return holder
+
+    handles = []
+    for fqn, layer in found.layers:
+        for path, module in layer.named_modules():
+            enter = lambda *_, at=(fqn, path): running.append(at)  # noqa: E731
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave))
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+        loss = model(**batch).loss
+    for handle in handles:
+        handle.remove()
+    del loss
+    saved: dict[tuple[str, str], int] = defaultdict(int)
+    for key, at in owners.items():
+        for owner in at if len(layers[key]) == 1 else ():
+            saved[owner] += kept[key].nbytes()
+    return saved
+
+
+def owner_of(path: str, roles: Mapping[str, set[str]]) -> str | None:
+    """Return the role of the longest path of *roles* that *path* is in."""
+    fitting = [
+        (len(known), role)
+        for role, paths in roles.items()
+        for known in paths
+        if f"{path}.".startswith(f"{known}.")
+    ]
+    return max(fitting)[1] if fitting else None
+
+
+OFFLOAD_ROLES = PyAOConfig(
+    min_bytes=0,
+    host_memory_gib=0.1,
+    keep_last_layers=0,
+    window="layer",
+    policy="modules",
+    modules=("mlp_act",),
+)
+ALWAYS_SAVE = {"core_attn", "qkv_linear", "mlp_act", "mlp_norm", "experts", "moe_act"}
+"""Roles that save something of their own; the input of another one may be saved before."""
+ALIKE = ("gemma3_text", "granitemoe", "gptj", "mpt", "qwen3_moe", "stablelm")
+"""Architectures whose likes are in the default run."""
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*fast path is not available")
+@pytest.mark.parametrize("model_type", cases(thorough=ALIKE))
+def test_offloads_what_the_modules_of_a_role_save(model_type: str) -> None:
+    model = build(model_type)
+    found = find_layers(model)
+    batch = batch_for(model)
+    tables = expected_roles(model_type, found)
+    expected: dict[str, int] = {role: 0 for table in tables.values() for role in table}
+    for (fqn, path), num_bytes in saved_bytes(model, found, batch).items():
+        role = owner_of(path, tables[fqn])
+        if role is not None:
+            expected[role] += num_bytes
+    assert all(expected[role] for role in ALWAYS_SAVE & set(expected)), expected
+    reference = step(model, batch)
+    for role, num_bytes in expected.items():
+        config = dataclasses.replace(OFFLOAD_ROLES, modules=(role,))
+        with attach(model, config) as offloader:
+            gradients = step(model, batch)
+            assert offloader.metrics()["offloaded_bytes"] == num_bytes, role
+        assert gradients.keys() == reference.keys()
+        assert all(torch.equal(gradients[name], reference[name]) for name in reference), role
+
+
+@pytest.mark.parametrize("model_type", cases("gemma2", "t5", "qwen2_moe", "deepseek_v3"))
+def test_recomputes_roles(model_type: str) -> None:
+    model = build(model_type)
+    batch = batch_for(model)
+    reference = step(model, batch)
+    config = dataclasses.replace(
+        OFFLOAD_ROLES, modules=(), policy="all", recompute_modules=("mlp_norm", "mlp_act")
+    )
+    with attach(model, config) as offloader:
+        gradients = step(model, batch)
+        assert offloader.metrics()["recomputed_bytes"] > 0
+    assert all(torch.equal(gradients[name], reference[name]) for name in reference)
+
+
+# ---- what is not there ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["modules", "recompute_modules"])
+@pytest.mark.parametrize(
+    ("model_type", "role", "hint"),
+    [
+        *(("cohere", "mlp_norm", "did you mean 'attn_norm'?"), ("gemma2", "router", "known roles")),
+        *(("bert", "experts", "known roles"), ("t5", "moe_act", "did you mean 'mlp_act'?")),
+        pytest.param("mixtral", "mlp_act", "did you mean 'moe_act'?", marks=old_layout),
+        pytest.param("qwen3_moe", "expert_fc1", "did you mean 'experts'?", marks=old_layout),
+    ],
+)
+def test_missing_role_says_what_there_is(model_type: str, role: str, hint: str, field: str) -> None:
+    model = build(model_type)
+    config = PyAOConfig.from_dict(
+        {"modules": ["core_attn"], "policy": "modules", field: [role]},
+        {field: f"--activation_offload_{field}"},
+    )
+    with pytest.raises(ConfigError) as error:
+        attach(model, config)
+    message = str(error.value)
+    for part in (
+        f"--activation_offload_{field} names the role {role!r}",
+        *("in any of the", "this architecture has no such role", hint, "core_attn, attn_proj"),
+        *("Name sub-modules", "register_module_map"),
+    ):
+        assert part in message, message
+    assert all(known in message for known in FIRST[model_type])
+
+
+def test_a_role_of_some_layers_is_no_name_in_the_others() -> None:
+    model = nn.ModuleList([_Block("router"), _Block("gate")])
+    found = FoundLayers(
+        layers=(("0", model[0]), ("1", model[1])),
+        stack=model,
+        inferred={"0": {"mlp_up": ("up",)}, "1": {"router": ("gate",)}},
+    )
+    selected = resolve_selections(["router"], found)
+    assert selected == {"0": frozenset(), "1": frozenset({"gate"})}
+
+
+def test_a_misspelt_role_is_corrected() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'mlp_norm'") as error:
+        resolve_selections(["mlp_nrom"], find_layers(build("olmo2")))
+    assert "known roles: attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm," in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (("gone",), r"layer '0' has no sub-module 'gone', .* for the role 'mlp_act'"),
+        (("list",), r"'mlp_act' was inferred to be 'list' of layer '0', a list of modules"),
+    ],
+)
+def test_inferred_roles_are_checked_when_attached(paths: tuple[str, ...], message: str) -> None:
+    block = _Block("up")
+    block.list = nn.ModuleList()
+    found = FoundLayers(layers=(("0", block),), stack=block, inferred={"0": {"mlp_act": paths}})
+    with pytest.raises(ConfigError, match=message):
+        check_roles(found)
+
+
+class _Block(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.Linear(2, 2))
+        self.up = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)  # type: ignore[no-any-return]

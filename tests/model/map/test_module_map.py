@@ -1,0 +1,809 @@
+"""Which modules are the layers of a model, and what their parts are called."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from hf_pyao.errors import ConfigError, ConflictError, NoLayersFoundError
+from hf_pyao.model.map import (
+    architectures,
+)
+from hf_pyao.model.map.module_map import (
+    MODULE_MAPS,
+    FoundLayers,
+    ModuleMap,
+    check_roles,
+    find_layers,
+    named_submodules,
+    register_module_map,
+    resolve_selection,
+    resolve_selections,
+    role_of_submodules,
+    unwrap_model,
+)
+
+pytestmark = [
+    # torch (in torch.compile) and transformers (gpt_bigcode) import modules that use a deprecated
+    # decorator of torch; PEFT 0.21 reads a name that transformers 5.23 has renamed.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB = 32, 48, 4, 2, 64
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WIDE: dict[str, Any] = {
+    **COMMON,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+}
+GATED: dict[str, Any] = {**WIDE, "num_key_value_heads": KV_HEADS}
+HEAD_DIM: dict[str, Any] = {**GATED, "head_dim": 8}
+MOE: dict[str, Any] = {**GATED, "num_experts_per_tok": 1}
+GPT: dict[str, Any] = {
+    **{key: COMMON[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},
+    "n_positions": 32,
+    "n_embd": HIDDEN,
+    "n_layer": 2,
+    "n_head": HEADS,
+}
+SEQ2SEQ: dict[str, Any] = {
+    **COMMON,
+    "d_model": HIDDEN,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": INTERMEDIATE,
+    "decoder_ffn_dim": INTERMEDIATE,
+    "decoder_start_token_id": 2,
+}
+OPT: dict[str, Any] = {
+    **COMMON,
+    "hidden_size": HIDDEN,
+    "word_embed_proj_dim": HIDDEN,
+    "ffn_dim": INTERMEDIATE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+}
+T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": HIDDEN,
+    "d_kv": 8,
+    "d_ff": INTERMEDIATE,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": HEADS,
+    "decoder_start_token_id": 0,
+}
+CAUSAL, TO_TEXT = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
+
+# model_type, auto class, config, path of each stack and its number of layers, class of the stack
+ARCHITECTURES: tuple[tuple[str, str, dict[str, Any], dict[str, int], str], ...] = (
+    ("opt", CAUSAL, OPT, {"model.decoder.layers": 2}, "OPTDecoder"),
+    ("gpt2", CAUSAL, GPT, {"transformer.h": 2}, "GPT2Model"),
+    ("gpt_bigcode", CAUSAL, GPT, {"transformer.h": 2}, "GPTBigCodeModel"),
+    ("llama", CAUSAL, GATED, {"model.layers": 2}, "LlamaModel"),
+    ("mistral", CAUSAL, HEAD_DIM, {"model.layers": 2}, "MistralModel"),
+    ("qwen2", CAUSAL, GATED, {"model.layers": 2}, "Qwen2Model"),
+    ("qwen3", CAUSAL, HEAD_DIM, {"model.layers": 2}, "Qwen3Model"),
+    ("gemma", CAUSAL, HEAD_DIM, {"model.layers": 2}, "GemmaModel"),
+    ("granite", CAUSAL, GATED, {"model.layers": 2}, "GraniteModel"),
+    ("phi3", CAUSAL, GATED, {"model.layers": 2}, "Phi3Model"),
+    ("gpt_neox", CAUSAL, WIDE, {"gpt_neox.layers": 2}, "GPTNeoXModel"),
+    ("gemma2", CAUSAL, HEAD_DIM, {"model.layers": 2}, "Gemma2Model"),
+    ("gemma3_text", CAUSAL, HEAD_DIM, {"model.layers": 2}, "Gemma3TextModel"),
+    ("mixtral", CAUSAL, MOE | {"num_local_experts": 2}, {"model.layers": 2}, "MixtralModel"),
+    (
+        "qwen2_moe",
+        CAUSAL,
+        MOE
+        | {
+            "num_experts": 2,
+            "moe_intermediate_size": INTERMEDIATE,
+            "shared_expert_intermediate_size": INTERMEDIATE,
+        },
+        {"model.layers": 2},
+        "Qwen2MoeModel",
+    ),
+    ("olmo2", CAUSAL, GATED, {"model.layers": 2}, "Olmo2Model"),
+    ("cohere", CAUSAL, GATED, {"model.layers": 2}, "CohereModel"),
+    ("starcoder2", CAUSAL, GATED, {"model.layers": 2}, "Starcoder2Model"),
+    (
+        "falcon",
+        CAUSAL,
+        {**COMMON, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS},
+        {"transformer.h": 2},
+        "FalconModel",
+    ),
+    (
+        "bloom",
+        CAUSAL,
+        {"vocab_size": VOCAB, "hidden_size": HIDDEN, "n_layer": 2, "n_head": HEADS},
+        {"transformer.h": 2},
+        "BloomModel",
+    ),
+    ("gptj", CAUSAL, GPT | {"rotary_dim": 4}, {"transformer.h": 2}, "GPTJModel"),
+    (
+        "bart",
+        TO_TEXT,
+        SEQ2SEQ,
+        {"model.encoder.layers": 2, "model.decoder.layers": 3},
+        "BartModel",
+    ),
+    (
+        "t5",
+        TO_TEXT,
+        T5,
+        {"encoder.block": 2, "decoder.block": 2},
+        "T5ForConditionalGeneration",
+    ),
+)
+BY_TYPE = {row[0]: row for row in ARCHITECTURES}
+
+
+def build(model_type: str, **overrides: Any) -> nn.Module:
+    _, auto_class, values, _, _ = BY_TYPE[model_type]
+    config = transformers.AutoConfig.for_model(model_type, **{**values, **overrides})
+    return getattr(transformers, auto_class).from_config(config)  # type: ignore[no-any-return]
+
+
+def mapped_layer(model_type: str, **overrides: Any) -> tuple[nn.Module, FoundLayers]:
+    found = find_layers(build(model_type, **overrides))
+    return found.layers[0][1], found
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(self.mix(x))
+
+
+class PlainModel(nn.Module):
+    """A model that transformers never saw, with two lists and a uniform dict in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Identity()])
+        self.body = nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(3))})
+        self.side = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.body["blocks"]:
+            x = block(x)
+        return self.heads[0](x)
+
+
+@pytest.fixture(autouse=True)
+def _forget_registered_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "_registered_maps", {})
+
+
+@pytest.fixture
+def gloo(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class TestArchitectures:
+    @pytest.mark.parametrize(
+        ("model_type", "stacks", "stack_class"),
+        [pytest.param(row[0], row[3], row[4], id=row[0]) for row in ARCHITECTURES],
+    )
+    def test_layers_and_stack(
+        self, model_type: str, stacks: dict[str, int], stack_class: str
+    ) -> None:
+        model = build(model_type)
+        found = find_layers(model)
+        expected = [f"{path}.{index}" for path, num in stacks.items() for index in range(num)]
+        assert [fqn for fqn, _ in found.layers] == expected
+        assert all(model.get_submodule(fqn) is layer for fqn, layer in found.layers)
+        assert type(found.stack).__name__ == stack_class
+        assert bool(found.roles) == (model_type in MODULE_MAPS)
+        assert bool(found.inferred) == (model_type not in MODULE_MAPS)
+        check_roles(found)
+
+    def test_every_module_map_is_tested(self) -> None:
+        assert set(MODULE_MAPS) <= set(BY_TYPE)
+
+    @pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama", "bart"])
+    def test_base_model_without_head(self, model_type: str) -> None:
+        model = build(model_type)
+        inner = find_layers(model.base_model)  # type: ignore[arg-type]
+        whole = find_layers(model)
+        assert [layer for _, layer in inner.layers] == [layer for _, layer in whole.layers]
+        assert inner.stack is whole.stack
+        assert inner.layers[0][0].endswith(".0")
+
+    @pytest.mark.parametrize("model_type", ["opt", "llama", "bart", "t5", "gemma2", "falcon"])
+    def test_order_is_the_order_of_the_forward(self, model_type: str) -> None:
+        model = build(model_type).eval()
+        found = find_layers(model)
+        called: list[str] = []
+        for fqn, layer in found.layers:
+            layer.register_forward_pre_hook(lambda *_, fqn=fqn: called.append(fqn))
+        ids = torch.arange(3, 9).unsqueeze(0)
+        extra = {"decoder_input_ids": ids} if BY_TYPE[model_type][1] == TO_TEXT else {}
+        with torch.no_grad():
+            model(input_ids=ids, **extra)
+        assert called == [fqn for fqn, _ in found.layers]
+
+    def test_vision_tower_counts(self) -> None:
+        vision = {
+            "model_type": "clip_vision_model",
+            "hidden_size": HIDDEN,
+            "intermediate_size": INTERMEDIATE,
+            "num_hidden_layers": 1,
+            "num_attention_heads": HEADS,
+            "image_size": 16,
+            "patch_size": 8,
+            "projection_dim": HIDDEN,
+        }
+        config = transformers.LlavaConfig(
+            vision_config=vision, text_config={"model_type": "llama", **GATED}, image_token_index=3
+        )
+        found = find_layers(transformers.LlavaForConditionalGeneration(config))
+        kinds = [type(layer).__name__ for _, layer in found.layers]
+        assert kinds == ["CLIPEncoderLayer", "LlamaDecoderLayer", "LlamaDecoderLayer"]
+        assert type(found.stack).__name__ == "LlavaModel"
+        assert found.how == "GradientCheckpointingLayer rule"
+
+    def test_nested_checkpointing_layers_count_once(self) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        class Expert(GradientCheckpointingLayer):
+            pass
+
+        class Outer(GradientCheckpointingLayer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.experts = nn.ModuleList([Expert(), Expert()])
+
+        shared = Outer()
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = Outer()
+                self.rest = nn.ModuleList([shared, shared, Outer()])
+                self.again = nn.ModuleList([shared])
+
+            def forward(self) -> None:
+                pass
+
+        found = find_layers(Model())
+        assert [fqn for fqn, _ in found.layers] == ["first", "rest.0", "rest.2"]
+
+
+class TestWrappers:
+    def test_lora(self) -> None:
+        base = build("opt")
+        layers = [layer for _, layer in find_layers(base).layers]
+        config = peft.LoraConfig(target_modules=["q_proj", "fc1"], r=2, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(base, config)
+        found = find_layers(model)
+        assert unwrap_model(model) is base
+        assert [layer for _, layer in found.layers] == layers
+        assert found.layers[1][0] == "model.decoder.layers.1"
+        check_roles(found)
+        roles = role_of_submodules(layers[0], found.roles)
+        assert roles["self_attn.q_proj.base_layer"] == "qkv_linear"
+        assert roles["self_attn.q_proj.lora_A.default"] == "qkv_linear"
+        assert roles["fc1.lora_B.default"] == "mlp_up"
+        assert roles["self_attn"] == "core_attn"
+
+    def test_prompt_tuning(self) -> None:
+        base = build("llama")
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        assert unwrap_model(peft.get_peft_model(base, config)) is base
+
+    @pytest.mark.thorough
+    def test_compiled_model(self) -> None:
+        base = build("llama")
+        compiled = torch.compile(base)
+        assert unwrap_model(compiled) is base
+        assert find_layers(compiled).stack is base.model
+
+    @pytest.mark.thorough
+    def test_compiled_parts_keep_plain_names(self) -> None:
+        model = build("llama")
+        plain = find_layers(model)
+        names = [path for path, _ in named_submodules(plain.layers[0][1])]
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = torch.compile(layer)
+        inner_stack = model.model
+        model.model = torch.compile(model.model)
+        found = find_layers(model)
+        assert [fqn for fqn, _ in found.layers] == [fqn for fqn, _ in plain.layers]
+        assert [layer for _, layer in found.layers] == list(inner_stack.layers)
+        assert all(hasattr(layer, "_orig_mod") for _, layer in found.layers)
+        assert found.stack is model.model is not inner_stack
+        check_roles(found)
+        wrapped = [path for path, _ in named_submodules(found.layers[0][1])]
+        assert wrapped == ["", *names]
+        assert resolve_selection(["mlp_act"], found.layers[0][1], found.roles) == {
+            "mlp",
+            "mlp.act_fn",
+        }
+
+    @pytest.mark.thorough
+    def test_compile_regions(self) -> None:
+        from accelerate.utils.other import compile_regions
+
+        model = compile_regions(build("opt"))
+        found = find_layers(model)
+        assert [fqn for fqn, _ in found.layers] == [f"model.decoder.layers.{i}" for i in (0, 1)]
+        assert all(hasattr(layer, "_orig_mod") for _, layer in found.layers)
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])  # by map, and by the general rule
+    def test_checkpoint_wrapper_is_the_layer(self, model_type: str) -> None:
+        model = build(model_type)
+        path = next(iter(BY_TYPE[model_type][3]))
+        layers = model.get_submodule(path)
+        assert isinstance(layers, nn.ModuleList)
+        # The order of the two wrappers is not ours to choose: the outer one is the layer.
+        layers[0] = torch.compile(checkpoint_wrapper(layers[0]))
+        layers[1] = checkpoint_wrapper(layers[1])
+        found = find_layers(model)
+        assert [layer for _, layer in found.layers] == list(layers)
+        check_roles(found)
+
+    def test_deepspeed_engine_outside_compile_and_lora(self) -> None:
+
+        class DeepSpeedEngine(nn.Module):
+            __module__ = "deepspeed.runtime.engine"
+
+            def __init__(self, module: nn.Module) -> None:
+                super().__init__()
+                self.module = module
+
+        class PipelineLikeEngine(DeepSpeedEngine):
+            __module__ = "deepspeed.runtime.other"
+
+        base = build("llama")
+        lora = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2))
+        assert unwrap_model(PipelineLikeEngine(torch.compile(lora))) is base
+
+    def test_a_users_own_wrapper_of_the_same_name_is_left_alone(self) -> None:
+        class PeftModel(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.base_model = build("llama")
+
+            def forward(self) -> None:
+                pass
+
+        model = PeftModel()
+        assert unwrap_model(model) is model
+        assert find_layers(model).layers[0][0] == "base_model.model.layers.0"
+
+    def test_data_parallel_is_refused(self) -> None:
+        # On a machine without a GPU DataParallel builds, and only forwards: enough here.
+        model = nn.DataParallel(build("llama"))
+        with pytest.raises(ConflictError, match="accelerate launch"):
+            find_layers(model)
+        with pytest.raises(ConflictError, match="CUDA_VISIBLE_DEVICES"):
+            unwrap_model(torch.compile(model))
+
+    @pytest.mark.distributed
+    @pytest.mark.usefixtures("gloo")
+    def test_ddp_in_both_orders_with_compile(self) -> None:
+        base = build("gpt2")
+        ddp = nn.parallel.DistributedDataParallel(base)
+        assert unwrap_model(torch.compile(ddp)) is base
+        assert find_layers(ddp).layers[1][0] == "transformer.h.1"
+        compiled = torch.compile(build("gpt2"))
+        inner = compiled._orig_mod
+        assert unwrap_model(nn.parallel.DistributedDataParallel(compiled)) is inner
+
+    @pytest.mark.distributed
+    @pytest.mark.usefixtures("gloo")
+    def test_fsdp1_wrapper_is_the_layer(self) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        base = build("opt")
+        kind = type(find_layers(base).layers[0][1])
+        model = FullyShardedDataParallel(
+            base,
+            auto_wrap_policy=ModuleWrapPolicy({kind}),
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        found = find_layers(model)
+        assert unwrap_model(model) is base
+        assert [fqn for fqn, _ in found.layers] == [f"model.decoder.layers.{i}" for i in (0, 1)]
+        assert all(isinstance(layer, FullyShardedDataParallel) for _, layer in found.layers)
+        check_roles(found)
+
+    @pytest.mark.distributed
+    @pytest.mark.usefixtures("gloo")
+    def test_fsdp2_renamed_classes(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (1,))
+        model = build("gemma2")
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        found = find_layers(model)
+        assert type(found.layers[0][1]).__name__ == "FSDPGemma2DecoderLayer"
+        assert [fqn for fqn, _ in found.layers] == ["model.layers.0", "model.layers.1"]
+
+        plain = PlainModel()
+        for block in plain.body["blocks"]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(plain, mesh=mesh)
+        with pytest.raises(NoLayersFoundError, match=r"3 x Block") as error:
+            find_layers(plain)
+        assert "register_module_map('PlainModel'," in str(error.value)
+        register_module_map("PlainModel", ModuleMap(layers=("body.blocks",)))
+        assert len(find_layers(plain).layers) == 3
+
+
+class TestRegistration:
+    def test_error_shows_the_call_that_works(self) -> None:
+        model = PlainModel()
+        with pytest.raises(NoLayersFoundError) as error:
+            find_layers(model)
+        text = str(error.value)
+        assert "  body.blocks: 3 x Block\n" in text
+        assert "  heads: 2 x Linear, Identity\n" in text
+        assert "  side: 2 x ReLU\n" in text
+        call = text.splitlines()[-1].strip()
+        assert call == "register_module_map('PlainModel', ModuleMap(layers=('body.blocks',)))"
+        exec(call, {"register_module_map": register_module_map, "ModuleMap": ModuleMap})
+        found = find_layers(model)
+        assert [fqn for fqn, _ in found.layers] == [f"body.blocks.{i}" for i in range(3)]
+        assert found.stack is model
+        assert found.how == "explicit map for 'PlainModel'"
+        assert found.roles == {}
+
+    def test_sequential_of_layers_is_not_the_stack(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body = nn.Sequential(Block(), Block())
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self.body:  # a hook on the Sequential would never fire
+                    x = block(x)
+                return x
+
+        register_module_map("Net", ModuleMap(layers=("body",)))
+        model = Net()
+        found = find_layers(model)
+        assert [fqn for fqn, _ in found.layers] == ["body.0", "body.1"]
+        assert found.stack is model
+
+    def test_no_list_at_all(self) -> None:
+        with pytest.raises(NoLayersFoundError, match=r"put the repeated blocks .* ModuleList"):
+            find_layers(nn.Sequential(Block(), Block()))
+
+    def test_map_that_leads_nowhere(self) -> None:
+        register_module_map("PlainModel", ModuleMap(layers=("block",)))
+        with pytest.raises(NoLayersFoundError, match=r"paths \['block'\] of the explicit map"):
+            find_layers(PlainModel())
+
+    def test_suffix_matches_whole_components(self) -> None:
+        register_module_map("PlainModel", ModuleMap(layers=("locks",)))
+        with pytest.raises(NoLayersFoundError):
+            find_layers(PlainModel())
+
+    def test_subclass_and_class_name_win(self) -> None:
+        class Derived(PlainModel):
+            pass
+
+        register_module_map("PlainModel", ModuleMap(layers=("body.blocks",)))
+        assert len(find_layers(Derived()).layers) == 3
+        register_module_map("Derived", ModuleMap(layers=("heads",)))
+        assert [fqn for fqn, _ in find_layers(Derived()).layers] == ["heads.0", "heads.1"]
+
+    def test_registered_map_wins_over_the_built_in_one(self) -> None:
+        register_module_map(
+            "llama", dataclasses.replace(MODULE_MAPS["llama"], roles={"all": ("mlp",)}, optional=())
+        )
+        found = find_layers(build("llama"))
+        assert found.roles == {"all": ("mlp",)}
+
+    @pytest.mark.parametrize("architecture", ["", "  ", None, PlainModel])
+    def test_bad_architecture(self, architecture: Any) -> None:
+        with pytest.raises(ConfigError, match="model class name"):
+            register_module_map(architecture, ModuleMap(layers=("h",)))
+
+    def test_bad_map(self) -> None:
+        with pytest.raises(ConfigError, match="is a dict; expected ModuleMap"):
+            register_module_map("x", {"layers": ("h",)})  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"layers": "decoder.layers"}, "expected a list or tuple"),
+            ({"layers": ()}, "layers is empty"),
+            ({"layers": ("decoder.*",)}, "without wildcards"),
+            ({"layers": ("",)}, "without wildcards"),
+            ({"layers": ("h",), "roles": {"mlp_up": "mlp"}}, "expected a list or tuple"),
+            ({"layers": ("h",), "roles": {"mlp_up": ("mlp.",)}}, "without wildcards"),
+            ({"layers": ("h",), "roles": {"mlp.up": ("mlp",)}}, "no role name"),
+            ({"layers": ("h",), "roles": [("mlp_up", ("mlp",))]}, "expected a dict"),
+            (
+                {"layers": ("h",), "roles": {"mlp_up": ("mlp",), "mlp_act": ("mlp",)}},
+                "'mlp_up' and 'mlp_act'",
+            ),
+            ({"layers": ("h",), "optional": ("mlp",)}, "belong to no role"),
+        ],
+    )
+    def test_malformed_maps(self, values: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            ModuleMap(**values)
+
+    def test_lists_of_paths_are_taken(self) -> None:
+        with_lists = ModuleMap(layers=["h"], roles={"mlp_up": ["mix"]}, optional=["mix"])
+        with_tuples = ModuleMap(layers=("h",), roles={"mlp_up": ("mix",)}, optional=("mix",))
+        assert with_lists == with_tuples
+
+    def test_map_does_not_follow_the_callers_dict(self) -> None:
+        roles = {"mlp_up": ("mix",)}
+        module_map = ModuleMap(layers=("h",), roles=roles)
+        roles["mlp_up"] = ("act",)
+        assert module_map.roles == {"mlp_up": ("mix",)}
+        assert copy.deepcopy(module_map) == module_map
+
+    @pytest.mark.thorough
+    def test_plain_models_need_no_transformers(self) -> None:
+        code = (
+            "import sys\n"
+            "from torch import nn\n"
+            "from hf_pyao.model.map.module_map import *\n"
+            "class Net(nn.Module):\n"
+            "    def __init__(self):\n"
+            "        super().__init__()\n"
+            "        self.h = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])\n"
+            "register_module_map('Net', ModuleMap(layers=('h',)))\n"
+            "assert len(find_layers(Net()).layers) == 2\n"
+            "heavy = {'transformers', 'accelerate', 'peft', 'deepspeed'} & set(sys.modules)\n"
+            "assert not heavy, heavy\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert done.returncode == 0, done.stderr
+
+
+class TestRoles:
+    @pytest.mark.parametrize("model_type", sorted(MODULE_MAPS))
+    def test_paths_partition_the_submodules(self, model_type: str) -> None:
+        overrides = {"add_cross_attention": True} if model_type.startswith("gpt2") else {}
+        layer, found = mapped_layer(model_type, **overrides)
+        by_path = role_of_submodules(layer, found.roles)
+        everything = {path for path, _ in layer.named_modules() if path}
+        assert set(by_path) == everything
+        parts = {role: resolve_selection([role], layer, found.roles) for role in found.roles}
+        assert all(parts.values())
+        assert sum(len(part) for part in parts.values()) == len(everything)
+
+    @pytest.mark.parametrize(
+        ("model_type", "role", "paths"),
+        [
+            ("opt", "core_attn", {"self_attn"}),
+            ("opt", "mlp_act", {"activation_fn"}),
+            ("gpt2", "core_attn", {"attn", "attn.attn_dropout"}),
+            ("gpt2", "attn_proj", {"attn.c_proj", "attn.resid_dropout"}),
+            ("gpt2", "mlp_down", {"mlp.c_proj", "mlp.dropout"}),
+            ("llama", "mlp_act", {"mlp", "mlp.act_fn"}),
+            ("llama", "mlp_up", {"mlp.gate_proj", "mlp.up_proj"}),
+            ("qwen3", "core_attn", {"self_attn", "self_attn.q_norm", "self_attn.k_norm"}),
+        ],
+    )
+    def test_a_role_takes_what_no_other_role_claims(
+        self, model_type: str, role: str, paths: set[str]
+    ) -> None:
+        layer, found = mapped_layer(model_type)
+        assert resolve_selection([role], layer, found.roles) == paths
+
+    def test_layer_path_claims_the_layer_alone(self) -> None:
+        roles = {"residual": ("",), "mlp_up": ("mix",)}
+        assert role_of_submodules(Block(), roles) == {"": "residual", "mix": "mlp_up"}
+
+    @pytest.mark.parametrize("model_type", ["opt", "gpt2", "llama"])
+    def test_what_autograd_saves_lands_in_the_roles(self, model_type: str) -> None:
+        """Elements saved per role, counted from the shapes; each storage at its first saver."""
+        rows = 8
+        wide = rows * (4 * HIDDEN if model_type == "gpt2" else INTERMEDIATE)
+        num_wide_in_act, num_wide_in_down = {
+            "opt": (1, 0),  # relu saves its result, which is the input of fc2
+            "gpt2": (4, 1),  # tanh-GELU: its input, the tanh, and the two factors of the result
+            "llama": (3, 1),  # gate, act(gate) and up; then the product
+        }[model_type]
+        overrides = {
+            "opt": {"dropout": 0.0},
+            "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+            # As many key-value heads as heads: releases differ in saving them repeated or not.
+            "llama": {"num_key_value_heads": HEADS},
+        }[model_type]
+        model = build(model_type, **overrides)
+        found = find_layers(model)
+        _, layer = found.layers[1]
+        saved = saved_elements_by_path(model, layer, rows)
+        roles = role_of_submodules(layer, found.roles)
+        by_role: dict[str, int] = defaultdict(int)
+        for path, num_elements in saved.items():
+            by_role[roles[path]] += num_elements
+        assert by_role["qkv_linear"] == rows * HIDDEN  # one input for all three
+        assert by_role["core_attn"] == 4 * rows * HIDDEN  # q, k, v and the output
+        assert by_role["attn_proj"] == 0  # its input is that output
+        assert by_role["mlp_up"] == rows * HIDDEN
+        assert by_role["mlp_act"] == num_wide_in_act * wide
+        assert by_role["mlp_down"] == num_wide_in_down * wide
+
+    def test_missing_path_is_named(self) -> None:
+        found = find_layers(build("llama"))
+        bad = {**found.roles, "mlp_up": ("mlp.gate_proj", "mlp.up_prj")}
+        with pytest.raises(ConfigError) as error:
+            check_roles(dataclasses.replace(found, roles=bad))
+        text = str(error.value)
+        for part in ("'model.layers.0'", "'mlp.up_prj'", "'mlp_up'", "did you mean 'mlp.up_proj'"):
+            assert part in text
+
+    def test_optional_path_may_be_missing(self) -> None:
+        model = build("llama")
+        del model.model.layers[1].mlp.act_fn  # as Liger's MLP
+        found = find_layers(model)
+        check_roles(found)
+        with pytest.raises(ConfigError, match=r"'model.layers.1' has no sub-module 'mlp.act_fn'"):
+            check_roles(dataclasses.replace(found, optional=()))
+
+    @pytest.mark.parametrize("word_embed_proj_dim", [HIDDEN, 16])
+    def test_opt_350m_style(self, word_embed_proj_dim: int) -> None:
+        model = build("opt", do_layer_norm_before=False, word_embed_proj_dim=word_embed_proj_dim)
+        check_roles(find_layers(model))
+
+
+def saved_elements_by_path(model: nn.Module, layer: nn.Module, rows: int) -> dict[str, int]:
+    """Elements that autograd saves in one layer, by the innermost module that runs; no weights."""
+    running: list[str] = []
+    saved: dict[str, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: list[torch.Tensor] = []  # so that no address is used twice
+    seen: set[int] = set()
+
+    def leave() -> None:
+        running.pop()
+
+    for path, module in layer.named_modules():
+        module.register_forward_pre_hook(lambda *_, path=path: running.append(path))
+        module.register_forward_hook(lambda *_: leave())
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if running and address not in weights and address not in seen:
+            seen.add(address)
+            kept.append(tensor)
+            num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            # Row statistics, rotary tables and masks (64 elements and fewer) are beside the point.
+            if num_elements > 64:
+                saved[running[-1]] = saved.get(running[-1], 0) + num_elements
+        return tensor.detach()
+
+    ids = torch.arange(3, 3 + rows).unsqueeze(0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.train()(input_ids=ids, labels=ids, use_cache=False)
+    return saved
+
+
+class TestSelection:
+    def test_path_takes_everything_below(self) -> None:
+        layer, found = mapped_layer("llama")
+        below = {path for path, _ in layer.named_modules() if path.split(".")[0] == "mlp"}
+        assert resolve_selection(["mlp"], layer, found.roles) == below
+        assert len(below) == 5
+
+    def test_wildcards_roles_and_paths_together(self) -> None:
+        layer, found = mapped_layer("llama")
+        selected = resolve_selection(["self_attn.[qk]_proj", "mlp_norm"], layer, found.roles)
+        assert selected == {"self_attn.q_proj", "self_attn.k_proj", "post_attention_layernorm"}
+
+    def test_star_is_the_whole_layer_and_dot_the_layer_itself(self) -> None:
+        layer, found = mapped_layer("opt")
+        everything = {path for path, _ in layer.named_modules()}
+        assert resolve_selection(["*"], layer, found.roles) == everything
+        assert resolve_selection(["."], layer, found.roles) == {""}
+
+    def test_no_names_select_nothing(self) -> None:
+        assert resolve_selection([], *_llama_layer()) == frozenset()
+
+    @pytest.mark.parametrize(
+        ("name", "parts"),
+        [
+            ("mlp_atc", ["did you mean 'mlp_act'", "known roles: attn_norm,", "mlp.gate_proj"]),
+            ("self_attn.qproj", ["did you mean 'self_attn.q_proj'"]),
+            ("self_attn.z*", ["selects nothing", "self_attn.o_proj"]),
+            ("model.layers.3.mlp", ["relative to a layer", "write 'mlp'"]),
+            ("model.layers.*.self_attn.q_proj", ["write 'self_attn.q_proj'"]),
+            ("router", ["selects nothing", "has no such role", "known roles"]),
+            ("moe_act", ["has no such role; did you mean 'mlp_act'?", "mlp.gate_proj"]),
+        ],
+    )
+    def test_unknown_names(self, name: str, parts: list[str]) -> None:
+        with pytest.raises(ConfigError) as error:
+            resolve_selection(["mlp_up", name], *_llama_layer())
+        for part in (name, *parts):
+            assert part in str(error.value)
+
+    def test_roles_are_those_of_a_map_or_else_inferred(self) -> None:
+        assert find_layers(build("llama")).inferred == {}
+        layer, found = mapped_layer("gemma2")
+        roles = found.roles_of("model.layers.0")
+        assert resolve_selection(["mlp_act"], layer, roles) == {"mlp", "mlp.act_fn"}
+        assert resolve_selection(["mlp.act_fn"], layer, roles) == {"mlp.act_fn"}
+
+    def test_role_where_names_tell_none_shows_the_other_ways(self) -> None:
+        register_module_map("PlainModel", ModuleMap(layers=("body.blocks",)))
+        found = find_layers(PlainModel())
+        with pytest.raises(ConfigError) as error:
+            resolve_selections(["mlp_act"], found, field="recompute_modules")
+        for part in (
+            *("recompute_modules", "'mlp_act'", "no module map", "tell no roles"),
+            *("mix, act", "register_module_map"),
+        ):
+            assert part in str(error.value)
+
+    def test_role_whose_modules_are_absent(self) -> None:
+        layer, _ = mapped_layer("llama")
+        with pytest.raises(ConfigError, match=r"stands for \['gone'\], none of which is in the"):
+            resolve_selection(["mlp_act"], layer, {"mlp_act": ("gone",)})
+
+    def test_layers_may_differ(self) -> None:
+        found = find_layers(build("bart"))
+        selected = resolve_selections(["encoder_attn", "fc1"], found)
+        assert list(selected) == [fqn for fqn, _ in found.layers]
+        assert selected["model.encoder.layers.0"] == {"fc1"}
+        cross = {path for path in selected["model.decoder.layers.0"] if path != "fc1"}
+        assert {path.split(".")[0] for path in cross} == {"encoder_attn"}
+        with pytest.raises(ConfigError, match=r"any of the 5 layers; did you mean 'fc1'"):
+            resolve_selections(["fc1", "fc11"], found)
+
+
+def _llama_layer() -> tuple[nn.Module, Any]:
+    layer, found = mapped_layer("llama")
+    return layer, found.roles

@@ -1,0 +1,276 @@
+"""Profiles of real steps: what is measured, written and drawn, and that nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_pyao import attach
+from hf_pyao.cli import main
+from hf_pyao.engine.runtime.observer import Observer
+from hf_pyao.engine.runtime.timeline import StepTimeline
+from hf_pyao.errors import ConflictError
+from hf_pyao.plan.documents.profile import Profile
+from hf_pyao.plan.documents.schema import ReportError
+from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.plan.measure.profile import StepProfiler
+from hf_pyao.tools.simulation.device import SimulatedDevice
+from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
+
+
+def step(model: torch.nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model.zero_grad()
+    model(**tiny_batch(), use_cache=False).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def profile_of(architecture: str, path: Path, num_steps: int = 2) -> Profile:
+    model = tiny_model(architecture)
+    expected = step(model)
+    config = replace(EVERY_LAYER, profile=path, profile_steps=num_steps)
+    with attach(model, config) as offloader:
+        for number in range(num_steps + 1):
+            assert path.exists() == (number == num_steps)
+            assert all(map(torch.equal, step(model), expected))
+        assert offloader.engine.observer is None
+        assert offloader.profile_writer is not None
+        written = offloader.profile_writer.profile
+    read = Profile.from_dict(json.loads(path.read_text()))
+    assert written is not None
+    assert read == written
+    return read
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
+def test_what_is_measured(architecture: str, tmp_path: Path) -> None:
+    profile = profile_of(architecture, tmp_path / "profile.json")
+    model = tiny_model(architecture)
+    with attach(model, EVERY_LAYER) as offloader:
+        step(model)
+        moved, held = (offloader.metrics()[k] for k in ("offloaded_bytes", "would_hold_bytes"))
+    num_layers = len(profile.layer_names)
+    leaves = sum(slot.nbytes * slot.num_layers for slot in profile.slots if slot.stays is None)
+    stays = sum(slot.nbytes * slot.num_layers for slot in profile.slots if slot.stays is not None)
+    assert leaves == moved
+    assert moved <= held <= leaves + stays
+    assert {slot.num_layers for slot in profile.slots if slot.stays is None} == {num_layers}
+    per_layer = sum(module.saved_bytes for module in profile.modules)
+    assert per_layer * num_layers == leaves
+    assert sum(module.packed_bytes for module in profile.modules) >= per_layer
+    for module in profile.modules:
+        if module.forward is not None:
+            spread = module.forward
+            assert 0 <= spread.least_ms <= spread.mean_ms <= spread.most_ms
+        if module.backward is not None:
+            assert profile.layer_backward is not None
+            assert module.backward.most_ms <= profile.layer_backward.most_ms
+    parts = {module.path for module in profile.modules}
+    assert any("mlp" in part or "fc" in part for part in parts)
+    assert profile.layer_forward is not None
+    assert profile.layer_backward is not None
+    assert profile.link["d2h_gib_per_s"]
+    assert profile.model["num_layers"] == num_layers
+
+
+def test_times_are_the_devices() -> None:
+    """On a virtual clock a layer takes what its operations cost, and twice is as long as once."""
+    model = tiny_model("llama")
+    found = []
+    for tflop_per_s in (0.01, 0.005):
+        transport = SimulatedTransport(0, link=LinkModel(d2h_gib_per_s=9, h2d_gib_per_s=9))
+        assert transport.link is not None
+        with attach(model, EVERY_LAYER, transport=transport) as offloader:
+            done: list[StepProfiler] = []
+            profiler = StepProfiler(transport, offloader.device, 1, done.append)
+            offloader.engine.observe(profiler)
+            speeds = DeviceModel(
+                tflop_per_s=tflop_per_s, memory_gib_per_s=500 * tflop_per_s, launch_us=0
+            )
+            with SimulatedDevice(speeds, transport.link, offloader.host_pool):
+                step(model)
+            assert done == [profiler]
+            found.append(profiler.profile(title="t", model={}, layer_names=["a"], device_name="d"))
+    first, second = (
+        {module.path: module.forward.mean_ms for module in each.modules if module.forward}
+        for each in found
+    )
+    assert first.keys() == second.keys()
+    for path, elapsed_ms in first.items():
+        assert second[path] == pytest.approx(2 * elapsed_ms)
+    inner = sum(ms for path, ms in first.items() if path.count(".") == 1 and "mlp" in path)
+    assert first["mlp"] >= inner > 0
+
+
+@pytest.mark.thorough
+def test_it_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    profile_of("gpt2", path, 1)
+    assert main(["report", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| mlp.act |" in printed
+    assert "| slot |" in printed
+    for name in ("page.html", "page.md"):
+        assert main(["report", str(path), "-o", str(tmp_path / name)]) == 0
+    assert "activation throughput" not in printed  # which is the plot's
+    assert (tmp_path / "page-1.png").stat().st_size > 10_000
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("change", ["cut off", "another version", "another key", "a text"])
+@pytest.mark.sampled(every=1000)
+def test_broken_files_are_refused(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    profile_of("opt", path, 1)
+    values = json.loads(path.read_text())
+    if change == "another version":
+        values["schema_version"] = 99
+    elif change == "another key":
+        values["color"] = 1
+    elif change == "a text":
+        values["modules"][0]["saved_bytes"] = "many"
+    text = json.dumps(values)
+    path.write_text(text[: len(text) // 2] if change == "cut off" else text)
+    assert main(["report", str(path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    if change != "cut off":
+        with pytest.raises(ReportError):
+            Profile.from_dict(json.loads(path.read_text()))
+
+
+@pytest.mark.thorough
+def test_a_file_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama")
+    folder = tmp_path / "later"
+    config = replace(EVERY_LAYER, profile=folder / "profile.json", profile_steps=1)
+    with attach(model, config):
+        folder.write_text("a file where a folder should be")
+        step(model)
+        step(model)
+    assert "the profile is lost" in caplog.text
+
+
+@pytest.mark.thorough
+def test_the_profile_is_where_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the script goes elsewhere before it is written."""
+    model = tiny_model("llama")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with attach(model, replace(EVERY_LAYER, profile="profile.json", profile_steps=1)):
+        monkeypatch.chdir(elsewhere)
+        step(model)
+    assert (tmp_path / "profile.json").is_file()
+    assert not list(elsewhere.iterdir())
+
+
+def test_what_a_profile_cannot_be_made_of_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    expected = step(model)
+
+    def fail(self: object, **_: object) -> None:
+        raise RuntimeError("the clock has stopped")
+
+    monkeypatch.setattr(StepProfiler, "profile", fail)
+    path = tmp_path / "profile.json"
+    with attach(model, replace(EVERY_LAYER, profile=path, profile_steps=1)) as offloader:
+        for _ in range(2):
+            assert all(map(torch.equal, step(model), expected))
+        assert offloader.engine.observer is None
+    assert "the clock has stopped" in caplog.text
+    assert not path.exists()
+
+
+def test_a_run_that_was_too_short_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    path = tmp_path / "profile.json"
+    with attach(model, replace(EVERY_LAYER, profile=path, profile_steps=2)) as offloader:
+        step(model)
+    offloader.detach()
+    assert caplog.text.count("no profile is written: it is of 2 micro-batches") == 1
+    assert not path.exists()
+
+
+@pytest.mark.thorough
+def test_one_profile_after_another(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with attach(model, EVERY_LAYER) as offloader:
+        for name in ("first.json", "second.json"):
+            offloader.start_profile(tmp_path / name, 1)
+            with pytest.raises(ConflictError, match="being made already"):
+                offloader.start_profile(tmp_path / name, 1)
+            for _ in range(2):
+                step(model)
+            assert Profile.from_dict(json.loads((tmp_path / name).read_text())).program is not None
+
+
+@pytest.mark.thorough
+def test_with_the_papers_rule_and_a_timeline_beside_it(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    expected = step(model)
+    config = replace(EVERY_LAYER, policy="pyao", profile=tmp_path / "profile.json", profile_steps=2)
+    with attach(model, config) as offloader:
+        timeline = StepTimeline(offloader.transport, offloader.device)
+        offloader.engine.observe_too(timeline)
+        for _ in range(3):
+            assert all(map(torch.equal, step(model), expected))
+        assert offloader.pyao_rule is not None
+        assert offloader.pyao_rule.plan is not None
+        assert (tmp_path / "profile.json").exists()
+        assert offloader.engine.observer is timeline
+        offloader.engine.observe(None)  # for others alone
+        assert offloader.engine.observer is timeline
+        assert timeline.spans()
+
+
+def test_several_observers_hear_the_same_and_may_leave() -> None:
+    class Counting(Observer):
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
+            self.heard.append(f"pack {path}")
+
+        def on_unpack(self, slot: object) -> None:
+            self.heard.append(f"unpack {slot}")
+
+        def on_slot(self, slot: object, stays: object, decision: object) -> None:
+            self.heard.append(f"slot {slot}")
+
+        def on_copy(self, direction: str, label: object, nbytes: int, ticket: object) -> None:
+            self.heard.append(f"{direction} {label}")
+
+        def on_micro_batch(self, stats: object) -> None:
+            self.heard.append("micro-batch")
+
+    model = tiny_model("gpt2")
+    first, second, late = Counting(), Counting(), Counting()
+    with attach(model, EVERY_LAYER) as offloader:
+        offloader.engine.observe(first, second)
+        step(model)
+        offloader.engine.stop_observing(first)
+        offloader.engine.observe_too(late)
+        step(model)
+        offloader.engine.stop_observing(late)
+        offloader.engine.observe(None)
+        num_heard = len(second.heard)
+        step(model)
+    assert second.heard == first.heard + late.heard
+    assert late.heard
+    assert len(second.heard) == num_heard
+    kinds = {each.split()[0] for each in first.heard}
+    assert kinds == {"pack", "unpack", "slot", "offload", "reload", "micro-batch"}

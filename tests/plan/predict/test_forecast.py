@@ -1,0 +1,360 @@
+"""Predictions from a profile: what was measured under one policy tells of others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.cli import main
+from hf_pyao.plan.documents.plan import Plan, PlannedSlot
+from hf_pyao.plan.documents.plan_facts import PlanError
+from hf_pyao.plan.documents.profile import Profile
+from hf_pyao.plan.documents.schema import ReportError
+from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.plan.measure.profile_merge import merge_profiles
+from hf_pyao.plan.measure.profile_steps import steps_of
+from hf_pyao.plan.predict.calibration import times_of
+from hf_pyao.plan.predict.forecast import Forecast, ForecastError
+from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.step.recorded_step import RecordedStep
+from hf_pyao.tools.simulation.device import SimulatedDevice
+from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
+
+SPEEDS = DeviceModel(tflop_per_s=0.01, memory_gib_per_s=5.0, launch_us=2.0)
+LINK = LinkModel(d2h_gib_per_s=0.5, h2d_gib_per_s=0.7)
+
+
+def step(model: torch.nn.Module) -> None:
+    torch.manual_seed(0)
+    model.zero_grad()
+    model(**tiny_batch(), use_cache=False).loss.backward()
+
+
+def run_on_a_clock(
+    model: torch.nn.Module, config: PyAOConfig, num_steps: int = 1
+) -> tuple[float, float, dict[str, float], Profile | None]:
+    """Return compute and stall of the last step on a virtual clock, figures, and the profile."""
+    transport = SimulatedTransport(0, link=LINK)
+    assert transport.link is not None
+    with attach(model, config, transport=transport) as offloader:
+        device = SimulatedDevice(SPEEDS, transport.link, offloader.host_pool)
+        before = (0.0, 0.0)
+        for _ in range(num_steps):
+            before = (transport.link.compute_ms, transport.link.stall_ms)
+            with device:
+                step(model)
+        figures = offloader.metrics()
+        if offloader.profile_writer is not None:
+            offloader.profile_writer.finish()
+            profile = offloader.profile_writer.profile
+        else:
+            profile = None
+    step_ms = transport.link.compute_ms - before[0]
+    return step_ms, transport.link.stall_ms - before[1], figures, profile
+
+
+def profiled(architecture: str, folder: Path, **settings: Any) -> tuple[torch.nn.Module, Profile]:
+    model = tiny_model(architecture)
+    config = replace(
+        EVERY_LAYER, window=0, profile=folder / "profile.json", profile_steps=1, **settings
+    )
+    *_, profile = run_on_a_clock(model, config)
+    assert profile is not None
+    assert profile.program is not None, profile.why_no_program
+    return model, profile
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("architecture", ["opt", "gpt2", "llama"])
+@pytest.mark.sampled(every=1000)
+def test_one_policy_tells_of_the_others(architecture: str, tmp_path: Path) -> None:
+    """Measured once, under policy ``all``: other plans are predicted from it, and then run."""
+    model, profile = profiled(architecture, tmp_path)
+    forecast = Forecast(profile, link=LINK, window_bytes=0)
+    everything = forecast.leaves(min_bytes=0, keep_last_layers=0)
+    budget_bytes = sum(s.nbytes for s in forecast.program.slots if s.stays is None) // 2
+    cases = {
+        "off": (replace(EVERY_LAYER, policy="off"), [False] * len(everything)),
+        "all": (replace(EVERY_LAYER, window=0), everything),
+        "budget": (
+            replace(EVERY_LAYER, window=0, policy="budget", budget=f"{budget_bytes}B"),
+            forecast.within_budget(budget_bytes, min_bytes=0, keep_last_layers=0),
+        ),
+    }
+    for name, (config, leaves) in cases.items():
+        step_ms, stall_ms, figures, _ = run_on_a_clock(model, config)
+        predicted = forecast.predict(leaves)
+        assert predicted.offloaded_bytes == figures.get("offloaded_bytes", 0)
+        assert predicted.step_ms == pytest.approx(step_ms, rel=0.05), name
+        predicted_ms = predicted.stall_forward_ms + predicted.stall_backward_ms
+        assert predicted_ms == pytest.approx(stall_ms, rel=0.1, abs=0.02 * step_ms), name
+    assert forecast.predict(everything).step_ms > 1.2 * forecast.predict(cases["off"][1]).step_ms
+
+
+@pytest.mark.thorough
+def test_what_was_measured_stands_beside_what_is_predicted(tmp_path: Path) -> None:
+    _, profile = profiled("llama", tmp_path)
+    forecast = Forecast(profile, window_bytes=0)
+    compared = {
+        each.name: each
+        for each in forecast.compared(forecast.leaves(min_bytes=0, keep_last_layers=0))
+    }
+    inside = compared["layers, head and loss"]
+    assert inside.predicted == pytest.approx(inside.measured, rel=0.05)
+    for name in ("offloaded_bytes", "host_peak_bytes"):
+        assert compared[name].predicted == compared[name].measured > 0
+
+
+@pytest.mark.thorough
+def test_a_profile_is_drawn_over_time_measured_and_predicted(tmp_path: Path) -> None:
+    _, profile = profiled("gpt2", tmp_path)
+    measured, predicted_one = steps_of(profile)
+    assert measured.is_measured
+    assert not predicted_one.is_measured
+    lanes = [{span.lane for span in step.spans} for step in (measured, predicted_one)]
+    assert {"forward", "backward", "offload", "reload"} <= lanes[0] & lanes[1]
+    assert predicted_one.totals.step_ms == pytest.approx(measured.totals.step_ms, rel=0.1)
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "profile.json"), "-o", str(page)]) == 0
+    assert "the last micro-batch, measured" in page.read_text()
+    trace = tmp_path / "trace.json"
+    assert main(["report", str(tmp_path / "profile.json"), "-o", str(trace)]) == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.thorough
+def test_a_module_that_is_slow_is_slow_in_the_prediction(tmp_path: Path) -> None:
+    _, profile = profiled("gpt2", tmp_path)
+    slower = replace(
+        profile,
+        modules=[
+            replace(
+                module,
+                forward=None
+                if module.forward is None
+                else replace(module.forward, mean_ms=module.forward.mean_ms * 10),
+            )
+            if module.path == "mlp.c_fc"
+            else module
+            for module in profile.modules
+        ],
+    )
+    assert profile.program is not None
+    program = RecordedStep.from_dict(profile.program).whole()
+    share = []
+    for each in (profile, slower):
+        times_ms = times_of(each, program)
+        layer = next(s for s in program.segments if s.layer == 1 and s.phase == "forward")
+        inside = range(layer.start, layer.end)
+        own_ms = sum(times_ms[n] for n in inside if program.operations[n].path == "mlp.c_fc")
+        share.append(own_ms / sum(times_ms[n] for n in inside))
+    assert share[1] > 2 * share[0]
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a predicted profile, as the command writes it."""
+    path = tmp_path_factory.mktemp("profiles") / "opt.json"
+    model = "opt:hidden_size=64,word_embed_proj_dim=64,ffn_dim=128,num_attention_heads=4"
+    model += ",num_hidden_layers=6,vocab_size=256"
+    sizes = ["--micro-batch", "2", "--sequence-length", "64"]
+    assert main(["profile", "--model", model, "--device", "rtx4070", *sizes, "-o", str(path)]) == 0
+    return path
+
+
+@pytest.mark.thorough
+def test_a_predicted_profile_says_so_and_predicts_the_same(
+    predicted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = Profile.from_dict(json.loads(predicted.read_text()))
+    assert not profile.is_measured
+    assert profile.program is not None
+    program = RecordedStep.from_dict(profile.program).whole()
+    assert profile.speeds is not None
+    device = DeviceModel(**profile.speeds)
+    assert times_of(profile, program) == operation_times_ms(program, device)
+    forecast = Forecast(profile, window_bytes=2**28)
+    leaves = forecast.leaves(min_bytes=0, keep_last_layers=1)
+    direct = predict(program, leaves, window_bytes=2**28, device=device, link=forecast.link)
+    assert forecast.predict(leaves) == direct
+    assert main(["predict", str(predicted), "--device-memory", "1MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "(too much)" in printed
+    assert "no figure here was measured" in printed
+    assert "as it was profiled" not in printed.partition("| plan |")[2]
+    total_ms = sum(
+        each.forward.mean_ms for each in profile.modules if each.forward and "." not in each.path
+    )
+    assert profile.layer_forward is not None
+    assert total_ms <= profile.layer_forward.mean_ms * (1 + 1e-9)
+
+
+@pytest.mark.thorough
+def test_a_plan_is_predicted(predicted: Path, tmp_path: Path) -> None:
+    profile = Profile.from_dict(json.loads(predicted.read_text()))
+    forecast = Forecast(profile, window_bytes=0)
+    plan = Plan(
+        slots=[PlannedSlot(name="activation_fn:0", action="offload", layers=[0, 2])],
+        otherwise="keep",
+        model=profile.model,
+    )
+    leaves = forecast.carried_out(plan, min_bytes=0).leaves
+    chosen = [s for s, leaving in zip(forecast.program.slots, leaves, strict=True) if leaving]
+    assert [(slot.layer, slot.name) for slot in chosen] == [
+        (0, "activation_fn:0"),
+        (2, "activation_fn:0"),
+    ]
+    path = tmp_path / "plan.json"
+    plan.to_json_file(path)
+    output = tmp_path / "prediction.json"
+    assert main(["predict", str(predicted), "--plan", str(path), "--output", str(output)]) == 0
+    assert main(["report", str(output)]) == 0
+    for bad, words in (
+        (replace(plan, model={"num_layers": 99}), "another model"),
+        (replace(plan, recomputed_modules=["activation_fn"]), "as a whole"),
+        (replace(plan, slots=[PlannedSlot(name="mlp:7", action="keep")]), "has not"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            forecast.carried_out(bad, min_bytes=0)
+
+
+Spoil = Callable[[dict[str, Any]], None]
+
+
+def _spoil(**changes: Any) -> Spoil:
+    return lambda values: values.update(changes)
+
+
+def _spoil_program(**changes: Any) -> Spoil:
+    return lambda values: values["program"].update(changes)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_spoil(program=None, why_no_program="compiled."), "not in the profile"),
+        (_spoil(link={}, speeds=None), "link's speed"),
+        (_spoil(link={"d2h_gib_per_s": -1.0, "h2d_gib_per_s": -1.0}), "more than 0"),
+        (_spoil(schema_version=1), "schema_version"),
+        (_spoil(kind="colour"), "kind"),
+        (_spoil_program(operations=["[]"]), "damaged"),
+        (_spoil_program(operations=["not JSON"]), "damaged"),
+        (_spoil_program(buffers=["[1,2,3]"]), "damaged"),
+        (_spoil_program(segments=[]), "damaged"),
+        (_spoil_program(resident_bytes=-1), "damaged"),
+        (_spoil_program(resident_bytes=10**30), "damaged"),
+        (_spoil_program(buffers=["[" * 5000 + "]" * 5000]), "damaged"),
+        (_spoil(speeds={}), "tflop_per_s"),
+        (_spoil_program(recorded_layer_names=["a"]), "damaged"),
+        (lambda values: values["program"].pop("slots"), "damaged"),
+    ],
+)
+def test_bad_profiles_are_refused(
+    spoil: Spoil,
+    words: str,
+    predicted: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = json.loads(predicted.read_text())
+    spoil(values)
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(values))
+    assert main(["predict", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--link=-5GiB/s"], "--link"),
+        (["--link", "0GiB/s"], "--link"),
+        (["--device", "rtx4071"], "rtx4070"),
+        (["--window", "many"], "window"),
+        (["--device-memory", "a lot"], "--device-memory"),
+    ],
+)
+def test_bad_options_are_refused(
+    arguments: list[str], words: str, predicted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", str(predicted), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_profile_of_another_model_or_of_other_shapes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.json"
+    config = replace(EVERY_LAYER, profile=path, profile_steps=1)
+    caplog.set_level("INFO")
+
+    def run(architecture: str, length: int) -> Profile:
+        model = tiny_model(architecture)
+        with attach(model, config) as offloader:
+            for _ in range(2):
+                batch = {key: value[:, :length] for key, value in tiny_batch().items()}
+                model(**batch, use_cache=False).loss.backward()
+            assert offloader.profile_writer is not None
+            profile = offloader.profile_writer.profile
+        assert profile is not None
+        return profile
+
+    first = run("opt", 8)
+    assert run("opt", 8) == first
+    assert "nothing is measured" in caplog.text
+    other = run("opt", 6)
+    assert "made anew: shapes" in caplog.text
+    assert other.shapes[0] == "input_ids int64[2, 6]"
+    with pytest.raises(ReportError, match=r"another model.*Name another file, or delete"):
+        run("gpt2", 8)
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    with pytest.raises(ReportError, match="delete"):
+        run("opt", 8)
+    model = tiny_model("opt")
+    with pytest.raises(ReportError):
+        attach(model, config)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.thorough
+def test_ranks_are_one_profile(tmp_path: Path) -> None:
+    _, profile = profiled("opt", tmp_path)
+    assert profile.layer_forward is not None
+    slower = replace(
+        profile,
+        layer_forward=replace(
+            profile.layer_forward,
+            mean_ms=3 * profile.layer_forward.mean_ms,
+            most_ms=5 * profile.layer_forward.most_ms,
+        ),
+        link={"d2h_gib_per_s": 0.1, "h2d_gib_per_s": None},
+    )
+    merged = merge_profiles([profile, slower])
+    assert merged.num_ranks == 2
+    assert merged.layer_forward is not None
+    assert merged.layer_forward.mean_ms == pytest.approx(2 * profile.layer_forward.mean_ms)
+    assert merged.layer_forward.least_ms == profile.layer_forward.least_ms
+    assert merged.layer_forward.most_ms == 5 * profile.layer_forward.most_ms
+    assert merged.link["least_d2h_gib_per_s"] == 0.1
+    assert merged.link["h2d_gib_per_s"] == profile.link["h2d_gib_per_s"]
+    assert Profile.from_dict(json.loads(json.dumps(merged.to_dict()))) == merged
+
+
+@pytest.mark.thorough
+def test_without_a_step_nothing_is_predicted(tmp_path: Path) -> None:
+    _, profile = profiled("opt", tmp_path)
+    with pytest.raises(ForecastError, match=r"no reason.*profile the plain model"):
+        Forecast(replace(profile, program=None), window_bytes=0)

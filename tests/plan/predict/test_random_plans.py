@@ -1,0 +1,135 @@
+"""Plans drawn at random, of many architectures: predicted peaks against the engine's own run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from random import Random
+
+import pytest
+from transformers import AutoConfig
+
+from hf_pyao import PyAOConfig
+from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
+from hf_pyao.plan.hardware.presets import find_hardware
+from hf_pyao.plan.hardware.speeds import LinkModel
+from hf_pyao.plan.options.auto_plan import plan_of
+from hf_pyao.plan.paper.pyao_plan import paths_of
+from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.solve.planner import Candidate, Planner
+from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.recorded_step import record_step
+from hf_pyao.tools.estimate.replayed_step import replay_step
+from tests.plan.predict.test_architectures import SHAPES
+
+MICRO_BATCH, LENGTH = 2, 32
+MIN_BYTES = 1024
+CARD = find_hardware("rtx4070")
+
+LAYERS_DIFFER = {"cohere2", "gemma2", "gemma3_text", "smollm3"}
+"""Some layers get another mask, or rotate nothing: what one layer rebuilds stands for all, and may
+be too much."""
+
+
+def planner_of(training: FakeTraining) -> Planner:
+    program = record_step(training, MICRO_BATCH, LENGTH)
+    conditions = Conditions(link=CARD.link, window_bytes=2**20, min_bytes=MIN_BYTES)
+    return Planner(program, operation_times_ms(program, CARD.device), conditions)
+
+
+def random_plan(planner: Planner, random: Random) -> Candidate:
+    """Draw what becomes of each slot: by its name, by itself, or recompute all of them."""
+    program = planner.program
+    style = random.choice(["by name", "by slot", "all"])
+    weights = [random.random() for _ in range(3)]
+    keep_last_layers = random.choice([0, 1])
+    by_name: dict[str, str] = {}
+    actions = []
+    for slot in program.slots:
+        action = random.choices([KEEP, OFFLOAD, RECOMPUTE], weights)[0]
+        if style == "by name":
+            action = by_name.setdefault(slot.name, action)
+        elif style == "all":
+            action = RECOMPUTE
+        is_last = slot.layer >= program.num_layers - keep_last_layers
+        is_decided = not is_last and slot.nbytes >= MIN_BYTES and slot.stays is None
+        actions.append(action if is_decided else KEEP)
+    share = random.choice([0.0, 0.5, 1.0])
+    products = [path for path in sorted({*paths_of(program), ""}) if random.random() < share]
+    conditions = dataclasses.replace(
+        planner.conditions,
+        keep_last_layers=keep_last_layers,
+        window_bytes=random.choice([2**12, 2**15, 2**22]),
+    )
+    otherwise = [random.choice([KEEP, OFFLOAD])] * len(actions)
+    return planner._candidate(
+        "drawn", actions, products, otherwise=otherwise, conditions=conditions
+    )
+
+
+def ran_bytes(training: FakeTraining, planner: Planner, drawn: Candidate, path: Path) -> int:
+    plan_of(planner, drawn).to_json_file(path)
+    settings = PyAOConfig(
+        policy="plan",
+        plan=path,
+        window=drawn.window_bytes,
+        min_bytes=MIN_BYTES,
+        keep_last_layers=drawn.keep_last_layers,
+        verify_recompute="off",  # fingerprints take some tens of KiB in the steps that are checked
+        host_memory_gib=2.0**20,
+    )
+    return peak_of(training, settings, MICRO_BATCH, LENGTH).peak_bytes
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+@pytest.mark.sampled(every=1000)
+def test_peaks_are_the_engines_to_the_byte(architecture: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(architecture, **SHAPES[architecture])
+    training = FakeTraining(config=config, training_state="device", optimizer_bytes=0)
+    planner = planner_of(training)
+    random = Random(architecture)
+    num_rebuilt = 0
+    for _ in range(6):
+        drawn = random_plan(planner, random)
+        ran = ran_bytes(training, planner, drawn, tmp_path / "plan.json")
+        num_rebuilt += len(drawn.step.rebuilds)
+        if architecture in LAYERS_DIFFER:
+            assert ran <= drawn.peak_bytes <= 1.05 * ran
+        else:
+            assert drawn.peak_bytes == ran
+    assert num_rebuilt
+
+
+def drawn_plans(architecture: str, num: int) -> list[Candidate]:
+    config = AutoConfig.for_model(architecture, **SHAPES[architecture])
+    planner = planner_of(FakeTraining(config=config, training_state="device"))
+    random = Random(3)
+    return [random_plan(planner, random) for _ in range(num)]
+
+
+def test_lifetimes_of_what_is_rebuilt_add_up() -> None:
+    num_rebuilt = 0
+    for drawn in drawn_plans("phi3", 8):
+        num_rebuilt += len(drawn.step.rebuilds)
+        program, predicted = drawn.step.program, drawn.late
+        live = [program.resident_bytes] * program.num_operations
+        for buffer, start, end in predicted.lifetimes:
+            for number in range(start, min(end, program.num_operations)):
+                live[number] += program.buffers[buffer].nbytes
+        # What came and went between two operations is in the one that follows.
+        assert all(ours <= theirs for ours, theirs in zip(live, predicted.live_bytes, strict=True))
+        same = sum(ours == theirs for ours, theirs in zip(live, predicted.live_bytes, strict=True))
+        assert same > 0.8 * len(live)
+    assert num_rebuilt
+
+
+def test_a_replay_of_plans_that_rebuild_says_the_same() -> None:
+    link = LinkModel(d2h_gib_per_s=0.05, h2d_gib_per_s=0.1, copy_engines=1)
+    for drawn in drawn_plans("qwen3", 8):
+        step = drawn.step
+        options = {"link": link, "window_bytes": drawn.window_bytes, "rebuilds": step.rebuilds}
+        predicted = predict(step.program, step.leaves, times_ms=step.times_ms, **options)
+        replayed = replay_step(step.program, step.leaves, times_ms=step.times_ms, **options)
+        assert predicted.step_ms == pytest.approx(replayed.step_ms, rel=1e-9)
+        assert predicted.peak_bytes == replayed.peak_bytes

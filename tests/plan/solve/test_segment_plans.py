@@ -1,0 +1,141 @@
+"""Plans for steps in segments and tiles: what they leave to decide on, predicted as it runs."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hf_pyao import PyAOConfig
+from hf_pyao.levers import Levers
+from hf_pyao.plan.hardware.presets import Hardware
+from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.plan.options.auto_plan import plan_of
+from hf_pyao.plan.options.plan_request import PlanRequest
+from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Planner
+from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.model_specs import config_of, parse_model
+from hf_pyao.tools.estimate.recorded_step import record_step
+from hf_pyao.tools.estimate.simulated_step import simulate_step
+
+MODEL = "llama:hidden_size=64,intermediate_size=256,num_hidden_layers=6,num_attention_heads=4,vocab_size=128"
+MICRO_BATCH, LENGTH = 4, 64
+HARDWARE = Hardware(
+    name="made up",
+    device=DeviceModel(tflop_per_s=0.05, memory_gib_per_s=2.0, launch_us=1.0),
+    link=LinkModel(d2h_gib_per_s=0.3, h2d_gib_per_s=0.3),
+    memory_gib=1,
+    source="made up, so that some copies are hidden and others are not",
+)
+INPUTS = Levers(checkpoint_every=1)
+CASES = [
+    Levers(checkpoint_every=1, save_attention=True),
+    INPUTS,
+    Levers(checkpoint_every=2),
+    Levers(mlp_tiles=4, checkpoint_every=2),
+    Levers(mlp_tiles=4, checkpoint_every=2, checkpoint_nested=True, save_attention=True),
+    Levers(head_loss="chunked", mlp_tiles=4, checkpoint_every=1, save_attention=True),
+]
+
+
+@cache
+def training() -> FakeTraining:
+    return FakeTraining(config=config_of(parse_model(MODEL)))
+
+
+@cache
+def program_of(levers: Levers) -> StepProgram:
+    return record_step(training(), MICRO_BATCH, LENGTH, levers=levers)
+
+
+def config_with(levers: Levers, **settings: object) -> PyAOConfig:
+    given = {"min_bytes": 4096, "window": 2**15, "host_memory_gib": 2.0**20}
+    return PyAOConfig.from_dict({**given, **settings, **levers.settings()})
+
+
+def planner_of(levers: Levers) -> Planner:
+    program = program_of(levers)
+    times_ms = operation_times_ms(program, HARDWARE.device)
+    request = PlanRequest.of_config(config_with(levers))
+    return request.planner_of(program, times_ms, HARDWARE.link, {})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("levers", CASES, ids=Levers.describe)
+@pytest.mark.sampled(every=1000)
+def test_what_is_left_is_kept_or_offloaded_as_predicted(levers: Levers, tmp_path: Path) -> None:
+    """The real engine follows each plan on fake tensors, and comes to its time and its peak."""
+    planner = planner_of(levers)
+    simple = planner.simple()
+    assert set(simple) == {KEEP_ALL, OFFLOAD_ALL}
+    most, least = simple[KEEP_ALL].peak_bytes, planner.least().peak_bytes
+    assert least < most
+    between = planner.best((most + least) // 2)
+    assert between.peak_bytes <= (most + least) // 2
+    tightest = planner.best(least)
+    assert between.step_ms <= tightest.step_ms
+    for chosen in (between, tightest):
+        assert set(chosen.actions) == {"keep", "offload"}
+        assert chosen.step.rebuild_ms == 0
+        plan_of(planner, chosen).to_json_file(tmp_path / "plan.json")
+        settings = config_with(
+            levers,
+            policy="plan",
+            plan=str(tmp_path / "plan.json"),
+            keep_last_layers=chosen.keep_last_layers,
+            window="layer" if chosen.window_bytes is None else chosen.window_bytes,
+        )
+        simulated = simulate_step(training(), settings, HARDWARE, MICRO_BATCH, LENGTH)
+        assert simulated.offloaded_bytes == chosen.timed.offloaded_bytes > 0
+        assert simulated.peak_bytes == chosen.timed.peak_bytes
+        assert simulated.step_ms == pytest.approx(chosen.step_ms, rel=1e-6)
+        found = peak_of(training(), settings, MICRO_BATCH, LENGTH)
+        assert found.peak_bytes == chosen.peak_bytes
+
+
+@pytest.mark.thorough
+def test_a_step_without_segments_has_more_to_decide_on() -> None:
+    plain, segments = planner_of(Levers()), planner_of(INPUTS)
+    assert plain.program.graph is not None and segments.program.graph is None
+    assert len(segments.program.slots) == 6 < len(plain.program.slots)
+    assert segments.simple()[OFFLOAD_ALL].peak_bytes < plain.simple()[KEEP_ALL].peak_bytes
+
+
+@pytest.mark.thorough
+def test_the_last_segment_is_kept_as_a_whole() -> None:
+    """As the engine does it, where the configuration keeps one layer."""
+    levers = Levers(checkpoint_every=4)  # two segments, of four and of two layers
+    planner = planner_of(levers)
+    assert planner.conditions.keep_last_layers == 2
+    actions = dict(
+        zip(
+            (s.layer for s in planner.program.slots),
+            planner.simple()[OFFLOAD_ALL].actions,
+            strict=True,
+        )
+    )
+    assert actions == {0: "offload", 4: "keep"}
+    settings = config_with(levers, policy="all")
+    found = peak_of(training(), settings, MICRO_BATCH, LENGTH)
+    assert found.peak_bytes == planner.simple()[OFFLOAD_ALL].peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "keep_last_layers", "every", "expected"),
+    [
+        (6, 1, 0, 1),
+        (6, 1, 1, 1),
+        (6, 1, 4, 2),
+        (6, 3, 4, 6),
+        (6, 0, 4, 0),
+        (6, 9, 2, 6),
+        (8, 1, 4, 4),
+    ],
+)
+def test_how_many_last_layers_are_kept(
+    num_layers: int, keep_last_layers: int, every: int, expected: int
+) -> None:
+    assert Levers(checkpoint_every=every).kept_layers(num_layers, keep_last_layers) == expected

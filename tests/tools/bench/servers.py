@@ -1,0 +1,40 @@
+"""Measuring processes that do not measure: each fails in its own way at a method of that name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from hf_pyao.plan.documents.bench import BenchRow
+from hf_pyao.plan.documents.schema import to_plain
+from hf_pyao.tools.bench.setup import BenchSetup, Trial
+
+
+def misbehave(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:
+    """Send a row for each trial; hang at ``pyao-layer``, die at ``checkpoint`` and others."""
+    sys.stdout.write("starting\na segmentation fault\n")
+    sys.stdout.flush()
+    connection.send(("ready", {}))
+    for trial in trials:
+        if trial.method == "pyao-layer":
+            time.sleep(600)
+        if trial.method == "checkpoint":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trial.method == "save-on-cpu":
+            sys.exit(7)
+        row = BenchRow(method=trial.method, label=str(os.getpid()), micro_batch=trial.micro_batch)
+        connection.send(("row", to_plain(row)))
+
+
+def break_down(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:
+    """Say that there is nothing to measure."""
+    connection.send(("broken", "no such model"))
+
+
+def die_early(connection: Connection, setup: BenchSetup, trials: Sequence[Trial]) -> None:
+    """End before the model is built."""
+    sys.exit(3)

@@ -1,0 +1,306 @@
+"""Each method gives the gradients of none, and leaves no trace in the model."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao.config import POLICY_NAMES
+from hf_pyao.errors import ConfigError
+from hf_pyao.plan.documents.bench import OK, UNAVAILABLE
+from hf_pyao.tools.bench import peers
+from hf_pyao.tools.bench.harness import describe_row
+from hf_pyao.tools.bench.measure import Bench
+from hf_pyao.tools.bench.methods import MethodUnavailable, find_method, known_methods
+from hf_pyao.tools.bench.setup import Trial
+from hf_pyao.tools.bench.worker import run_trial
+from tests.helpers.documents import make_row
+
+NOT_ON_A_CPU = {
+    "trl-streams": "needs an accelerator|TRL is not installed",
+    "trl-no-streams": "needs an accelerator|TRL is not installed",
+    "deepspeed": "needs an accelerator|DeepSpeed is not installed",
+    "transformer-engine": "Transformer Engine (is not installed|needs a CUDA device)",
+    "checkpoint-offload": "needs an accelerator|has no `offload`",
+    "pyao-single-stream": "a CPU has no streams",
+    "pyao-one-copy-stream": "a CPU has no streams",
+}
+"""Method -> why."""
+ON_A_CPU = (
+    *(name for name in known_methods() if name not in NOT_ON_A_CPU),
+    "pyao:window=4096,min_bytes=0",
+    "pyao:policy=modules,modules=mlp_act+core_attn,min_bytes=0",
+)
+CPU = torch.device("cpu")
+
+
+def _traces(model: nn.Module) -> list[object]:
+    """Return what a method could leave behind."""
+    return [
+        (
+            name,
+            list(module._forward_hooks),
+            list(module._forward_pre_hooks),
+            "forward" in vars(module),
+            getattr(module, "gradient_checkpointing", None),
+        )
+        for name, module in model.named_modules()
+    ] + [len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()]
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled(every=1000)
+@pytest.mark.parametrize("method", ON_A_CPU)
+def test_gradients_are_those_of_none_and_no_trace_is_left(bench: Bench, method: str) -> None:
+    reference = run_trial(bench, Trial(method="none", micro_batch=2))
+    before = _traces(bench.model)
+    row = run_trial(bench, Trial(method=method, micro_batch=2))
+    assert (row.status, row.reason) == (OK, "")
+    assert row.gradient_digest == reference.gradient_digest
+    assert row.loss == reference.loss
+    assert row.step is not None
+    assert row.step.num_steps == 2
+    assert row.tokens_per_s == pytest.approx(32 / row.step.median_ms * 1e3)
+    assert _traces(bench.model) == before
+    assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+@pytest.mark.thorough
+def test_our_rows_carry_our_counters(bench: Bench) -> None:
+    row = run_trial(bench, Trial(method="pyao:min_bytes=0,window=layer", micro_batch=2))
+    assert row.metrics["offloaded_bytes"] > 0
+    assert row.metrics["kept_bytes/last layer"] > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("pyao:codec=int8", "OTHER GRADIENTS (lossy codec: expected)"),
+        ("pyao:codec=bitmask", "OTHER GRADIENTS"),
+        ("pyao-window", "OTHER GRADIENTS"),
+        ("trl-streams", "OTHER GRADIENTS"),
+    ],
+)
+def test_other_gradients_are_expected_of_a_lossy_codec_alone(method: str, told: str) -> None:
+    row = make_row(method, 1.0, None, is_loss_equal=True, are_gradients_equal=False)
+    assert describe_row(row).endswith(", " + told)
+
+
+def test_every_policy_has_a_row() -> None:
+    policies = {
+        find_method(name).install.settings["policy"]
+        for name in known_methods()
+        if name.startswith("pyao-")
+    }
+    assert policies == set(POLICY_NAMES) - {"plan"}  # which is one model's
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("method", "reason"), NOT_ON_A_CPU.items())
+@pytest.mark.sampled(every=1000)
+def test_what_cannot_run_here_says_why(bench: Bench, method: str, reason: str) -> None:
+    row = run_trial(bench, Trial(method=method, micro_batch=2))
+    assert row.status == UNAVAILABLE
+    assert re.search(reason, row.reason), row.reason
+    assert row.step is None
+
+
+@pytest.mark.parametrize("method", ["trl-streams", "deepspeed", "transformer-engine"])
+def test_a_missing_package_is_named(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with (
+        pytest.raises(MethodUnavailable, match="is not installed"),
+        find_method(method).install(nn.Module(), CPU),
+    ):
+        pass
+
+
+def test_an_old_transformers_is_named() -> None:
+    class Old(nn.Module):
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+            pass
+
+    with (
+        pytest.raises(MethodUnavailable, match=r"has no `offload` for checkpointing; 5\.17 has"),
+        find_method("checkpoint-offload").install(Old(), CPU),
+    ):
+        pass
+
+
+@pytest.mark.thorough
+def test_a_policy_that_lacks_a_setting_says_so(bench: Bench) -> None:
+    row = run_trial(bench, Trial(method="pyao:policy=modules", micro_batch=2))
+    assert row.status == UNAVAILABLE
+    assert "policy is 'modules', which offloads only what modules names" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("checkpont", r"unknown method 'checkpont'; did you mean 'checkpoint'\?"),
+        ("pyao:windw=1", r"unknown setting in 'pyao:windw=1': 'windw'; did you mean 'window'\?"),
+        ("pyao:window", "unknown setting in 'pyao:window'"),
+    ],
+)
+def test_an_unknown_method_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_method(name)
+
+
+def test_checkpointing_is_switched_off_again_after_an_error(bench: Bench) -> None:
+    before = _traces(bench.model)
+
+    def fail() -> None:
+        with peers.checkpointing(bench.model):
+            assert any(getattr(m, "gradient_checkpointing", False) for m in bench.model.modules())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert _traces(bench.model) == before
+
+
+# ---- peers that need a device, through a stand-in of their entry point --------------------------
+
+
+class _Recorder:
+    """A context that notes when it is entered and left."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __enter__(self) -> _Recorder:
+        self.log.append("enter")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.log.append("exit")
+
+
+CUDA = torch.device("cuda", 0)
+"""A device that says it is CUDA; nothing is put there."""
+
+
+def _module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        module = ModuleType(".".join(parts[:end]))
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for key, value in content.items():
+        setattr(sys.modules[name], key, value)
+    found = peers.importlib.util.find_spec
+    monkeypatch.setattr(
+        peers.importlib.util, "find_spec", lambda n, *a: n == parts[0] or found(n, *a)
+    )
+
+
+def test_transformer_engine_wraps_each_layer_and_synchronises_behind_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    asked: dict[str, Any] = {}
+
+    def synchronise(tensor: torch.Tensor) -> torch.Tensor:
+        log.append("synchronise")
+        return tensor
+
+    def get_cpu_offload_context(**options: Any) -> tuple[_Recorder, Callable[..., Any]]:
+        asked.update(options)
+        return _Recorder(log), synchronise
+
+    _module(
+        monkeypatch,
+        "transformer_engine.pytorch",
+        get_cpu_offload_context=get_cpu_offload_context,
+    )
+    before = _traces(bench.model)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with find_method("transformer-engine").install(bench.model, CUDA) as installed:
+        with installed.step():
+            bench.model(input_ids=ids, labels=ids).loss.backward()
+    assert asked == {"enabled": True, "num_layers": 1, "model_layers": 2}
+    assert log == ["enter", "exit", "synchronise"] * 2
+    bench.model.zero_grad()
+    assert _traces(bench.model) == before
+
+
+def test_trl_is_entered_around_each_step_and_its_hooks_are_removed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    def get_act_offloading_ctx_manager(model: nn.Module, use_streams: bool) -> _Recorder:
+        log.append(f"streams {use_streams}")
+        model.lm_head.register_forward_pre_hook(lambda *_: log.append("head"))
+        model.lm_head.register_forward_hook(lambda *_: None, always_call=True)
+        return _Recorder(log)
+
+    _module(
+        monkeypatch,
+        "trl.models.activation_offloading",
+        get_act_offloading_ctx_manager=get_act_offloading_ctx_manager,
+    )
+    before = _traces(bench.model)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with find_method("trl-no-streams").install(bench.model, CUDA) as installed:
+        for _ in range(2):
+            with installed.step():
+                bench.model(input_ids=ids)
+    assert log == ["streams False", *["enter", "head", "exit"] * 2]
+    assert _traces(bench.model) == before
+    assert not bench.model.lm_head._forward_hooks_always_called
+
+
+def test_deepspeed_runs_over_checkpointing_and_shows_what_it_moved(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stats:
+        offloaded_bytes, restored_bytes = 64, 32
+
+    class CheckpointHiddenStatesOffload(_Recorder):
+        stats = Stats()
+
+        def __init__(self) -> None:
+            super().__init__([])
+
+    _module(
+        monkeypatch,
+        "deepspeed.runtime.activation_checkpointing.offload_activations",
+        CheckpointHiddenStatesOffload=CheckpointHiddenStatesOffload,
+    )
+    with find_method("deepspeed").install(bench.model, CUDA) as installed:
+        assert any(getattr(m, "gradient_checkpointing", False) for m in bench.model.modules())
+        with installed.step():
+            pass
+        assert installed.metrics() == {"offloaded_bytes": 64, "reloaded_bytes": 32}
+
+
+def test_a_deepspeed_without_the_class_is_named(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _module(monkeypatch, "deepspeed.runtime.activation_checkpointing.offload_activations")
+    with (
+        pytest.raises(MethodUnavailable, match="has no CheckpointHiddenStatesOffload"),
+        find_method("deepspeed").install(bench.model, CUDA),
+    ):
+        pass
+
+
+def test_wrapped_layers_pass_tuples_on() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
+            return x, "rest"
+
+    layer = Layer()
+    with peers.wrapped_layers([layer], _Recorder([]), lambda x: x + 1):
+        first, rest = layer(torch.zeros(()))
+    assert (first.item(), rest) == (1.0, "rest")
+    assert layer(torch.zeros(()))[0].item() == 0.0

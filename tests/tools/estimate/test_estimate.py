@@ -1,0 +1,312 @@
+"""``pyao estimate``: what fits, what sets the peak, and what is said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_pyao import PyAOConfig
+from hf_pyao.cli import main
+from hf_pyao.errors import ConfigError
+from hf_pyao.plan.documents.estimate import EstimateReport, EstimateRow
+from hf_pyao.plan.hardware.presets import HARDWARE, Hardware, find_hardware
+from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.tools.estimate.card_memory import card_memory
+from hf_pyao.tools.estimate.command import ENGINES
+from hf_pyao.tools.estimate.estimate import WAYS, Estimator
+from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
+from hf_pyao.tools.estimate.model_sizes import build_config, find_size
+from hf_pyao.tools.estimate.verdict import verdict
+from tests.helpers.documents import PROVENANCE
+
+SMALL = Hardware(
+    name="small",
+    device=DeviceModel(tflop_per_s=1.0, memory_gib_per_s=50.0),
+    link=LinkModel(d2h_gib_per_s=2.0, h2d_gib_per_s=2.0),
+    memory_gib=0.25,
+    source="made up",
+)
+
+
+WINDOW = 2**20
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, EstimateRow]:
+    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
+    estimator = Estimator(config, SMALL, training_state="device", sequence_length=64, window=WINDOW)
+    found = [estimator.row(way, with_longest=way.name == "none") for way in WAYS]
+    found += [estimator.row(way, "chunked", with_longest=False) for way in WAYS[:3]]
+    return {row.method: row for row in found}
+
+
+@pytest.mark.thorough
+def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, EstimateRow]) -> None:
+    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
+    limit_bytes = card_memory(SMALL).limit_bytes
+    estimator = Estimator(config, SMALL, training_state="device", sequence_length=64, window=WINDOW)
+    ways = {way.name: way for way in WAYS}
+    for name, policy, checkpointing in (
+        ("none", "off", False),
+        ("checkpointing", "off", True),
+        ("policy all", "all", False),
+    ):
+        training = FakeTraining(config=config, training_state="device", checkpointing=checkpointing)
+        settings = PyAOConfig(policy=policy, window=WINDOW, host_memory_gib=2.0**20)
+        row = rows[name]
+        peak_bytes = peak_of(training, settings, row.largest_micro_batch, 64).peak_bytes
+        assert row.peak_bytes == peak_bytes
+        assert row.reserved_bytes is not None
+        assert peak_bytes <= row.reserved_bytes <= limit_bytes
+        next_one = estimator.predicted(ways[name], "off", row.largest_micro_batch + 1)
+        assert not next_one.memory.fits(limit_bytes), name
+        assert (row.largest_with_expandable_segments or 0) >= row.largest_micro_batch
+
+
+@pytest.mark.thorough
+def test_what_saves_memory_fits_more(rows: dict[str, EstimateRow]) -> None:
+    largest = {name: row.largest_micro_batch for name, row in rows.items()}
+    assert largest["none"] < largest["policy budget"] <= largest["policy all"]
+    assert largest["none"] < largest["checkpointing"]
+    for name in ("none", "checkpointing", "policy all"):
+        # On so small a card segments of 2 to 20 MiB cost as much as the logits do.
+        assert largest[f"{name} + chunked loss"] > 0.9 * largest[name]
+    for row in rows.values():
+        assert row.fits
+        assert row.next_peak_bytes < row.peak_bytes
+        assert row.tokens_per_s > 0
+    assert rows["none"].hidden is None
+    assert (rows["none"].longest_sequence or 0) > 64
+    assert rows["policy budget"].hidden > rows["policy all"].hidden  # type: ignore[operator]
+
+
+@pytest.mark.thorough
+def test_the_verdict_says_who_is_faster_and_why(rows: dict[str, EstimateRow]) -> None:
+    said = verdict(list(rows.values()), SMALL, 64)
+    best = max(rows.values(), key=lambda row: row.tokens_per_s)
+    assert f"Fastest: {best.method}," in said
+    slow = Estimator(
+        build_config("llama", find_size("llama", "tiny"), vocab_size=4096),
+        SMALL.with_link(0.01),
+        training_state="device",
+        sequence_length=64,
+        window=WINDOW,
+    )
+    compared = [slow.row(way, with_longest=False) for way in WAYS[1:3]]
+    said = verdict(compared, slow.hardware, 64)
+    assert "Checkpointing is" in said and "faster than offloading everything" in said
+    assert "because the layers save more than" in said
+
+
+@pytest.mark.thorough
+def test_nothing_fits() -> None:
+    estimator = Estimator(
+        build_config("llama", find_size("llama", "1.2b")), SMALL, sequence_length=64
+    )
+    row = estimator.row(WAYS[0], with_longest=False)
+    assert row.largest_micro_batch == 0
+    assert not row.fits
+    said = verdict([row], SMALL, 64)
+    assert "Nothing fits into 0.25 GiB" in said
+    assert "a larger card" in said
+
+
+def run(*options: str) -> tuple[str, ...]:
+    return (
+        "estimate",
+        "--model",
+        "llama:micro",
+        "--no-longest-sequence",
+        "--processes",
+        "1",
+        *options,
+    )
+
+
+@pytest.mark.thorough
+def test_the_command_prints_a_table_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "estimate.json"
+    options = ("--sequence-length", "32", "--micro-batch", "2", "--device-memory", "2GiB")
+    options += ("--processes", "2")  # which holds against the one that `run` says
+    assert main(run(*options, "--output", str(path))) == 0
+    printed = capsys.readouterr().out
+    assert "| policy all + chunked loss |" in printed
+    assert "the peak is set by" in printed
+    assert "assumed:" in printed
+    report = EstimateReport.from_dict(json.loads(path.read_text()))
+    assert {row.micro_batch for row in report.rows} == {2}
+    assert report.hardware["memory_gib"] == 2
+    assert not report.is_measured
+    page = tmp_path / "page.html"
+    assert main(["report", str(path), "-o", str(page)]) == 0
+    assert "policy pyao" in page.read_text()
+    assert main(["report", str(path)]) == 0
+    assert "llama micro on rtx4070" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
+@pytest.mark.parametrize("engine", ["plain", "zero2"])
+def test_lora_trains_adapters_alone(engine: str) -> None:
+    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
+    config.num_hidden_layers = 6
+    rows = [
+        Estimator(
+            config, SMALL, training_state=ENGINES[engine], sequence_length=32, lora_rank=rank
+        ).row(WAYS[2], micro_batch=2, with_longest=False)
+        for rank in (None, 4)
+    ]
+    assert rows[1].largest_micro_batch > 0 or engine == "zero2"  # whose bucket is too large here
+    assert (rows[1].peak_bytes < rows[0].peak_bytes) or engine == "zero2"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--device", "rtx407"), "unknown device 'rtx407'; did you mean 'rtx4070'?"),
+        (("--device-memory=-1GiB",), "--device-memory is"),
+        (("--link", "fast"), "--link is 'fast'; expected"),
+        (("--link", "25GiB"), "expected a speed, such as 25GiB/s"),
+        (("--link", "0GiB/s"), "expected a speed"),
+        (("--sequence-length", "1"), "--sequence-length is 1; expected 2 or more"),
+        (("--micro-batch", "0"), "--micro-batch is 0; expected 1 or more"),
+        (("--lora", "0"), "--lora is 0; expected 1 or more"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(run(*options)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("opt:1.3c", "unknown size of opt '1.3c'"),
+        ("lama:hidden_size=8", "is no causal language model"),
+        ("/no/such/folder", "Give an architecture of transformers"),
+        ("llama:hidden_size=abc", "Give an architecture of transformers"),
+        ("llama:hidden_size=64,num_attention_heads=5", "Give an architecture of transformers"),
+    ],
+)
+def test_bad_models_are_refused(
+    model: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", "--model", model]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_another_kind_of_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    assert main(["estimate", "--model", str(tmp_path)]) == 2
+    assert "'vit' is no causal language model" in capsys.readouterr().err
+
+
+def test_a_length_without_positions_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["estimate", "--model", "gpt2:124m", "--sequence-length", "2048"]
+    assert main(options) == 2
+    assert "the model has 1024 positions" in capsys.readouterr().err
+
+
+def test_cards_are_found_by_the_names_that_people_write() -> None:
+    for name in ("RTX 4070", "rtx-4070", "4070", "GeForce RTX 4070", "NVIDIA H200", "MI300X"):
+        assert find_hardware(name).name in HARDWARE
+    with pytest.raises(ConfigError, match="unknown device 'b300'"):
+        find_hardware("b300")
+
+
+def test_help_names_cards_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", "--help"])
+    printed = capsys.readouterr().out
+    words: list[Any] = [*HARDWARE, "opt:SIZE", "1.3b", "pyao estimate --model"]
+    assert all(word in printed for word in words)
+
+
+@pytest.mark.thorough
+def test_the_step_of_a_way_is_the_one_of_its_row(rows: dict[str, EstimateRow]) -> None:
+    from hf_pyao.tools.estimate.one_step import check_method, step_of
+
+    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
+    options = {"training_state": "device", "sequence_length": 64, "window": WINDOW}
+    report = EstimateReport(
+        title="t",
+        setup={"model": {"name": "llama tiny"}},
+        hardware={},
+        assumptions=[],
+        verdict=verdict(list(rows.values()), SMALL, 64),
+        provenance=PROVENANCE,
+        rows=[row for row in rows.values() if row.method != "none + chunked loss"],
+    )
+    step = step_of(report, config, SMALL, options, "policy all")
+    row = rows["policy all"]
+    assert step.title == (
+        f"One step of llama tiny on small: policy all, micro-batch {row.micro_batch} x 64 tokens"
+    )
+    assert step.totals.step_ms == row.step_ms
+    assert step.totals.offloaded_bytes == row.offloaded_bytes > 0
+    assert step.totals.late_peak_bytes == row.peak_bytes
+    assert step.limit_bytes is not None
+    assert row.peak_bytes <= step.limit_bytes
+    assert {span.lane for span in step.spans} >= {"forward", "backward", "offload", "reload"}
+    named = step_of(report, config, SMALL, options)
+    assert f"Fastest: {named.setup['method']}," in report.verdict
+    with pytest.raises(
+        ConfigError, match="which this model has no row for.*Rows: none, checkpointing"
+    ):
+        step_of(report, config, SMALL, options, "none + chunked loss")
+    with pytest.raises(
+        ConfigError, match="unknown way to train 'policy al'; did you mean 'policy all'"
+    ):
+        check_method("policy al")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--step-method", "none"), "give --step FILE.json too"),
+        (("--step", "x.json", "--step-method", "nothing"), "unknown way to train 'nothing'"),
+        (("--step", "x.json", "--output", "./x.json"), "name the same file"),
+        (("--step", "/"), "which is a folder"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_before_anything_is_estimated(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(run(*options)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_the_command_writes_a_step_that_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step.json"
+    options = ("--sequence-length", "32", "--micro-batch", "2", "--step-method", "policy all")
+    assert main(run(*options, "--step", str(path))) == 0
+    assert f"written: {path}" in capsys.readouterr().out
+    for name in ("page.html", "page.md", "trace.json"):
+        assert main(["report", str(path), "-o", str(tmp_path / name)]) == 0
+    assert "Predicted, one step on rtx4070" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+@pytest.mark.sampled(every=1)
+def test_every_card_says_what_no_tensor_can_have(name: str) -> None:
+    card = HARDWARE[name]
+    assert 0.3 <= card.context_gib <= 1.5
+    assert card_memory(card).limit_bytes < (card.memory_gib - card.context_gib) * 2**30
+
+
+def test_a_context_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="context_gib is 0.25"):
+        dataclasses.replace(SMALL, context_gib=0.25)

@@ -1,0 +1,97 @@
+"""``pyao microbatch``: a choice for a small model, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_pyao.cli import main
+from hf_pyao.plan.documents.microbatch import MicroBatchReport
+from hf_pyao.tools.report.kinds import read_document
+
+MODEL = ("microbatch", "--model", "llama:micro", "--sequence-length", "32")
+
+
+@pytest.mark.thorough
+def test_the_command_prints_a_table_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "choice.json"
+    assert main([*MODEL, "--global-batch", "4", "--output", str(path)]) == 0
+    printed = capsys.readouterr().out
+    report = read_document(path)
+    assert isinstance(report, MicroBatchReport)
+    assert report.verdict.startswith("Fastest: micro-batch ")
+    assert report.verdict.replace("'", "") in printed.replace("'", "")
+    assert [row.micro_batch for row in report.rows] == [1, 2, 4]
+    assert report.chosen in report.rows
+    times = [row.sample_ms or 0.0 for row in report.rows]
+    assert min(times) * 1.001 >= (report.chosen.sample_ms or 0.0)  # type: ignore[union-attr]
+    assert report.setup["num_recorded_steps"] == 3
+    assert "assumed: where gradients are accumulated" in printed
+    # Behind another micro-batch gradients are there from the start.
+    assert report.rows[0].peak_bytes > 0
+
+
+@pytest.mark.thorough
+def test_what_does_not_fit_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--device-memory", "1MiB", "--micro-batches", "2,4", "--find", "largest", "--json")
+    assert main([*MODEL, *options]) == 1
+    report = MicroBatchReport.from_dict(json.loads(capsys.readouterr().out))
+    assert report.chosen is None
+    assert report.verdict.startswith("Nothing fits")
+    assert [row.fits for row in report.rows] == [False]
+
+
+@pytest.mark.thorough
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--find", "sequence", "--device-memory", "256MiB", "--json")
+    assert main(["microbatch", "--model", "llama:micro", *options]) == 0
+    report = MicroBatchReport.from_dict(json.loads(capsys.readouterr().out))
+    assert report.chosen is not None
+    lengths = {row.sequence_length: row.fits for row in report.rows}
+    assert lengths[report.chosen.sequence_length]
+    assert not lengths[report.chosen.sequence_length + 64]
+    assert report.global_batch is None
+
+
+@pytest.mark.thorough
+def test_the_chunked_loss_lets_more_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = {}
+    for head_loss in ("off", "chunked"):
+        options = ("--global-batch", "64", "--micro-batches", "64", "--head-loss", head_loss)
+        assert main([*MODEL, *options, "--json"]) == 0
+        report = MicroBatchReport.from_dict(json.loads(capsys.readouterr().out))
+        peaks[head_loss] = report.rows[0].peak_bytes
+    assert peaks["chunked"] < peaks["off"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--global-batch", "64", "--micro-batches", "3"), "micro-batch of 3 does not divide"),
+        (("--global-batch", "0"), "--global-batch is 0; expected 1 or more"),
+        (("--micro-batches", "2,x"), "--micro-batches is '2,x'; expected whole numbers"),
+        (("--micro-batch", "2"), "--micro-batch is given, which has no effect with --find fastest"),
+        (("--find", "sequence"), "--sequence-length is given, which has no effect with"),
+        (("--device", "b300"), "unknown device 'b300'"),
+        (("--host-memory", "much"), "--host-memory is 'much'"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*MODEL, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_micro_batch_that_does_not_divide_is_refused_for_lengths_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--find", "sequence", "--micro-batch", "3", "--global-batch", "64")
+    assert main(["microbatch", "--model", "llama:micro", *options]) == 2
+    assert "micro-batch of 3 does not divide" in capsys.readouterr().err

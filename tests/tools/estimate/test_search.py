@@ -1,0 +1,44 @@
+"""The searches for the largest size that fits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from hf_pyao.tools.estimate.search import largest_fitting, largest_on_a_line
+
+
+def made_up_peak(seed: int) -> tuple[Callable[[int], int], int, int | None]:
+    """Return a growing peak that may bend once, a limit, and where sizes end."""
+    draw = random.Random(seed)
+    base, each = draw.randint(0, 10**9), draw.randint(10**5, 10**9)
+    bend, at = draw.choice([0.0, 0.0, 0.3 * draw.random()]), draw.randint(1, 50)
+
+    def peak(size: int) -> int:
+        return int(base + each * (size - bend * max(0, size - at)))
+
+    return peak, draw.randint(10**6, 10**11), draw.choice([None, draw.randint(1, 300)])
+
+
+@pytest.mark.parametrize("search", [largest_fitting, largest_on_a_line])
+def test_it_is_the_largest_and_was_asked_for(search: Callable[..., int]) -> None:
+    num_asked = []
+    for seed in range(500):
+        peak, limit, most = made_up_peak(seed)
+        asked: list[int] = []
+
+        def counted(size: int) -> int:
+            asked.append(size)
+            return peak(size)
+
+        found = search(counted, limit, most=most)
+        assert found == 0 or (found in asked and peak(found) <= limit)
+        assert most is None or found <= most
+        slack = 0 if search is largest_fitting else 1
+        beyond = found + 1 + slack
+        assert (most is not None and beyond > most) or peak(beyond) > limit, seed
+        assert len(asked) == len(set(asked))
+        num_asked.append(len(asked))
+    assert max(num_asked) <= 10

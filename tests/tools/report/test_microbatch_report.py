@@ -1,0 +1,95 @@
+"""Choices of a micro-batch as documents: read back whole, refused by name, shown and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_pyao.plan.documents.microbatch import MicroBatchReport, MicroBatchRow
+from hf_pyao.plan.documents.schema import ReportError, write_json
+from hf_pyao.tools.report.kinds import figure_of, read_document, view_of
+from hf_pyao.tools.report.pages import html_page
+from hf_pyao.tools.report.plots.look import DARK, LIGHT, image_bytes
+from hf_pyao.tools.report.tables import markdown_of
+from tests.helpers.documents import GIB, make_microbatch
+
+
+def lengths() -> MicroBatchReport:
+    rows = [
+        MicroBatchRow(
+            micro_batch=1,
+            sequence_length=length,
+            fits=length < 4096,
+            peak_bytes=length * 2**20,
+            step_ms=1.0 if length < 4096 else None,
+            plan="planned",
+        )
+        for length in (64, 256, 1024, 2048, 4096)
+    ]
+    return make_microbatch(find="sequence", global_batch=None, rows=rows, chosen=rows[3])
+
+
+@pytest.mark.parametrize("make", [make_microbatch, lengths])
+def test_it_is_read_back(make: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "choice.json", make())
+    assert read_document(tmp_path / "choice.json") == make()
+    assert MicroBatchReport.from_dict(make().to_dict()) == make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "this hf_pyao reads version 1 of a MicroBatchReport"),
+        ({"find": "quickest"}, "find is 'quickest'; expected one of fastest, largest, sequence"),
+        ({"limit_bytes": -1}, "limit_bytes is -1"),
+        ({"rows": None}, "rows is None; expected a list"),
+    ],
+)
+def test_what_is_none_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        MicroBatchReport.from_dict({**make_microbatch().to_dict(), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batch": 0}, "micro_batch 0; expected 1 to"),
+        ({"sequence_length": 2**50}, "sequence_length"),
+        ({"accumulation": -1}, "accumulation -1"),
+        ({"peak_bytes": -1}, "peak_bytes -1"),
+        ({"step_ms": None}, "fits, and has no step_ms"),
+    ],
+)
+def test_bad_rows_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        dataclasses.replace(make_microbatch().rows[0], **change)
+
+
+def test_the_table_marks_what_was_chosen() -> None:
+    (table,) = view_of(make_microbatch()).tables
+    assert [row[0] for row in table.rows] == ["1", "2 (chosen)", "4", "8"]
+    assert [row[6] for row in table.rows] == ["30.0", "25.0", "27.5", "–"]
+    assert table.rows[-1][3:5] == ["14.00 at least", "–"]
+    text = markdown_of(lengths())
+    assert "| 2,048 (chosen) | 1 | yes |" in text
+
+
+@pytest.mark.parametrize("look", [LIGHT, DARK, dataclasses.replace(LIGHT, is_narrow=True)])
+def test_the_plot_shows_sizes_and_the_limit(look: Any) -> None:
+    figure = figure_of(make_microbatch(), look)
+    assert figure is not None
+    left, right = figure.axes
+    assert list(left.lines[0].get_ydata()) == [30.0, 25.0, 27.5]
+    assert list(right.lines[0].get_ydata()) == [6, 8, 9]
+    assert list(right.lines[1].get_ydata()) == [14]
+    assert set(right.lines[2].get_ydata()) == {make_microbatch().limit_bytes / GIB}
+    assert image_bytes(figure, "png").startswith(b"\x89PNG")
+
+
+@pytest.mark.thorough
+def test_there_is_a_page_and_no_plot_of_nothing() -> None:
+    assert html_page([make_microbatch(), lengths()]).count("<img") == 2
+    assert figure_of(make_microbatch(rows=[], chosen=None)) is None

@@ -1,0 +1,200 @@
+"""Pages: Markdown with its pictures, and HTML that needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hf_pyao.plan.documents.schema import ReportError
+from hf_pyao.tools.report.kinds import figure_of
+from hf_pyao.tools.report.pages import html_page, write_page
+from hf_pyao.tools.report.plots.bench_plots import largest_figure, trade_off_figure
+from hf_pyao.tools.report.plots.labels import place_labels
+from hf_pyao.tools.report.plots.look import (
+    DARK,
+    FAMILIES,
+    LIGHT,
+    NARROW_INCHES,
+    Look,
+    family_of,
+    image_bytes,
+)
+from tests.helpers.documents import make_bench, make_facts, make_row, make_run, make_step
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class _Page(HTMLParser):
+    """Collects what the tests ask for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+        if tag not in ("meta", "img", "source"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+@pytest.mark.thorough
+def test_html_is_well_formed_and_self_contained() -> None:
+    text = html_page([make_bench(), make_run(), make_facts()])
+    page = _Page(text)
+    assert page.open == []
+    tags = [tag for tag, _ in page.attributes]
+    assert "script" not in tags
+    assert "link" not in tags
+    images = [attributes for tag, attributes in page.attributes if tag == "img"]
+    assert len(images) == 2, "one plot for the benchmark, one for the run"
+    for image in images:
+        source = image["src"] or ""
+        head, _, data = source.partition(",")
+        assert head == "data:image/svg+xml;base64"
+        assert b"<svg" in base64.b64decode(data)
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert "equal bits" in page.cells
+    assert "last layer" in page.cells
+
+
+def test_html_escapes_what_others_wrote() -> None:
+    text = html_page([make_run(extra={"name": "<b>x</b> & y"})], with_plots=False)
+    assert "hf_pyao offloads &lt;everything&gt;" in text
+    assert "&lt;b&gt;x&lt;/b&gt; &amp; y" in text
+    assert "<b>x" not in text
+
+
+def test_markdown_has_its_pictures_beside_it(tmp_path: Path) -> None:
+    written = write_page([make_bench(), make_facts()], tmp_path / "deep" / "out.md")
+    assert [path.name for path in written] == ["out.md", "out-1.png"]
+    text = written[0].read_text(encoding="utf-8")
+    assert "](out-1.png)" in text
+    assert written[1].read_bytes().startswith(PNG)
+
+
+def test_another_suffix_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"ends in \.md or \.html"):
+        write_page([make_bench()], tmp_path / "out.pdf")
+
+
+def test_without_matplotlib_the_remedy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ReportError, match=r"pip install 'hf_pyao\[report\]'.*--no-plots"):
+        write_page([make_bench()], tmp_path / "out.html")
+    assert not (tmp_path / "out.html").exists()
+    (path,) = write_page([make_bench()], tmp_path / "out.html", with_plots=False)
+    assert "<table>" in path.read_text(encoding="utf-8")
+
+
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReportError, match="cannot write"):
+        write_page([make_facts()], tmp_path / "file" / "out.md")
+
+
+@pytest.mark.thorough
+def test_the_same_report_gives_the_same_picture() -> None:
+    first, second = (figure_of(make_bench()) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert image_bytes(first, "png") == image_bytes(second, "png")
+
+
+def test_the_trade_off_shows_each_measured_method_once() -> None:
+    figure = trade_off_figure(make_bench())
+    assert figure is not None
+    (axes,) = figure.axes
+    names = [text.get_text() for text in axes.texts]
+    for method in ("none", "pyao-window", "checkpoint", "trl-streams"):
+        assert names.count(method) == 1
+    assert "deepspeed" not in names
+    assert "allocated device memory, GiB" in axes.get_ylabel()
+
+
+def test_the_trade_off_shows_host_memory_where_there_is_no_device() -> None:
+    figure = trade_off_figure(make_bench([make_row("none", 10.0, None)]))
+    assert figure is not None
+    assert "no device" in figure.axes[0].get_ylabel()
+
+
+def test_no_plot_is_made_of_nothing() -> None:
+    assert trade_off_figure(make_bench([])) is None
+    assert largest_figure(make_bench([])) is None
+    assert figure_of(make_run(totals={}, last_micro_batch={})) is None
+
+
+def test_a_search_is_drawn_as_bars_longest_on_top() -> None:
+    rows = [
+        make_row("none", 10.0, 1.0, num_tried=4, micro_batch=8),
+        make_row("pyao-window", 10.0, 1.0, num_tried=4, micro_batch=22),
+    ]
+    figure = figure_of(make_bench(rows))
+    assert figure is not None
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["none", "pyao-window"]  # from the bottom
+    assert [bar.get_width() for bar in figure.axes[0].patches] == [8, 22]
+
+
+def test_labels_of_a_cluster_do_not_overlap() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5))
+    axes = figure.add_subplot()
+    points = [(100.0 + i, 5.0 + 0.02 * i, f"a method {i}", "black") for i in range(8)]
+    axes.set_xlim(60, 160)
+    axes.set_ylim(4, 6.5)
+    axes.scatter([x for x, *_ in points], [y for _, y, *_ in points])
+    boxes = place_labels(figure, axes, points)
+    for index, box in enumerate(boxes):
+        for other in boxes[:index]:
+            assert not box.overlaps(other)
+
+
+def test_families_differ_in_colour_and_in_marker() -> None:
+    for theme in ("light", "dark"):
+        assert len({getattr(family, theme) for family in FAMILIES}) == len(FAMILIES)
+    assert len({family.marker for family in FAMILIES}) == len(FAMILIES)
+    assert [family_of(m).label for m in ("none", "pyao:x=1", "checkpoint", "trl-streams")] == [
+        *("nothing", "hf_pyao", "recompute", "other offloading"),
+    ]
+
+
+@pytest.mark.thorough
+def test_a_plot_is_there_for_light_and_dark_pages_narrow_and_wide() -> None:
+    page = _Page(html_page([make_step()]))
+    sources = [attributes for tag, attributes in page.attributes if tag == "source"]
+    dark, narrow = "(prefers-color-scheme: dark)", "(max-width: 640px)"
+    assert [source["media"] for source in sources] == [f"{dark} and {narrow}", narrow, dark]
+    (last,) = [attributes["src"] for tag, attributes in page.attributes if tag == "img"]
+    links = [*(source["srcset"] for source in sources), last]
+    images = [base64.b64decode((link or "").partition(",")[2]).decode() for link in links]
+    backs = [DARK.back, LIGHT.back, DARK.back, LIGHT.back]
+    for image, back, is_narrow in zip(images, backs, [True, True, False, False], strict=True):
+        assert f"fill: {back}" in image
+        width_pt = float(re.search(r'width="([\d.]+)pt"', image)[1])  # type: ignore[index]
+        assert (width_pt <= 72 * NARROW_INCHES) == is_narrow
+
+
+def test_long_labels_are_broken_on_narrow_pages_but_no_dollar_is_let_loose() -> None:
+    look = Look(is_narrow=True)
+    for length in range(1, 40):
+        lines = look.wrapped(look.plain("a" * length + "$" * 20), 24).splitlines()
+        assert all(re.fullmatch(r"(a|…|\\\$)*", line) for line in lines)
+    assert LIGHT.wrapped("a b" * 100) == "a b" * 100

@@ -1,0 +1,237 @@
+"""RunReport: written from a real run, read back whole, refused by name when it is another's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from hf_pyao import PyAOConfig, PyAOTrainer, attach
+from hf_pyao.errors import ConfigError
+from hf_pyao.plan.documents.provenance import package_versions, source_digest
+from hf_pyao.plan.documents.run import RunReport, write_run_report
+from hf_pyao.plan.documents.schema import ReportError
+from hf_pyao.tools.report.kinds import read_document
+from tests.helpers.documents import make_run
+
+SETTINGS = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A report that two micro-batches left, and the totals that it should hold."""
+    path = tmp_path_factory.mktemp("run") / "deep" / "run.json"
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    ids = torch.randint(0, 64, (2, 16))
+    with attach(model, PyAOConfig(policy="all", min_bytes=0, report=str(path))) as offloader:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+        totals = offloader.totals()
+        write_run_report(offloader, extra={"name": "a run", "losses": [1.0, float("nan")]})
+    return path, totals
+
+
+def test_it_is_read_back_whole(trained: tuple[Path, dict[str, float]]) -> None:
+    path, totals = trained
+    report = read_document(path)
+    assert isinstance(report, RunReport)
+    assert report.totals == totals
+    assert report.totals["num_micro_batches"] == 2
+    assert report.totals["offloaded_bytes"] == 2 * report.last_micro_batch["offloaded_bytes"] > 0
+    assert report.layer_names == ["model.layers.0", "model.layers.1", "model.layers.2"]
+    assert report.policy == "all"
+    assert PyAOConfig.from_dict(report.config).report == str(path)
+    assert report.device == "cpu"
+    assert torch.__version__.startswith(report.versions["torch"] or "?")
+    assert report.provenance.source_sha256 == source_digest()
+    assert RunReport.from_dict(report.to_dict()) == report
+
+
+def test_the_heading_tells_a_bad_end() -> None:
+    title = make_run(outcome="finished").title
+    assert make_run(outcome="failed: ValueError").title == f"{title} (failed: ValueError)"
+
+
+def test_it_is_valid_json_without_nan(trained: tuple[Path, dict[str, float]]) -> None:
+    path, _ = trained
+    text = path.read_text(encoding="utf-8")
+    plain = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert plain["schema_version"] == 1
+    assert plain["kind"] == "run"
+    assert plain["extra"] == {"name": "a run", "losses": [1.0, None]}
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name], "a part was left"
+
+
+def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({**make_run().to_dict(), "schema_version": 7}))
+    with pytest.raises(ReportError, match=r"old\.json.*schema_version 7.*version 1 of a RunReport"):
+        RunReport.from_json_file(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"polcy": "all"}, r"'polcy', which RunReport has not; did you mean 'policy'"),
+        ({"provenance": {"command": "x", "comit": "y"}}, r"provenance has the key 'comit'"),
+        ({"provenance": "me"}, r"provenance holds a JSON str; expected an object"),
+    ],
+)
+def test_an_unknown_key_is_refused_by_name(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        RunReport.from_dict({**make_run().to_dict(), **change})
+
+
+def test_a_missing_key_is_refused_by_name() -> None:
+    plain = make_run().to_dict()
+    del plain["totals"]
+    with pytest.raises(ReportError, match="lacks the key 'totals'"):
+        RunReport.from_dict(plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[1]", "holds a JSON list; expected an object"),
+        ("{}", "has kind None; known: run, bench, facts"),
+        ('{"kind": "rum"}', r"has kind 'rum'; did you mean 'run'\?"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ReportError, match=message):
+        read_document(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"cannot read .*none\.json.*No such file"):
+        read_document(tmp_path / "none.json")
+
+
+def test_a_report_that_cannot_be_written_is_logged_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    with attach(model) as offloader, caplog.at_level(logging.ERROR):
+        report = write_run_report(offloader, blocker / "run.json")
+    assert report is not None
+    assert report.totals == {}
+    assert "the run report is lost" in caplog.text
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    with attach(model) as offloader:
+        assert write_run_report(offloader) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_versions_name_what_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_pyao.plan.documents.provenance.PACKAGES", ("torch", "no-such-package"))
+    versions = package_versions()
+    assert torch.__version__.startswith(versions["torch"] or "?")
+    assert versions["no-such-package"] is None
+
+
+def test_reports_and_the_command_line_import_no_torch() -> None:
+    program = (
+        "import sys, hf_pyao.tools.report, hf_pyao.tools.report.pages, hf_pyao.cli\n"
+        "hf_pyao.cli.make_parser().format_help()\n"
+        "print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "message"),
+    [
+        ("a\0b.json", {}, "null byte"),
+        ("x" * 300, {}, "File name too long"),
+        ("run.json", {"model": object()}, "not JSON serializable"),
+        ("run.json", {"x": (loop := [])}, "recursion"),
+    ],
+)
+def test_whatever_goes_wrong_is_logged_and_no_error(
+    path: str,
+    extra: dict[str, object],
+    message: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop.append(loop)
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    with attach(model) as offloader:
+        write_run_report(offloader, tmp_path / path, extra)
+    assert "the run report is lost" in caplog.text
+    assert message in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_cannot_be_made_is_logged_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no provenance")
+
+    monkeypatch.setattr("hf_pyao.plan.documents.run.collect_provenance", fail)
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    with attach(model) as offloader:
+        assert write_run_report(offloader, tmp_path / "run.json") is None
+    assert "the run report is lost: RuntimeError: no provenance" in caplog.text
+
+
+def test_a_path_that_cannot_be_written_is_refused_when_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = PyAOConfig(policy="all", report=str(tmp_path / "file" / "run.json"))
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    with pytest.raises(ConfigError, match=r"report is '.*run\.json', and '.*file' is no folder"):
+        attach(model, config)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="this process may not write to"):
+        attach(model, PyAOConfig(policy="all", report=str(tmp_path / "new" / "run.json")))
+    monkeypatch.setenv("RANK", "1")  # which writes no report, and may see other disks
+    attach(model, config).detach()
+
+
+@pytest.mark.thorough
+def test_training_ends_well_without_its_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no report")
+
+    monkeypatch.setattr("hf_pyao.plan.documents.run.make_run_report", fail)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = PyAOTrainer(
+        model=LlamaForCausalLM(LlamaConfig(**SETTINGS)),
+        args=arguments,
+        train_dataset=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8,
+        pyao_config=PyAOConfig(policy="all", report=str(tmp_path / "run.json")),
+    )
+    assert trainer.train().global_step == 1
+    assert "the run report is lost: RuntimeError: no report" in caplog.text

@@ -1,0 +1,199 @@
+"""Steps as documents: read back whole, refused by name, shown, drawn, and as a Chrome trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_pyao.cli import main
+from hf_pyao.plan.documents.profile import Profile, ProfiledSpan
+from hf_pyao.plan.documents.schema import ReportError, write_json
+from hf_pyao.plan.documents.step import MOST_SPANS, StepReport, StepSpan, StepTotals
+from hf_pyao.tools.report.chrome_trace import trace_of
+from hf_pyao.tools.report.kinds import figure_of, read_document
+from hf_pyao.tools.report.plots.look import DARK, LIGHT, image_bytes
+from hf_pyao.tools.report.plots.step_plots import FINEST
+from hf_pyao.tools.report.tables import markdown_of
+from tests.helpers.documents import GIB, PROVENANCE, make_bench, make_step
+
+
+def test_it_is_read_back(tmp_path: Path) -> None:
+    step = make_step()
+    write_json(tmp_path / "step.json", step)
+    assert read_document(tmp_path / "step.json") == step
+    assert step.end_ms == 14
+
+
+def span(**changes: Any) -> dict[str, Any]:
+    return {"lane": "forward", "label": "a", "start_ms": 0.0, "end_ms": 1.0, **changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "schema_version 2; this hf_pyao reads version 1 of a StepReport"),
+        ({"color": 1}, "has the key 'color'"),
+        ({"spans": [span(lane="forwards")]}, r"spans\[0\]: unknown lane 'forwards'; did you mean 'forward'"),
+        ({"spans": [span(), span(end_ms=-1.0)]}, r"spans\[1\] \('a'\) is from 0.0 to -1.0 ms"),
+        ({"spans": [span(start_ms=-1.0)]}, "expected times from 0 on"),
+        ({"spans": [span(start_ms=None)]}, r"spans\[0\], start_ms is None; expected a number"),
+        ({"spans": [span(start_ms=float("nan"))]}, r"start_ms is nan; expected a number"),
+        ({"spans": [None] * (MOST_SPANS + 1)}, "spans has 100,001 entries; expected 100,000 at most"),
+        ({"memory": [None] * 1_000_000}, "memory has 1,000,000 entries"),
+        ({"memory": [{"time_ms": 2, "nbytes": 1}, {"time_ms": 1, "nbytes": 1}]}, r"memory\[1\] is at 1 ms, and the one before at 2"),
+        ({"memory": [{"time_ms": 0, "nbytes": -1}]}, r"memory\[0\] has -1 bytes"),
+        ({"totals": {"step_ms": -3.0}}, r"step_ms is -3.0; expected 0 or more"),
+        ({"peak": {"time_ms": 0}}, "peak lacks the key 'nbytes'"),
+        ({"spans": {}}, r"spans is \{\}; expected a list"),
+    ],
+)  # fmt: skip
+def test_what_is_no_step_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        StepReport.from_dict({**make_step().to_dict(), **change})
+
+
+def test_it_is_told() -> None:
+    text = markdown_of(make_step())
+    assert "Predicted, one step on rtx4070: 14.0 ms." in text
+    assert "The peak is 6.44 GB, in backward of layers.1, set by layers.1 mlp:0 (1.07 GB)" in text
+    assert "| forward waits for copies | 1.00 ms |" in text
+    assert "| forward of layers | 2 | 4.00 | 28.6% |" in text
+    assert "| layers.0 mlp:0 | 1 | 1.00 | 7.1% |" in text
+    assert "- 2.15 GB are left at the peak." in text
+    assert "It does not fit: 1.07 GB are too much." in markdown_of(make_step(limit_bytes=5 * GIB))
+
+
+def test_a_measured_step_without_memory_is_told_too() -> None:
+    bare = make_step(
+        memory=[], peak=None, limit_bytes=None, is_measured=True, totals=StepTotals(step_ms=14.0)
+    )
+    text = markdown_of(bare)
+    assert "Measured, one step on rtx4070" in text
+    assert "peak" not in text
+    figure = figure_of(bare)
+    assert figure is not None
+    assert len(figure.axes) == 1
+    assert figure_of(dataclasses.replace(bare, spans=[])) is None
+
+
+def test_memory_and_time_line_share_the_axis_of_time() -> None:
+    figure = figure_of(make_step())
+    assert figure is not None
+    memory, lanes = figure.axes
+    assert memory.get_xlim() == lanes.get_xlim() == (0, 14)
+    assert [text.get_text() for text in memory.texts] == ["limit 8.59 GB", "peak 6.442 GB"]
+    assert "set by layers.1 mlp:0" in memory.get_title(loc="left")
+    rows = [label.get_text() for label in lanes.get_yticklabels()]
+    assert rows == ["compute", "waiting", "offload", "reload"]
+    curve = memory.lines[0]
+    assert max(curve.get_ydata()) == pytest.approx(6 * GIB / 1e9)
+
+
+def test_a_limit_that_is_far_away_does_not_flatten_the_curve() -> None:
+    figure = figure_of(make_step(limit_bytes=1000 * GIB))
+    assert figure is not None
+    assert figure.axes[0].get_ylim()[1] < 10
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("look", [LIGHT, DARK, dataclasses.replace(DARK, is_narrow=True)])
+def test_hostile_labels_are_drawn_as_text(look: Any) -> None:
+    text = "$\\frac$ <b> \n x"
+    peak = dataclasses.replace(make_step().peak, tensor=text, where=text)  # type: ignore[type-var]
+    figure = figure_of(make_step(peak=peak, device=text, title=text), look)
+    assert figure is not None
+    assert r"\$\frac\$ <b> x" in figure.axes[0].get_title(loc="left")
+    assert b"<svg" in image_bytes(figure, "svg")
+
+
+def test_as_many_spans_as_there_may_be_make_no_large_picture() -> None:
+    spans = [
+        StepSpan(lane="offload", label=f"slot {n % 7}", start_ms=n / 100, end_ms=(n + 0.5) / 100)
+        for n in range(20_000)
+    ]
+    figure = figure_of(make_step(spans=spans, totals=StepTotals(step_ms=200.0)))
+    assert figure is not None
+    drawn = [len(bars.get_paths()) for bars in figure.axes[1].collections]
+    assert 0 < sum(drawn) <= FINEST + 1
+
+
+# ---- the trace -----------------------------------------------------------------------------------
+
+
+def test_the_trace_is_what_viewers_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = make_step(title="a\nb")
+    for name in ("one", "two"):
+        write_json(tmp_path / f"{name}.json", step)
+    files = [str(tmp_path / f"{name}.json") for name in ("one", "two")]
+    assert main(["report", *files, "-o", str(tmp_path / "trace.json")]) == 0
+    assert "written: " in capsys.readouterr().out
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["displayTimeUnit"] == "ms"
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["a b", "a b"]
+    for process in (1, 2):
+        mine = [event for event in events if event["pid"] == process]
+        threads = {e["tid"]: e["args"]["name"] for e in mine if e["name"] == "thread_name"}
+        spans = [event for event in mine if event["ph"] == "X"]
+        assert [event["ts"] for event in spans] == sorted(event["ts"] for event in spans)
+        assert all(event["dur"] >= 0 for event in spans)
+        found = [(threads[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in spans]
+        assert sorted(found) == sorted(
+            (s.lane, s.label, 1e3 * s.start_ms, 1e3 * s.end_ms) for s in step.spans
+        )
+        counters = [(e["ts"], e["args"]["bytes"]) for e in mine if e["ph"] == "C"]
+        assert counters == [(1e3 * point.time_ms, point.nbytes) for point in step.memory]
+
+
+def test_kinds_without_spans_have_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        ReportError, match=r"kind 'bench' does not hold; kinds that may: profile, step\."
+    ):
+        trace_of([make_step(), make_bench()])
+    write_json(tmp_path / "x.json", make_bench())
+    assert main(["report", str(tmp_path / "x.json"), "-o", str(tmp_path / "trace.json")]) == 2
+    assert "ends in .md or .html for this" in capsys.readouterr().err
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_profile_with_a_timeline_is_a_trace_too() -> None:
+    spans = [("offload", "b", 1.0, 4.0), ("forward", "a", -1.0, 3.0), ("decode", "c", 5.0, 4.9)]
+    profile = Profile(
+        title="t",
+        model={},
+        device="d",
+        num_micro_batches=1,
+        layer_names=["a"],
+        modules=[],
+        slots=[],
+        link={},
+        timeline=[
+            ProfiledSpan(lane=lane, label=label, start_ms=start, end_ms=end)
+            for lane, label, start, end in spans
+        ],
+        provenance=PROVENANCE,
+    )
+    events = [event for event in trace_of([profile])["traceEvents"] if event["ph"] == "X"]
+    found = [(event["cat"], event["name"], event["ts"], event["dur"]) for event in events]
+    assert found == [("forward", "a", 0, 4000), ("offload", "b", 2000, 3000)]
+    with pytest.raises(ReportError, match="this document of kind 'profile' does not hold"):
+        trace_of([dataclasses.replace(profile, timeline=[])])
+
+
+def test_a_file_that_is_read_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step.json"
+    write_json(path, make_step())
+    before = path.read_bytes()
+    assert main(["report", str(path), "-o", str(tmp_path / "." / "step.json")]) == 2
+    assert "one of the files that are read" in capsys.readouterr().err
+    assert path.read_bytes() == before
