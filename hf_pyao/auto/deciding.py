@@ -163,6 +163,7 @@ class Deciding:
                 switch=self.switch,
                 check_plan=_plan_check(identity, found),
                 measurer=self.measuring,
+                num_sampled=lambda: 0 if sampler is None else sampler.num_sampled,
             )
             self.auto.decide_at_once()
             _check_plan(self.engine.policy, identity, found)

@@ -63,6 +63,7 @@ class AutoActions:
         files: where the plan is kept.
         view: what is seen of the model.
         measurer: measures micro-batches.
+        num_sampled: as :class:`PlanCheck` takes it.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class AutoActions:
         files: PlanFiles,
         view: ModelView,
         measurer: Measurer,
+        num_sampled: Callable[[], int],
     ) -> None:
+        self._num_sampled = num_sampled
         self._engine = weakref.ref(engine)
         self._device = device
         self._config = config
@@ -137,7 +140,7 @@ class AutoActions:
         number = num_bare(self._config.profile_steps)
         if is_of_plan:
             number = NUM_UNCOUNTED + max(LEAST_TIMED, self._config.profile_steps)
-        check = PlanCheck(engine, self._device, number)
+        check = PlanCheck(engine, self._device, number, self._num_sampled)
         self._check = check
         check.start()
 

@@ -66,6 +66,7 @@ class AutoPolicy:
         switch: sets the levers of plans.
         check_plan: refuses a plan that is for another model, by a ``PlanError``.
         measurer: measures micro-batches.
+        num_sampled: says how many forwards were checked for second runs.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class AutoPolicy:
         switch: LeverSwitch,
         check_plan: Callable[[Plan], None],
         measurer: Measurer,
+        num_sampled: Callable[[], int] = lambda: 0,
     ) -> None:
         self._device = device
         self._config = config
@@ -90,7 +92,7 @@ class AutoPolicy:
         self._view = ModelView(config, request.room, switch)
         maker = PlanMaker(device, config, request, identity, self._view.parameters)
         self._actions = AutoActions(
-            engine, device, config, maker, self._files, self._view, measurer
+            engine, device, config, maker, self._files, self._view, measurer, num_sampled
         )
         driver.perform_with(self._actions)
         self._ear: RankExchange | None = None

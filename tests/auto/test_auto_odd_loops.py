@@ -451,6 +451,19 @@ def test_a_forward_that_failed_is_not_timed() -> None:
     assert check.result() == [TimedMicroBatch(7, 6.0, 0.0, forward_ms=2.0)] * 2
 
 
+def test_a_micro_batch_whose_second_runs_are_checked_is_not_timed() -> None:
+    engine: Any = Clock()
+    num_sampled = 0
+    check = PlanCheck(engine, torch.device("cpu"), 3, lambda: num_sampled)
+    for _ in range(2):
+        num_sampled += 1
+        micro_batch(engine, check)
+        assert not check.is_done
+    for number in range(3):
+        micro_batch(engine, check)
+        assert check.is_done == (number == 2)
+
+
 def test_detaching_between_measuring_and_planning_records_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -64,13 +64,23 @@ class PlanCheck(Observer):
         engine: what is timed.
         device: where the model is.
         num_micro_batches: how many are counted.
+        num_sampled: says how many forwards were checked for second runs. Micro-batches with such a
+            forward take longer than others, and are not counted.
     """
 
-    def __init__(self, engine: OffloadEngine, device: torch.device, num_micro_batches: int) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        device: torch.device,
+        num_micro_batches: int,
+        num_sampled: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._engine = weakref.ref(engine)
         self._device = device
         self._transport = engine.link.transport
         self._num_left = num_micro_batches
+        self._num_sampled = num_sampled
+        self._num_sampled_before = num_sampled()
         self._forward: int | None = None
         self._start: Any = None
         self._turn: Any = None
@@ -117,7 +127,10 @@ class PlanCheck(Observer):
         """Count it."""
         start, turn, end = self._start, self._turn, self._end
         self._start = self._turn = self._end = None
-        if start is None or end is None:
+        num_sampled = self._num_sampled()
+        is_sampled = num_sampled != self._num_sampled_before
+        self._num_sampled_before = num_sampled
+        if start is None or end is None or is_sampled:
             return
         self._spans.append(_Span(self.num_elements, start, turn, end, stats))
         self._num_left -= 1

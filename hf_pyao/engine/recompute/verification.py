@@ -254,6 +254,11 @@ class Sampler:
         self._newest = -1
         self._of_newest: ForwardCheck | None = None
 
+    @property
+    def num_sampled(self) -> int:
+        """Forwards that were checked and that others are not like: 0 where all of them are."""
+        return self._check.num_checked if self._check.mode == "auto" else 0
+
     def begin_anew(self) -> None:
         """Check the next forwards as the first ones: other layers run again from now on."""
         self._num_forwards = 0
