@@ -232,6 +232,7 @@ def test_another_plan_that_turns_out_slower_is_dropped_for_the_one_before(
                 factor * expected.forward_ms,
                 factor * (expected.backward_ms + expected.rebuild_ms),
                 expected.stall_ms,
+                size=int(first.facts.num_elements or 0),
             )
             return [found] * NUM_MEASURED
 
