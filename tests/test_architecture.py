@@ -330,6 +330,52 @@ def test_the_table_of_traps_names_tests_that_exist() -> None:
         assert not name or f"def {name}(" in path.read_text(), f"README.md names {file}::{name}"
 
 
+# ---- the pages beside the code -------------------------------------------------------------------------
+
+REPOSITORY = ROOT.parent
+
+FILES_OF_OTHERS = {"run_clm.py", "run_clm_no_trainer.py", "train.py"}
+"""Scripts of transformers, and of users, that pages name."""
+
+
+@functools.cache
+def pages() -> dict[Path, str]:
+    """Return the text of each Markdown page, by its path."""
+    found = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+    for folder in ("hf_pyao", "tests", "recipes"):
+        found += sorted((REPOSITORY / folder).rglob("*.md"))
+    return {page: page.read_text(encoding="utf-8") for page in found}
+
+
+def exists(name: str, page: Path) -> bool:
+    """Say whether *page* names a file or folder: from beside it, the package or the repository."""
+    return any((base / name).exists() for base in (page.parent, ROOT, REPOSITORY))
+
+
+def test_pages_name_files_that_exist() -> None:
+    for page, text in pages().items():
+        files = re.findall(r"(?<![\w./{*])([\w./]*\w\.py)\b", text)
+        folders = re.findall(r"`((?:[\w.]+/)+)`", text)
+        links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+        for name in {*files, *folders, *links} - FILES_OF_OTHERS:
+            inside = any(path.name == name for path in page.parent.rglob("*.py"))
+            assert exists(name, page) or inside, f"{page} names {name}, which is not there"
+
+
+def test_each_file_is_named_on_a_page_beside_it() -> None:
+    """On that of its folder, or of one above; CONTRIBUTING names those outside of folders."""
+    for path in FILES:
+        above = [folder for folder in path.parents if ROOT in (folder, *folder.parents)]
+        texts = [text for page, text in pages().items() if page.parent in above]
+        if path.parent == ROOT:
+            texts.append(pages()[REPOSITORY / "CONTRIBUTING.md"])
+        is_named = any(re.search(rf"\b{path.name}\b", text) for text in texts)
+        assert path.name == "__init__.py" or is_named, (
+            f"no page names {path.relative_to(REPOSITORY)}: give it a row in the README of its "
+            "folder, or of the floor"
+        )
+
+
 # ---- importing ---------------------------------------------------------------------------------------
 
 

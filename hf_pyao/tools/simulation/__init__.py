@@ -1,8 +1,9 @@
 """A device that is not there: its waits, its clock and its memory, the same on every machine.
 
-Reading order: ``ledger`` (which storages are alive), ``transport`` (copies under a hostile
-schedule), ``virtual_link`` (a virtual clock), ``device`` (charges operations to clock and ledger),
-``late_transport`` (the slowest link there could be), ``cuda_operations`` (what CUDA would pick).
+Reading order: ``transport`` (copies under a hostile schedule), ``virtual_link`` (a virtual clock),
+``device`` (charges operations to clock and ledger), ``late_transport`` (the slowest link there
+could be). The ledger is ``hf_pyao/plan/step/ledger.py``; the operations that CUDA would pick are in
+``hf_pyao/model/fake_cuda/``.
 
 What it promises: the engine under it is the one that trains, and cannot tell. The same program and
 seed give the same schedule, times and bytes. A missing wait is an error or poison, never luck.
