@@ -531,7 +531,7 @@ def _levers_of(switch: LeverSwitch) -> Callable[[], Levers]:
 
 
 def _noting(record: RunRecord, deciding: Deciding) -> Callable[[str], None]:
-    """Return what takes note of a tighter plan; it does not hold the offloader."""
+    """Return a function that records a tighter plan; it does not hold the offloader."""
 
     def note(sentence: str) -> None:
         deciding.made_room()

@@ -34,7 +34,7 @@ class ProfileListener(Protocol):
         ...
 
     def measured_nothing(self) -> None:
-        """Take note that nothing was copied, and that it is measured again."""
+        """Report that nothing was copied, and that it is measured again."""
         ...
 
 

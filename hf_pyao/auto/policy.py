@@ -178,7 +178,7 @@ class AutoPolicy:
         self._send(on.Profiled(profile, is_recorded))
 
     def measured_nothing(self) -> None:
-        """Take note that what was measured is of no use, and is measured again."""
+        """Report that what was measured is of no use, and is measured again."""
         self._send(on.MeasuredNothing())
 
     def _send(self, event: on.Event) -> None:

@@ -107,7 +107,7 @@ class PyAOArguments(ArgumentFields):
         """Return what the base class does; warn if a plain Trainer trains, which knows no flags.
 
         Trainer asks for it when training begins, and it is the only thing that it asks then: by
-        that time one of ours has taken note of its arguments.
+        that time one of ours has read its arguments.
         """
         if self.activation_offload and not self.is_heeded:
             logger.warning(

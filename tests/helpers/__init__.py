@@ -348,6 +348,6 @@ class RecordingTransport(BlockingTransport):
     def offload(
         self, src: torch.Tensor, dst: torch.Tensor, *, label: str = "", **how: Any
     ) -> DoneTicket:
-        """Copy to the host, and take note of it."""
+        """Copy to the host, and record it."""
         self.sources.append((label, bytes_of(src)))
         return super().offload(src, dst, label=label, **how)

@@ -18,8 +18,8 @@ LOSES = 1.05
 """By how much slower than its fallback a plan may measure: less than that is noise."""
 
 NUM_UNCOUNTED = 1
-"""Micro-batches at the start that are not counted, if there are more: the first follows a switch,
-or nothing at all."""
+"""Micro-batches at the start that are not counted, unless there are no others: the first one runs
+just after the policy has changed, or is the first of the run."""
 
 
 MOST_BARE = 3

@@ -1,12 +1,12 @@
-"""Has a micro-batch that runs again add nothing to the gradients that it has added to already.
+"""Prevents a micro-batch that runs again from adding to a gradient twice.
 
 [Note: Adding once]
-A backward that fails has added to some parameters' gradients, once each, since autograd sums up all
-that a graph has for a parameter before it adds that. The next try computes the same bits, so that
-what those gradients have is what they are to have. They are put aside meanwhile. In their place
-stands a tensor of one element that is never read: should the micro-batch itself touch gradients
-(set them to zero, say), that shows, and ends the run. What arrives in backward goes to a fresh
-gradient, which is let go at once, and the one that was put aside comes back, for what may follow.
+A backward that fails has added to the gradients of some parameters, once each: autograd sums all
+contributions of a graph to a parameter before it adds the sum. The next try computes the same bits,
+so these gradients are final already. They are set aside while it runs. A tensor of one element that
+is never read takes the place of each: if the micro-batch itself changes gradients (sets them to
+zero, for instance), that tensor shows it, and the run ends. Backward writes to a new gradient,
+which is freed at once, and the gradient that was set aside is put back.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What a micro-batch may change in a model, noted when it begins, and whether it can be undone.
+"""Records what a micro-batch may change in a model, and undoes it where that is possible.
 
 [Note: What can be undone]
-- A gradient that was not there is removed.
-- One that was there and was not touched needs nothing; one in whose place another was put comes
-  back.
-- One that backward has added to cannot be taken apart again. The sum is the right one, though, if
-  the next try adds nothing to it: see ``added_gradients``.
+- A gradient that did not exist when the micro-batch began is removed.
+- A gradient that was not changed stays. If another tensor has replaced it, it is put back.
+- A sum that backward has added to cannot be undone. It is already right, if the next try adds
+  nothing to it: see ``added_gradients``.
 - What modules hold besides (attributes, buffers, generators, hooks) is put back: see [Note: State
   of modules] in ``rerun.inventory``. Of tensors, those are copied that are known to change: which
   these are is seen by comparing all of them over the first micro-batch, since kernels (batch

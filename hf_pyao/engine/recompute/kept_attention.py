@@ -58,7 +58,7 @@ class KernelCall:
         self._handles: dict[int, Handle] = {}
 
     def keep(self, index: int, handle: Handle) -> None:
-        """Take note that *handle* stands for output number *index*."""
+        """Record that *handle* stands for output number *index*."""
         self._handles[index] = handle
 
     def outputs_for(

@@ -156,7 +156,7 @@ class CallRecomputation:
         )
 
     def stored(self, anchor: Anchor, source: Source) -> None:
-        """Take note that *anchor* will be there in backward: *source* reads it."""
+        """Record that *anchor* is available in backward: *source* reads it."""
         anchor.value.is_stored_in(source)
 
     def drop(

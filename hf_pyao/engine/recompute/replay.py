@@ -110,7 +110,7 @@ class Replay:
         """The compute stream on which all of it is rebuilt; None on a CPU, or before the first."""
 
     def forget_trace(self) -> None:
-        """Take note that the layer call is over."""
+        """Forget the trace: the layer call is over."""
         self.trace = None
 
     def stream_on(self, device: torch.device) -> torch.Stream | None:

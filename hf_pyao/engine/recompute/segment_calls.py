@@ -158,7 +158,7 @@ class RecordedCall:
         return any(each.version != version_of(each.tensor) for each in held)
 
     def keeps_attention(self, calls: Sequence[KernelCall | None]) -> None:
-        """Take note of its kernels of attention, and of what is kept of them."""
+        """Remember its kernels of attention, and what is kept of them."""
         if any(calls):
             self._attention = calls
 

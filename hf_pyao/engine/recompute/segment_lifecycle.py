@@ -313,7 +313,7 @@ class SegmentLifecycle(Lifecycle):
         return state.now(objects_in((args, kwargs), self._kinds))
 
     def _refuse(self, layer: Layer, reason: str) -> None:
-        """Take note, and say once, that a call of *layer* does not run again."""
+        """Record, and say once, that a call of *layer* does not run again."""
         self.refused = reason
         self._say_once(f"layer {layer.fqn!r} does not run again: {reason}", reason)
 

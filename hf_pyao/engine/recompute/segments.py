@@ -98,7 +98,7 @@ class FilledSegments:
         """How often a segment filled place holders, or a layer of one that is nested."""
 
     def add(self, segment: Segment) -> None:
-        """Take note that *segment* runs again: others need not hold any longer what was used."""
+        """Count that *segment* runs again, and have the others forget what was used."""
         self.num_runs += 1
         for other in list(self._segments):
             if other is not segment:
@@ -106,7 +106,7 @@ class FilledSegments:
         self._segments.add(segment)
 
     def discard(self, segment: Segment) -> None:
-        """Take note that *segment* holds nothing any more."""
+        """Forget *segment*, which holds nothing any more."""
         self._segments.discard(segment)
 
 
@@ -218,7 +218,7 @@ class Segment:
         self._input = self._keeper.keep_input(self._first, hidden)
 
     def layer_ended(self, outputs: Sequence[Tensor]) -> str:
-        """Take note of what the newest of its layers returned.
+        """Record what the newest of its layers returned.
 
         Returns:
             Why that call cannot run again, empty if it can. If not, the engine has taken over what

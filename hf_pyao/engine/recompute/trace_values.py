@@ -152,15 +152,15 @@ class Value:
         return self.view() if tensor is None and self.view is not None else tensor
 
     def is_viewed_by(self, view: weakref.ref[torch.Tensor]) -> None:
-        """Take note of a view that was made of all of it."""
+        """Remember a view that was made of all of it."""
         self.view = view
 
     def overwritten(self) -> None:
-        """Take note that no tensor holds it any more, or that it is not known who writes it."""
+        """Mark it unreadable: no tensor holds it any more, or its writer is not known."""
         self.is_readable = False
 
     def block(self, *, is_readable: bool = True) -> None:
-        """Take note that its bytes do not say what it holds; *is_readable*: there are such."""
+        """Mark that its bytes do not say what it holds; *is_readable*: it has bytes."""
         self.is_blocked = True
         self.is_readable = self.is_readable and is_readable
 
@@ -169,20 +169,20 @@ class Value:
         self.is_readable, self.is_blocked = other.is_readable, other.is_blocked
 
     def is_found_in(self, source: Source) -> None:
-        """Take note of where replay finds it."""
+        """Record where replay finds it."""
         self.source = source
 
     def is_slot(self, dropped: weakref.ref[Any]) -> None:
-        """Take note of the saved storage that it is to autograd."""
+        """Record the saved storage that it is to autograd."""
         self.slot = dropped
 
     def is_stored_in(self, source: Source) -> None:
-        """Take note of where replay finds it; how it was made does not matter any more."""
+        """Record where replay finds it; how it was made does not matter any more."""
         self.source = source
         self.producer = None
 
     def plan(self) -> None:
-        """Take note that a recipe rebuilds it."""
+        """Record that a recipe rebuilds it."""
         self.is_planned = True
 
     def count_use(self) -> None:
@@ -306,7 +306,7 @@ class Operation:
 
 
 def source_of(tensor: torch.Tensor, *, is_parameter: bool = False) -> TensorSource:
-    """Take note of *tensor* as it is now."""
+    """Return a source that is *tensor* as it is now."""
     offset, storage = int(tensor.storage_offset()), tensor.untyped_storage()._cdata
     return TensorSource(tensor, version_of(tensor), offset, is_parameter, False, storage)
 

@@ -105,7 +105,7 @@ class Inventory:
         return [root for ref in self._roots if (root := ref()) is not None]
 
     def learn_written(self, tensor: Tensor) -> None:
-        """Take note that *tensor* changes in place, so that it is copied from now on."""
+        """Record that *tensor* changes in place, so that it is copied from now on."""
         self._written[id(tensor)] = weakref.ref(tensor)
         self._writes_any = self._writes_any or not self._roots
 

@@ -88,7 +88,7 @@ class Found:
         self._lengths: list[int] = []
 
     def close(self) -> None:
-        """Take note that all was found, so that :meth:`is_same` is quick."""
+        """Prepare for :meth:`is_same` to be quick, once all was found."""
         for each in self.holders:
             if isinstance(each.holder, dict):
                 self._mappings.append(each.holder)

@@ -28,7 +28,7 @@ class BackwardOrder(Protocol):
         ...
 
     def note_backward(self, tapes: Sequence[Tape]) -> None:
-        """Take note of a backward pass that is over, and of the forwards that it went through."""
+        """Record that a backward pass is over, and which forwards it went through."""
         ...
 
 

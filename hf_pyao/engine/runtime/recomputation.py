@@ -85,7 +85,7 @@ class Recomputation(Protocol):
         ...
 
     def stored(self, anchor: Anchor, source: Any) -> None:
-        """Take note that *anchor* will be there in backward: *source* reads it."""
+        """Record that *anchor* is available in backward: *source* reads it."""
         ...
 
     def drop(
@@ -95,7 +95,7 @@ class Recomputation(Protocol):
         ...
 
     def note_stored(self, storage: torch.UntypedStorage, tensor: torch.Tensor, source: Any) -> None:
-        """Take note that *storage* will be there in backward: *source* reads it."""
+        """Record that *storage* is available in backward: *source* reads it."""
         ...
 
     def stop(self) -> None:

@@ -38,7 +38,7 @@ class Running(threading.local):
         """Tensors that had been packed when its newest forward began."""
 
     def enter(self, token: Token) -> None:
-        """Take note that it is inside of another layer."""
+        """Enter another layer."""
         self.tokens.append(token)
 
     def begin_forward(self, num_packs: int) -> bool:

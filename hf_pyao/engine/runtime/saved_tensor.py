@@ -150,7 +150,7 @@ class WatchedStorage:
         return (tensor if base is None else base) is self._counter_owner()
 
     def hand_out(self, tensor: torch.Tensor, handle: SavedTensor) -> torch.Tensor:
-        """Take note of *tensor*, which goes to backward; return it.
+        """Record *tensor*, which goes to backward, and return it.
 
         Autograd would raise if one node changed it in place and another asked for it later.
 
@@ -190,7 +190,7 @@ class WatchedStorage:
         return False
 
     def stand_for(self, layout: TensorLayout) -> None:
-        """Take note that this stands for another view of the storage from now on."""
+        """Stand for another view of the storage from now on."""
 
     def watch(self, tensor: torch.Tensor, layout: TensorLayout) -> None:
         """Watch *tensor* too."""
@@ -263,7 +263,7 @@ class SavedStorage(WatchedStorage):
         return moved.start <= start and end <= moved.start + moved.nbytes
 
     def stand_for(self, layout: TensorLayout) -> None:
-        """Take note that this stands for another view of the storage from now on."""
+        """Stand for another view of the storage from now on."""
         if self._regions is not None and self.moved.is_put_off:
             self._regions.append(layout)
 

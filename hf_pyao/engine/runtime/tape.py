@@ -56,7 +56,7 @@ class SlotEntry:
         self.decision: Decision | None = None
 
     def remember(self, policy: Policy, stays: str | None, decision: Decision) -> None:
-        """Take note of what *policy* decided where *stays* was the reason to stay in any case."""
+        """Remember what *policy* decided; *stays* was the reason to stay in any case."""
         self.policy = None  # not half of it, for calls on other threads
         self.stays = stays
         self.decision = decision
@@ -84,7 +84,7 @@ class Layer:
         return self._entries[is_last_run]
 
     def remember(self, is_last_run: bool, entries: list[SlotEntry]) -> None:
-        """Take note of what a call has saved."""
+        """Remember what a call has saved."""
         self._entries[is_last_run] = entries
 
     def unnamed(self, path: str) -> Slot:
@@ -183,12 +183,12 @@ class LayerCall:
         self.recomputation = recomputation
 
     def enter(self, path: str, cast_input: torch.Tensor | None) -> None:
-        """Take note that a sub-module starts; *cast_input* is what autocast would cast for it."""
+        """Enter a sub-module; *cast_input* is what autocast would cast for it."""
         self.paths.append(path)
         self.cast_input = cast_input
 
     def leave(self) -> None:
-        """Take note that a sub-module ends."""
+        """Leave a sub-module."""
         self.cast_input = None
         if len(self.paths) > 1:
             self.paths.pop()
@@ -270,7 +270,7 @@ class LayerCall:
     # ---- its backward --------------------------------------------------------------------------
 
     def start_backward(self, task: int) -> None:
-        """Take note that its backward begins in graph task *task*."""
+        """Begin its backward, in graph task *task*."""
         self.backward_task = task
         self.tape.start_backward()
 
@@ -301,7 +301,7 @@ class StorageTable:
         """Key of a storage (``_cdata``) -> what became of it."""
 
     def add(self, storage: torch.UntypedStorage, entry: Entry) -> None:
-        """Take note of what became of *storage*, or of its content since the last change."""
+        """Record what became of *storage*, or of its content since the last change."""
         known = self.entries.get(storage._cdata)
         if known is None:
             self.entries[storage._weak_ref()] = [entry]  # type: ignore[index]
@@ -309,7 +309,7 @@ class StorageTable:
             known.append(entry)
 
     def add_kept(self, storage: torch.UntypedStorage, slot: Slot) -> None:
-        """Take note that *storage* is kept."""
+        """Record that *storage* is kept."""
         known = self.entries.get(storage._cdata)
         if known is None:
             self.entries[storage._weak_ref()] = slot  # type: ignore[index]
@@ -374,11 +374,11 @@ class Tape:
         self.last_call = call
 
     def start_backward(self) -> None:
-        """Take note that a backward reached one of its calls."""
+        """Record that a backward reached one of its calls."""
         self.has_run_backward = True
 
     def fail(self) -> None:
-        """Take note that its forward failed."""
+        """Record that its forward failed."""
         self.is_failed = True
 
     def live_calls(self) -> Iterator[LayerCall]:

@@ -64,7 +64,7 @@ class ComputeStreams:
         return Home(self, stream)
 
     def note(self, stream: torch.Stream) -> None:
-        """Take note of a stream that compute runs on."""
+        """Record a stream that compute runs on."""
         seen = self._seen
         if not seen:
             self._seen = (stream,)
@@ -141,7 +141,7 @@ class Home:
         return None if stream == self.stream else stream
 
     def note_visitor(self) -> None:
-        """Take note that the current stream reads the storage, too."""
+        """Record that the current stream reads the storage, too."""
         stream = self.visitor()
         if stream is not None and stream not in self._visitors:
             self._streams.note(stream)

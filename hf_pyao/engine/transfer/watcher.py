@@ -12,7 +12,7 @@ class CopyWatcher(Protocol):
     """Is told what bytes do."""
 
     def on_copy(self, direction: str, label: object, nbytes: int, ticket: Any) -> None:
-        """Take note of a copy that was just queued.
+        """Record a copy that was just queued.
 
         Args:
             direction: ``"offload"`` or ``"reload"``.

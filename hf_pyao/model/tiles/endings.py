@@ -96,7 +96,7 @@ class SeenEnding(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run *func*, and take note of it."""
+        """Run *func*, and record it."""
         if is_linear(func):
             self._num_linears += 1
             self._is_asked_for = False
@@ -105,5 +105,5 @@ class SeenEnding(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def end(self) -> None:
-        """Take note that the function has returned."""
+        """Find where the last linear layer stands, once the function has returned."""
         self._ending.last = 0 if self._is_asked_for else self._num_linears

@@ -83,7 +83,7 @@ class PackIntervals(Observer):
         self._here.begin = now
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
-        """Take note of which slot the tensor is that was just saved, if it was not saved before."""
+        """Record the slot of the tensor that was just saved, if it was not saved before."""
         pending = self._here.pending
         if pending is not None and stays is None:
             path, key = pending
@@ -92,7 +92,7 @@ class PackIntervals(Observer):
             self._saved[path][slot.name] = None
 
     def _settle_pack(self) -> None:
-        """Take note of the tensor before, if it lies in a slot that was saved before."""
+        """Record the tensor before, if it lies in a slot that was saved before."""
         pending = self._here.pending
         if pending is not None:
             path, key = pending
@@ -106,7 +106,7 @@ class PackIntervals(Observer):
         return {path: list(names) for path, names in self._saved.items()}
 
     def note_pack(self, layer: str, path: str, nbytes: int) -> None:
-        """Take note of what was saved, beside the moment."""
+        """Record what was saved, in addition to the time."""
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Count it."""

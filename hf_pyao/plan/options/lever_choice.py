@@ -30,8 +30,8 @@ WORTH = 1.02
 """Times keeping everything: a plan that takes no longer is not improved on."""
 
 GAIN = 1.01
-"""By how much faster than the plan for the step as configured another setting must be: what running
-again takes is an estimate."""
+"""Another setting is chosen only if its plan is faster than that of the configured step by this
+factor: the time that layers take to run again is an estimate."""
 
 RUNS_AGAIN = 0.5
 """Least share of the layers' forward that running again takes: the products at the end of each are

@@ -39,7 +39,8 @@ FREE = 1e-6
 
 
 LOSSY_GAIN = 1.02
-"""By how much faster a plan must be that loses something: what coding takes is an estimate."""
+"""A plan with a lossy codec is chosen only if it is faster by this factor: the time that coding
+takes is an estimate."""
 
 
 class NoPlanFitsError(PyAOError, ValueError):

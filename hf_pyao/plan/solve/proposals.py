@@ -1,10 +1,10 @@
 """Plans that are proposed for a recorded step: by the integer program, and without a solver.
 
-The integer program knows sums: bytes, time on the link, compute to hide it under. What order and
-bursts make of them, the prediction of the whole step says (``predict``): each proposal is judged by
-it, and where compute waits for copies after all, the program is solved again with as much less time
-to hide them under. Beside the proposals stand the plans that need no solver: keeping everything,
-checkpointing, offloading the layers' inputs, offloading everything.
+The integer program knows sums only: bytes, time on the link, compute that hides it. It does not
+know in which order copies come, or that they come in bursts. ``predict`` does, so each proposal is
+judged by the prediction of the whole step. If compute still waits for copies, the program is solved
+again with that much less time to hide them. Further proposals need no solver: keep everything,
+checkpoint, offload the layers' inputs, offload everything.
 """
 
 from __future__ import annotations

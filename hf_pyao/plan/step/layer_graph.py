@@ -84,14 +84,14 @@ class GraphRecorder:
         return self._numbers[key]
 
     def add(self, func: Any, number: int, reads: Sequence[int], makes: Sequence[int]) -> None:
-        """Take note of an operation."""
+        """Record an operation."""
         rule = self._rules[func]
         self._operations.append(
             GraphOperation(number, rule.kind.value, rule.is_random, tuple(reads), tuple(makes))
         )
 
     def add_unseen(self, values: Iterable[int]) -> None:
-        """Take note of values that were touched without gradients."""
+        """Record values that were touched without gradients."""
         self._unseen.update(dict.fromkeys(values))
 
     def graph(self, slots: Mapping[int, str]) -> LayerGraph:

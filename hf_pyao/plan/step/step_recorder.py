@@ -123,7 +123,7 @@ class StepRecorder:
         *,
         with_graph: bool = True,
     ) -> None:
-        """Take note of what the attached model is.
+        """Record what the attached model is.
 
         Args:
             layer_names: qualified names of the layers, in forward order.
@@ -160,7 +160,7 @@ class StepRecorder:
         return OUTSIDE
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation and take note of it."""
+        """Run an operation and record it."""
         if self.is_paused or is_question(func):
             return func(*args, **kwargs)
         self._sweep()
@@ -250,7 +250,7 @@ class StepRecorder:
         return self._alive.get(tensor.untyped_storage()._cdata, -1)
 
     def _sweep(self) -> None:
-        """Take note of the storages that are gone by now."""
+        """Record which storages have been freed."""
         expired = torch.UntypedStorage._expired
         for key in [key for key in self._alive if expired(key)]:
             self._deaths[self._alive.pop(key)] = self.now
@@ -277,7 +277,7 @@ class StepRecorder:
     # ---- layers and slots ----------------------------------------------------------------------
 
     def layer(self, name: str, phase: str, *, is_start: bool) -> None:
-        """Take note that a layer starts or ends."""
+        """Record that a layer starts or ends."""
         number = self._layer_numbers[name]
         if is_in_backward():
             phase = BACKWARD  # also where a checkpointed layer runs forward again
@@ -288,7 +288,7 @@ class StepRecorder:
         self._paths = [""]
 
     def module(self, path: str, *, is_start: bool) -> None:
-        """Take note that a sub-module of the layer starts or ends."""
+        """Record that a sub-module of the layer starts or ends."""
         if is_start:
             self._paths.append(path)
         elif path in self._paths:
@@ -305,7 +305,7 @@ class StepRecorder:
             self._segments.append((phase, layer, self.now))
 
     def packed(self, layer: str, path: str, tensor: torch.Tensor) -> None:
-        """Take note of a tensor that autograd saves."""
+        """Record a tensor that autograd saves."""
         number = self._layer_numbers[layer]
         shapes = self._shapes[number]
         shapes.add(tuple(tensor.shape))
@@ -321,21 +321,21 @@ class StepRecorder:
         self._labels[self.buffer_of(tensor)] = name
 
     def saved(self, slot: Slot, stays: str | None) -> None:
-        """Take note that a slot is saved; what follows tells whether it leaves."""
+        """Record that a slot is saved; later events tell whether it leaves."""
         used = _OpenSlot(slot, stays, self.now)
         used.row_values = self._row_values
         self._open[slot.layer_index, slot.name] = used
         self._slots.append(used)
 
     def left(self, slot: Slot, source: torch.Tensor, nbytes: int) -> None:
-        """Take note that a slot was copied to the host."""
+        """Record that a slot was copied to the host."""
         used = self._open[slot.layer_index, slot.name]
         used.source = self.buffer_of(source)
         used.link_bytes = nbytes
         used.left_at = self.now
 
     def came_back(self, slot: Slot, target: torch.Tensor) -> None:
-        """Take note that a slot was copied back."""
+        """Record that a slot was copied back."""
         used = self._open[slot.layer_index, slot.name]
         used.reloaded = self.buffer_of(target)
         used.unpacked_at = self.now
@@ -343,13 +343,13 @@ class StepRecorder:
         self._num_unpacks += 1
 
     def asked_for(self, slot: Slot) -> None:
-        """Take note that backward asks for a slot."""
+        """Record that backward asks for a slot."""
         used = self._open.get((slot.layer_index, slot.name))
         if used is not None and (used.unpacked_at >= 0 or used.is_rebuilt):
             used.asked_again.append(self.now)
 
     def rebuilt(self, slot: Slot) -> None:
-        """Take note that a dropped slot was rebuilt, which is what it was just asked for."""
+        """Record that a dropped slot was rebuilt because it was asked for."""
         used = self._open.get((slot.layer_index, slot.name))
         if used is None:
             return
@@ -441,7 +441,7 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation and take note of it."""
+        """Run the operation and record it."""
         return self._recorder.see(func, args, kwargs or {})
 
 
@@ -450,29 +450,29 @@ class _Listener(Observer):
         self._recorder = recorder
 
     def on_module(self, layer: str, path: str, phase: str, *, is_start: bool) -> None:
-        """Take note of it."""
+        """Record it."""
         if path:
             self._recorder.module(path, is_start=is_start)
         else:
             self._recorder.layer(layer, phase, is_start=is_start)
 
     def on_pack(self, layer: str, path: str, tensor: torch.Tensor) -> None:
-        """Take note of it."""
+        """Record it."""
         self._recorder.packed(layer, path, tensor)
 
     def on_unpack(self, slot: Slot) -> None:
-        """Take note of it."""
+        """Record it."""
         self._recorder.asked_for(slot)
 
     def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
-        """Take note of what was rebuilt."""
+        """Record what was rebuilt."""
         result = work()
         if what == "recompute" and isinstance(label, Slot):
             self._recorder.rebuilt(label)
         return result
 
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
-        """Take note of it."""
+        """Record it."""
         self._recorder.saved(slot, stays)
 
 
