@@ -1,4 +1,4 @@
-"""What hooks must know of engines that shard parameters; integrations know which there are."""
+"""What hooks must know of engines that shard parameters; ``model/map/`` knows which there are."""
 
 from __future__ import annotations
 
