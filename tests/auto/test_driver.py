@@ -14,6 +14,7 @@ from torch import nn
 
 import hf_pyao
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.auto import deciding
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.driver import Driver, Policies
@@ -24,6 +25,7 @@ from hf_pyao.engine.runtime.policy import KeepEverything, OffloadAll
 from hf_pyao.levers import Levers
 from hf_pyao.plan.measure.profile import StepProfiler
 from tests.auto.test_auto_policy import AUTO, NUM_MEASURED, step, transport
+from tests.helpers import tiny_model
 
 ROOT = Path(hf_pyao.__file__).parent
 
@@ -194,8 +196,6 @@ def test_listeners_hear_of_a_forward_in_their_order() -> None:
 def test_what_a_plan_is_compared_with_is_timed_without_the_profiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tests.helpers import tiny_model
-
     observed: list[set[type]] = []
     timed = PlanCheck.on_micro_batch
 
@@ -225,3 +225,18 @@ def test_a_report_of_a_run_that_decides_nothing_has_no_transitions() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with attach(model, PyAOConfig(policy="all", layers=("0", "1"))) as offloader:
         assert offloader._deciding.report() == {}
+
+
+def test_cached_memory_is_released_once_before_the_first_forward_of_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was cut up while everything was offloaded may not fit what a plan keeps."""
+    plans_at_release: list[object] = []
+    monkeypatch.setattr(
+        deciding, "release_cached", lambda device: plans_at_release.append(offloader.plan)
+    )
+    model = tiny_model("gpt2").train()
+    with attach(model, replace(AUTO, device_memory_gib=1.0), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 3):
+            step(model, None, offloader)
+            assert len(plans_at_release) == (offloader.plan is not None)
