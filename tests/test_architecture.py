@@ -348,8 +348,13 @@ def pages() -> dict[Path, str]:
 
 
 def exists(name: str, page: Path) -> bool:
-    """Say whether *page* names a file or folder: from beside it, the package or the repository."""
-    return any((base / name).exists() for base in (page.parent, ROOT, REPOSITORY))
+    """Say whether *page* names a file or folder: from beside it, the package or the repository.
+
+    In the folders a bare name may also stand for a file further down.
+    """
+    if any((base / name).exists() for base in (page.parent, ROOT, REPOSITORY)):
+        return True
+    return page.parent != REPOSITORY and any(page.parent.rglob(name.lstrip("./")))
 
 
 def test_pages_name_files_that_exist() -> None:
@@ -358,8 +363,7 @@ def test_pages_name_files_that_exist() -> None:
         folders = re.findall(r"`((?:[\w.]+/)+)`", text)
         links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
         for name in {*files, *folders, *links} - FILES_OF_OTHERS:
-            inside = any(path.name == name for path in page.parent.rglob("*.py"))
-            assert exists(name, page) or inside, f"{page} names {name}, which is not there"
+            assert exists(name, page), f"{page} names {name}, which is not there"
 
 
 def test_each_file_is_named_on_a_page_beside_it() -> None:
