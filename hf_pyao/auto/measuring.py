@@ -16,7 +16,6 @@ from hf_pyao.auto.plans.check import num_profiled
 from hf_pyao.auto.profiling import ProfileSettings, ProfileWriter
 from hf_pyao.config import SETTINGS
 from hf_pyao.engine.runtime.engine import OffloadEngine
-from hf_pyao.engine.runtime.lifecycle import is_compiled
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.model.map.model_identity import identity_of
@@ -24,6 +23,7 @@ from hf_pyao.model.map.module_map import FoundLayers, find_layers
 from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.run import check_report_path
+from hf_pyao.training_engines import is_compiled
 
 
 class ProfileListener(Protocol):

@@ -18,13 +18,7 @@ import torch
 from torch import nn
 
 from hf_pyao.ranks import process_rank
-
-_HALF_WAY = {
-    "DeepSpeedEngine": "DeepSpeed",
-    "FullyShardedDataParallel": "FSDP",
-    "FSDPModule": "FSDP",
-}
-"""Classes that keep a state of their own from forward to backward, and whose it is."""
+from hf_pyao.training_engines import PIPELINE, Feature, engine_of_module
 
 UNKNOWN = (-1,)
 """In place of a count where there is none."""
@@ -52,9 +46,7 @@ def reason_not_alone(before: tuple[int, ...], traceback: TracebackType | None) -
         return ""
     if before == UNKNOWN or num_collectives() != before:
         return "it had begun to exchange data with other ranks, which are beyond that by now"
-    if is_in(traceback, "/distributed/pipelining/"):
-        return "other ranks have had results of it, or wait for them"
-    return ""
+    return PIPELINE.reason(Feature.RUN_AGAIN) if is_in(traceback, PIPELINE.source_path) else ""
 
 
 def reason_of_wrappers(
@@ -68,14 +60,12 @@ def reason_of_wrappers(
         has_written: whether gradients were written.
     """
     for module in (*wrappers_of(model), *model.modules()):
-        names = {cls.__name__ for cls in type(module).__mro__}
-        for name, whose in _HALF_WAY.items():
-            if name in names:
-                return f"{whose} is half-way through it, and cannot begin anew"
-        if "DistributedDataParallel" in names and _has_begun_to_reduce(
-            module, traceback, has_written=has_written
+        engine = engine_of_module(module)
+        if engine.has_half_way_state or (
+            engine.reduces_in_backward
+            and _has_begun_to_reduce(module, traceback, has_written=has_written)
         ):
-            return "DistributedDataParallel has begun to reduce its gradients"
+            return engine.reason(Feature.RUN_AGAIN)
     return ""
 
 

@@ -40,7 +40,7 @@ from hf_pyao.engine.rerun.generators import ExclusiveDraws
 from hf_pyao.engine.rerun.kinds import Kinds
 from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.engine.runtime.engine import OffloadEngine
-from hf_pyao.engine.runtime.lifecycle import COMPILED, Lifecycle, is_compiled
+from hf_pyao.engine.runtime.lifecycle import COMPILED, Lifecycle
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.runtime.packing import SHARED_BY_LAYERS
 from hf_pyao.engine.runtime.parameters import is_parameter
@@ -52,6 +52,7 @@ from hf_pyao.engine.torch_hooks.passing_over import CHECKPOINTED, reason_to_pass
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import pack_hook, push_hooks
 from hf_pyao.engine.transfer.layout import reason_not_movable
 from hf_pyao.errors import ConflictError
+from hf_pyao.training_engines import is_compiled
 
 logger = logging.getLogger(__name__)
 

@@ -60,6 +60,7 @@ from hf_pyao.engine.torch_hooks.saved_tensor_hooks import (
     pop_hooks,
     push_hooks,
 )
+from hf_pyao.training_engines import is_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -306,8 +307,3 @@ class Lifecycle:
         if is_compiling or any(is_compiled(child) for child in module.modules()):
             return COMPILED
         return reason_of_dispatch_modes() or self._sharding.reason_not_traceable(module)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Say whether *module* was compiled, in place or in a wrapper."""
-    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None

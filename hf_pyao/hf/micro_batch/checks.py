@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.training_engines import Feature, engine_of_trainer
 
 SETTING = "auto_micro_batch (--activation_offload_auto_micro_batch)"
 
@@ -68,21 +69,9 @@ def check_sharding(trainer: Any) -> None:
     Raises:
         ConflictError: weights are sharded.
     """
-    plugin = deepspeed_plugin(trainer)
-    what = None
-    if getattr(trainer, "is_fsdp_enabled", False):
-        what = "FSDP"
-    elif plugin is not None and int(plugin.zero_stage) == 3:
-        what = "DeepSpeed's ZeRO-3"
-    elif getattr(trainer, "is_model_parallel", False):
-        what = "a device map of several devices"
-    if what is not None:
+    reason = engine_of_trainer(trainer).refusal(Feature.MICRO_BATCH)
+    if reason:
         raise ConflictError(
-            f"{SETTING} records and tries steps of the whole model on one device, and {what} "
-            "divides its weights. Drop it; `pyao microbatch` predicts for one device."
+            f"{SETTING} records and tries steps of the whole model on one device, and {reason}. "
+            "Drop it; `pyao microbatch` predicts for one device."
         )
-
-
-def deepspeed_plugin(trainer: Any) -> Any:
-    """Return Accelerate's plugin for DeepSpeed; None without it."""
-    return getattr(trainer.accelerator.state, "deepspeed_plugin", None)

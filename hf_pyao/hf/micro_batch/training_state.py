@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.hf.micro_batch.checks import deepspeed_plugin
 from hf_pyao.plan.hardware.beside_step import (
     ZERO_BUCKET_ELEMENTS,
     Beside,
@@ -17,6 +16,7 @@ from hf_pyao.plan.hardware.beside_step import (
     zero_bucket,
 )
 from hf_pyao.plan.hardware.kernel_settings import settings_of
+from hf_pyao.training_engines import ZERO_1_2, Sharded, deepspeed_plugin, engine_of_trainer
 
 _OPTIMIZER_STATES: tuple[tuple[str, float], ...] = (
     ("8bit", 0.5),
@@ -58,15 +58,15 @@ def _state_bytes(trainer: Any, plugin: Any, trained_bytes: int) -> int:
         return 0  # they are there already
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim)).lower()
     share = next((each for part, each in _OPTIMIZER_STATES if part in name), 2.0)
-    if plugin is not None and int(plugin.zero_stage) >= 1:
+    if plugin is not None and engine_of_trainer(trainer).shards >= Sharded.OPTIMIZER:
         place = str(getattr(plugin, "offload_optimizer_device", "none")).lower()
         share = 0.0 if place != "none" else share / trainer.accelerator.num_processes
     return int(share * trained_bytes)
 
 
 def _buckets(trainer: Any, plugin: Any, trained_bytes: int) -> Beside:
-    stage = 0 if plugin is None else int(plugin.zero_stage)
-    if stage in (1, 2):
+    engine = engine_of_trainer(trainer)
+    if engine is ZERO_1_2:
         zero = dict(plugin.deepspeed_config.get("zero_optimization", {}))
         size = zero.get("reduce_bucket_size")
         elements = int(size) if isinstance(size, int | float) else ZERO_BUCKET_ELEMENTS
@@ -74,7 +74,10 @@ def _buckets(trainer: Any, plugin: Any, trained_bytes: int) -> Beside:
     if trainer.accelerator.num_processes < 2:
         return Beside("", 0)
     handler = getattr(trainer.accelerator, "ddp_handler", None)
-    is_view = bool(getattr(handler, "gradient_as_bucket_view", False)) and not stage
+    is_view = (
+        bool(getattr(handler, "gradient_as_bucket_view", False))
+        and engine.shards == Sharded.NOTHING
+    )
     return ddp_buckets(trained_bytes, is_view=is_view)
 
 

@@ -26,6 +26,7 @@ from hf_pyao.model.head.smoothing import Smoothing
 from hf_pyao.model.map.wrappers import unwrap_model, wrapped_module
 from hf_pyao.model.patching.exchanged_forwards import Forward
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back, is_exchanged
+from hf_pyao.training_engines import compiled_inner, is_compiled_in_place
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +105,10 @@ def _is_compiled(model: nn.Module, target: nn.Module) -> bool:
     """Whether *target* is compiled as a whole, by itself or by a wrapper around it."""
     wrapper: nn.Module | None = model
     while wrapper is not None and wrapper is not target:
-        if hasattr(wrapper, "_orig_mod"):
+        if compiled_inner(wrapper) is not None:
             return True
         wrapper = wrapped_module(wrapper)
-    return getattr(target, "_compiled_call_impl", None) is not None
+    return is_compiled_in_place(target)
 
 
 class HeadLoss(LeftBehind):

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_pyao.model.map.sharding import is_sharded_by_zero
+from hf_pyao.model.map.sharding import is_sharded_for_calls
 from hf_pyao.model.map.wrappers import wrapped_module
 from hf_pyao.model.patching.exchanged_forwards import Forward, has_forward_of_its_own, own_forward
+from hf_pyao.training_engines import FSDP1, compiled_inner
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class OutputHead:
 
         Outside of the call its parameters have other memory then, of another size.
         """
-        flattened = (getattr(p, "_fsdp_flattened", False) for p in self.inner.parameters())
-        return self.is_sharded or any(flattened)
+        return self.is_sharded or any(map(FSDP1.has, self.inner.parameters()))
 
     def own_forward(self) -> Forward:
         """Return the ``forward`` that *inner* has now, exchanged or not."""
@@ -62,7 +62,7 @@ def understand_head(head: nn.Module | None) -> OutputHead | NotUnderstood:
     inner = _innermost(head)
     if inner is None:
         return NotUnderstood(f"its head is a compiled {type(head).__name__}")
-    is_sharded = _is_sharded(inner)
+    is_sharded = is_sharded_for_calls(inner)
     if not is_sharded and (hooked := _first_with_hooks(head, inner)) is not None:
         return NotUnderstood(f"its head ({type(hooked).__name__}) has module hooks")
     has_own_class = type(inner).forward is nn.Linear.forward
@@ -84,7 +84,7 @@ def understand_head(head: nn.Module | None) -> OutputHead | NotUnderstood:
 def _innermost(head: nn.Module) -> nn.Module | None:
     """Return what projects inside wrappers; None inside a compiled one, which runs another code."""
     while True:
-        if hasattr(head, "_orig_mod"):
+        if compiled_inner(head) is not None:
             return None
         inner = wrapped_module(head) or _saved_by_peft(head)
         if inner is None:
@@ -102,12 +102,6 @@ def _saved_by_peft(head: nn.Module) -> nn.Module | None:
         return original
     active: nn.Module = wrapper.modules_to_save[wrapper.active_adapters[0]]
     return active
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 or ZeRO-3 gathers the parameters of *module* in hooks around its calls."""
-    fully_sharded = any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
-    return fully_sharded or any(map(is_sharded_by_zero, module.parameters()))
 
 
 def _first_with_hooks(head: nn.Module, inner: nn.Module) -> nn.Module | None:

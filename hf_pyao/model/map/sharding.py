@@ -7,10 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-ZERO_3 = "parameters gathered by ZeRO-3"
-
-_GATHERING = frozenset({"FSDPModule", "FullyShardedDataParallel"})
-"""Classes of modules that gather their parameters as they run: FSDP2's, and FSDP1's."""
+from hf_pyao.training_engines import FSDP2, ZERO_3, Feature, engine_of_module
 
 
 class KnownSharding:
@@ -18,7 +15,7 @@ class KnownSharding:
 
     def reason_not_traceable(self, module: nn.Module) -> str | None:
         """Refuse ZeRO-3: the data of a parameter is another by the time of replay."""
-        return ZERO_3 if any(map(is_sharded_by_zero, module.parameters())) else None
+        return ZERO_3.reason(Feature.RECOMPUTATION) if is_sharded_by_zero(module) else None
 
     def reason_to_run_alone(self, stack: nn.Module) -> str | None:
         """Refuse units of FSDP inside of *stack*, and ZeRO-3.
@@ -26,12 +23,10 @@ class KnownSharding:
         They gather a layer's parameters for its own backward, and let go of them after it.
         """
         for module in stack.modules():
-            kinds = {kind.__name__ for kind in type(module).__mro__}
-            if module is not stack and _GATHERING & kinds:
-                return "FSDP gathers parameters for the backward of one layer at a time"
-        if any(map(is_sharded_by_zero, stack.parameters())):
-            return "ZeRO-3 gathers parameters for one layer at a time"
-        return None
+            engine = engine_of_module(module)
+            if module is not stack and engine.gathers_per_layer:
+                return engine.reason(Feature.SEGMENTS)
+        return ZERO_3.reason(Feature.SEGMENTS) if is_sharded_by_zero(stack) else None
 
     def weights_of(self, module: nn.Module) -> Iterable[torch.Tensor]:
         """Return the parameters of *module*, or the views that FSDP1 has put in their place."""
@@ -41,6 +36,11 @@ class KnownSharding:
         return weights
 
 
-def is_sharded_by_zero(parameter: torch.Tensor) -> bool:
-    """Say whether DeepSpeed ZeRO-3 has sharded *parameter*."""
-    return hasattr(parameter, "ds_id")
+def is_sharded_by_zero(module: nn.Module) -> bool:
+    """Say whether DeepSpeed ZeRO-3 has sharded a parameter in *module*."""
+    return any(map(ZERO_3.has, module.parameters()))
+
+
+def is_sharded_for_calls(module: nn.Module) -> bool:
+    """Say whether FSDP2 or ZeRO-3 gathers parameters in *module* in hooks around its calls."""
+    return FSDP2.wraps(module) or is_sharded_by_zero(module)

@@ -7,21 +7,26 @@ from collections.abc import Iterator
 from torch import nn
 
 from hf_pyao.errors import ConflictError
+from hf_pyao.training_engines import ENGINES, Feature, engine_of_module, is_compiled, package_of
 
 _INNER_MODULE_ATTRIBUTES = {
-    "deepspeed.DeepSpeedEngine": "module",
+    **{
+        f"{package}.{name}": engine.inner_attribute
+        for engine in ENGINES
+        for name, package in engine.classes.items()
+        if engine.inner_attribute
+    },
     "peft.AdaptionPromptModel": "model",
     "peft.BaseTuner": "model",  # LoraModel and its like
     "peft.PeftMixedModel": "base_model",
     "peft.PeftModel": "base_model",
     "torch.ActivationWrapper": "_checkpoint_wrapped_module",  # base of CheckpointWrapper
-    "torch.DistributedDataParallel": "module",
-    "torch.FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "torch.OptimizedModule": "_orig_mod",
 }
 """``package.Class`` of a wrapper (or of a base class of it) -> attribute with what it wraps."""
 
-_WRAPPER_PATH_PARTS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+_WRAPPER_PATH_PARTS = frozenset(
+    attribute for attribute in _INNER_MODULE_ATTRIBUTES.values() if attribute.startswith("_")
+)
 """Path components that wrappers add below the root; no model has modules of these names."""
 
 
@@ -29,18 +34,13 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
     """Return what *module* wraps, one level down; None if it is no wrapper.
 
     Raises:
-        ConflictError: *module* is an ``nn.DataParallel``.
+        ConflictError: *module* is a wrapper under which nothing can be offloaded
+            (``nn.DataParallel``).
     """
+    if reason := engine_of_module(module).refusal(Feature.OFFLOADING):
+        raise ConflictError(reason)
     for cls in type(module).__mro__:
-        name = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
-        if name == "torch.DataParallel":
-            raise ConflictError(
-                "the model is wrapped in nn.DataParallel, whose replicas share one set of hooks "
-                "across threads and hold copies of the weights: offloading cannot be right there. "
-                "Make one device visible (CUDA_VISIBLE_DEVICES=0), or start one process per "
-                "device with `accelerate launch`."
-            )
-        if attribute := _INNER_MODULE_ATTRIBUTES.get(name):
+        if attribute := _INNER_MODULE_ATTRIBUTES.get(f"{package_of(cls)}.{cls.__name__}"):
             inner = getattr(module, attribute)
             return inner if isinstance(inner, nn.Module) else None
     return None
@@ -67,8 +67,8 @@ def unwrap_parallel(model: nn.Module) -> nn.Module:
     PEFT's models are called themselves, and stay.
     """
     while True:
-        names = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
-        inner = None if "peft" in names else wrapped_module(model)
+        packages = {package_of(cls) for cls in type(model).__mro__}
+        inner = None if "peft" in packages else wrapped_module(model)
         if inner is None:
             return model
         model = inner
@@ -76,8 +76,18 @@ def unwrap_parallel(model: nn.Module) -> nn.Module:
 
 def class_name(module: nn.Module) -> str:
     """Return the class name of what *module* wraps, without the prefix that FSDP2 adds to it."""
-    bases = [cls.__name__ for cls in type(unwrap_model(module)).__mro__]
-    return bases[0].removeprefix("FSDP") if "FSDPModule" in bases else bases[0]
+    inner = unwrap_model(module)
+    return type(inner).__name__.removeprefix(engine_of_module(inner).class_prefix)
+
+
+def is_compiled_whole(model: nn.Module) -> bool:
+    """Say whether *model*, what it wraps, or a wrapper in between is compiled."""
+    wrapper: nn.Module | None = model
+    while wrapper is not None:
+        if is_compiled(wrapper):
+            return True
+        wrapper = wrapped_module(wrapper)
+    return False
 
 
 def plain_path(path: str) -> str:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from hf_pyao.model.patching.exchanged_forwards import own_forward
 from hf_pyao.model.tiles.mlp_search import FoundMLP, inside
-from hf_pyao.model.tiles.token_wise import faked, reason_not_token_wise, whole_shape
+from hf_pyao.model.tiles.token_wise import faked, reason_not_token_wise
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.training_engines import whole_shape
 
 _MEASURED_TOKENS = 4096
 

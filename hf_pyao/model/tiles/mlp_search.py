@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from hf_pyao.engine.runtime.lifecycle import is_compiled
 from hf_pyao.model.map.found_layers import FoundLayers, Roles
 from hf_pyao.model.map.module_search import CONTAINERS
 from hf_pyao.model.map.role_names import kind_of
 from hf_pyao.model.map.wrappers import named_submodules
+from hf_pyao.training_engines import compiled_inner, is_compiled, is_compiled_in_place
 
 CHUNK_METHOD = "feed_forward_chunk"
 """BERT's layers and their like keep their MLP in a method of this name, or the next."""
@@ -148,7 +148,7 @@ def _group(
         name = f"{fqn}.{parent}" if parent else fqn
         if parent and of_parent and not any(p.startswith(f"{parent}.") for p in attention):
             module = outer[parent]
-            if module.__dict__.get("_compiled_call_impl") is not None:
+            if is_compiled_in_place(module):
                 yield NotFound(name, "it is compiled in place; put torch.compile(mlp) in its place")
             elif isinstance(inner[parent], CONTAINERS):
                 yield NotFound(name, "it is a list of modules, whose calls are not its own")
@@ -190,8 +190,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 def inside(module: nn.Module) -> nn.Module:
     """Return what a compiled *module* was made of; any other itself."""
-    inner = getattr(module, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else module
+    return compiled_inner(module) or module
 
 
 def _parent(path: str) -> str:

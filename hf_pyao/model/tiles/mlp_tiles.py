@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_pyao.engine.recompute.verification import Sampler
 from hf_pyao.model.map.found_layers import FoundLayers
-from hf_pyao.model.map.wrappers import class_name, wrapped_module
+from hf_pyao.model.map.wrappers import class_name, is_compiled_whole
 from hf_pyao.model.patching.lasting_forward import exchange, give_back
 from hf_pyao.model.tiles.mlp_proof import KnownMLP, Proofs
 from hf_pyao.model.tiles.mlp_search import FoundMLP, NotFound, find_mlps, find_norms
@@ -85,7 +85,7 @@ class MLPTiles:
     def install(self, model: nn.Module, found: FoundLayers) -> None:
         """Exchange the methods of what may run in tiles. Called once."""
         proofs = Proofs()
-        is_whole = _is_compiled_whole(model)
+        is_whole = is_compiled_whole(model)
         weight_bytes = 0
         for mlp in find_mlps(found):
             if isinstance(mlp, NotFound):
@@ -213,13 +213,3 @@ class MLPTiles:
             said.append(f"{named} left alone: {reason}")
         rest = len(self._left) - _MOST_REASONS
         return "; ".join(said) + (f"; and {rest} more reasons" if rest > 0 else "")
-
-
-def _is_compiled_whole(model: nn.Module) -> bool:
-    wrapper: nn.Module | None = model
-    while wrapper is not None:
-        is_compiled = wrapper.__dict__.get("_compiled_call_impl") is not None
-        if hasattr(wrapper, "_orig_mod") or is_compiled:
-            return True
-        wrapper = wrapped_module(wrapper)
-    return False

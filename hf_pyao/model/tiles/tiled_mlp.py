@@ -19,11 +19,12 @@ from hf_pyao.engine.rerun.inventory import Inventory, Noted
 from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
-from hf_pyao.model.map.sharding import KnownSharding, is_sharded_by_zero
+from hf_pyao.model.map.sharding import KnownSharding
 from hf_pyao.model.patching.lasting_forward import LeftBehind, Method
 from hf_pyao.model.tiles import TiledCall, TilePlan, plan_tiles, run_in_tiles
 from hf_pyao.model.tiles.endings import Ending
 from hf_pyao.model.tiles.mlp_proof import KnownMLP
+from hf_pyao.training_engines import DTENSOR, FSDP2, ZERO_3, Feature, is_moved_by_accelerate
 
 logger = logging.getLogger(__name__)
 
@@ -253,18 +254,18 @@ def reason_now(
             for weight in module._parameters.values():
                 if weight is None:
                     continue
-                if is_sharded_by_zero(weight):
-                    return "ZeRO-3 gathers its weights for each call of each module inside"
-                if is_running and hasattr(weight, "full_tensor"):
-                    return "its weights are sharded one by one (DTensor); shard whole layers"
+                if ZERO_3.has(weight):
+                    return ZERO_3.reason(Feature.MLP_TILES)
+                if is_running and DTENSOR.has(weight):
+                    return DTENSOR.reason(Feature.MLP_TILES)
     return None
 
 
 def _reason_of_hooks(module: nn.Module) -> str | None:
     name = type(module).__name__
-    if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+    if FSDP2.wraps(module):
         return f"{name} inside it is sharded by itself; shard whole layers"
-    if hasattr(module, "_hf_hook"):
+    if is_moved_by_accelerate(module):
         return f"accelerate moves the weights of {name} for each call"
     for table in _HOOKS:
         for hook in getattr(module, table).values():

@@ -30,6 +30,7 @@ from hf_pyao.model.tiles.row_rules import (
     rule_of,
 )
 from hf_pyao.text import describe_error
+from hf_pyao.training_engines import whole_shape
 
 _SIZES = ((1009, 2003), (1013, 2011))
 """Tokens of two runs, by dimension. No model has such sizes; if one has, it is not tiled."""
@@ -271,13 +272,6 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
         raise NotTokenWise(f"it changes its attribute {changed}, which is a state")
     if has_drawn:
         raise NotTokenWise("it draws random numbers that are not torch's")
-
-
-def whole_shape(weight: Tensor) -> torch.Size | None:
-    """Return the shape that a sharded *weight* has when it is whole; None if it is not sharded."""
-    if hasattr(weight, "full_tensor"):
-        return weight.shape
-    return getattr(weight, "ds_shape", None)
 
 
 _ABOUT_SHAPES = {

@@ -16,7 +16,7 @@ from hf_pyao import Offloader, PyAOConfig, attach
 from hf_pyao.engine.recompute.recipes import NO_GAIN, NO_RECIPE, NOT_SEEN
 from hf_pyao.engine.runtime.lifecycle import COMPILED
 from hf_pyao.errors import ConfigError, SavedTensorModifiedError
-from hf_pyao.model.map.sharding import ZERO_3
+from hf_pyao.training_engines import ZERO_3, Feature
 from tests.helpers import EVERY_LAYER, FunctionLayer, Stack, linear_relu, tiny_model
 from tests.helpers.recompute_sets import ALONE
 
@@ -255,11 +255,11 @@ def test_operations_with_gradients_off_are_of_unknown_origin() -> None:
     assert metrics[f"not_recomputed_bytes/{NOT_SEEN}"] >= 8 * SIZE * 4
 
 
-@pytest.mark.parametrize("reason", [COMPILED, ZERO_3])
+@pytest.mark.parametrize("reason", [COMPILED, ZERO_3.reason(Feature.RECOMPUTATION)])
 def test_layers_that_cannot_be_traced_are_stored(reason: str) -> None:
     model = Stack(gelu_of_product, size=SIZE).train()
     layer = model.layers[0]
-    if reason == ZERO_3:
+    if reason != COMPILED:
         layer.weight.ds_id = 0
     else:
         layer.inner = torch.compile(nn.Linear(4, 4), backend="eager")

@@ -1,0 +1,63 @@
+"""Writes README's table of engines from the rows in ``hf_pyao/training_engines.py``.
+
+Run it after a row has changed: ``python tests/engine_table.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_pyao.training_engines import ENGINES, Answer, Feature, TrainingEngine
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN = "<!-- engines: python tests/engine_table.py -->\n"
+END = "<!-- end of engines -->\n"
+
+
+def table() -> str:
+    """Return the table: what works with each engine, falls back, is refused, or was not tried."""
+    columns = ("engine", *(answer.value for answer in Answer), "not tried")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for engine in ENGINES:
+        cells = [_cell(engine, answer) for answer in Answer]
+        cells.append(_named(engine.untried))
+        lines.append(f"| {engine.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def written(readme: str) -> str:
+    """Return *readme* with the table as it is now."""
+    head, _, rest = readme.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    assert tail, f"README.md has no {BEGIN.strip()} .. {END.strip()}"
+    return f"{head}{BEGIN}{table()}{END}{tail}"
+
+
+def _cell(engine: TrainingEngine, answer: Answer) -> str:
+    if answer is Answer.WORKS:
+        return _works(engine)
+    found = (
+        f"{feature.value}: {outcome.instead}"
+        for feature, outcome in engine.outcomes.items()
+        if outcome.answer is answer
+    )
+    return "; ".join(found)
+
+
+def _works(engine: TrainingEngine) -> str:
+    if engine.refusal(Feature.OFFLOADING):
+        return "nothing"
+    works = frozenset(Feature) - engine.outcomes.keys() - engine.untried
+    if len(works) == len(Feature):
+        return "everything"
+    if len(works) == len(Feature) - 1:
+        return "everything else"
+    return _named(works)
+
+
+def _named(features: frozenset[Feature]) -> str:
+    return ", ".join(feature.value for feature in Feature if feature in features)
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
