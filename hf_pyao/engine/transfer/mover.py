@@ -163,19 +163,23 @@ class Mover(Schedule):
             source = self._flat(source, moved.start, moved.start + nbytes)
             target = host.data
             moved.take_host(host, None, source)
-        if self.is_watched:
-            self._copy_out(moved, source, target)
-        else:  # the same, written out
-            ticket = self._transport.offload(
-                source, target, after=pool.barriers, label=moved.label, times=self.times
-            )
-            moved.copy_queued(ticket)
-            if ticket.compute is not None and moved.home is None:
-                moved.live_at(self._streams.home_on(ticket.compute))
         stats = moved.stats
-        stats.offloaded_bytes += nbytes
-        stats.link_bytes += nbytes
-        self._offloads.add(moved)
+        try:
+            if self.is_watched:
+                self._copy_out(moved, source, target)
+            else:  # the same, written out
+                ticket = self._transport.offload(
+                    source, target, after=pool.barriers, label=moved.label, times=self.times
+                )
+                moved.copy_queued(ticket)
+                if ticket.compute is not None and moved.home is None:
+                    moved.live_at(self._streams.home_on(ticket.compute))
+            stats.offloaded_bytes += nbytes
+            stats.link_bytes += nbytes
+            self._offloads.add(moved)
+        except BaseException:
+            self._transport.retire_all()  # an interrupt: it may be queued, and no one knows
+            raise
         if self.watcher is not None:  # when all is noted: it may raise
             self.watcher.on_copy("offload", moved.label, nbytes, moved.offload_ticket)
         return True
@@ -211,10 +215,14 @@ class Mover(Schedule):
         offload = self._transport.offload
         if self.is_watched and is_profiling():
             offload = in_range(offload, "offload", _layer_of(moved))
-        ticket = offload(
-            source, target, after=self._pool.barriers, label=moved.label, times=self.times
-        )
-        moved.copy_queued(ticket)
+        try:
+            ticket = offload(
+                source, target, after=self._pool.barriers, label=moved.label, times=self.times
+            )
+            moved.copy_queued(ticket)
+        except BaseException:
+            self._transport.retire_all()  # as in `_queue`
+            raise
         if moved.home is None and ticket.compute is not None:
             moved.live_at(self._streams.home_on(ticket.compute))
 
@@ -350,10 +358,14 @@ class Mover(Schedule):
         reload = self._transport.reload
         if self.is_watched and is_profiling():
             reload = in_range(reload, "reload", _layer_of(moved))
-        ticket = reload(
-            source, buffer, after=(moved.offload_ticket,), label=moved.label, times=self.times
-        )
-        moved.is_reloaded_by(ticket)
+        try:
+            ticket = reload(
+                source, buffer, after=(moved.offload_ticket,), label=moved.label, times=self.times
+            )
+            moved.is_reloaded_by(ticket)
+        except BaseException:
+            self._transport.retire_all()  # as in `_queue`: the buffer is let go, and written to
+            raise
         self.note_reload(moved.item, moved.device_bytes)
         stats = moved.stats
         stats.reloaded_bytes += moved.nbytes

@@ -123,6 +123,16 @@ class StreamTransport:
         """Make the stream that the copy was queued from wait for the copy's event."""
         ticket.compute.wait_event(ticket.end)
 
+    def retire_all(self) -> None:
+        """Make the current stream of each device wait for both copy streams."""
+        for device, streams in list(self._streams.items()):
+            compute = current_stream(device)
+            assert compute is not None
+            for stream in (streams.d2h, streams.h2d):
+                end = torch.Event(device)
+                end.record(stream)
+                compute.wait_event(end)
+
     def is_done(self, ticket: StreamTicket) -> bool:
         """Ask the event, without waiting."""
         return bool(ticket.end.query())

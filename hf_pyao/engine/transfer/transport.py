@@ -198,6 +198,13 @@ class Transport(Protocol):
         """
         ...
 
+    def retire_all(self) -> None:
+        """Order the current stream of each device behind all copies that are queued.
+
+        For when an interrupt came as a copy was queued, so that no one has its ticket.
+        """
+        ...
+
     def is_done(self, ticket: Any) -> bool:
         """Say whether the copy has finished, as far as the host knows, without waiting.
 
@@ -285,6 +292,9 @@ class BlockingTransport:
 
     def retire(self, ticket: DoneTicket) -> None:
         """Do nothing: the copy is done."""
+
+    def retire_all(self) -> None:
+        """Do nothing: all copies are done."""
 
     def is_done(self, ticket: DoneTicket) -> bool:
         """Return True."""

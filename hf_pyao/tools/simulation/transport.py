@@ -180,6 +180,10 @@ class SimulatedTransport:
         """Complete the copy: its target's memory may be reused from here on."""
         self._complete(ticket)
 
+    def retire_all(self) -> None:
+        """Complete all copies: their memory may be reused from here on."""
+        self.finish()
+
     def is_done(self, ticket: SimulatedTicket) -> bool:
         """Say whether the schedule (or the virtual clock) has let the copy complete."""
         self._tick()

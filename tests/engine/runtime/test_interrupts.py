@@ -22,6 +22,7 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.attachment import offloader_of
 from hf_pyao.engine.codecs.narrow import NarrowCodec
 from hf_pyao.engine.stores import HostPool
+from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import (
     EVERY_LAYER,
     Stack,
@@ -250,6 +251,31 @@ def test_an_interrupt_at_every_line(name: str) -> None:
 
 
 # ---- while others' hooks are lifted off ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["offload", "reload"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_interrupt_as_a_late_copy_was_queued(direction: str, at: int) -> None:
+    """No one has its ticket: its memory must not be another tensor's before it has run."""
+    case = Case(EVERY_LAYER)
+    for seed in range(3):
+        transport = SimulatedTransport(seed)
+        queue, tickets = getattr(transport, direction), []
+
+        def interrupted(*args: Any, _queue: Any = queue, _of: Any = tickets, **kwargs: Any) -> Any:
+            _of.append(_queue(*args, **kwargs))
+            if len(_of) == at:
+                raise KeyboardInterrupt
+            return _of[-1]
+
+        setattr(transport, direction, interrupted)
+        model = case.make_model()
+        with attach(model, case.config, transport=transport):
+            with pytest.raises(KeyboardInterrupt):
+                case.step(model)
+            assert_same_tensors(case.step(model), case.expected, "after the interrupt")
+        transport.finish()
+        assert not transport.violations
 
 
 def theirs(tensor: torch.Tensor) -> torch.Tensor:
