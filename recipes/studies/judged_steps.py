@@ -12,6 +12,7 @@ from hf_pyao.plan.hardware.speeds import GIB, LinkModel
 from hf_pyao.plan.options.auto_plan import plan_of
 from hf_pyao.plan.options.lever_choice import LeverChoice, LeverRoom
 from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.predict.speed_range import MEASURED, PRESET
 from hf_pyao.plan.solve.planner import Candidate, Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.step_program import StepProgram
@@ -45,10 +46,17 @@ def planner_of(
     card: str,
     link: LinkModel,
     gradient_bytes: int = 0,
+    *,
+    is_measured: bool = False,
 ) -> Planner:
-    """Return the planner of a step."""
+    """Return the planner of a step, at speeds from a data sheet or as if they were measured."""
     program = program_of(model, micro_batch, length)
-    conditions = Conditions(link=link, window_bytes=WINDOW_BYTES, gradient_bytes=gradient_bytes)
+    conditions = Conditions(
+        link=link,
+        window_bytes=WINDOW_BYTES,
+        gradient_bytes=gradient_bytes,
+        speed_ratios=MEASURED if is_measured else PRESET,
+    )
     return Planner(program, operation_times_ms(program, find_hardware(card).device), conditions)
 
 

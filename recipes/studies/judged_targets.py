@@ -73,7 +73,7 @@ def targets(models: Sequence[str]) -> Iterator[Target]:
 
 
 def _evicted(model: str) -> Target:
-    planner = planner_of(model, 4, 512, "rtx4070", link_of("rtx4070", 25.0, 2))
+    planner = planner_of(model, 4, 512, "rtx4070", link_of("rtx4070", 25.0, 2), is_measured=True)
     chosen = planner.proposal(0)
     assert chosen is not None
     judged = by_engine(planner, chosen, model, 4, 512, "rtx4070")
@@ -89,7 +89,7 @@ def _evicted(model: str) -> Target:
 def _evicted_one_engine(model: str) -> Target:
     link = link_of("rtx4070", 25.0, 1)
     gradient_bytes = int(GRADIENT_MB[model] * 1e6)
-    planner = planner_of(model, 4, 512, "rtx4070", link, gradient_bytes)
+    planner = planner_of(model, 4, 512, "rtx4070", link, gradient_bytes, is_measured=True)
     chosen = planner.proposal(0)
     assert chosen is not None
     judged = by_engine(planner, chosen, model, 4, 512, "rtx4070", gradient_bytes)
@@ -106,7 +106,7 @@ def _evicted_one_engine(model: str) -> Target:
 
 
 def _kept_on_h200(model: str) -> Target:
-    planner = planner_of(model, 16, 512, "h200", link_of("h200", 50.0, 2))
+    planner = planner_of(model, 16, 512, "h200", link_of("h200", 50.0, 2), is_measured=True)
     kept_ms = planner.simple()[KEEP_ALL].step_ms
     total = planner.total_bytes(planner.conditions)
     best: float = 100.0
@@ -139,7 +139,7 @@ def _kept_on_h200(model: str) -> Target:
 def _against_checkpointing(model: str) -> Target:
     """Compare with torch's own checkpointing, at no more than its peak."""
     link = link_of("rtx4070", 25.0, 2)
-    planner = planner_of(model, 4, 512, "rtx4070", link)
+    planner = planner_of(model, 4, 512, "rtx4070", link, is_measured=True)
     training = dataclasses.replace(training_of(model), checkpointing=True)
     program = record_step(training, 4, 512)
     times_ms = operation_times_ms(program, find_hardware("rtx4070").device)
