@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ class SimulatedTicket:
 
     def __del__(self) -> None:
         """Let go of the weak reference to the device storage."""
-        if self.device_key:
+        if self.device_key and not sys.is_finalizing():  # torch may be gone by then
             torch.UntypedStorage._free_weak_ref(self.device_key)  # type: ignore[no-untyped-call]
 
 
