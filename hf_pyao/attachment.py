@@ -45,7 +45,7 @@ from hf_pyao.engine.recompute.verification import (
 from hf_pyao.engine.runtime.backward_order import BackwardOrder
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.runtime.model_hooks import ModelHook
-from hf_pyao.engine.stores import HostPool
+from hf_pyao.engine.stores import Store
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import pop_left_behind
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import Transport
@@ -75,7 +75,7 @@ def attach(
     config: PyAOConfig | None = None,
     *,
     transport: Transport | None = None,
-    host_pool: HostPool | None = None,
+    host_pool: Store | None = None,
     link: LinkContext | None = None,
     backward_order: BackwardOrder | None = None,
 ) -> Offloader:
@@ -89,7 +89,8 @@ def attach(
             :func:`~hf_pyao.register_module_map`.
         config: what to offload and how; the defaults if None.
         transport: how bytes move; None picks by device. Tests pass a SimulatedTransport.
-        host_pool: host memory to share with another model's offloader (its ``host_pool``).
+        host_pool: where bytes go that leave the device: host memory to share with another
+            model's offloader (its ``host_pool``), or another :class:`~hf_pyao.engine.stores.Store`.
         link: transport, host memory and window to share with another model's offloader (its
             ``link``); each reports its own figures. In place of *transport* and *host_pool*.
         backward_order: in which order the forwards that wait have their backward, where that is not
@@ -196,7 +197,8 @@ class Offloader:
         self.device = device_of(model)
         self.link = link
         self.transport = self.link.transport
-        self.host_pool = self.link.pool
+        self.host_pool = self.link.tiers.stores[0]
+        """The nearest of the stores that bytes go to; all of them are in ``link.tiers``."""
         self._remedies = parts.remedies
         self._model = weakref.ref(model)
         self._num_packs_seen = 0
@@ -223,7 +225,6 @@ class Offloader:
             self.engine,
             self.transport,
             self.device,
-            self.host_pool,
             layer_names=tuple(fqn for fqn, _ in found.layers),
             how_found=found.how,
             auto_summary=_summary_of(weakref.ref(self._deciding)),

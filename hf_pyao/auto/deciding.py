@@ -116,7 +116,7 @@ class Deciding:
         recomputes = policy.may_recompute or bool(parts.recompute.names) or decides_later
         request = parts.binds.on(
             recomputed_paths=paths_in_a_layer(parts.recompute.names, recomputed),
-            host_limit_bytes=link.pool.capacity_bytes or math.inf,
+            host_limit_bytes=link.tiers.capacity_bytes or math.inf,
             window=link.offloads,
             allocator=allocator_settings(device),
         )

@@ -218,10 +218,10 @@ class ProfileWriter:
             self._on_again()
 
     def _note_measured(self, profiler: StepProfiler) -> None:
-        pool = self._link.pool
+        tiers = self._link.tiers
         host = {
-            "capacity_bytes": float(pool.capacity_bytes),
-            "pinned_bytes": float(pool.pool_bytes if pool.pin else 0),
+            "capacity_bytes": float(tiers.capacity_bytes),
+            "pinned_bytes": float(tiers.pinned_bytes),
         }
         seen = None if self._watch is None else self._watch.seen
         self.profile = profiler.profile(

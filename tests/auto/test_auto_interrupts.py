@@ -135,7 +135,7 @@ class Training:
                 offloader.detach()
             gc.collect()
             for engine in engines:
-                assert not what_is_left(model, engine.link.pool, engines)
+                assert not what_is_left(model, engine.link.tiers.stores[0], engines)
             assert_same(run(model, self.batches), self.expected)
         assert not unraisable
 

@@ -361,7 +361,8 @@ def _newest_copy_stands_for_all() -> Any:
 
     def wait(self: OffloadWindow, items: Sequence[int]) -> None:
         for item in items[-1:]:
-            self._transport.wait(self._leaving[item].ticket)
+            leaving = self._leaving[item]
+            leaving.transport.wait(leaving.ticket)
 
     return mock.patch.object(OffloadWindow, "await_copies", wait)
 

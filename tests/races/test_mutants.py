@@ -18,9 +18,9 @@ import torch
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.runtime.tape import StorageTable
 from hf_pyao.engine.runtime.unpacking import Unpacker
-from hf_pyao.engine.stores import HostBuffer, HostPool
-from hf_pyao.engine.transfer.moved_bytes import MovedBytes, Residency
-from hf_pyao.engine.transfer.mover import Mover, _device_buffer
+from hf_pyao.engine.stores import Buffer, HostPool
+from hf_pyao.engine.transfer.moved_bytes import MovedBytes, Phase
+from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.window import OffloadWindow
 from hf_pyao.errors import PyAOError
 from hf_pyao.tools.simulation.transport import SimulatedTransport
@@ -29,18 +29,19 @@ from races.models import SCENARIOS, make_pair
 Mutant = Callable[[], Any]
 
 
-def give_back(host: HostBuffer, mover: Mover) -> None:
+def give_back(host: Buffer, mover: Mover) -> None:
     """Return *host* to the pool at once, whatever may still read it."""
-    mover.link.pool.release(host, None)
-    mover.link.pool.settle()
+    (pool,) = mover.link.tiers.stores
+    pool.release(host, None)
+    pool.settle()
 
 
 def _no_wait_at_unpack() -> Any:
     """Compute reads a reloaded buffer without waiting for its copy."""
 
     def wait(self: Mover, moved: MovedBytes) -> None:
-        if moved.residency is Residency.RELOADING:
-            moved.to(Residency.DEVICE)
+        if moved.phase is Phase.RELOADING:
+            moved.to(Phase.HERE)
 
     return mock.patch.object(Mover, "wait", wait)
 
@@ -49,9 +50,9 @@ def _wait_for_the_wrong_ticket() -> Any:
     """Compute waits for the copy to the host instead of the one back."""
 
     def wait(self: Mover, moved: MovedBytes) -> None:
-        if moved.residency is Residency.RELOADING:
-            self._transport.wait(moved.offload_ticket)
-            moved.to(Residency.DEVICE)
+        if moved.phase is Phase.RELOADING:
+            moved.transport.wait(moved.offload_ticket)
+            moved.to(Phase.HERE)
 
     return mock.patch.object(Mover, "wait", wait)
 
@@ -61,11 +62,11 @@ def _wait_for_the_previous_reload() -> Any:
     previous: list[Any] = []
 
     def wait(self: Mover, moved: MovedBytes) -> None:
-        if moved.residency is Residency.RELOADING:
+        if moved.phase is Phase.RELOADING:
             if previous:
-                self._transport.wait(previous[0])
+                moved.transport.wait(previous[0])
             previous[:] = [moved.reload_ticket]
-            moved.to(Residency.DEVICE)
+            moved.to(Phase.HERE)
 
     return mock.patch.object(Mover, "wait", wait)
 
@@ -118,7 +119,7 @@ def _window_overrun_without_wait() -> Any:
     add = OffloadWindow.add
 
     def overrun(self: OffloadWindow, moved: MovedBytes) -> None:
-        with mock.patch.object(self._transport, "wait", return_value=None):
+        with mock.patch.object(moved.transport, "wait", return_value=None):
             add(self, moved)
 
     return mock.patch.object(OffloadWindow, "add", overrun)
@@ -129,7 +130,7 @@ def _room_made_without_wait() -> Any:
     make_room = OffloadWindow.make_room
 
     def unordered(self: OffloadWindow, nbytes: int, sooner: Container[int]) -> bool:
-        with mock.patch.object(self._transport, "wait", return_value=None):
+        with mock.patch.object(SimulatedTransport, "wait", return_value=None):
             return make_room(self, nbytes, sooner)
 
     return mock.patch.object(OffloadWindow, "make_room", unordered)
@@ -139,18 +140,20 @@ def _prefetch_into_a_buffer_in_use() -> Any:
     """Reloads of one layout share one device buffer."""
     buffers: dict[object, torch.Tensor] = {}
 
+    new_buffer = MovedBytes.new_device_buffer
+
     def shared(moved: MovedBytes) -> torch.Tensor:
-        fresh = _device_buffer(moved)
+        fresh = new_buffer(moved)
         return buffers.setdefault((fresh.dtype, fresh.size(), fresh.stride()), fresh)
 
-    return mock.patch("hf_pyao.engine.transfer.mover._device_buffer", shared)
+    return mock.patch.object(MovedBytes, "new_device_buffer", shared)
 
 
 def _reload_dropped_unawaited() -> Any:
     """A reload that was brought back ahead is dropped while its copy may still write."""
 
     def drop(self: Mover, moved: MovedBytes) -> None:
-        if moved.residency in (Residency.RELOADING, Residency.DEVICE):
+        if moved.phase in (Phase.RELOADING, Phase.HERE):
             self.note_use(moved.item)
             moved.drop_device_copy()
 

@@ -7,7 +7,7 @@ import os
 import torch
 
 from hf_pyao.config import GIB
-from hf_pyao.engine.stores import HostPool
+from hf_pyao.engine.stores import HostPool, Store
 from hf_pyao.engine.stores.host_share import HostShare
 from hf_pyao.engine.stores.numa import node_of_pci_device
 from hf_pyao.engine.transfer.link import LinkContext
@@ -18,7 +18,7 @@ from hf_pyao.engine.transfer.transport import Transport
 def make_link(
     device: torch.device,
     transport: Transport | None,
-    host_pool: HostPool | None,
+    host_pool: Store | None,
     *,
     window_bytes: int | None,
     host_memory_gib: float | None,
@@ -28,7 +28,7 @@ def make_link(
     Args:
         device: where the model is.
         transport: None picks by device.
-        host_pool: host memory; None makes it.
+        host_pool: where bytes go; None makes a pool of host memory.
         window_bytes: bound on bytes in flight; None: compute and copies meet at each layer's end.
         host_memory_gib: ``PyAOConfig.host_memory_gib``, for host memory that is made.
     """
@@ -51,7 +51,7 @@ def _make_pool(
         pin=transport.needs_pinned_memory,
         numa_node=_numa_node_of(device),
         share=share,
-        on_release=getattr(transport, "host_released", None),
+        on_release=transport.host_released,
     )
 
 

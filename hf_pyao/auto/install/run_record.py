@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
-from hf_pyao.engine.stores import HostPool
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.levers import Levers
 from hf_pyao.metrics import describe_totals, format_bytes, nothing_moved, select_metrics
@@ -38,7 +37,6 @@ class RunRecord:
         engine: OffloadEngine,
         transport: Transport,
         device: torch.device,
-        host_pool: HostPool,
         *,
         layer_names: tuple[str, ...],
         how_found: str,
@@ -50,7 +48,6 @@ class RunRecord:
         self.engine = engine
         self.transport = transport
         self.device = device
-        self.host_pool = host_pool
         self.layer_names = layer_names
         self.how_found = how_found
         self._levers_description = ""
@@ -223,6 +220,7 @@ class RunRecord:
         return what
 
     def _limits(self) -> str:
+        tiers = self.engine.link.tiers
         window = self.config.effective().window
         in_flight = (
             "meeting copies at each layer's end"
@@ -232,9 +230,6 @@ class RunRecord:
         place = (
             "counting only: on a CPU the host stands in for the device"
             if not self._has_device
-            else f"from {self.device} to {'pinned ' if self.host_pool.pin else ''}host memory"
+            else f"from {self.device} to {tiers.names()}"
         )
-        share = self.host_pool.share
-        how = "" if share is None else f" ({share.describe()})"
-        capacity_gib = self.host_pool.capacity_bytes / GIB
-        return f"{in_flight}, {place}, at most {capacity_gib:.1f} GiB{how}"
+        return f"{in_flight}, {place}, {tiers.limits()}"

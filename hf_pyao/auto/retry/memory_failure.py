@@ -13,7 +13,7 @@ import torch
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.policy import LAST_LAYER, NOT_SELECTED, POLICY_OFF
-from hf_pyao.engine.transfer.mover import HOST_FULL
+from hf_pyao.engine.stores import HOST_FULL
 from hf_pyao.errors import PyAOError
 from hf_pyao.metrics import MicroBatchStats, format_bytes
 from hf_pyao.plan.policies.budget import OVER_BUDGET

@@ -423,10 +423,9 @@ class SegmentLifecycle(Lifecycle):
         assert hidden is not None
         num_segments = -(-(len(self._layers) - layer.index - 1) // max(1, self.length))
         reserved_bytes = num_segments * hidden.nbytes
-        pool = self.engine.link.pool
+        link = self.engine.link
         return SeenAttention(
-            self._keeper.rules,
-            lambda nbytes: nbytes + reserved_bytes <= pool.capacity_bytes - pool.used_bytes,
+            self._keeper.rules, lambda nbytes: link.has_room(nbytes + reserved_bytes)
         )
 
     def _stop_attention(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from hf_pyao.engine.runtime.policy import BELOW_MIN_BYTES, LAST_LAYER, NOT_SELECTED
-from hf_pyao.engine.transfer.mover import HOST_FULL
+from hf_pyao.engine.stores import HOST_FULL
 from hf_pyao.metrics import MicroBatchStats, format_bytes
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from hf_pyao.engine.transfer.layout import (
     nbytes_of,
     reason_not_movable,
 )
-from hf_pyao.engine.transfer.mover import HOST_FULL, Mover
+from hf_pyao.engine.transfer.mover import Mover
 
 SHARED_BY_LAYERS = "shared by layers"
 ELSEWHERE = "not on the device"
@@ -388,8 +388,14 @@ class Packer:
         slot: Slot,
         decision: Keep,
     ) -> KeptTensor:
-        """Leave *tensor*'s storage where it is."""
+        """Leave *tensor*'s storage where it is, for the reason of *decision*."""
         call.stats.kept_bytes[decision.reason] += slot.nbytes
+        return self._stay(call, tensor, storage, slot)
+
+    def _stay(
+        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, slot: Slot
+    ) -> KeptTensor:
+        """Leave *tensor*'s storage where it is; why it stays is counted already."""
         call.table.add_kept(storage, slot)
         kept = KeptTensor(tensor.detach(), tensor._version, call, slot)
         if call.recomputation is not None:
@@ -405,7 +411,7 @@ class Packer:
         decision: Offload,
         layout: TensorLayout,
     ) -> Handle:
-        """Move *tensor*'s storage to the host; without room there, it stays."""
+        """Move *tensor*'s storage off the device; where the mover finds no room, it stays."""
         if not has_bytes(tensor):
             return self._keep(call, tensor, storage, slot, _KEEP_UNSUPPORTED)
         codec = decision.codec or self._codec
@@ -414,7 +420,7 @@ class Packer:
         mover = self._mover
         moved = mover.offload(tensor.detach(), layout, slot.nbytes, codec, slot, call.stats)
         if moved is None:
-            return self._keep(call, tensor, storage, slot, _KEEP_HOST_FULL)
+            return self._stay(call, tensor, storage, slot)
         record = SavedStorage(call, slot, tensor, moved, mover)
         ref = weakref.ref(record)
         call.add(ref, moved)
@@ -459,7 +465,6 @@ class Packer:
         return KeptTensor(tensor.detach(), tensor._version, call, entry.slot)
 
 
-_KEEP_HOST_FULL = Keep(HOST_FULL)
 _KEEP_SHARED = Keep(SHARED_BY_LAYERS)
 _KEEP_UNSUPPORTED = Keep(UNSUPPORTED)
 

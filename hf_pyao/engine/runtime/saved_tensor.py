@@ -33,7 +33,7 @@ from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.transfer.compute_streams import Home
 from hf_pyao.engine.transfer.layout import TensorLayout, byte_span
-from hf_pyao.engine.transfer.moved_bytes import DEVICE, RELOADING, MovedBytes
+from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.errors import SavedTensorModifiedError
 
@@ -295,7 +295,7 @@ class SavedStorage(WatchedStorage):
     def drop_device_copy(self) -> None:
         """Let go of what was brought back; the host still has the bytes."""
         moved = self.moved
-        if moved.residency is DEVICE or moved.residency is RELOADING:
+        if moved.is_back:
             self.forget_handed_out()
             self._mover.drop_device_copy(moved)
 

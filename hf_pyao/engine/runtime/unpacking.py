@@ -27,7 +27,7 @@ from hf_pyao.engine.runtime.saved_tensor import (
 from hf_pyao.engine.runtime.tape import LayerCall, Tape
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
-from hf_pyao.engine.transfer.moved_bytes import DEVICE, HOST, OFFLOADING, MovedBytes
+from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.profiler_ranges import named_range
 
@@ -97,18 +97,15 @@ class Unpacker:
             assert isinstance(record, RebuiltStorage)
             return self._rebuild(handle, record)
         mover, moved = self._mover, record.moved
-        residency = moved.residency
-        if residency is OFFLOADING:
+        if moved.is_near:
             tensor = handle.layout.view_of(*mover.read_payload(moved))
             if self._task == NO_TASK:
                 return tensor
             if not mover.is_exhausted:
                 mover.prefetch()
             return record.hand_out(tensor, handle)
-        if residency is not DEVICE:
-            if residency is HOST:
-                mover.reload(moved)
-            mover.wait(moved)
+        if not moved.is_here:
+            mover.bring_here(moved)
         known = None if record.handed_out is None else record.handed_out_like(handle)
         if known is not None:
             tensor = known
@@ -175,7 +172,7 @@ class Unpacker:
         if self.observer is not None:
             self.observer.on_module(call.fqn, "", "backward", is_start=False)
         for record in call.live_records():
-            if record.moved.residency is DEVICE:
+            if record.moved.is_here:
                 record.drop_device_copy()
         if call.recomputation is not None:
             call.recomputation.reset()
@@ -201,7 +198,7 @@ class Unpacker:
             self._mover.reset(_items_of(others))
             if others:
                 over = {id(tape.stats) for tape in tapes}
-                self._offloads.drain(lambda moved: id(moved.stats) in over)
+                self._offloads.drain(lambda moved: id(moved.meter) in over)
             else:
                 self._offloads.drain(self._is_own)
         if tapes:

@@ -22,101 +22,30 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from hf_pyao.engine.stores.host_share import HostShare
 from hf_pyao.engine.stores.slabs import ALIGNMENT_BYTES, Slab, SlabSource
+from hf_pyao.engine.stores.store import Buffer, HostUse, QueuedCopy, Store
 
 logger = logging.getLogger(__name__)
 
 
-class Layout(Protocol):
-    """How a tensor lies in its memory, as far as the pool needs to know it."""
-
-    @property
-    def blank(self) -> torch.Tensor:
-        """An empty tensor of its dtype."""
-        ...
-
-    @property
-    def size(self) -> torch.Size:
-        """Its size."""
-        ...
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """Its strides."""
-        ...
-
-
-class QueuedCopy(Protocol):
-    """A copy in some queue, as far as the pool needs to know it."""
-
-    @property
-    def queue(self) -> object:
-        """Which queue; copies of one queue run in order."""
-        ...
-
-    @property
-    def order(self) -> int:
-        """Position in its queue."""
-        ...
-
-
-class HostUse:
-    """Host memory that one of a pool's users has, and the most that it had."""
-
-    __slots__ = ("__weakref__", "peak_bytes", "used_bytes")
-
-    def __init__(self) -> None:
-        self.used_bytes = 0
-        self.peak_bytes = 0
-
-    def add(self, nbytes: int) -> None:
-        """Take note of *nbytes* more, or fewer."""
-        self.used_bytes += nbytes
-        if self.used_bytes > self.peak_bytes:
-            self.peak_bytes = self.used_bytes
-
-    def take_peak(self) -> int:
-        """Return the peak, and begin anew from what is in use."""
-        peak_bytes, self.peak_bytes = self.peak_bytes, self.used_bytes
-        return peak_bytes
-
-
-class HostBuffer:
+class HostBuffer(Buffer):
     """A piece of a slab that its holder may use until it is released."""
 
-    __slots__ = ("__weakref__", "_view", "data", "offset", "reserved_bytes", "slab", "use")
+    __slots__ = ("offset", "slab")
 
     def __init__(self, slab: int, offset: int, reserved_bytes: int, data: torch.Tensor) -> None:
+        super().__init__(data, reserved_bytes)
         self.slab = slab
         self.offset = offset
         """Byte offset inside the slab."""
-        self.reserved_bytes = reserved_bytes
-        self.data = data
-        """uint8, shape (nbytes,), on the host."""
-        self.use: HostUse | None = None
-        """Who has it; None while no one has."""
-        self._view: tuple[Layout | None, torch.Tensor | None] = (None, None)
-
-    def view_like(self, layout: Layout) -> torch.Tensor:
-        """View the buffer as a tensor of *layout* that begins where the buffer does.
-
-        The newest view is remembered: the next step asks for the same ones.
-        """
-        known, view = self._view
-        if known is not layout or view is None:
-            view = torch.empty(0, dtype=layout.blank.dtype, device=self.data.device)
-            offset = self.offset // view.itemsize
-            view.set_(self.data.untyped_storage(), offset, layout.size, layout.stride)
-            self._view = (layout, view)
-        return view
 
 
-class HostPool:
+class HostPool(Store):
     """Hands out host buffers from slabs that grow up to a cap and are then reused.
 
     Args:
@@ -130,6 +59,8 @@ class HostPool:
             poison the bytes there.
     """
 
+    name: ClassVar[str] = "host memory"
+
     def __init__(
         self,
         capacity_bytes: int,
@@ -141,8 +72,8 @@ class HostPool:
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.share = share
-        self.barriers: tuple[QueuedCopy, ...] = ()
-        """Newest copy of each queue that may still read a released buffer."""
+        self.limit_origin = "" if share is None else share.describe()
+        self.barriers = ()
         self.pool_bytes = 0
         self.used_bytes = 0
         self.peak_used_bytes = 0
@@ -152,7 +83,8 @@ class HostPool:
         self._slabs: list[Slab] = []
         self._spare: dict[int, list[HostBuffer]] = {}
         """Buffers that came back, by exact size: the next step asks for the same ones."""
-        self._released: deque[tuple[HostBuffer, QueuedCopy | None]] = deque()
+        self._released: deque[tuple[Any, QueuedCopy | None]] = deque()
+        """Buffers of this pool's (:class:`HostBuffer`), and the last copy that reads each."""
         self._buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         """All that are cut from the slabs now; an interrupt may have lost some."""
         self._uses: weakref.WeakSet[HostUse] = weakref.WeakSet()
@@ -168,6 +100,11 @@ class HostPool:
     def pin(self) -> bool:
         """Whether slabs are page-locked; False once the machine has refused that."""
         return self._source.pin
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether slabs are page-locked."""
+        return self.pin
 
     @property
     def num_refused_slabs(self) -> int:
@@ -212,7 +149,7 @@ class HostPool:
             self._is_torn = True
             raise
 
-    def release(self, buffer: HostBuffer, after: QueuedCopy | None = None) -> None:
+    def release(self, buffer: Buffer, after: QueuedCopy | None = None) -> None:
         """Give *buffer* back; *after* is the last copy that reads it, if one may be pending.
 
         Safe from any thread and from destructors: it takes no lock.
@@ -268,7 +205,7 @@ class HostPool:
         while self._released:
             buffer, after = self._released[0]
             if after is not None:
-                self._raise_barrier(after)  # first: a buffer that is lost from here on is free
+                self.note_reader(after)  # first: a buffer that is lost from here on is free
             if self._on_release is not None:
                 self._on_release(buffer.data, after)
             self._released.popleft()
@@ -316,15 +253,6 @@ class HostPool:
                 return buffer
         return None
 
-    def _raise_barrier(self, copy: QueuedCopy) -> None:
-        others = []
-        for barrier in self.barriers:
-            if barrier.queue is not copy.queue:
-                others.append(barrier)
-            elif barrier.order >= copy.order:
-                return
-        self.barriers = (*others, copy)
-
     def _cut(self, index: int, nbytes: int, reserved: int) -> HostBuffer | None:
         slab = self._slabs[index]
         offset = slab.take(reserved)
@@ -362,9 +290,9 @@ class HostPool:
             self._is_full_logged = True
             logger.warning(
                 "host memory for saved tensors is full: %.2f GiB reserved of at most %.2f GiB%s; "
-                "what does not fit stays on the device. Raise host_memory_gib if the machine "
+                "what finds no room stays on the device. Raise host_memory_gib if the machine "
                 "has more.",
                 self.pool_bytes / 2**30,
                 self.capacity_bytes / 2**30,
-                "" if self.share is None else f" ({self.share.describe()} at the start)",
+                "" if self.share is None else f" ({self.limit_origin} at the start)",
             )

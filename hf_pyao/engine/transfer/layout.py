@@ -238,6 +238,25 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+class ByteViews:
+    """Views bytes of storages as flat uint8 tensors; nothing is copied."""
+
+    def __init__(self) -> None:
+        self._blanks: dict[torch.device, torch.Tensor] = {}
+        """An empty tensor on each device, from which views of plain tensors' bytes are made."""
+
+    def of(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """View bytes *start* to *end* of *tensor*'s storage; uint8, shape (end - start,)."""
+        storage, device = tensor.untyped_storage(), tensor.device
+        blank = self._blanks.get(device)
+        if blank is None or type(tensor) is not torch.Tensor:
+            flat = bytes_view(storage, device, start, end)
+            if type(tensor) is torch.Tensor:
+                self._blanks[device] = torch.empty(0, dtype=torch.uint8, device=device)
+            return flat
+        return view_of_storage(blank, storage, start, (end - start,), (1,))
+
+
 def place_parts(payload: tuple[torch.Tensor, ...]) -> tuple[tuple[PartPlace, ...], int]:
     """Lay payload parts behind each other, each aligned; return their places and all bytes."""
     offset = 0

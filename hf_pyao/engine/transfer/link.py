@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from hf_pyao.engine.stores import HostPool
+from collections.abc import Iterable
+
+from hf_pyao.engine.stores import Store
 from hf_pyao.engine.transfer.compute_streams import ComputeStreams
+from hf_pyao.engine.transfer.tiers import Tier, Tiers
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.transfer.window import OffloadWindow
 from hf_pyao.errors import ConfigError
@@ -18,18 +21,25 @@ class LinkContext:
 
     Args:
         transport: copies bytes.
-        pool: host memory.
+        store: where bytes go that leave the device, mostly a ``HostPool``.
         window_bytes: bound on bytes in flight in each direction; None is the paper's rule, to meet
             at the end of each layer (PyAO paper, section 4.2).
+        further_tiers: where bytes go for which *store* has no room, the nearest first.
     """
 
-    def __init__(self, transport: Transport, pool: HostPool, window_bytes: int | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        store: Store,
+        window_bytes: int | None,
+        further_tiers: Iterable[Tier] = (),
+    ) -> None:
         self.transport = transport
-        self.pool = pool
+        self.tiers = Tiers([Tier(store, transport), *further_tiers])
         self.window_bytes = window_bytes
         """What its models were configured with; what holds now is :attr:`limit_bytes`."""
         self.streams = ComputeStreams()
-        self.offloads = OffloadWindow(transport, window_bytes, self.streams)
+        self.offloads = OffloadWindow(window_bytes, self.streams)
 
     def join(self, user: object) -> None:
         """Note that *user*, an engine's mover, uses this link until it leaves, or is gone."""
@@ -66,6 +76,10 @@ class LinkContext:
                 f"{self.offloads.num_users} models share the link. Detach the others first."
             )
         self.offloads.set_limit(limit_bytes)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Say whether *nbytes* more find room where bytes go that leave the device."""
+        return self.tiers.has_room(nbytes)
 
     def wait_for_every_copy(self) -> None:
         """Have nothing in flight from now on, whoever uses the link: the device is full."""

@@ -1,4 +1,4 @@
-"""Where the bytes of one range of a storage are: on the device, on the host, or on their way.
+"""Where the bytes of one range of a storage are: on the device, in a tier, or on their way.
 
 Ownership runs one way: whoever may still ask for the bytes holds :class:`MovedBytes`, and that
 holds the buffers. The mover refers to it weakly, so a buffer lives exactly as long as
@@ -16,39 +16,41 @@ from typing import Any, Protocol
 import torch
 
 from hf_pyao.engine.codecs import Codec
-from hf_pyao.engine.stores import HostBuffer
+from hf_pyao.engine.stores import Buffer
 from hf_pyao.engine.transfer.compute_streams import Home, Lingering
-from hf_pyao.engine.transfer.layout import PartPlace, TensorLayout
-from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.engine.transfer.layout import PartPlace, TensorLayout, rows_view
+from hf_pyao.engine.transfer.meter import Label, Meter
+from hf_pyao.engine.transfer.tiers import Tier
+from hf_pyao.engine.transfer.transport import Transport
 
 
-class Residency(enum.IntEnum):
-    """Where the bytes are."""
+class Phase(enum.IntEnum):
+    """How far the bytes are on their way to a tier and back. Which tier it is, is told apart."""
 
     OFFLOADING = 0
-    """The device copy is held: the copy to the host is queued, or put off; compute is not ordered
+    """The device copy is held: the copy to the tier is queued, or put off; compute is not ordered
     behind it yet."""
-    HOST = 1
-    """Only the host buffer holds them: no device memory."""
+    AWAY = 1
+    """Only the tier's buffer holds them: no device memory."""
     RELOADING = 2
     """A device buffer is allocated and the copy into it queued."""
-    DEVICE = 3
+    HERE = 3
     """Compute is ordered behind the reload and may read the device buffer."""
     RELEASED = 4
     """Buffers are given back; asking for the bytes is an error."""
 
 
-OFFLOADING, HOST, RELOADING, DEVICE, RELEASED = Residency
+OFFLOADING, AWAY, RELOADING, HERE, RELEASED = Phase
 """The same, for hot paths: to ask an enum for a member takes several times as long."""
 
 _LEGAL = (
-    (HOST, RELEASED),
+    (AWAY, RELEASED),
     (RELOADING, RELEASED),
-    (DEVICE, HOST, RELEASED),
-    (HOST, RELEASED),
+    (HERE, AWAY, RELEASED),
+    (AWAY, RELEASED),
     (),
 )
-"""Where each residency may lead to, in the order of the enum."""
+"""The phases that may follow each phase, in the order of the enum."""
 
 
 class Owner(Protocol):
@@ -74,7 +76,10 @@ class MovedBytes:
     parts: tuple[PartPlace, ...] = ()
     payload: tuple[torch.Tensor, ...] = ()
     """What is being copied to the host; empty once compute is ordered behind the copy."""
-    host: HostBuffer | None = None
+    tier: Tier | None = None
+    """Where they go, or went; None until a tier has made room."""
+    host: Buffer | None = None
+    """The tier's buffer."""
     host_view: torch.Tensor | None = None
     """The host buffer with the layout of the tensor, where that was copied as it is; else None, and
     bytes are copied."""
@@ -89,7 +94,7 @@ class MovedBytes:
     start = 0
     is_whole = True
     """True if the whole storage is in here."""
-    residency: Residency = OFFLOADING
+    phase: Phase = OFFLOADING
     home: Home | None = None
     """The compute stream that its memory belongs to; None on a CPU. See [Note: Stream order]."""
     lingering: Lingering | None = None
@@ -105,8 +110,8 @@ class MovedBytes:
         source: torch.Tensor,
         layout: TensorLayout,
         nbytes: int,
-        label: object,
-        stats: MicroBatchStats,
+        label: Label,
+        meter: Meter,
     ) -> None:
         """Stand for bytes that are where they were.
 
@@ -117,14 +122,14 @@ class MovedBytes:
             layout: that of *source*.
             nbytes: all bytes of the storage, unless :meth:`is_part_from` is called next.
             label: names it in messages.
-            stats: counts what is moved.
+            meter: counts what is moved.
         """
         self.owner = owner
         self.item = item
         self.source = source
         self.layout = layout
         self.label = label
-        self.stats = stats
+        self.meter = meter
         self.nbytes = self.device_bytes = nbytes
         """``device_bytes``: what the payload takes on the device when it is brought back."""
 
@@ -139,20 +144,46 @@ class MovedBytes:
         return self.layout.blank.device
 
     @property
+    def transport(self) -> Transport:
+        """Who copies them; there is one once a tier has made room."""
+        assert self.tier is not None
+        return self.tier.transport
+
+    @property
     def is_put_off(self) -> bool:
         """True while the copy to the host waits to be queued."""
         return self.late_codec is not None
 
-    def to(self, residency: Residency) -> None:
-        """Go over to *residency*; only the transitions of the life of a buffer are legal.
+    @property
+    def is_near(self) -> bool:
+        """True while the memory that the bytes leave is held: they can be read there."""
+        return self.phase is OFFLOADING
 
-        What mostly happens is written out where it does: from one residency to the next.
+    @property
+    def is_away(self) -> bool:
+        """True while the device has no copy, and none is on its way."""
+        return self.phase is AWAY
+
+    @property
+    def is_here(self) -> bool:
+        """True while compute may read the device copy that was brought back."""
+        return self.phase is HERE
+
+    @property
+    def is_back(self) -> bool:
+        """True while device memory is held for a copy that was brought back, or is on its way."""
+        return self.phase is HERE or self.phase is RELOADING
+
+    def to(self, phase: Phase) -> None:
+        """Change to *phase*; only the transitions in the life of a buffer are legal.
+
+        The hot paths check the usual transition themselves.
         """
-        if residency not in _LEGAL[self.residency]:
+        if phase not in _LEGAL[self.phase]:
             raise AssertionError(
-                f"{self.label}: illegal transition {self.residency.name} -> {residency.name}"
+                f"{self.label}: illegal transition {self.phase.name} -> {phase.name}"
             )
-        self.residency = residency
+        self.phase = phase
 
     # ---- to the host ---------------------------------------------------------------------------
 
@@ -166,6 +197,15 @@ class MovedBytes:
         """Take note that the copy is queued now, if it can be."""
         self.late_codec = None
 
+    def rows_to_encode(self, codec: Codec) -> torch.Tensor | None:
+        """View the bytes as *codec* reads them; None if they must stay as they are."""
+        source = self.source
+        end = self.start + self.nbytes
+        rows = rows_view(source, source.untyped_storage(), self.start, end)
+        if rows is None or not codec.accepts(source) or not codec.accepts(rows):
+            return None
+        return rows
+
     def encode_as(
         self,
         codec: Codec,
@@ -173,9 +213,11 @@ class MovedBytes:
         payload: tuple[torch.Tensor, ...],
         parts: tuple[PartPlace, ...],
         nbytes: int,
-        host: HostBuffer,
+        tier: Tier,
+        host: Buffer,
     ) -> None:
         """Take *payload* in place of the source, which is let go; *nbytes* go to *host*."""
+        self.tier = tier
         self.host = host
         self.payload = payload  # before the source goes: an interrupt may come
         self.codec, self.spec, self.parts = codec, spec, parts
@@ -183,9 +225,14 @@ class MovedBytes:
         self.let_go_of_source()
 
     def take_host(
-        self, host: HostBuffer, host_view: torch.Tensor | None, source: torch.Tensor
+        self,
+        tier: Tier,
+        host: Buffer,
+        host_view: torch.Tensor | None,
+        source: torch.Tensor,
     ) -> None:
-        """Take the buffer that *source*, the bytes as they are, goes to."""
+        """Take the tier's buffer that *source*, the bytes as they are, goes to."""
+        self.tier = tier
         self.host = host
         if host_view is not None:
             self.host_view = host_view
@@ -202,10 +249,10 @@ class MovedBytes:
     def source_has_left(self) -> None:
         """Let go of the device copy: compute is ordered behind the copy to the host."""
         # First: an interrupt may come, and the bytes are looked for where it says.
-        if self.residency is OFFLOADING:
-            self.residency = HOST
+        if self.phase is OFFLOADING:
+            self.phase = AWAY
         else:
-            self.to(HOST)
+            self.to(AWAY)
         self.payload = ()
         self.source.data = self.layout.blank  # as let_go_of_source does
 
@@ -219,20 +266,27 @@ class MovedBytes:
 
     # ---- back to the device --------------------------------------------------------------------
 
+    def new_device_buffer(self) -> torch.Tensor:
+        """Allocate what the payload is brought back to, on the current stream."""
+        if self.host_view is None:
+            return torch.empty(self.device_bytes, dtype=torch.uint8, device=self.device)
+        layout = self.layout
+        return layout.blank.new_empty_strided(layout.size, layout.stride)
+
     def reload_queued(self, buffer: torch.Tensor) -> None:
         """Take the device buffer that the payload comes back to."""
         self.buffer = buffer
-        if self.residency is HOST:
-            self.residency = RELOADING
+        if self.phase is AWAY:
+            self.phase = RELOADING
         else:
             self.to(RELOADING)
 
     def has_come(self) -> None:
         """Take note that compute is ordered behind the reload."""
-        if self.residency is RELOADING:
-            self.residency = DEVICE
+        if self.phase is RELOADING:
+            self.phase = HERE
         else:
-            self.to(DEVICE)
+            self.to(HERE)
 
     def is_reloaded_by(self, ticket: Any) -> None:
         """Take note of the copy to the device."""
@@ -257,13 +311,13 @@ class MovedBytes:
         """Forget the device copy; the host still has the bytes."""
         self.buffer = None
         self.decoded = None
-        self.to(HOST)
+        self.to(AWAY)
 
     # ---- the end -------------------------------------------------------------------------------
 
-    def release(self) -> HostBuffer | None:
-        """Let go of everything; return the host buffer, if there is one."""
-        self.residency = RELEASED
+    def release(self) -> Buffer | None:
+        """Let go of everything; return the tier's buffer, if there is one."""
+        self.phase = RELEASED
         self.lingering = self.buffer = self.decoded = None
         self.payload = ()
         host, self.host = self.host, None
@@ -272,5 +326,5 @@ class MovedBytes:
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Give the buffers back once no one can ask for them any more."""
         owner = self.owner  # None: an interrupt came as it was made
-        if owner is not None and self.residency is not RELEASED and not _is_finalizing():
+        if owner is not None and self.phase is not RELEASED and not _is_finalizing():
             owner.release(self)

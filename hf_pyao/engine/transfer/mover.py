@@ -1,4 +1,4 @@
-"""Moves byte ranges to the host and back: the only one who knows where bytes may be.
+"""Moves byte ranges to a tier and back: the only one who knows where bytes may be.
 
 A caller gives bytes away with :meth:`Mover.offload` and gets them back with
 :meth:`Mover.read`, whatever became of them meanwhile. When which copy is queued, and whose
@@ -7,54 +7,37 @@ memory is let go behind what, is in [Note: Stream order] in ``transport``.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from hf_pyao.engine.codecs import Codec
+from hf_pyao.engine.stores import HOST_FULL, Buffer
 from hf_pyao.engine.transfer.layout import (
+    ByteViews,
     TensorLayout,
     byte_offset,
-    bytes_view,
     part_targets,
     parts_view,
     place_parts,
     range_to_move,
-    rows_view,
-    view_of_storage,
 )
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.transfer.moved_bytes import DEVICE, HOST, OFFLOADING, RELOADING, MovedBytes
+from hf_pyao.engine.transfer.meter import Label, LinkMeter, Meter
+from hf_pyao.engine.transfer.moved_bytes import OFFLOADING, RELOADING, MovedBytes
 from hf_pyao.engine.transfer.profiler_ranges import in_range, is_profiling
-from hf_pyao.engine.transfer.schedule import Schedule
+from hf_pyao.engine.transfer.reload_schedule import ReloadSchedule
+from hf_pyao.engine.transfer.tiers import Tier
 from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.transfer.watcher import CopyWatcher
 from hf_pyao.errors import ReleasedTensorError
-from hf_pyao.metrics import MicroBatchStats
-
-Group: TypeAlias = "Iterable[weakref.ref[Any]]"
-"""Weak references on what stands for moved bytes (:class:`HasMoved`)."""
-
-HOST_FULL = "host memory full"
 
 
-class HasMoved(Protocol):
-    """What stands for moved bytes, and dies with them."""
-
-    @property
-    def moved(self) -> MovedBytes:
-        """The bytes."""
-        ...
-
-
-class Mover(Schedule):
+class Mover(ReloadSchedule):
     """Moves bytes over one link for one engine.
 
     Args:
-        link: the transport, host memory and window that are used; may be shared.
+        link: the tiers and window that are used; may be shared.
 
     It is not thread-safe on the way back: whoever calls :meth:`start_backward`, :meth:`read` and
     :meth:`drop_device_copy` from several threads holds a lock of their own. :meth:`release` runs in
@@ -65,22 +48,18 @@ class Mover(Schedule):
         self.link = link
         super().__init__(link.offloads)
         link.join(self)
-        self._coming: dict[int, weakref.ref[HasMoved]] = {}
-        """What the schedule may bring back, by item."""
         self.times = LinkTimes()
         """What the copies took that were queued since the last micro-batch was counted."""
-        self.host_use = link.pool.new_use()
-        """Host memory that this engine uses."""
+        self._tiers = tuple((tier, tier.store.new_use()) for tier in link.tiers)
+        """Where bytes go, the nearest first, and what this engine uses there."""
         self.watcher: CopyWatcher | None = None
         """Is told of copies and codecs, if anyone is to be."""
         self.is_watched = False
         """True if someone is to hear of copies: the watcher, or a profiler."""
-        self._transport = link.transport
-        self._pool = link.pool
         self._offloads = link.offloads
         self._new_items = link.offloads.new_items
         self._streams = link.streams
-        self._byte_blanks: dict[torch.device, torch.Tensor] = {}
+        self._bytes = ByteViews()
 
     def look_for_watchers(self) -> None:
         """Look whether a profiler runs, for what follows: too dear to be asked for each tensor."""
@@ -94,10 +73,12 @@ class Mover(Schedule):
         layout: TensorLayout,
         storage_nbytes: int,
         codec: Codec,
-        label: object,
-        stats: MicroBatchStats,
+        label: Label,
+        meter: Meter,
     ) -> MovedBytes | None:
-        """Move the storage of *source* to the host; None if the host has no room.
+        """Move the storage of *source* to the first tier that has room for it.
+
+        None if no tier has: the bytes stay, and *meter* counts them as kept.
 
         The copy is queued now; or, where *source* is a part of its storage with gaps, when
         :meth:`settle` is called, since what lies in the gaps may be written yet.
@@ -109,23 +90,27 @@ class Mover(Schedule):
             storage_nbytes: bytes of its storage. Where *source* is a small part, only that moves.
             codec: how to write it, if the codec takes it; else its bytes go as they are.
             label: names it in messages.
-            stats: counts what is moved.
+            meter: counts what is moved.
         """
         item = next(self._new_items)
         if layout.is_dense and layout.nbytes == storage_nbytes:
-            moved = MovedBytes(self, item, source, layout, storage_nbytes, label, stats)
-            return moved if self._queue(moved, codec) else None
-        start, end = range_to_move(source, storage_nbytes)
-        moved = MovedBytes(self, item, source, layout, end - start, label, stats)
-        if end - start != storage_nbytes:
-            moved.is_part_from(start)
-            if layout.is_dense:
-                return moved if self._queue(moved, codec) else None
-        moved.put_off(codec, self._streams.home_here(moved.device))
+            moved = MovedBytes(self, item, source, layout, storage_nbytes, label, meter)
+            is_late = False
+        else:
+            start, end = range_to_move(source, storage_nbytes)
+            moved = MovedBytes(self, item, source, layout, end - start, label, meter)
+            if end - start != storage_nbytes:
+                moved.is_part_from(start)
+            is_late = moved.is_whole or not layout.is_dense
+        if is_late:
+            moved.put_off(codec, self._streams.home_here(moved.device))
+        elif not self._queue(moved, codec):
+            _count_kept(meter, storage_nbytes)
+            return None
         return moved
 
     def settle(self, moved: MovedBytes) -> None:
-        """Queue the copy of *moved* if it was put off; without room on the host, it stays."""
+        """Queue the copy of *moved* if it was put off; without room in any tier, it stays."""
         codec = moved.late_codec
         if codec is None:
             return
@@ -136,7 +121,7 @@ class Mover(Schedule):
         with nullcontext() if home is None else home.stream:
             is_queued = self._queue(moved, codec)
         if not is_queued:
-            moved.stats.kept_bytes[HOST_FULL] += moved.nbytes
+            _count_kept(moved.meter, moved.nbytes)
 
     def let_leave(self, moved: MovedBytes) -> bool:
         """Order compute behind the copy of *moved*, and let its source go; False without a copy."""
@@ -144,65 +129,66 @@ class Mover(Schedule):
         return moved.host is not None
 
     def _queue(self, moved: MovedBytes, codec: Codec) -> bool:
-        """Queue the copy of *moved* to the host; say whether the host has room for it."""
+        """Queue the copy of *moved* to a tier; say whether one has room for it."""
         if codec.name != "identity":
-            rows = _rows_to_encode(moved, codec)
+            rows = moved.rows_to_encode(codec)
             if rows is not None:
                 return self._queue_encoded(moved, codec, rows)
-        pool = self._pool
         nbytes = moved.nbytes
-        host = pool.acquire(nbytes, self.host_use)
-        if host is None:
+        place = self._acquire(nbytes)
+        if place is None:
             return False
+        tier, host = place
         layout = moved.layout
         source = moved.source
         if layout.is_copied_as_it_is and layout.nbytes == nbytes and moved.is_whole:
             target = host.view_like(layout)
-            moved.take_host(host, target, source)
+            moved.take_host(tier, host, target, source)
         else:
-            source = self._flat(source, moved.start, moved.start + nbytes)
+            source = self._bytes.of(source, moved.start, moved.start + nbytes)
             target = host.data
-            moved.take_host(host, None, source)
-        stats = moved.stats
+            moved.take_host(tier, host, None, source)
+        meter = moved.meter
         try:
             if self.is_watched:
-                self._copy_out(moved, source, target)
+                self._copy_out(moved, tier, source, target)
             else:  # the same, written out
-                ticket = self._transport.offload(
-                    source, target, after=pool.barriers, label=moved.label, times=self.times
+                ticket = tier.transport.offload(
+                    source, target, after=tier.store.barriers, label=moved.label, times=self.times
                 )
                 moved.copy_queued(ticket)
                 if ticket.compute is not None and moved.home is None:
                     moved.live_at(self._streams.home_on(ticket.compute))
-            stats.offloaded_bytes += nbytes
-            stats.link_bytes += nbytes
+            meter.offloaded_bytes += nbytes
+            meter.link_bytes += nbytes
             self._offloads.add(moved)
         except BaseException:
-            self._transport.retire_all()  # an interrupt: it may be queued, and no one knows
+            tier.transport.retire_all()  # an interrupt: it may be queued, and no one knows
             raise
         if self.watcher is not None:  # when all is noted: it may raise
             self.watcher.on_copy("offload", moved.label, nbytes, moved.offload_ticket)
         return True
 
     def _queue_encoded(self, moved: MovedBytes, codec: Codec, rows: torch.Tensor) -> bool:
-        """Encode *rows* and queue the copy of the payload; say whether the host has room for it."""
+        """Encode *rows* and queue the copy of the payload; say whether a tier has room for it."""
         watcher = self.watcher
         if watcher is None:
             encoded = codec.encode(rows)
         else:
             encoded = watcher.around("encode", moved.label, lambda: codec.encode(rows))
         places, nbytes = place_parts(encoded.payload)
-        host = self._pool.acquire(nbytes, self.host_use)
-        if host is None:
+        place = self._acquire(nbytes)
+        if place is None:
             return False
-        moved.encode_as(codec, encoded.spec, encoded.payload, places, nbytes, host)
+        tier, host = place
+        moved.encode_as(codec, encoded.spec, encoded.payload, places, nbytes, tier, host)
         copies = []
         for part, target in zip(encoded.payload, part_targets(host.data, places), strict=True):
-            self._copy_out(moved, part.contiguous().view(-1).view(torch.uint8), target)
+            self._copy_out(moved, tier, part.contiguous().view(-1).view(torch.uint8), target)
             copies.append((target.nbytes, moved.offload_ticket))
-        stats = moved.stats
-        stats.offloaded_bytes += moved.nbytes
-        stats.link_bytes += nbytes
+        meter = moved.meter
+        meter.offloaded_bytes += moved.nbytes
+        meter.link_bytes += nbytes
         self._offloads.add(moved)
         if self._streams.are_several:
             moved.linger(self._streams.let_go(moved.home, rows.untyped_storage()))
@@ -211,62 +197,32 @@ class Mover(Schedule):
                 watcher.on_copy("offload", moved.label, part_bytes, ticket)
         return True
 
-    def _copy_out(self, moved: MovedBytes, source: torch.Tensor, target: torch.Tensor) -> None:
-        offload = self._transport.offload
+    def _acquire(self, nbytes: int) -> tuple[Tier, Buffer] | None:
+        """Reserve *nbytes* in the first tier that has room for them; None if no tier has."""
+        for tier, use in self._tiers:
+            buffer = tier.store.acquire(nbytes, use)
+            if buffer is not None:
+                return tier, buffer
+        return None
+
+    def _copy_out(
+        self, moved: MovedBytes, tier: Tier, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        offload = tier.transport.offload
         if self.is_watched and is_profiling():
-            offload = in_range(offload, "offload", _layer_of(moved))
+            offload = in_range(offload, "offload", moved.label.layer)
         try:
             ticket = offload(
-                source, target, after=self._pool.barriers, label=moved.label, times=self.times
+                source, target, after=tier.store.barriers, label=moved.label, times=self.times
             )
             moved.copy_queued(ticket)
         except BaseException:
-            self._transport.retire_all()  # as in `_queue`
+            tier.transport.retire_all()  # as in `_queue`
             raise
         if moved.home is None and ticket.compute is not None:
             moved.live_at(self._streams.home_on(ticket.compute))
 
-    def _flat(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """View bytes of *tensor*'s storage as a flat uint8 tensor; nothing is copied."""
-        storage, device = tensor.untyped_storage(), tensor.device
-        blank = self._byte_blanks.get(device)
-        if blank is None or type(tensor) is not torch.Tensor:
-            flat = bytes_view(storage, device, start, end)
-            if type(tensor) is torch.Tensor:
-                self._byte_blanks[device] = torch.empty(0, dtype=torch.uint8, device=device)
-            return flat
-        return view_of_storage(blank, storage, start, (end - start,), (1,))
-
     # ---- back to the device --------------------------------------------------------------------
-
-    def start_backward(self, own: Group, others: Iterator[Group]) -> None:
-        """Bring back what backward asks for, ahead of it; see [Note: Window] in ``transport``.
-
-        Args:
-            own: what the layer call moved whose backward begins, in the order in which backward
-                asks for it.
-            others: the same of the calls that follow.
-        """
-        coming = self._coming
-        coming.clear()
-        self.start(_items(own, coming), (_items(each, coming) for each in others))
-
-    def is_away(self, item: int) -> bool:
-        """Say whether *item* is on the host alone, and can still be asked for."""
-        holder = self._coming[item]()
-        return holder is not None and holder.moved.residency is HOST
-
-    def bring_back(self, item: int) -> None:
-        """Queue the copy of *item* to the device, ahead of its use."""
-        holder = self._coming[item]()
-        assert holder is not None
-        self.reload(holder.moved)
-
-    def await_reload(self, item: int) -> None:
-        """Order compute behind the copy of *item* to the device, if one is under way."""
-        holder = self._coming[item]()
-        if holder is not None:
-            self.wait(holder.moved)
 
     def read(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
         """Return the bytes on the device, and which byte of the original storage is the first.
@@ -284,11 +240,10 @@ class Mover(Schedule):
         return loaded
 
     def _read(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
-        if moved.residency is OFFLOADING:
+        if moved.is_near:
             return self.read_payload(moved)
-        if moved.residency is HOST:
-            self.reload(moved)
-        self.wait(moved)
+        if not moved.is_here:
+            self.bring_here(moved)
         storage = self.device_storage(moved)
         self.note_use(moved.item)
         return storage, moved.decoded_start
@@ -353,37 +308,47 @@ class Mover(Schedule):
         source = moved.host_view
         if source is None:
             source = host.data
-        buffer = _device_buffer(moved)
+        buffer = moved.new_device_buffer()
         moved.reload_queued(buffer)
-        reload = self._transport.reload
+        reload = moved.transport.reload
         if self.is_watched and is_profiling():
-            reload = in_range(reload, "reload", _layer_of(moved))
+            reload = in_range(reload, "reload", moved.label.layer)
         try:
             ticket = reload(
                 source, buffer, after=(moved.offload_ticket,), label=moved.label, times=self.times
             )
             moved.is_reloaded_by(ticket)
         except BaseException:
-            self._transport.retire_all()  # as in `_queue`: the buffer is let go, and written to
+            moved.transport.retire_all()  # as in `_queue`: the buffer is let go, and written to
             raise
         self.note_reload(moved.item, moved.device_bytes)
-        stats = moved.stats
-        stats.reloaded_bytes += moved.nbytes
-        stats.link_bytes += moved.device_bytes
+        meter = moved.meter
+        meter.reloaded_bytes += moved.nbytes
+        meter.link_bytes += moved.device_bytes
         if self.watcher is not None:
             self.watcher.on_copy("reload", moved.label, moved.device_bytes, ticket)
 
+    def bring_here(self, moved: MovedBytes) -> None:
+        """Let compute read *moved* on the device from here on, wherever its bytes are.
+
+        Raises:
+            ReleasedTensorError: the buffers were given back.
+        """
+        if moved.phase is not RELOADING:
+            self.reload(moved)
+        self.wait(moved)
+
     def wait(self, moved: MovedBytes) -> None:
         """Order the home of *moved* behind its reload, if one is under way."""
-        if moved.residency is RELOADING:
-            self._transport.wait(moved.reload_ticket)
+        if moved.phase is RELOADING:
+            moved.transport.wait(moved.reload_ticket)
             moved.has_come()
 
     def drop_device_copy(self, moved: MovedBytes) -> None:
-        """Let go of the reloaded copy; the host still has the bytes."""
-        if moved.residency is RELOADING:
+        """Let go of the reloaded copy; the tier still has the bytes."""
+        if moved.phase is RELOADING:
             self._retire(moved)
-        elif moved.residency is not DEVICE:
+        elif not moved.is_here:
             return
         self.note_use(moved.item)
         if moved.home is not None:
@@ -392,7 +357,7 @@ class Mover(Schedule):
 
     def _retire(self, moved: MovedBytes) -> None:
         if moved.reload_ticket is not None:  # else an interrupt came before it was queued
-            self._transport.retire(moved.reload_ticket)
+            moved.transport.retire(moved.reload_ticket)
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -401,10 +366,10 @@ class Mover(Schedule):
 
         Runs in a destructor: on any thread and inside any other call, so it takes no lock.
         """
-        residency = moved.residency
-        if residency is OFFLOADING:
+        phase = moved.phase
+        if phase is OFFLOADING:
             self._offloads.end(moved.item)
-        elif residency is RELOADING:
+        elif phase is RELOADING:
             self._retire(moved)
             self.note_use(moved.item)
         home = moved.home
@@ -415,56 +380,28 @@ class Mover(Schedule):
                 home.await_visitors()
         # The newest copy that uses the host buffer stands for the one before.
         last = moved.offload_ticket if moved.reload_ticket is None else moved.reload_ticket
-        host = moved.release()
-        if host is not None:
-            self._pool.release(host, last)
+        tier, host = moved.tier, moved.release()
+        if tier is not None and host is not None:
+            tier.store.release(host, last)
 
-    def collect_times(self, stats: MicroBatchStats, times: LinkTimes) -> None:
-        """Move *times* into *stats*, with those of copies that are known by now to be done."""
-        self._transport.collect(stats, times)
+    def collect_times(self, meter: LinkMeter, times: LinkTimes) -> None:
+        """Move *times* into *meter*, with those of copies that are known by now to be done."""
+        for transport in self.link.tiers.transports:
+            transport.collect(meter, times)
 
-    def collect(self, stats: MicroBatchStats) -> LinkTimes:
-        """End a micro-batch: note in *stats* what its copies took, and its peak on the host.
+    def collect(self, meter: LinkMeter) -> LinkTimes:
+        """End a micro-batch: note in *meter* what its copies took, and its peak on the host.
 
         Returns:
             Where its other copies are timed: a host that runs ahead knows of few that are done.
         """
         times, self.times = self.times, LinkTimes()
-        self.collect_times(stats, times)
-        stats.host_peak_bytes = self._pool.take_peak(self.host_use)
-        stats.pool_bytes = self._pool.pool_bytes
+        self.collect_times(meter, times)
+        meter.host_peak_bytes = sum(tier.store.take_peak(use) for tier, use in self._tiers)
+        meter.pool_bytes = self.link.tiers.pool_bytes
         return times
 
 
-def _items(group: Group, coming: dict[int, weakref.ref[HasMoved]]) -> list[int]:
-    """Return the ids of what *group* stands for; note in *coming* what stands for each."""
-    items = []
-    for ref in group:
-        holder = ref()
-        if holder is not None:
-            item = holder.moved.item
-            coming[item] = ref
-            items.append(item)
-    return items
-
-
-def _layer_of(moved: MovedBytes) -> str:
-    return str(getattr(moved.label, "layer", moved.label))
-
-
-def _rows_to_encode(moved: MovedBytes, codec: Codec) -> torch.Tensor | None:
-    """View a storage's bytes as a codec reads them; None if they must stay as they are."""
-    tensor = moved.source
-    start, end = moved.start, moved.start + moved.nbytes
-    rows = rows_view(tensor, tensor.untyped_storage(), start, end)
-    if rows is None or not codec.accepts(tensor) or not codec.accepts(rows):
-        return None
-    return rows
-
-
-def _device_buffer(moved: MovedBytes) -> torch.Tensor:
-    """Allocate what the payload of *moved* is brought back to, on the current stream."""
-    if moved.host_view is None:
-        return torch.empty(moved.device_bytes, dtype=torch.uint8, device=moved.device)
-    layout = moved.layout
-    return layout.blank.new_empty_strided(layout.size, layout.stride)
+def _count_kept(meter: Meter, nbytes: int) -> None:
+    """Count *nbytes* that stay on the device, since no tier has room for them."""
+    meter.kept_bytes[HOST_FULL] += nbytes

@@ -11,15 +11,16 @@ import torch
 
 from hf_pyao.engine.transfer.compute_streams import current_stream
 from hf_pyao.engine.transfer.graph_task import is_in_backward
+from hf_pyao.engine.transfer.meter import LinkMeter
 from hf_pyao.engine.transfer.transport import (
     Bandwidth,
     BlockingTransport,
     CopiedSoFar,
+    HostReleased,
     LinkTimes,
     Transport,
 )
 from hf_pyao.errors import ConfigError
-from hf_pyao.metrics import MicroBatchStats
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +69,7 @@ class StreamTransport:
 
     name = "stream"
     needs_pinned_memory = True
+    host_released: HostReleased | None = None
 
     def __init__(self, copy_streams: int = 2) -> None:
         if copy_streams not in (0, 1, 2):
@@ -137,7 +139,7 @@ class StreamTransport:
         """Ask the event, without waiting."""
         return bool(ticket.end.query())
 
-    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
+    def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
         """Read the events of finished copies and waits; those still running are left for later."""
         timed, self._timed = self._timed, []
         for each in timed:
@@ -150,10 +152,10 @@ class StreamTransport:
                 self._copied.add(each.kind, each.nbytes, elapsed_ms)
             else:
                 each.times.add_stall(elapsed_ms, in_backward=each.kind == "backward")
-        times.move_to(stats)
+        times.move_to(meter)
         for device in self._streams:
             peak_bytes = torch.accelerator.max_memory_allocated(device)
-            stats.device_peak_bytes = max(stats.device_peak_bytes, peak_bytes)
+            meter.device_peak_bytes = max(meter.device_peak_bytes, peak_bytes)
 
     def bandwidth(self) -> Bandwidth:
         """Return bytes over time of the copies collected so far."""

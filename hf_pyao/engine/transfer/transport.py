@@ -54,14 +54,14 @@ in the order of the streams, and its decisions follow from the order of the call
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from hf_pyao.engine.transfer.compute_streams import current_stream
-from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.engine.transfer.meter import LinkMeter
 
 
 @runtime_checkable
@@ -107,11 +107,11 @@ class LinkTimes:
         else:
             self.stall_forward_ms += elapsed_ms
 
-    def move_to(self, stats: MicroBatchStats) -> None:
-        """Add it all to *stats*, and begin anew."""
-        stats.transfer_ms += self.transfer_ms
-        stats.stall_forward_ms += self.stall_forward_ms
-        stats.stall_backward_ms += self.stall_backward_ms
+    def move_to(self, meter: LinkMeter) -> None:
+        """Add all of it to *meter*, and start again from zero."""
+        meter.transfer_ms += self.transfer_ms
+        meter.stall_forward_ms += self.stall_forward_ms
+        meter.stall_backward_ms += self.stall_backward_ms
         self.transfer_ms = self.stall_forward_ms = self.stall_backward_ms = 0.0
 
 
@@ -144,6 +144,11 @@ class CopiedSoFar:
         return self._bytes[direction] / 2**30 / (elapsed_ms / 1e3) if elapsed_ms else None
 
 
+HostReleased: TypeAlias = Callable[[torch.Tensor, Any], None]
+"""Called with host bytes that were given back, and the ticket of the copy that may still read them
+(None if there is no such copy)."""
+
+
 @runtime_checkable
 class Transport(Protocol):
     """Copies dense tensors between the device and the host.
@@ -152,12 +157,13 @@ class Transport(Protocol):
     bytes (:func:`~hf_pyao.engine.transfer.layout.bytes_of` views them). The caller keeps ``src``
     alive and unchanged, and ``dst`` alive and unread, until it has waited for the ticket.
     ``str()`` of ``label`` names the tensor in messages; ``times`` is whose time it is. See [Note:
-    Stream order]. A transport with a method ``host_released(data, after)`` hears of host bytes
-    that are given back, which the copy *after* may still read.
+    Stream order].
     """
 
     name: str
     needs_pinned_memory: bool
+    host_released: HostReleased | None
+    """Called for host bytes that are given back; None: the transport need not know."""
 
     def handles(self, device: torch.device) -> bool:
         """Say whether tensors on *device* can be moved by this transport."""
@@ -212,8 +218,8 @@ class Transport(Protocol):
         """
         ...
 
-    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
-        """Move what was measured for *times* since the last call into *stats*."""
+    def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
+        """Move what was measured for *times* since the last call into *meter*."""
         ...
 
     def bandwidth(self) -> Bandwidth:
@@ -254,6 +260,7 @@ class BlockingTransport:
 
     name = "blocking"
     needs_pinned_memory = False
+    host_released: HostReleased | None = None
 
     def __init__(self) -> None:
         self._own_times = LinkTimes()
@@ -300,9 +307,9 @@ class BlockingTransport:
         """Return True."""
         return True
 
-    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
+    def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
         """Report the copies' time; compute stood still meanwhile, so all of it is stall."""
-        times.move_to(stats)
+        times.move_to(meter)
 
     def bandwidth(self) -> Bandwidth:
         """Return bytes over time of all copies so far."""

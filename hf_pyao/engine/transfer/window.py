@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_pyao.engine.transfer.compute_streams import ComputeStreams, Home
-from hf_pyao.engine.transfer.moved_bytes import OFFLOADING, MovedBytes
+from hf_pyao.engine.transfer.moved_bytes import MovedBytes
 from hf_pyao.engine.transfer.schedule import Window
 from hf_pyao.engine.transfer.transport import Transport
 
@@ -23,6 +23,8 @@ class Leaving(NamedTuple):
     moved: weakref.ref[MovedBytes]
     ticket: Any
     payload: tuple[torch.Tensor, ...]
+    transport: Transport
+    """Whose ticket it is."""
 
 
 class OffloadWindow(Window):
@@ -33,17 +35,13 @@ class OffloadWindow(Window):
     ``transport``.
 
     Args:
-        transport: whose copies are waited for.
         limit_bytes: see :class:`~hf_pyao.engine.transfer.schedule.Window`.
         streams: the compute streams.
     """
 
-    def __init__(
-        self, transport: Transport, limit_bytes: int | None, streams: ComputeStreams
-    ) -> None:
+    def __init__(self, limit_bytes: int | None, streams: ComputeStreams) -> None:
         super().__init__(limit_bytes)
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
-        self._transport = transport
         self._streams = streams
         self._leaving: dict[int, Leaving] = {}
 
@@ -68,16 +66,17 @@ class OffloadWindow(Window):
     def add(self, moved: MovedBytes) -> None:
         """Hold the payload of *moved*, whose offload was just issued."""
         ticket = moved.offload_ticket
+        transport = moved.transport
         if (
             self.limit_bytes is not None
             and not self.waiting
             and not self._streams.are_several
-            and self._transport.is_done(ticket)
+            and transport.is_done(ticket)
         ):
             moved.source_has_left()
             return
         # First: an interrupt may come, and `drain` finds what is held here.
-        self._leaving[moved.item] = Leaving(weakref.ref(moved), ticket, moved.payload)
+        self._leaving[moved.item] = Leaving(weakref.ref(moved), ticket, moved.payload, transport)
         self.note_offload(moved.item, moved.device_bytes)
 
     def layer_end(self) -> None:
@@ -114,28 +113,31 @@ class OffloadWindow(Window):
 
     def is_done(self, item: int) -> bool:
         """Say whether the host knows that the copy of *item* has left."""
-        return self._transport.is_done(self._leaving[item].ticket)
+        leaving = self._leaving[item]
+        return leaving.transport.is_done(leaving.ticket)
 
     def await_copies(self, items: Sequence[int]) -> None:
         """Order compute behind the copies of *items*."""
         if len(items) == 1:
-            self._transport.wait(self._leaving[items[0]].ticket)
+            leaving = self._leaving[items[0]]
+            leaving.transport.wait(leaving.ticket)
             return
         # Copies of one queue run in order: for one compute stream the newest stands for all.
-        newest: dict[tuple[int, torch.Stream | None], Any] = {}
+        newest: dict[tuple[int, torch.Stream | None], Leaving] = {}
         for item in items:
-            ticket = self._leaving[item].ticket
+            leaving = self._leaving[item]
+            ticket = leaving.ticket
             key = (id(ticket.queue), ticket.compute)
-            if key not in newest or newest[key].order < ticket.order:
-                newest[key] = ticket
-        for ticket in newest.values():
-            self._transport.wait(ticket)
+            if key not in newest or newest[key].ticket.order < ticket.order:
+                newest[key] = leaving
+        for leaving in newest.values():
+            leaving.transport.wait(leaving.ticket)
 
     def let_go(self, item: int) -> None:
         """Let the payload of *item* go."""
-        ref, ticket, payload = self._leaving.pop(item)
+        ref, ticket, payload, _ = self._leaving.pop(item)
         moved = ref()
-        if moved is None or moved.residency is not OFFLOADING:
+        if moved is None or not moved.is_near:
             if ticket.compute is not None:
                 Home(self._streams, ticket.compute).await_everywhere()
             return

@@ -100,7 +100,7 @@ class NotingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Tensors from before it are noted by hand::
 
-        ledger = MemoryLedger(offloader.host_pool.owns)
+        ledger = MemoryLedger(offloader.link.tiers.owns)
         ledger.note([*model.parameters(), *model.buffers()])
         with NotingMode(ledger):
             model(**batch).loss.backward()

@@ -257,7 +257,7 @@ def peak_of(
         state_bytes = training.state_bytes(model)
         training.let_gradients_go(model)
         with attach(model, settings, transport=transport or LateTransport()) as offloader:
-            ledger = MemoryLedger(offloader.host_pool.owns)
+            ledger = MemoryLedger(offloader.link.tiers.owns)
             ledger.note([*model.parameters(), *model.buffers()])
             stack = find_layers(model).stack
             stack.register_forward_hook(lambda *_: ledger.end_phase("layers, forward"))

@@ -49,7 +49,7 @@ def simulate_step(
         training.let_gradients_go(model)
         with attach(model, settings, transport=transport) as offloader:
             device = SimulatedDevice(
-                hardware.device, transport.link, offloader.host_pool, fake_mode
+                hardware.device, transport.link, offloader.link.tiers, fake_mode
             )
             device.ledger.note([*model.parameters(), *model.buffers()])
             with device:

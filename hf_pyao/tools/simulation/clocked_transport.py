@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.engine.transfer.graph_task import is_in_backward
+from hf_pyao.engine.transfer.meter import LinkMeter
 from hf_pyao.engine.transfer.transport import Bandwidth, BlockingTransport, DoneTicket, LinkTimes
-from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.tools.simulation.virtual_link import Booking, VirtualLink
@@ -84,9 +84,9 @@ class ClockedTransport(BlockingTransport):
         assert isinstance(ticket, ClockedTicket)
         return self.link.is_done(ticket.booking)
 
-    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
-        """Move virtual times into *stats*."""
-        times.move_to(stats)
+    def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
+        """Move virtual times into *meter*."""
+        times.move_to(meter)
 
     def bandwidth(self) -> Bandwidth:
         """Return the link's speeds."""

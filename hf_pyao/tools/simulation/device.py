@@ -11,8 +11,9 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_pyao.engine.stores import HostPool
+from hf_pyao.engine.stores import Store
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
+from hf_pyao.engine.transfer.tiers import Tiers
 from hf_pyao.plan.hardware.operation_costs import cost_of
 from hf_pyao.plan.hardware.speeds import DeviceModel
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
@@ -25,7 +26,7 @@ class SimulatedDevice(NotingMode):  # type: ignore[no-untyped-call]
     Args:
         model: the device's speeds.
         link: the clock; a SimulatedTransport's ``link``.
-        host_pool: host memory, whose bytes are not the device's.
+        host_pool: where offloaded bytes are kept, which are not the device's.
         fake_mode: the mode that the operations run in, if they are on fake tensors.
 
     Use it around whole training steps::
@@ -33,7 +34,7 @@ class SimulatedDevice(NotingMode):  # type: ignore[no-untyped-call]
         transport = SimulatedTransport(link=LinkModel(d2h_gib_per_s=25, h2d_gib_per_s=25))
         offloader = attach(model, config, transport=transport)
         with SimulatedDevice(DeviceModel(tflop_per_s=50, memory_gib_per_s=470), transport.link,
-                             offloader.host_pool) as device:
+                             offloader.link.tiers) as device:
             model(**batch).loss.backward()
         device.link.finish(), device.ledger.peak_bytes
     """
@@ -42,7 +43,7 @@ class SimulatedDevice(NotingMode):  # type: ignore[no-untyped-call]
         self,
         model: DeviceModel,
         link: VirtualLink,
-        host_pool: HostPool | None = None,
+        host_pool: Store | Tiers | None = None,
         fake_mode: FakeTensorMode | None = None,
     ) -> None:
         super().__init__(MemoryLedger(None if host_pool is None else host_pool.owns), fake_mode)

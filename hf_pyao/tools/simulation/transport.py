@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_pyao.engine.transfer.graph_task import is_in_backward
 from hf_pyao.engine.transfer.layout import bytes_of
+from hf_pyao.engine.transfer.meter import LinkMeter
 from hf_pyao.engine.transfer.transport import Bandwidth, LinkTimes
 from hf_pyao.errors import PyAOError
-from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.tools.simulation.virtual_link import Booking, VirtualLink
@@ -204,9 +204,9 @@ class SimulatedTransport:
             )
         )
 
-    def collect(self, stats: MicroBatchStats, times: LinkTimes) -> None:
-        """Move virtual times into *stats*; zeros without a link model."""
-        times.move_to(stats)
+    def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
+        """Move virtual times into *meter*; zeros without a link model."""
+        times.move_to(meter)
 
     def bandwidth(self) -> Bandwidth:
         """Return the link model's speeds."""

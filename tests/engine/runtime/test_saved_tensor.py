@@ -13,19 +13,19 @@ import torch
 from hf_pyao import attach
 from hf_pyao.engine.runtime.saved_tensor import SavedStorage, modified_error
 from hf_pyao.engine.runtime.slots import Slot
-from hf_pyao.engine.transfer.moved_bytes import MovedBytes, Residency
+from hf_pyao.engine.transfer.moved_bytes import MovedBytes, Phase
 from tests.helpers import EVERY_LAYER, Stack, linear_relu
 
 LEGAL = {
-    (Residency.OFFLOADING, Residency.HOST),
-    (Residency.OFFLOADING, Residency.RELEASED),
-    (Residency.HOST, Residency.RELOADING),
-    (Residency.HOST, Residency.RELEASED),
-    (Residency.RELOADING, Residency.DEVICE),
-    (Residency.RELOADING, Residency.HOST),
-    (Residency.RELOADING, Residency.RELEASED),
-    (Residency.DEVICE, Residency.HOST),
-    (Residency.DEVICE, Residency.RELEASED),
+    (Phase.OFFLOADING, Phase.AWAY),
+    (Phase.OFFLOADING, Phase.RELEASED),
+    (Phase.AWAY, Phase.RELOADING),
+    (Phase.AWAY, Phase.RELEASED),
+    (Phase.RELOADING, Phase.HERE),
+    (Phase.RELOADING, Phase.AWAY),
+    (Phase.RELOADING, Phase.RELEASED),
+    (Phase.HERE, Phase.AWAY),
+    (Phase.HERE, Phase.RELEASED),
 }
 
 
@@ -38,27 +38,27 @@ def test_only_legal_transitions_pass() -> None:
     with attach(model, EVERY_LAYER) as offloader:
         loss = model(torch.randn(4, 4)).sum()
         moved = records_of(offloader)[0].moved
-        for before, after in itertools.product(Residency, Residency):
-            moved.residency = before
+        for before, after in itertools.product(Phase, Phase):
+            moved.phase = before
             if (before, after) in LEGAL:
                 moved.to(after)
-                assert moved.residency is after
+                assert moved.phase is after
             else:
                 with pytest.raises(AssertionError, match=f"{before.name}.*{after.name}"):
                     moved.to(after)
-                assert moved.residency is before
-        moved.residency = Residency.HOST
+                assert moved.phase is before
+        moved.phase = Phase.AWAY
         del moved, loss
         assert offloader.host_pool.settle() == 0
 
 
 def test_a_step_takes_every_storage_through_its_life() -> None:
     for window in ("layer", 0, 10**6):
-        seen: dict[int, list[Residency]] = {}
+        seen: dict[int, list[Phase]] = {}
 
         def watch(moved: MovedBytes, name: str, value: object) -> None:
-            if name == "residency" and value is not Residency.RELEASED:
-                seen.setdefault(id(moved), [moved.residency]).append(Residency(value))
+            if name == "phase" and value is not Phase.RELEASED:
+                seen.setdefault(id(moved), [moved.phase]).append(Phase(value))
             object.__setattr__(moved, name, value)
 
         model = Stack(linear_relu, linear_relu)
@@ -68,7 +68,7 @@ def test_a_step_takes_every_storage_through_its_life() -> None:
         ):
             patch.setattr(MovedBytes, "__setattr__", watch)
             model(torch.randn(4, 4)).sum().backward()
-        whole = [Residency.OFFLOADING, Residency.HOST, Residency.RELOADING, Residency.DEVICE]
+        whole = [Phase.OFFLOADING, Phase.AWAY, Phase.RELOADING, Phase.HERE]
         assert list(seen.values()) == [whole] * 3, window
 
 
@@ -117,7 +117,7 @@ def test_saved_tensors_may_be_looked_at_outside_of_backward() -> None:
         for _ in range(2):
             assert torch.equal(output.grad_fn._saved_result, output)
             moved = [record.moved for record in records_of(offloader)]
-            assert {each.residency for each in moved} == {Residency.HOST}
+            assert {each.phase for each in moved} == {Phase.AWAY}
             assert all(each.buffer is None and each.decoded is None for each in moved)
         del moved
         output.sum().backward()

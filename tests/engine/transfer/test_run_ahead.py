@@ -300,7 +300,8 @@ def wait_for_none(self: OffloadWindow, items: Sequence[int]) -> None:
 
 def wait_for_the_oldest(self: OffloadWindow, items: Sequence[int]) -> None:
     if items:
-        self._transport.wait(next(iter(self._leaving.values())).ticket)
+        oldest = next(iter(self._leaving.values()))
+        oldest.transport.wait(oldest.ticket)
 
 
 @pytest.mark.parametrize("wait", [wait_for_none, wait_for_the_oldest])

@@ -1,0 +1,167 @@
+"""What a store is: memory that keeps bytes which left the device, and hands out buffers of it.
+
+A store knows neither devices nor copies. Which stores a link fills, in which order, and how bytes
+get there, is told by its tiers (``hf_pyao.engine.transfer.tiers``).
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar, Protocol
+
+import torch
+
+HOST_FULL = "host memory full"
+"""The reason for which bytes stay on the device where no store has room for them."""
+
+
+class Layout(Protocol):
+    """How a tensor lies in its memory, as far as a store needs to know it."""
+
+    @property
+    def blank(self) -> torch.Tensor:
+        """An empty tensor of its dtype."""
+        ...
+
+    @property
+    def size(self) -> torch.Size:
+        """Its size."""
+        ...
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Its strides."""
+        ...
+
+
+class QueuedCopy(Protocol):
+    """A copy in some queue, as far as a store needs to know it: a transport's ticket is one."""
+
+    @property
+    def queue(self) -> object:
+        """Which queue; copies of one queue run in order."""
+        ...
+
+    @property
+    def order(self) -> int:
+        """Position in its queue."""
+        ...
+
+
+class Buffer:
+    """A piece of a store's memory that its holder may use until it is released."""
+
+    __slots__ = ("__weakref__", "_view", "data", "reserved_bytes", "use")
+
+    def __init__(self, data: torch.Tensor, reserved_bytes: int) -> None:
+        self.data = data
+        """uint8, shape (nbytes,), on the host; its first byte is aligned to 64 bytes."""
+        self.reserved_bytes = reserved_bytes
+        """Bytes of the store that it takes."""
+        self.use: HostUse | None = None
+        """Who has it; None while no one has."""
+        self._view: tuple[Layout | None, torch.Tensor | None] = (None, None)
+
+    def view_like(self, layout: Layout) -> torch.Tensor:
+        """View the buffer as a tensor of *layout* that begins where the buffer does.
+
+        The newest view is remembered: the next step asks for the same ones.
+        """
+        known, view = self._view
+        if known is not layout or view is None:
+            data = self.data
+            view = torch.empty(0, dtype=layout.blank.dtype, device=data.device)
+            offset = int(data.storage_offset()) // view.itemsize
+            view.set_(data.untyped_storage(), offset, layout.size, layout.stride)
+            self._view = (layout, view)
+        return view
+
+
+class HostUse:
+    """Bytes that one of a store's users has, and the most that it had."""
+
+    __slots__ = ("__weakref__", "peak_bytes", "used_bytes")
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count *nbytes* more, or fewer."""
+        self.used_bytes += nbytes
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
+
+    def take_peak(self) -> int:
+        """Return the peak, and start again from what is in use."""
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.used_bytes
+        return peak_bytes
+
+
+class Store(abc.ABC):
+    """Keeps bytes. A subclass acquires and releases buffers, and counts what they take.
+
+    Forwards may acquire on several threads. Buffers are released in destructors, which run on any
+    thread and inside any other call: :meth:`release` takes no lock. An interrupt may lose a buffer
+    before anyone has it.
+    """
+
+    name: ClassVar[str] = ""
+    """Names the kind of memory in messages: ``host memory``."""
+    limit_origin: str = ""
+    """Says how the capacity came about; empty where the user gave it."""
+    capacity_bytes: int
+    """Most bytes that it may reserve."""
+    pool_bytes: int = 0
+    """Bytes that are reserved, in use or not."""
+    used_bytes: int = 0
+    """Bytes that buffers take now."""
+    barriers: tuple[QueuedCopy, ...] = ()
+    """Newest copy of each queue that may still read a released buffer."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if its memory is page-locked, so that copies can run beside compute."""
+        return False
+
+    @abc.abstractmethod
+    def acquire(self, nbytes: int, use: HostUse | None = None) -> Buffer | None:
+        """Return a buffer of *nbytes*; None if there is no room for it.
+
+        *use* counts it. :attr:`barriers` may still read its bytes; order writes behind them.
+        """
+
+    @abc.abstractmethod
+    def release(self, buffer: Buffer, after: QueuedCopy | None = None) -> None:
+        """Take *buffer* back; *after* is the last copy that reads it, if one may be pending."""
+
+    @abc.abstractmethod
+    def settle(self) -> int:
+        """Take back all that was released so far; return the bytes still in use."""
+
+    @abc.abstractmethod
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Say whether *storage* is memory of this store's."""
+
+    def room(self) -> int:
+        """Return the bytes that further buffers may take."""
+        return self.capacity_bytes - self.used_bytes
+
+    def note_reader(self, copy: QueuedCopy) -> None:
+        """Let :attr:`barriers` stand for *copy* too, which may still read a released buffer."""
+        others = []
+        for barrier in self.barriers:
+            if barrier.queue is not copy.queue:
+                others.append(barrier)
+            elif barrier.order >= copy.order:
+                return
+        self.barriers = (*others, copy)
+
+    def new_use(self) -> HostUse:
+        """Return a count for one more user of the store."""
+        return HostUse()
+
+    def take_peak(self, use: HostUse) -> int:
+        """Return the most bytes that *use* had since the last call; start again from now."""
+        self.settle()
+        return use.take_peak()
