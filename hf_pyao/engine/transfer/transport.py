@@ -162,8 +162,11 @@ class Transport(Protocol):
 
     name: str
     needs_pinned_memory: bool
-    host_released: HostReleased | None
-    """Called for host bytes that are given back; None: the transport need not know."""
+
+    @property
+    def host_released(self) -> HostReleased | None:
+        """Called for host bytes that are given back; None: the transport need not know."""
+        ...
 
     def handles(self, device: torch.device) -> bool:
         """Say whether tensors on *device* can be moved by this transport."""
