@@ -104,7 +104,8 @@ class Window(abc.ABC):
     def layer_end(self) -> None:
         """Meet the copies at the end of a layer, if that is the rule; else see what has left."""
         if self.limit_bytes is None:
-            self.release(list(self.waiting))
+            with self._lock:  # another thread may release some of them
+                self.release(list(self.waiting))
         elif self.waiting:
             self.release_done()
 

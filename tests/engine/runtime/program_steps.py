@@ -426,8 +426,8 @@ MEDDLING: tuple[Meddling, ...] = (*MEDDLING_OF_THREAD, seeds, wider, *(nothing,)
 
 def clamp_gradient(weight: torch.Tensor) -> None:
     """As a hook that runs behind the sum of a gradient; it returns nothing."""
-    assert weight.grad is not None
-    weight.grad.clamp_(-3, 3)
+    if weight.grad is not None:  # None where the weight was frozen after its forward
+        weight.grad.clamp_(-3, 3)
 
 
 def furnish(layer: Any, number: int) -> None:
