@@ -7,8 +7,8 @@ neither transformers nor datasets.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_pyao.attachment import Offloader as Offloader
     from hf_pyao.attachment import attach as attach
+    from hf_pyao.auto.offloader import Offloader as Offloader
     from hf_pyao.auto.retry.out_of_memory import (
         OutOfDeviceMemoryError as OutOfDeviceMemoryError,
     )
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ModuleMap": "hf_pyao.model.map.module_map",
-    "Offloader": "hf_pyao.attachment",
+    "Offloader": "hf_pyao.auto.offloader",
     "OutOfDeviceMemoryError": "hf_pyao.auto.retry.out_of_memory",
     "Plan": "hf_pyao.plan.documents.plan",
     "Profile": "hf_pyao.plan.documents.profile",

@@ -182,6 +182,11 @@ class Deciding:
         return policy.plan if isinstance(policy, PlanPolicy) else None
 
     @property
+    def may_come(self) -> frozenset[str]:
+        """The levers that plans of policy ``auto`` may set later."""
+        return frozenset() if self.auto is None else self._parts.levers.free
+
+    @property
     def is_measuring(self) -> bool:
         """True while a profile is made."""
         return self.measuring.is_measuring

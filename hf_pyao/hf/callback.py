@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from hf_pyao.attachment import Offloader
+    from hf_pyao.auto.offloader import Offloader
     from hf_pyao.plan.documents.plan import Plan
 
 logger = logging.getLogger(__name__)

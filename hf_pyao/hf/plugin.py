@@ -26,7 +26,7 @@ from hf_pyao.settings import Switch
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from hf_pyao.attachment import Offloader
+    from hf_pyao.auto.offloader import Offloader
 
 logger = logging.getLogger(__name__)
 

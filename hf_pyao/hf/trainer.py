@@ -21,7 +21,7 @@ from hf_pyao.hf.micro_batch.training_state import take_batch
 from hf_pyao.plan.documents.run import FINISHED, outcome_of
 
 if TYPE_CHECKING:
-    from hf_pyao.attachment import Offloader
+    from hf_pyao.auto.offloader import Offloader
 
     _TrainerBase = Trainer
 else:

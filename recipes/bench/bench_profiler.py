@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.attachment import Offloader
+from hf_pyao.auto.offloader import Offloader
 from hf_pyao.plan.measure.pack_intervals import PackIntervals
 from hf_pyao.plan.measure.profile import StepProfiler
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size

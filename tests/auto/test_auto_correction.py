@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.attachment import Offloader
+from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.plans.check import PlanCheck, TimedMicroBatch
 from hf_pyao.auto.plans.correction import COMPUTE, COPIES, REBUILDING, Finding, find_off
 from hf_pyao.config import GIB

@@ -16,7 +16,8 @@ import torch
 from torch._guards import active_fake_mode
 
 from hf_pyao import attach
-from hf_pyao.attachment import Offloader, offloader_of
+from hf_pyao.attachment import offloader_of
+from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.recording.held_interrupts import SIGNALS, HeldInterrupts
 from hf_pyao.engine.stores import HostPool
 from hf_pyao.tools.simulation.device import SimulatedDevice

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.attachment import Offloader
+from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.recording import (
     lever_recording,
 )

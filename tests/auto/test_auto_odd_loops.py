@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.attachment import Offloader
 from hf_pyao.auto import (
     profiling,
 )
+from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.plans.check import PlanCheck, TimedMicroBatch, loses
 from hf_pyao.auto.recording.model_copy import ForwardWatch
 from hf_pyao.config import GIB

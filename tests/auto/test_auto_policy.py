@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainingArguments, attach
-from hf_pyao.attachment import Offloader
+from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.plans.check import PlanCheck, TimedMicroBatch
 from hf_pyao.auto.plans.planning import AFTER_RUNNING_OUT
 from hf_pyao.auto.policy import PLAN_FILE

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.attachment import Offloader
+from hf_pyao.auto.offloader import Offloader
 from tests.helpers import assert_same_tensors, gradients_of, tiny_batch, tiny_model
 
 Call = Callable[..., Any]

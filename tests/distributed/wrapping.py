@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from hf_pyao import PyAOConfig, PyAOPlugin, attach
-from hf_pyao.attachment import Offloader
+from hf_pyao.auto.offloader import Offloader
 from tests.distributed.models import build_model, layers_of
 from tests.distributed.scenarios import LAYER_CLASSES, WORLD_SIZE, Scenario
 

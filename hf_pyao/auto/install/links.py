@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import nn
 
 from hf_pyao.config import GIB
 from hf_pyao.engine.stores import HostPool, Store
@@ -13,6 +14,7 @@ from hf_pyao.engine.stores.numa import node_of_pci_device
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.stream_transport import transport_for
 from hf_pyao.engine.transfer.transport import Transport
+from hf_pyao.errors import ConfigError
 
 
 def make_link(
@@ -35,6 +37,62 @@ def make_link(
     transport = transport or transport_for(device)
     pool = host_pool or _make_pool(host_memory_gib, transport, device)
     return LinkContext(transport, pool, window_bytes)
+
+
+def link_for(
+    device: torch.device,
+    transport: Transport | None,
+    host_pool: Store | None,
+    shared: LinkContext | None,
+    *,
+    window_bytes: int | None,
+    label: str,
+    host_memory_gib: float | None,
+) -> LinkContext:
+    """Return the link that is *shared* with other models, or a new one.
+
+    Args:
+        device: where the model is.
+        transport: as in :func:`make_link`.
+        host_pool: as in :func:`make_link`.
+        shared: what :func:`~hf_pyao.attach` was given as ``link``.
+        window_bytes: as in :func:`make_link`.
+        label: how messages call the window.
+        host_memory_gib: as in :func:`make_link`.
+
+    Raises:
+        ConfigError: the link is given together with its parts, or has another window.
+    """
+    if shared is None:
+        return make_link(
+            device,
+            transport,
+            host_pool,
+            window_bytes=window_bytes,
+            host_memory_gib=host_memory_gib,
+        )
+    if transport is not None or host_pool is not None:
+        raise ConfigError(
+            "link is given together with transport or host_pool, which are a part of it. Pass "
+            "either link, or the other two."
+        )
+    if shared.window_bytes != window_bytes:
+        given, expected = (
+            "layer" if limit is None else limit for limit in (window_bytes, shared.window_bytes)
+        )
+        raise ConfigError(
+            f"{label} is {given!r}; expected the window of the link that is shared, "
+            f"{expected!r}. Give both models the same window."
+        )
+    return shared
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of *model*'s parameters; that of the first that is not on a CPU."""
+    for tensor in model.parameters():
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return torch.device("cpu")
 
 
 def _make_pool(

@@ -68,6 +68,10 @@ class RunRecord:
         if sentence:
             self._levers_description += f" {sentence}."
 
+    def note_tightened(self, sentence: str) -> None:
+        """Have the report say what was done where a micro-batch did not fit."""
+        self.report_extra.setdefault("out_of_memory", []).append(sentence)
+
     def metrics(self) -> dict[str, float]:
         """Return the figures of the last finished micro-batch; empty before the first.
 

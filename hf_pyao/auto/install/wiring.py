@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -72,7 +72,6 @@ def make_lifecycle(
     levers: Levers,
     *,
     segments_may_come: bool = False,
-    owner: Any = None,
     sampler: Sampler | None = None,
 ) -> Lifecycle:
     """Return what drives *engine* by hooks on *found*, once it is installed.
@@ -82,7 +81,6 @@ def make_lifecycle(
         found: the layers.
         levers: the segments that are asked for.
         segments_may_come: plans of policy ``auto`` may put layers into segments later.
-        owner: whose lifecycle it is; hooks find it.
         sampler: checks what segments give to backward.
     """
     make: Callable[..., Lifecycle] = Lifecycle
@@ -101,7 +99,6 @@ def make_lifecycle(
         found.layers,
         named_submodules=named_submodules,
         sharding=KnownSharding(),
-        owner=owner,
     )
 
 

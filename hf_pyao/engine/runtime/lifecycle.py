@@ -77,7 +77,6 @@ class Lifecycle:
         layers: qualified name and module of each layer, in forward order.
         named_submodules: yields path and module for everything inside a layer; the layer is "".
         sharding: what data-parallel engines do to parameters.
-        owner: found again through the stack's hook; kept alive by it.
     """
 
     def __init__(
@@ -88,10 +87,10 @@ class Lifecycle:
         *,
         named_submodules: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
         sharding: Sharding | None = None,
-        owner: Any = None,
     ) -> None:
         self.engine = engine
-        self.owner = owner
+        self.owner: Any = None
+        """What :meth:`install` was given; found again through the stack's hook."""
         self.refused = ""
         """Why a layer did not run again, where it should have; empty if none was refused."""
         self.running = Running()
@@ -116,8 +115,12 @@ class Lifecycle:
 
     # ---- installing ----------------------------------------------------------------------------
 
-    def install(self) -> None:
-        """Put the hooks on. If it raises, :meth:`remove` takes down what was put on so far."""
+    def install(self, owner: object = None) -> None:
+        """Put the hooks on. If it raises, :meth:`remove` takes down what was put on so far.
+
+        The hooks keep *owner* alive, and lead to it.
+        """
+        self.owner = owner
         stack = self._stack()
         if stack is None:
             return

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from hf_pyao.attachment import Offloader, attach
+from hf_pyao.attachment import attach
+from hf_pyao.auto.offloader import Offloader
 from hf_pyao.config import DEFAULT_KEEP_LAST_LAYERS, DEFAULT_WINDOW_BYTES, PyAOConfig
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.errors import ConfigError

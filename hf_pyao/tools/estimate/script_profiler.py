@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.attachment import Offloader, attach, offloader_of
+from hf_pyao.attachment import attach, offloader_of
+from hf_pyao.auto.offloader import Offloader
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConflictError, NoLayersFoundError, PyAOError
 from hf_pyao.plan.documents.profile import Profile

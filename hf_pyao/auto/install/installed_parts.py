@@ -1,0 +1,118 @@
+"""``InstalledParts``: what is put on one model, and taken off again in the right order."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hf_pyao.auto.install.wiring import (
+    put_on_attention_groups,
+    put_on_head_loss,
+    put_on_mlp_tiles,
+)
+from hf_pyao.engine.recompute.verification import TILES, Sampler, SecondRunCheck
+from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.engine.runtime.lifecycle import Lifecycle
+from hf_pyao.levers import Levers
+from hf_pyao.model.map.module_map import FoundLayers
+
+if TYPE_CHECKING:
+    from hf_pyao.model.attention.attention_groups import AttentionGroups
+    from hf_pyao.model.head.head_loss import HeadLoss
+    from hf_pyao.model.tiles.mlp_tiles import MLPTiles
+
+
+class InstalledParts:
+    """The lifecycle with its hooks, the head loss, MLP tiles and attention groups of one model."""
+
+    def __init__(self) -> None:
+        self.head_loss: HeadLoss | None = None
+        self.mlp_tiles: MLPTiles | None = None
+        self.attention_groups: AttentionGroups | None = None
+        self._lifecycle: weakref.ref[Lifecycle] | None = None
+
+    @property
+    def lifecycle(self) -> Lifecycle | None:
+        """Drives the engine; None once it is taken off, or once the model is gone."""
+        return None if self._lifecycle is None else self._lifecycle()
+
+    @property
+    def is_on(self) -> bool:
+        """True from :meth:`put_on` until :meth:`take_off` has ended."""
+        return self._lifecycle is not None
+
+    def put_on(
+        self,
+        model: nn.Module,
+        found: FoundLayers,
+        lifecycle: Lifecycle,
+        levers: Levers,
+        *,
+        check: SecondRunCheck,
+        groups_may_come: bool,
+    ) -> None:
+        """Exchange the forwards that *levers* ask for. The caller installs *lifecycle* afterwards.
+
+        If it raises, :meth:`take_off` removes what was put on so far.
+
+        Args:
+            model: what is attached.
+            found: its layers.
+            lifecycle: held weakly, since the model's hooks own it.
+            levers: head loss, tiles and groups that are asked for.
+            check: compares tiles that run again with their first run.
+            groups_may_come: plans of policy ``auto`` may set groups of attention later.
+
+        Raises:
+            ConfigError: the model has no head, MLP or attention that can be exchanged.
+        """
+        self._lifecycle = weakref.ref(lifecycle)
+        _forget_compiled_code()
+        self.head_loss = put_on_head_loss(model, levers.head_loss)
+        self.mlp_tiles = put_on_mlp_tiles(model, found, levers.mlp_tiles, Sampler(check, TILES))
+        self.attention_groups = put_on_attention_groups(
+            model, found, levers.attention_groups, may_come=groups_may_come
+        )
+
+    def describe(self) -> Iterator[str]:
+        """Yield a sentence for each of head loss, tiles and groups that is there."""
+        for part in (self.head_loss, self.mlp_tiles, self.attention_groups):
+            if part is not None:
+                yield part.describe()
+
+    def take_off(self, engine: OffloadEngine) -> None:
+        """Put the model's own forwards back, end *engine*, and remove the hooks.
+
+        It may be called again, also where it was interrupted.
+        """
+        try:
+            if self.head_loss is not None:
+                self.head_loss.uninstall()
+            if self.mlp_tiles is not None:
+                self.mlp_tiles.uninstall()
+            if self.attention_groups is not None:
+                self.attention_groups.uninstall()
+        finally:
+            if self._lifecycle is not None:
+                lifecycle = self._lifecycle()
+                if lifecycle is not None:
+                    lifecycle.leave_all()
+                engine.end()
+                if lifecycle is not None:
+                    lifecycle.remove()
+                self._lifecycle = None
+
+
+def _forget_compiled_code() -> None:
+    """Drop code that torch.compile made before hooks were there: it would go on without them.
+
+    Compiled modules do not check for new hooks by default, not even on another instance of the
+    same class.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
