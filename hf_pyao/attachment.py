@@ -12,6 +12,7 @@ from hf_pyao.auto.deciding import Deciding, followed_levers
 from hf_pyao.auto.install.conflicts import check_model, check_other_checkpointing
 from hf_pyao.auto.install.links import device_of, link_for
 from hf_pyao.auto.install.run_record import RunRecord
+from hf_pyao.auto.install.weights import check_streaming
 from hf_pyao.auto.install.wiring import make_lifecycle
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.parts import Parts, parts_of
@@ -74,6 +75,7 @@ def attach(
     """
     config = _checked(model, config)
     parts = parts_of(config)
+    check_streaming(config.stream_weights, config.label("stream_weights"))
     found = find_layers(model, parts.layers.names, field=parts.layers.label)
     pop_left_behind()
     stop_left_behind()

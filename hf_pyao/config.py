@@ -17,6 +17,7 @@ from hf_pyao.settings import (
     Amount,
     Choice,
     Count,
+    CountOrWord,
     FilePath,
     Gibibytes,
     Implied,
@@ -277,6 +278,16 @@ class PyAOConfig:
         "has multiprocessors. "
         "(default: off; with {long_context}: auto; {policy} 'auto' takes groups where nothing else "
         "fits, or where that is faster)",
+    )
+    stream_weights: int | str = setting(
+        "off",
+        CountOrWord("layers", words=("off", "auto")),
+        "Whether the frozen weights of the layers live on the host and come to the device layer by "
+        "layer, for forward and again for backward, so that a model larger than the device can be "
+        "fine-tuned with adapters. 'off': all weights are on the device. 'auto': as few layers as "
+        "needed are streamed, and none where everything fits. A number: so many layers stay on the "
+        "device, spread over the depth; two more are there at a time. Bits do not change. The "
+        "weights on the host count against {host_memory_gib}.",
     )
     verify_recompute: str = setting(
         "auto",

@@ -335,6 +335,36 @@ class Parts(Kind):
 
 
 @dataclass(frozen=True)
+class CountOrWord(Kind):
+    """A whole number of things, zero included, or one of some words."""
+
+    unit: str
+    """What is counted, such as layers."""
+    words: tuple[str, ...]
+    flag_type = int | str
+
+    @property
+    def metavar(self) -> str:  # type: ignore[override]
+        """The words, and N."""
+        return "{" + ",".join((*self.words, "N")) + "}"
+
+    def check(self, label: str, value: Any) -> int | str:
+        """Return *value* as a number, or as the word that it is."""
+        words = ", ".join(map(repr, self.words))
+        expected = f"expected {words}, or a whole number of {self.unit}, such as 8"
+        if isinstance(value, str) and value.strip().isdigit():
+            value = int(value)
+        if isinstance(value, str):
+            if value not in self.words:
+                hint = nearest(value, self.words)
+                raise ConfigError(f"{label} is {echo(value)}{hint or ';'} {expected}.")
+            return value
+        if value is False and "off" in self.words:
+            raise ConfigError(f"{label} is False; did you mean 'off'? In YAML, write it in quotes.")
+        return _check_whole(label, value, self.unit, expected.removeprefix("expected "))
+
+
+@dataclass(frozen=True)
 class Implied(Kind):
     """What *kind* may hold, or None: the setting is left open, and another value is implied."""
 

@@ -51,6 +51,7 @@ EXAMPLES = {
     "checkpoint_nested": True,
     "save_attention": True,
     "attention_groups": 4,
+    "stream_weights": 8,
     "verify_recompute": "always",
     "auto_micro_batch": "largest",
     "log_metrics": "all",

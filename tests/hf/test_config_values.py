@@ -70,6 +70,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint_nested": (False, True),
     "save_attention": (False, True),
     "attention_groups": ("off", "auto", 2),
+    "stream_weights": ("off", "auto", 0, 8),
     "verify_recompute": ("auto", "always"),
     "auto_micro_batch": ("off",),
     "log_metrics": ("summary", "all"),
