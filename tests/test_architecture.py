@@ -142,8 +142,9 @@ def test_the_lower_floors_import_torch_alone() -> None:
 
 def test_the_schedule_is_arithmetic() -> None:
     """It knows neither torch nor the rest of the package: the predictor uses it too."""
-    found = set(imports_of(ROOT / "engine" / "transfer" / "schedule.py", also_types=True))
-    assert {module.split(".")[0] for module in found} <= set(sys.stdlib_module_names)
+    for name in ("schedule.py", "ring_schedule.py"):
+        found = set(imports_of(ROOT / "engine" / "transfer" / name, also_types=True))
+        assert {module.split(".")[0] for module in found} <= set(sys.stdlib_module_names)
 
 
 def test_optional_packages_are_imported_where_they_are_used() -> None:
