@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from hf_pyao.auto.deciding import Deciding, followed_levers
+from hf_pyao.auto.deciding import Deciding
 from hf_pyao.auto.install.conflicts import check_model, check_other_checkpointing
 from hf_pyao.auto.install.links import device_of, link_for
 from hf_pyao.auto.install.run_record import RunRecord
@@ -32,7 +32,10 @@ from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers, check_roles, find_layers
+from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.run import check_report_path
+from hf_pyao.plan.options.plan_levers import levers_of_plan
+from hf_pyao.plan.policies.by_name import given_plan
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +83,8 @@ def attach(
     pop_left_behind()
     stop_left_behind()
     check_model(model)
-    levers = followed_levers(parts.policy, parts.levers)
+    plan = given_plan(parts.policy)
+    levers = parts.levers.levers if plan is None else levers_of_plan(plan, parts.levers)
     if levers.checkpoint_every:
         check_other_checkpointing(model, levers.checkpoint_every)
     check_report_path(parts.report.path, parts.report.label)
@@ -97,7 +101,7 @@ def attach(
         label=parts.link.label,
         host_memory_gib=parts.link.host_memory_gib,
     )
-    offloader = _wire(model, found, config, parts, levers, link, backward_order)
+    offloader = _wire(model, found, config, parts, plan, levers, link, backward_order)
     try:
         logger.info("%s", offloader.describe())
         if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
@@ -157,6 +161,7 @@ def _wire(
     found: FoundLayers,
     config: PyAOConfig,
     parts: Parts,
+    plan: Plan | None,
     levers: Levers,
     link: LinkContext,
     backward_order: BackwardOrder | None,
@@ -173,6 +178,7 @@ def _wire(
         model,
         found,
         parts,
+        plan,
         levers,
         link,
         device,

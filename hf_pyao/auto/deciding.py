@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pyao.auto.install.fixed_slots import FixedSlots
 from hf_pyao.auto.install.lever_switch import LeverSwitch
-from hf_pyao.auto.install.wiring import (
-    first_kept_layer,
-    make_engine,
-    paths_in_a_layer,
-    select_recomputed,
-    wrap_policy,
-)
+from hf_pyao.auto.install.wiring import make_engine
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.driver import Driver, Policies
 from hf_pyao.auto.machine.rules import MOST_ROUNDS
@@ -26,7 +21,7 @@ from hf_pyao.auto.measuring import Measuring
 from hf_pyao.auto.parts import Parts
 from hf_pyao.auto.plans.fit import policy_of
 from hf_pyao.auto.policy import AutoPolicy
-from hf_pyao.auto.pyao_rule import PyAORule, kept_plan
+from hf_pyao.auto.pyao_rule import PyAORule
 from hf_pyao.auto.retry.tightening import (
     MachineTightening,
     Tightening,
@@ -47,9 +42,8 @@ from hf_pyao.model.map.module_map import (
 )
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.device_limit import allocator_settings, release_cached
-from hf_pyao.plan.options.plan_levers import GivenLevers, levers_of_plan
 from hf_pyao.plan.options.plan_request import PlanRequest
-from hf_pyao.plan.policies.by_name import PolicySettings, make_policy
+from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
 
 
@@ -60,7 +54,8 @@ class Deciding:
         model: what is attached; it is not held.
         found: its layers.
         parts: what was given.
-        levers: what is followed: those that were given, or a plan's.
+        plan: what the policy follows from the first step on; None: nothing yet.
+        levers: what is followed: those that were given, or the plan's.
         link: the engine's.
         device: where the model is.
         backward_order: as in :func:`~hf_pyao.attach`.
@@ -77,6 +72,7 @@ class Deciding:
         model: nn.Module,
         found: FoundLayers,
         parts: Parts,
+        plan: Plan | None,
         levers: Levers,
         link: LinkContext,
         device: torch.device,
@@ -84,26 +80,25 @@ class Deciding:
         *,
         sampler: Sampler | None = None,
     ) -> None:
-        self._parts = parts
         self._link = link
+        self._free_levers = parts.levers.free
+        named = parts.policy.policy
         identity = identity_of(found)
-        min_bytes, named = parts.policy.min_bytes, parts.policy.policy
+        check_plan = _plan_check(identity, found)
         selected = resolve_selections(parts.modules.names, found, field=parts.modules.label)
-        kept = kept_plan(parts.policy.plan) if named == "pyao" else None
-        policy = make_policy(parts.policy, selected)
-        if kept is not None:
-            policy = PlanPolicy(kept, min_bytes, "pyao")
-        _check_plan(policy, identity, found)
-        recomputed = select_recomputed(parts.recompute.names, found, parts.recompute.label)
-        wrap = functools.partial(
-            wrap_policy,
-            recompute=parts.recompute.names,
-            selected=recomputed,
-            first_kept=first_kept_layer(len(found.layers), parts.keep_last_layers, levers),
+        policy = make_policy(parts.policy, selected, plan)
+        if isinstance(policy, PlanPolicy):
+            check_plan(policy.plan)
+        fixed = FixedSlots.of(
+            found,
+            parts.recompute.names,
+            parts.keep_last_layers,
+            levers,
+            label=parts.recompute.label,
         )
         self.engine = make_engine(
             model,
-            wrap(policy),
+            fixed.around(policy),
             link,
             codec=parts.codec,
             enters_always=bool(levers.checkpoint_every),
@@ -112,26 +107,14 @@ class Deciding:
         )
         self.switch = LeverSwitch(levers)
         """Changes segments and tiles between forwards."""
-        decides_later = named in ("auto", "pyao")
-        recomputes = policy.may_recompute or bool(parts.recompute.names) or decides_later
         request = parts.binds.on(
-            recomputed_paths=paths_in_a_layer(parts.recompute.names, recomputed),
+            recomputed_paths=fixed.recomputed_paths,
             host_limit_bytes=link.tiers.capacity_bytes or math.inf,
             window=link.offloads,
             allocator=allocator_settings(device),
         )
-        state = State(
-            name=str(named) if decides_later and kept is None else "",
-            num_rounds_left=MOST_ROUNDS,
-            patience=2 * parts.profile_steps,
-            rungs=rungs_of(
-                offloads_first=(
-                    (parts.keep_last_layers > 0 or named != "all")
-                    and (bool(levers.checkpoint_every) or not recomputes)
-                )
-            ),
-        )
-        policies = _policies(self.engine, found, request, device, wrap, is_auto=named == "auto")
+        state = _first_state(parts, policy, fixed, levers)
+        policies = _policies(self.engine, found, request, device, fixed, is_auto=named == "auto")
         self.driver = Driver(self.engine, policies, self.switch, state)
         """Of the machine that decides; the only caller of ``engine.use``."""
         self.tightening: Tightening = MachineTightening(self.driver, self.switch)
@@ -142,7 +125,7 @@ class Deciding:
         """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
         self.auto: AutoPolicy | None = None
         """What plans, with policy ``auto``; None with others."""
-        if named == "pyao" and kept is None:
+        if named == "pyao" and plan is None:
             self.pyao_rule = PyAORule(
                 self.engine,
                 self.driver,
@@ -161,12 +144,11 @@ class Deciding:
                 request,
                 identity=identity,
                 switch=self.switch,
-                check_plan=_plan_check(identity, found),
+                check_plan=check_plan,
                 measurer=self.measuring,
                 num_sampled=lambda: 0 if sampler is None else sampler.num_sampled,
             )
             self.auto.decide_at_once()
-            _check_plan(self.engine.policy, identity, found)
         plans = self.auto is not None and self.auto.measures
         if parts.profile.path is not None or plans:
             self.measuring.prepare(model, found, identity, self.auto if plans else None)
@@ -184,7 +166,7 @@ class Deciding:
     @property
     def may_come(self) -> frozenset[str]:
         """The levers that plans of policy ``auto`` may set later."""
-        return frozenset() if self.auto is None else self._parts.levers.free
+        return frozenset() if self.auto is None else self._free_levers
 
     @property
     def is_measuring(self) -> bool:
@@ -220,9 +202,7 @@ class Deciding:
         """
         why = "the second run of a layer gave other tensors than forward"
         may_replan = (
-            self.auto is not None
-            and all(each.kind == SEGMENT for each in wrong)
-            and "checkpoint_every" in self._parts.levers.free
+            all(each.kind == SEGMENT for each in wrong) and "checkpoint_every" in self.may_come
         )
         self.switch.refuse_segments(why)
         self.driver.send(on.SecondRunWrong(may_replan, why))
@@ -241,12 +221,28 @@ class Deciding:
         return {"transitions": transitions} if transitions else {}
 
 
+def _first_state(parts: Parts, policy: Policy, fixed: FixedSlots, levers: Levers) -> State:
+    """Return the machine's state before the first forward, with the configured *policy*."""
+    named = parts.policy.policy
+    decides_later = named in ("auto", "pyao") and not isinstance(policy, PlanPolicy)
+    return State(
+        name=str(named) if decides_later else "",
+        num_rounds_left=MOST_ROUNDS,
+        patience=2 * parts.profile_steps,
+        rungs=rungs_of(
+            keeps_some=parts.keep_last_layers > 0 or named != "all",
+            recomputes=policy.may_recompute or fixed.recomputes or decides_later,
+            has_segments=bool(levers.checkpoint_every),
+        ),
+    )
+
+
 def _policies(
     engine: OffloadEngine,
     found: FoundLayers,
     request: PlanRequest,
     device: torch.device,
-    wrap: Callable[[Policy], Policy],
+    fixed: FixedSlots,
     *,
     is_auto: bool,
 ) -> Policies:
@@ -256,7 +252,7 @@ def _policies(
     def of_plan(ready: Ready) -> Policy:
         if is_auto:
             return policy_of(ready.plan, request.min_bytes)
-        return wrap(PlanPolicy(ready.plan, request.min_bytes, "pyao"))
+        return fixed.around(PlanPolicy(ready.plan, request.min_bytes, "pyao"))
 
     def window_of_plan(ready: Ready) -> int | None:
         return (ready.plan.facts.window_bytes or None) if may_set_window() else None
@@ -276,26 +272,6 @@ def _policies(
     )
 
 
-def followed_levers(policy: PolicySettings, given: GivenLevers) -> Levers:
-    """Return the levers of the plan that *policy* follows; those *given* if it follows none.
-
-    Policy ``auto`` sets those of its plans itself.
-
-    Raises:
-        PlanError: the plan needs others than were given.
-        ReportError: the plan cannot be read.
-    """
-    plan = None
-    if policy.policy == "pyao":
-        plan = kept_plan(policy.plan)
-    elif policy.policy == "plan":
-        assert policy.plan is not None
-        plan = Plan.from_json_file(policy.plan)
-    elif isinstance(policy.policy, PlanPolicy):
-        plan = policy.policy.plan
-    return given.levers if plan is None else levers_of_plan(plan, given)
-
-
 def _plan_check(identity: Mapping[str, Any], found: FoundLayers) -> Callable[[Plan], None]:
     """Return what refuses a plan that was made for another model, by a ``PlanError``."""
     layers = [(fqn, [name for name, _ in named_submodules(m)]) for fqn, m in found.layers]
@@ -304,13 +280,3 @@ def _plan_check(identity: Mapping[str, Any], found: FoundLayers) -> Callable[[Pl
         plan.check_model(identity, layers)
 
     return check
-
-
-def _check_plan(policy: Policy, identity: Mapping[str, Any], found: FoundLayers) -> None:
-    """Refuse a plan that was made for another model.
-
-    Raises:
-        PlanError: it was.
-    """
-    if isinstance(policy, PlanPolicy):
-        _plan_check(identity, found)(policy.plan)

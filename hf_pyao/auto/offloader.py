@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from hf_pyao.auto.deciding import Deciding
-from hf_pyao.auto.install.installed_parts import InstalledParts
+from hf_pyao.auto.install.installed_parts import InstalledParts, forget_compiled_code
 from hf_pyao.auto.install.run_record import RunRecord
 from hf_pyao.auto.policy import AutoPolicy
 from hf_pyao.auto.profiling import ProfileWriter
@@ -22,7 +22,7 @@ from hf_pyao.auto.pyao_rule import PyAORule
 from hf_pyao.auto.retry.out_of_memory import MicroBatchRunner
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
 from hf_pyao.config import PyAOConfig
-from hf_pyao.engine.recompute.verification import SecondRunCheck
+from hf_pyao.engine.recompute.verification import TILES, Sampler, SecondRunCheck
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.errors import ConflictError
 from hf_pyao.levers import Levers
@@ -94,13 +94,14 @@ class Offloader:
         The model's hooks own *lifecycle*, which owns this object. A strong reference back would
         leave host memory to Python's cyclic collector.
         """
+        forget_compiled_code()
         try:
             self._installed.put_on(
                 model,
                 found,
                 lifecycle,
                 levers,
-                check=check,
+                sampler=Sampler(check, TILES),
                 groups_may_come="attention_groups" in self._deciding.may_come,
             )
             self._deciding.switch.bind(lifecycle, self.mlp_tiles, self.attention_groups)

@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -130,18 +129,3 @@ class PyAORule:
             plan.to_json_file(self._plan_path)
         except PyAOError as error:  # no reason to end a training
             logger.warning("the plan is not kept: %s", error)
-
-
-def kept_plan(path: str | os.PathLike[str] | None) -> Plan | None:
-    """Return the plan that policy ``pyao`` decided in a run before; None if none was kept.
-
-    Args:
-        path: where it keeps its plan; None: nowhere.
-
-    Raises:
-        ReportError: the file is no plan.
-        PlanError: the plan contradicts itself.
-    """
-    if path is None or not Path(path).exists():
-        return None
-    return Plan.from_json_file(path)

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.wiring import (
-    put_on_attention_groups,
-    put_on_head_loss,
-    put_on_mlp_tiles,
-)
-from hf_pyao.engine.recompute.verification import TILES, Sampler, SecondRunCheck
+from hf_pyao.engine.recompute.verification import Sampler
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.levers import Levers
@@ -53,8 +48,8 @@ class InstalledParts:
         lifecycle: Lifecycle,
         levers: Levers,
         *,
-        check: SecondRunCheck,
-        groups_may_come: bool,
+        sampler: Sampler | None = None,
+        groups_may_come: bool = False,
     ) -> None:
         """Exchange the forwards that *levers* ask for. The caller installs *lifecycle* afterwards.
 
@@ -65,19 +60,26 @@ class InstalledParts:
             found: its layers.
             lifecycle: held weakly, since the model's hooks own it.
             levers: head loss, tiles and groups that are asked for.
-            check: compares tiles that run again with their first run.
+            sampler: compares tiles that run again with their first run.
             groups_may_come: plans of policy ``auto`` may set groups of attention later.
 
         Raises:
             ConfigError: the model has no head, MLP or attention that can be exchanged.
         """
         self._lifecycle = weakref.ref(lifecycle)
-        _forget_compiled_code()
-        self.head_loss = put_on_head_loss(model, levers.head_loss)
-        self.mlp_tiles = put_on_mlp_tiles(model, found, levers.mlp_tiles, Sampler(check, TILES))
-        self.attention_groups = put_on_attention_groups(
-            model, found, levers.attention_groups, may_come=groups_may_come
-        )
+        if levers.head_loss != "off":
+            from hf_pyao.model.head.head_loss import install_head_loss  # imports transformers
+
+            self.head_loss = install_head_loss(model, levers.head_loss)
+        if levers.mlp_tiles != "off":
+            from hf_pyao.model.tiles.mlp_tiles import install_mlp_tiles
+
+            self.mlp_tiles = install_mlp_tiles(model, found, levers.mlp_tiles, sampler)
+        if levers.attention_groups != "off" or groups_may_come:
+            from hf_pyao.model.attention.attention_groups import groups_of
+
+            self.attention_groups = groups_of(model, found)
+            self.attention_groups.set_groups(levers.attention_groups)
 
     def describe(self) -> Iterator[str]:
         """Yield a sentence for each of head loss, tiles and groups that is there."""
@@ -91,12 +93,7 @@ class InstalledParts:
         It may be called again, also where it was interrupted.
         """
         try:
-            if self.head_loss is not None:
-                self.head_loss.uninstall()
-            if self.mlp_tiles is not None:
-                self.mlp_tiles.uninstall()
-            if self.attention_groups is not None:
-                self.attention_groups.uninstall()
+            self.put_back_forwards()
         finally:
             if self._lifecycle is not None:
                 lifecycle = self._lifecycle()
@@ -107,8 +104,17 @@ class InstalledParts:
                     lifecycle.remove()
                 self._lifecycle = None
 
+    def put_back_forwards(self) -> None:
+        """Put the model's own forwards back: those of head, MLPs and attention."""
+        if self.head_loss is not None:
+            self.head_loss.uninstall()
+        if self.mlp_tiles is not None:
+            self.mlp_tiles.uninstall()
+        if self.attention_groups is not None:
+            self.attention_groups.uninstall()
 
-def _forget_compiled_code() -> None:
+
+def forget_compiled_code() -> None:
     """Drop code that torch.compile made before hooks were there: it would go on without them.
 
     Compiled modules do not check for new hooks by default, not even on another instance of the

@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_pyao.auto.install.wiring import (
-    first_kept_layer,
-    make_engine,
-    make_lifecycle,
-    put_on_attention_groups,
-    put_on_head_loss,
-    put_on_mlp_tiles,
-    select_recomputed,
-    wrap_policy,
-)
+from hf_pyao.auto.install.fixed_slots import FixedSlots
+from hf_pyao.auto.install.installed_parts import InstalledParts
+from hf_pyao.auto.install.wiring import make_engine, make_lifecycle
 from hf_pyao.auto.recording.shrunk_model import remove_equal_layers
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.stores import HostPool
@@ -149,18 +142,12 @@ def record_fake_step(
         link = LinkContext(RecordingTransport(recorder), pool, 0)
         found = find_layers(model, layers)
         policy = make_policy(config) if plan is None else PlanPolicy(_all_leaves(plan))
-        policy = wrap_policy(
-            policy,
-            recompute=recompute_modules,
-            selected=select_recomputed(recompute_modules, found),
-            first_kept=first_kept_layer(len(found.layers), keep_last_layers, levers),
-        )
+        policy = FixedSlots.of(found, recompute_modules, keep_last_layers, levers).around(policy)
         runs_again = bool(levers.checkpoint_every)
         engine = make_engine(model, policy, link, codec=config.codec, enters_always=runs_again)
         lifecycle = make_lifecycle(engine, found, levers)
-        loss = put_on_head_loss(model, levers.head_loss)
-        tiles = put_on_mlp_tiles(model, found, levers.mlp_tiles)
-        groups = put_on_attention_groups(model, found, levers.attention_groups)
+        installed = InstalledParts()
+        installed.put_on(model, found, lifecycle, levers)
         try:
             lifecycle.install()
             names = [name for name, _ in found.layers]
@@ -177,13 +164,9 @@ def record_fake_step(
                 raise
             raise _LayersAreMissingError from error
         finally:
-            if loss is not None:
-                loss.uninstall()
-            if tiles is not None:
-                tiles.uninstall()
-            if groups is not None:
-                groups.uninstall()
+            installed.put_back_forwards()
             lifecycle.remove()
+        loss, tiles = installed.head_loss, installed.mlp_tiles
         num_chunks = 0 if loss is None else int(loss.metrics()["head_loss_num_chunks"])
         if must_run_again and lifecycle.refused:
             raise LeversRefusedError(f"a layer does not run again: {lifecycle.refused}")

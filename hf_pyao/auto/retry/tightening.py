@@ -57,14 +57,19 @@ class MachineTightening:
         return self._driver.send(on.OutOfMemory(runs_again))
 
 
-def rungs_of(*, offloads_first: bool) -> tuple[Target, ...]:
+def rungs_of(*, keeps_some: bool, recomputes: bool, has_segments: bool) -> tuple[Target, ...]:
     """Return the rungs of the ladder, in order.
 
+    Offloading everything comes first where the configuration keeps something that may be offloaded.
+    Where single slots are recomputed, offloading them would hold more, so that it is left out.
+
     Args:
-        offloads_first: the configuration keeps something that may be offloaded, and recomputes
-            nothing; what recomputes already would only hold more.
+        keeps_some: the configuration keeps something that may be offloaded.
+        recomputes: the policy may recompute single slots.
+        has_segments: layers run again as a whole in backward.
     """
     rungs = (Target.RECOMPUTED, Target.WAITING)
+    offloads_first = keeps_some and (has_segments or not recomputes)
     return (Target.EVERYTHING, *rungs) if offloads_first else rungs
 
 

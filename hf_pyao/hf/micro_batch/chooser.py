@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.wiring import paths_in_a_layer, select_recomputed
+from hf_pyao.auto.install.fixed_slots import FixedSlots
 from hf_pyao.auto.recording.lever_recording import room_for
 from hf_pyao.auto.recording.model_copy import (
     CopiedStep,
@@ -30,7 +30,7 @@ from hf_pyao.hf.micro_batch.checks import SETTING
 from hf_pyao.hf.micro_batch.sample_batches import SampleBatches
 from hf_pyao.hf.micro_batch.training_state import library_bytes, memory_beside, nbytes_of
 from hf_pyao.hf.micro_batch.trial_step import try_step
-from hf_pyao.levers import Levers, or_refuse
+from hf_pyao.levers import NO_LEVERS, Levers, or_refuse
 from hf_pyao.metrics import format_bytes
 from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.model.map.module_map import find_layers
@@ -202,7 +202,7 @@ class MicroBatchChooser:
         names = self._config.recompute_modules
         found = find_layers(self._model, self._config.layers)
         label = self._config.label("recompute_modules")
-        return paths_in_a_layer(names, select_recomputed(names, found, label))
+        return FixedSlots.of(found, names, 0, NO_LEVERS, label=label).recomputed_paths
 
     def _recorded(self, batches: SampleBatches, size: int, levers: Levers) -> StepProgram:
         """Return the step of a fake copy of the model at a micro-batch, with *levers*."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_pyao.config import PyAOConfig
@@ -52,29 +53,59 @@ def _budget(settings: PolicySettings) -> Policy:
     return OffloadBudget(settings.min_bytes, max_tensors=max_tensors, max_bytes=max_bytes)
 
 
-def _plan(settings: PolicySettings) -> Policy:
-    assert settings.plan is not None
-    return PlanPolicy(Plan.from_json_file(settings.plan), settings.min_bytes)
+def _plan(settings: PolicySettings, plan: Plan | None) -> Policy:
+    assert plan is not None
+    return PlanPolicy(plan, settings.min_bytes)
 
 
-POLICIES: dict[str, Callable[[PolicySettings, Selection], Policy]] = {
+def _pyao(settings: PolicySettings, plan: Plan | None) -> Policy:
+    if plan is None:
+        return OffloadAll(settings.min_bytes, name="pyao")
+    return PlanPolicy(plan, settings.min_bytes, "pyao")
+
+
+POLICIES: dict[str, Callable[[PolicySettings, Selection, Plan | None], Policy]] = {
     # Until 'auto' and 'pyao' have decided: see auto/policy.py and pyao_rule.py.
-    "auto": lambda settings, _: OffloadAll(settings.min_bytes, name="auto"),
-    "all": lambda settings, _: OffloadAll(settings.min_bytes),
-    "modules": lambda settings, selected: OffloadModules(settings.min_bytes, selected),
-    "budget": lambda settings, _: _budget(settings),
-    "plan": lambda settings, _: _plan(settings),
-    "pyao": lambda settings, _: OffloadAll(settings.min_bytes, name="pyao"),
-    "off": lambda settings, _: OffloadNothing(),
+    "auto": lambda settings, *_: OffloadAll(settings.min_bytes, name="auto"),
+    "all": lambda settings, *_: OffloadAll(settings.min_bytes),
+    "modules": lambda settings, selected, _: OffloadModules(settings.min_bytes, selected),
+    "budget": lambda settings, *_: _budget(settings),
+    "plan": lambda settings, _, plan: _plan(settings, plan),
+    "pyao": lambda settings, _, plan: _pyao(settings, plan),
+    "off": lambda *_: OffloadNothing(),
 }
 
 
-def make_policy(settings: PyAOConfig | PolicySettings, selected: Selection | None = None) -> Policy:
+def given_plan(settings: PolicySettings) -> Plan | None:
+    """Return the plan that the policy follows from the first step on; None if there is none.
+
+    Policy ``plan`` follows the plan of its file; policy ``pyao`` the one that an earlier run kept;
+    a :class:`PlanPolicy` its own. Policy ``auto`` reads the plan that it keeps itself.
+
+    Raises:
+        ReportError: the file is no plan.
+        PlanError: the plan contradicts itself.
+    """
+    if isinstance(settings.policy, PlanPolicy):
+        return settings.policy.plan
+    if settings.policy not in ("plan", "pyao") or settings.plan is None:
+        return None
+    if settings.policy == "pyao" and not Path(settings.plan).exists():
+        return None
+    return Plan.from_json_file(settings.plan)
+
+
+def make_policy(
+    settings: PyAOConfig | PolicySettings,
+    selected: Selection | None = None,
+    plan: Plan | None = None,
+) -> Policy:
     """Return the policy that a configuration names.
 
     Args:
         settings: a configuration, or what policies take of it.
         selected: the sub-modules that ``PyAOConfig.modules`` stands for in this model.
+        plan: what :func:`given_plan` returned; None: it is called.
 
     Raises:
         ConfigError: the name is unknown.
@@ -87,4 +118,4 @@ def make_policy(settings: PyAOConfig | PolicySettings, selected: Selection | Non
         return as_policy(settings.policy)
     if settings.policy not in POLICIES:
         raise unknown_name("policy", settings.policy, POLICIES)
-    return POLICIES[settings.policy](settings, selected or {})
+    return POLICIES[settings.policy](settings, selected or {}, plan or given_plan(settings))
