@@ -1,4 +1,4 @@
-"""``FixedSlots``: those of ``recompute_modules`` and ``keep_last_layers``, whatever policies say."""
+"""``FixedSlots``: of ``recompute_modules`` and ``keep_last_layers``; policies decide on others."""
 
 from __future__ import annotations
 
