@@ -27,7 +27,7 @@ from hf_pyao.engine.runtime.saved_tensor import (
 from hf_pyao.engine.runtime.tape import LayerCall, Tape
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
-from hf_pyao.engine.transfer.moved_bytes import MovedBytes
+from hf_pyao.engine.transfer.moved_bytes import HERE, OFFLOADING, MovedBytes
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.profiler_ranges import named_range
 
@@ -97,14 +97,15 @@ class Unpacker:
             assert isinstance(record, RebuiltStorage)
             return self._rebuild(handle, record)
         mover, moved = self._mover, record.moved
-        if moved.is_near:
+        phase = moved.phase
+        if phase is OFFLOADING:
             tensor = handle.layout.view_of(*mover.read_payload(moved))
             if self._task == NO_TASK:
                 return tensor
             if not mover.is_exhausted:
                 mover.prefetch()
             return record.hand_out(tensor, handle)
-        if not moved.is_here:
+        if phase is not HERE:
             mover.bring_here(moved)
         known = None if record.handed_out is None else record.handed_out_like(handle)
         if known is not None:

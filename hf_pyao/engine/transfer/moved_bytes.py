@@ -78,6 +78,8 @@ class MovedBytes:
     """What is being copied to the host; empty once compute is ordered behind the copy."""
     tier: Tier | None = None
     """Where they go, or went; None until a tier has made room."""
+    transport: Transport
+    """Who copies them; set once a tier has made room."""
     host: Buffer | None = None
     """The tier's buffer."""
     host_view: torch.Tensor | None = None
@@ -142,12 +144,6 @@ class MovedBytes:
     def device(self) -> torch.device:
         """Where the bytes were."""
         return self.layout.blank.device
-
-    @property
-    def transport(self) -> Transport:
-        """Who copies them; there is one once a tier has made room."""
-        assert self.tier is not None
-        return self.tier.transport
 
     @property
     def is_put_off(self) -> bool:
@@ -218,6 +214,7 @@ class MovedBytes:
     ) -> None:
         """Take *payload* in place of the source, which is let go; *nbytes* go to *host*."""
         self.tier = tier
+        self.transport = tier.transport
         self.host = host
         self.payload = payload  # before the source goes: an interrupt may come
         self.codec, self.spec, self.parts = codec, spec, parts
@@ -233,6 +230,7 @@ class MovedBytes:
     ) -> None:
         """Take the tier's buffer that *source*, the bytes as they are, goes to."""
         self.tier = tier
+        self.transport = tier.transport
         self.host = host
         if host_view is not None:
             self.host_view = host_view

@@ -24,7 +24,7 @@ from hf_pyao.engine.transfer.layout import (
 )
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.meter import Label, LinkMeter, Meter
-from hf_pyao.engine.transfer.moved_bytes import OFFLOADING, RELOADING, MovedBytes
+from hf_pyao.engine.transfer.moved_bytes import HERE, OFFLOADING, RELOADING, MovedBytes
 from hf_pyao.engine.transfer.profiler_ranges import in_range, is_profiling
 from hf_pyao.engine.transfer.reload_schedule import ReloadSchedule
 from hf_pyao.engine.transfer.tiers import Tier
@@ -135,10 +135,12 @@ class Mover(ReloadSchedule):
             if rows is not None:
                 return self._queue_encoded(moved, codec, rows)
         nbytes = moved.nbytes
-        place = self._acquire(nbytes)
-        if place is None:
+        for tier, use in self._tiers:  # `_acquire`, written out
+            host = tier.store.acquire(nbytes, use)
+            if host is not None:
+                break
+        else:
             return False
-        tier, host = place
         layout = moved.layout
         source = moved.source
         if layout.is_copied_as_it_is and layout.nbytes == nbytes and moved.is_whole:
@@ -240,11 +242,14 @@ class Mover(ReloadSchedule):
         return loaded
 
     def _read(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
-        if moved.is_near:
+        phase = moved.phase
+        if phase is OFFLOADING:
             return self.read_payload(moved)
-        if not moved.is_here:
+        if phase is not HERE:
             self.bring_here(moved)
-        storage = self.device_storage(moved)
+        storage = moved.decoded
+        if storage is None:
+            storage = self.device_storage(moved)
         self.note_use(moved.item)
         return storage, moved.decoded_start
 
@@ -310,7 +315,8 @@ class Mover(ReloadSchedule):
             source = host.data
         buffer = moved.new_device_buffer()
         moved.reload_queued(buffer)
-        reload = moved.transport.reload
+        transport = moved.transport
+        reload = transport.reload
         if self.is_watched and is_profiling():
             reload = in_range(reload, "reload", moved.label.layer)
         try:
@@ -319,7 +325,7 @@ class Mover(ReloadSchedule):
             )
             moved.is_reloaded_by(ticket)
         except BaseException:
-            moved.transport.retire_all()  # as in `_queue`: the buffer is let go, and written to
+            transport.retire_all()  # as in `_queue`: the buffer is let go, and written to
             raise
         self.note_reload(moved.item, moved.device_bytes)
         meter = moved.meter
@@ -336,7 +342,8 @@ class Mover(ReloadSchedule):
         """
         if moved.phase is not RELOADING:
             self.reload(moved)
-        self.wait(moved)
+        moved.transport.wait(moved.reload_ticket)  # as :meth:`wait` does
+        moved.has_come()
 
     def wait(self, moved: MovedBytes) -> None:
         """Order the home of *moved* behind its reload, if one is under way."""

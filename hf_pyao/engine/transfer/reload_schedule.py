@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeAlias
 
-from hf_pyao.engine.transfer.moved_bytes import MovedBytes
+from hf_pyao.engine.transfer.moved_bytes import AWAY, MovedBytes
 from hf_pyao.engine.transfer.schedule import Schedule, Window
 
 Group: TypeAlias = "Iterable[weakref.ref[Any]]"
@@ -62,7 +62,7 @@ class ReloadSchedule(Schedule):
     def is_away(self, item: int) -> bool:
         """Say whether the device has no copy of *item*, which can still be asked for."""
         holder = self._coming[item]()
-        return holder is not None and holder.moved.is_away
+        return holder is not None and holder.moved.phase is AWAY
 
     def bring_back(self, item: int) -> None:
         """Queue the copy of *item* to the device, ahead of its use."""
