@@ -19,11 +19,11 @@ DESCRIPTION = """\
 Activation offloading for HuggingFace training: tools beside the library.
 
   pyao doctor                       can this machine offload well, and what to change
-  pyao estimate --model opt:1.3b    what fits on which card, and how fast, without one
-  pyao microbatch --model opt:1.3b  which micro-batch is the fastest, or the largest, that fits
+  pyao estimate --model opt:1.3b    what fits on which card, and how fast, without one; or the
+                                    fastest micro-batch, or the longest sequence (--find)
   pyao profile train.py ...         what the steps of a script take, part by part
-  pyao predict profile.json         what these steps would come to under plans
-  pyao plan profile.json            the fastest plan that fits, what it does and why
+  pyao plan profile.json            the fastest plan that fits, what it does and why; or the
+                                    time and memory of plans that you have (--try)
   pyao bench --model ...            compare it with checkpointing and other offloaders
   pyao sweep --model ...            memory and speed over budgets, and where the knee is
   pyao report FILE.json -o out.html turn results and run reports into tables and plots
@@ -52,7 +52,9 @@ and versions, and say what to change, and which way to train is fastest here. Ch
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status (2: something asked for cannot be)."""
-    args = make_parser().parse_args(argv)
+    from hf_pyao.tools.old_commands import renamed
+
+    args = make_parser().parse_args(renamed(sys.argv[1:] if argv is None else argv))
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
@@ -70,9 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     from hf_pyao.tools.bench import sweep_command
     from hf_pyao.tools.bench.arguments import add_bench_arguments, run_from_arguments
     from hf_pyao.tools.estimate.command import add_estimate_arguments
-    from hf_pyao.tools.estimate.microbatch_command import add_microbatch_arguments
+    from hf_pyao.tools.estimate.find_command import add_find_arguments
     from hf_pyao.tools.estimate.plan_command import add_plan_arguments
-    from hf_pyao.tools.estimate.predict_command import add_predict_arguments
     from hf_pyao.tools.estimate.profile_command import add_profile_arguments
 
     parser = argparse.ArgumentParser(
@@ -89,19 +90,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     estimate = commands.add_parser("estimate", help="what fits on which card, without one")
     add_estimate_arguments(estimate)
+    add_find_arguments(estimate)
     estimate.set_defaults(run=_estimate)
-
-    microbatch = commands.add_parser("microbatch", help="which micro-batch, or sequence, to take")
-    add_microbatch_arguments(microbatch)
-    microbatch.set_defaults(run=_microbatch)
 
     profile = commands.add_parser("profile", help="what the steps of a script take")
     add_profile_arguments(profile)
     profile.set_defaults(run=_profile)
-
-    predict = commands.add_parser("predict", help="plans for the steps of a profile")
-    add_predict_arguments(predict)
-    predict.set_defaults(run=_predict)
 
     plan = commands.add_parser("plan", help="the fastest plan that fits, and why")
     add_plan_arguments(plan)
@@ -161,28 +155,17 @@ def _need_torch() -> None:
 
 def _estimate(args: argparse.Namespace) -> int:
     _need_torch()
-    from hf_pyao.tools.estimate.command import run_from_arguments
+    from hf_pyao.tools.estimate import command, find_command
 
-    return run_from_arguments(args)
-
-
-def _microbatch(args: argparse.Namespace) -> int:
-    _need_torch()
-    from hf_pyao.tools.estimate.microbatch_command import run_from_arguments
-
-    return run_from_arguments(args)
+    if args.find is not None:
+        return find_command.run_from_arguments(args)
+    find_command.refuse_without_find(args)
+    return command.run_from_arguments(args)
 
 
 def _profile(args: argparse.Namespace) -> int:
     _need_torch()
     from hf_pyao.tools.estimate.profile_command import run_from_arguments
-
-    return run_from_arguments(args)
-
-
-def _predict(args: argparse.Namespace) -> int:
-    _need_torch()
-    from hf_pyao.tools.estimate.predict_command import run_from_arguments
 
     return run_from_arguments(args)
 

@@ -305,8 +305,8 @@ class PyAOConfig:
         "accumulation with it, so that samples per optimizer step stay as the training arguments "
         "have them. 'fastest': the one with the least predicted time a sample within "
         "{device_memory_gib}; 'largest': the largest that fits. What is chosen is tried before it "
-        "is taken. The flag without a value means 'fastest'. `pyao microbatch` predicts the same "
-        "for a device that is not there.",
+        "is taken. The flag without a value means 'fastest'. `pyao estimate --find` predicts the "
+        "same for a device that is not there.",
     )
     log_metrics: str = setting(
         "summary",

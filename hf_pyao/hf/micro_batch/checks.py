@@ -38,14 +38,14 @@ def check_auto_micro_batch(args: object, config: PyAOConfig) -> None:
     if not hasattr(Trainer, "_inner_training_loop"):  # a method of its own, from 4.57 on
         raise ConflictError(
             f"{SETTING} needs Trainer._inner_training_loop, which this transformers does not have. "
-            "Choose with `pyao microbatch`."
+            "Choose with `pyao estimate --find`."
         )
     if config.policy not in PREDICTED_POLICIES:
         name = config.policy if isinstance(config.policy, str) else config.policy.name
         raise ConfigError(
             f"{SETTING} predicts what policies {', '.join(map(repr, PREDICTED_POLICIES))} offload, "
             f"and {config.label('policy')} is {name!r}. Take one of them, or choose with "
-            "`pyao microbatch`."
+            "`pyao estimate --find`."
         )
 
 
@@ -59,7 +59,7 @@ def refuse_without_trainer(config: PyAOConfig, who: str) -> None:
         raise ConfigError(
             f"{config.label('auto_micro_batch')} is {config.auto_micro_batch!r}, and {who} cannot "
             "change the batch size. Train with PyAOTrainer (PyAOTrainerMixin), or choose with "
-            "`pyao microbatch` and set the batch size yourself."
+            "`pyao estimate --find` and set the batch size yourself."
         )
 
 
@@ -73,5 +73,5 @@ def check_sharding(trainer: Any) -> None:
     if reason:
         raise ConflictError(
             f"{SETTING} records and tries steps of the whole model on one device, and {reason}. "
-            "Drop it; `pyao microbatch` predicts for one device."
+            "Drop it; `pyao estimate --find` predicts for one device."
         )

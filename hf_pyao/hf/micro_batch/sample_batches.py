@@ -37,7 +37,7 @@ class SampleBatches:
                 "auto_micro_batch (--activation_offload_auto_micro_batch) looks at some of the "
                 f"training samples, and a {type(dataset).__name__} can only be iterated, which "
                 "would take them from training. Give a dataset with a length and indices, or "
-                "choose with `pyao microbatch`."
+                "choose with `pyao estimate --find`."
             )
         num_samples = len(dataset)  # type: ignore[arg-type]
         if num_samples == 0:

@@ -115,7 +115,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_predicted(group: Any) -> None:
-    from hf_pyao.tools.estimate.command import ENGINES, OPTIMIZER_BYTES
+    from hf_pyao.tools.estimate.common_arguments import ENGINES, OPTIMIZER_BYTES
 
     group.add_argument("--predict", action="store_true", help="reckon, and run no model")
     group.add_argument("--device-memory", metavar="SIZE", help="memory of the card, if another")
@@ -215,7 +215,7 @@ def _predicted(args: argparse.Namespace, budgets: Any) -> Any:
     from tqdm import tqdm
 
     from hf_pyao.config import PyAOConfig
-    from hf_pyao.tools.estimate.command import hardware_of
+    from hf_pyao.tools.estimate.common_arguments import hardware_of
     from hf_pyao.tools.estimate.predicted_sweep import predict_sweep
 
     args.device = _or(args.device, DEFAULT_CARD)

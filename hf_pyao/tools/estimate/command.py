@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,155 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from hf_pyao.errors import ConfigError
-from hf_pyao.plan.hardware.beside_step import FUSED, IMPLEMENTATIONS
+from hf_pyao.plan.hardware.beside_step import FUSED
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.presets import HARDWARE, Hardware, find_hardware
-from hf_pyao.plan.hardware.speeds import GIB
-from hf_pyao.text import one_line, say
+from hf_pyao.plan.hardware.presets import HARDWARE, Hardware
+from hf_pyao.tools.estimate.common_arguments import (
+    add_card_arguments,
+    add_output_arguments,
+    add_training_arguments,
+    check_least,
+    hardware_of,
+    tell,
+    training_fields,
+    training_fields_of,
+)
 from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES
 
 DESCRIPTION = """\
-Estimate, without a GPU, what training a model would take on a card, by each way to save memory:
-the largest micro-batch, the longest sequence, the peak and what sets it, the time of a step. One
-step of the real model runs on fake tensors, which takes no memory; figures at other sizes and for
-other plans are reckoned from it. Nothing is measured: what is assumed is printed.
+Estimate, without a GPU, what training a model takes on a card, for each way to save memory: the
+largest micro-batch, the longest sequence, the peak and its cause, the time of a step. With --find,
+choose a micro-batch or a sequence length instead: for each size the fastest plan is searched, which
+keeps, offloads or recomputes each saved tensor. One step of the real model runs on fake tensors,
+which take no memory; other sizes and plans are computed from it. Nothing is measured; the output
+lists what is assumed.
 """
 
-ENGINES = {"plain": "device", "zero2": "host"}
-"""Name -> where gradients and optimizer are."""
-
-OPTIMIZER_BYTES = {"adamw": 4, "adamw-32bit": 8, "adamw-8bit": 2, "sgd": 0}
-"""Bytes of an optimizer's states for each trained parameter, where they are on the device."""
-
-
-ATTENTIONS = ("flash", "cudnn")
-"""Kernels of attention that may be assumed."""
-
-
-def add_training_arguments(what: argparse._ArgumentGroup) -> None:
-    """Add how a model is trained: LoRA, gradients, optimizer."""
-    what.add_argument(
-        "--lora",
-        type=int,
-        nargs="?",
-        const=16,
-        metavar="RANK",
-        help="train LoRA adapters of this rank (16) on all linear layers; needs peft",
-    )
-    what.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="plain",
-        help="plain: gradients and optimizer on the device. zero2: gradients leave as they are "
-        "complete, the optimizer is on the host (default: plain)",
-    )
-    what.add_argument(
-        "--optimizer",
-        choices=OPTIMIZER_BYTES,
-        default="adamw",
-        help="its states on the device, with engine plain: two moments in 16 bits (adamw), 32 or "
-        "8, or none (default: adamw)",
-    )
-    what.add_argument(
-        "--optimizer-step",
-        choices=IMPLEMENTATIONS,
-        default=FUSED,
-        help="how torch's optimizer goes over weights on the device: fused takes nothing more "
-        "(transformers' default), foreach as much as all weights (torch's), for-loop as much as "
-        "the two largest (default: fused)",
-    )
-    what.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="torch.use_deterministic_algorithms(True): kernels of attention allocate more",
-    )
-    what.add_argument(
-        "--attention",
-        choices=ATTENTIONS,
-        default="flash",
-        help="the kernel of attention without a mask in 16 bits: FlashAttention-2, or cuDNN's, "
-        "which torch prefers on compute capability 9.0 and 10.0 unless "
-        "torch.backends.cuda.enable_cudnn_sdp(False) is called (default: flash)",
-    )
-
-
-def given_training(args: argparse.Namespace) -> list[str]:
-    """Return the options of :func:`add_training_arguments` that are given."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_training_arguments(parser.add_argument_group())
-    default = vars(parser.parse_args([]))
-    return [
-        "--" + name.replace("_", "-")
-        for name, value in default.items()
-        if getattr(args, name) != value
-    ]
-
-
-def training_fields(
-    hardware: Hardware,
-    *,
-    engine: str = "plain",
-    optimizer: str = "adamw",
-    optimizer_step: str = FUSED,
-    lora_rank: int | None = None,
-    deterministic: bool = False,
-    attention: str = "flash",
-) -> dict[str, Any]:
-    """Return fields of :class:`~hf_pyao.tools.estimate.fake_step.FakeTraining`, as the options
-    say."""
-    return {
-        "training_state": ENGINES[engine],
-        "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
-        "implementation": optimizer_step,
-        "lora_rank": lora_rank,
-        "kernels": hardware.kernels._replace(
-            is_deterministic=deterministic, prefers_cudnn=attention == "cudnn"
-        ),
-    }
-
-
-def training_fields_of(args: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
-    """Return the same for options of :func:`add_training_arguments`."""
-    return training_fields(
-        hardware,
-        engine=args.engine,
-        optimizer=args.optimizer,
-        optimizer_step=args.optimizer_step,
-        lora_rank=args.lora,
-        deterministic=args.deterministic,
-        attention=args.attention,
-    )
-
-
-def add_allocator_argument(group: argparse._ActionsContainer) -> None:
-    """Add the settings of PyTorch's allocator."""
-    group.add_argument(
-        "--alloc-conf",
-        default="",
-        metavar="SETTINGS",
-        help="what PYTORCH_CUDA_ALLOC_CONF is to be, such as expandable_segments:True (default: "
-        "PyTorch's default)",
-    )
-
-
-def add_card_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the card, its memory and its link; return their group."""
-    card = parser.add_argument_group("what it is trained on")
-    card.add_argument(
-        "--device", default="rtx4070", metavar="NAME", help="see below (default: rtx4070)"
-    )
-    card.add_argument(
-        "--device-memory",
-        metavar="SIZE",
-        help="memory of the card, such as 12GiB, if another; the CUDA context is taken off",
-    )
-    card.add_argument(
-        "--link",
-        metavar="SPEED",
-        help="speed of the link in each direction, such as 25GiB/s, if another",
-    )
-    add_allocator_argument(card)
-    return card
+DEFAULT_LENGTH = 512
+"""Tokens of a sample."""
 
 
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,13 +47,17 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", required=True, metavar="MODEL", help="see below")
     what.add_argument(
-        "--sequence-length", type=int, default=512, help="tokens of a sample (default: 512)"
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help=f"tokens of a sample (default: {DEFAULT_LENGTH}; not with --find sequence)",
     )
     what.add_argument(
         "--micro-batch",
         type=int,
         metavar="N",
-        help="times and peaks for this many samples (default: for the most that fit)",
+        help="times and peaks for this many samples (default: for the most that fit); with --find "
+        "sequence: samples of the sequences (default: 1)",
     )
     add_training_arguments(what)
     add_card_arguments(parser)
@@ -193,8 +73,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that work at it, 3 at most (default: 2, where there are two cores)",
     )
-    how.add_argument("--json", action="store_true", help="print JSON, which `pyao report` reads")
-    how.add_argument("--output", type=Path, metavar="FILE.json", help="write the JSON here too")
+    add_output_arguments(how)
     how.add_argument(
         "--step",
         type=Path,
@@ -215,15 +94,14 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model cannot be had.
     """
-    from hf_pyao.plan.documents.schema import to_plain, write_json
-    from hf_pyao.tools.report.tables import markdown_of
+    from hf_pyao.plan.documents.schema import write_json
 
     hardware = hardware_of(args)
     _check_options(args)
     report = estimate_report(
         args.model,
         hardware,
-        sequence_length=args.sequence_length,
+        sequence_length=args.sequence_length or DEFAULT_LENGTH,
         micro_batch=args.micro_batch,
         lora_rank=args.lora,
         engine=args.engine,
@@ -236,32 +114,16 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         num_processes=args.processes or min(2, os.cpu_count() or 1),
         shows_progress=not args.json and sys.stderr.isatty(),
     )
-    if args.output is not None:
-        write_json(args.output, report)
     if args.step is not None:
         write_json(args.step, _step(args, report, hardware))
-    if args.json:
-        say(json.dumps(to_plain(report), indent=2))
-        return 0
-    say(markdown_of(report))
-    for path in (args.output, args.step):
-        if path is not None:
-            say(f"written: {one_line(str(path))}")
+    also_written = [] if args.step is None else [args.step]
+    tell(report, as_json=args.json, output=args.output, also_written=also_written)
     return 0
 
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse what cannot be, before anything is estimated."""
-    for option, least in (
-        ("sequence_length", 2),
-        ("micro_batch", 1),
-        ("lora", 1),
-        ("processes", 1),
-    ):
-        value = getattr(args, option)
-        if value is not None and value < least:
-            flag = "--" + option.replace("_", "-")
-            raise ConfigError(f"{flag} is {value}; expected {least} or more.")
+    check_least(args, sequence_length=2, micro_batch=1, lora=1, processes=1)
     if args.step is not None:
         from hf_pyao.plan.documents.run import check_report_path
         from hf_pyao.tools.estimate.one_step import check_method
@@ -280,43 +142,11 @@ def _step(args: argparse.Namespace, report: Any, hardware: Hardware) -> Any:
     from hf_pyao.tools.estimate.one_step import step_of
 
     options = {
-        "sequence_length": args.sequence_length,
+        "sequence_length": args.sequence_length or DEFAULT_LENGTH,
         "allocator": AllocatorSettings.parse(args.alloc_conf),
         **training_fields_of(args, hardware),
     }
     return step_of(report, config_of(parse_model(args.model)), hardware, options, args.step_method)
-
-
-def hardware_of(args: argparse.Namespace) -> Hardware:
-    """Return the card that the options describe.
-
-    Raises:
-        ConfigError: it is unknown, or a size or speed is none.
-    """
-    from hf_pyao.settings import Size
-
-    hardware = find_hardware(args.device)
-    if args.device_memory is not None:
-        nbytes = Size().check("--device-memory", args.device_memory)
-        hardware = dataclasses.replace(hardware, memory_gib=int(nbytes) / GIB)
-    if args.link is not None:
-        hardware = hardware.with_link(link_gib_per_s(args.link))
-    return hardware
-
-
-def link_gib_per_s(text: str) -> float:
-    """Return the speed that ``--link`` states.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    from hf_pyao.settings import Size
-
-    text = text.strip()
-    speed = int(Size().check("--link", text.removesuffix("/s")))
-    if not text.endswith("/s") or speed <= 0:
-        raise ConfigError(f"--link is {text!r}; expected a speed, such as 25GiB/s or 50GB/s.")
-    return speed / GIB
 
 
 def estimate_report(
@@ -451,6 +281,9 @@ examples
   pyao estimate --model llama:1.2b --lora --device-memory 16GiB --link 12GiB/s
   pyao estimate --model gpt2:0.8b --engine zero2 --output estimate.json
   pyao report estimate.json -o estimate.html
+  pyao estimate --model opt:1.3b --find micro-batch --global-batch 64
+  pyao estimate --model llama:8b --device h200 --sequence-length 4096 --find largest-micro-batch
+  pyao estimate --model llama:1.2b --device rtx4090 --find sequence --long-context
   pyao estimate --model opt:1.3b --step step.json --step-method "policy all"
   pyao report step.json -o step.html; pyao report step.json -o trace.json
 """

@@ -13,10 +13,11 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.text import echo, one_line, say
-from hf_pyao.tools.estimate.command import (
+from hf_pyao.tools.estimate.common_arguments import (
     add_allocator_argument,
     add_training_arguments,
     given_training,
+    tell,
 )
 from hf_pyao.tools.estimate.lever_arguments import (
     add_lever_arguments,
@@ -24,6 +25,7 @@ from hf_pyao.tools.estimate.lever_arguments import (
     lever_config_of,
     levers_of,
 )
+from hf_pyao.tools.estimate.tried_plans import prediction_report
 
 if TYPE_CHECKING:
     from hf_pyao.plan.documents.plan import Plan
@@ -47,6 +49,8 @@ examples
   pyao plan llama:1.2b --device h200 --micro-batch 16 --device-memory 20GiB --save plan.json
   pyao plan llama:1.2b --sequence-length 16384 --long-context --save plan.json
   pyao plan --compare plan.json other.json
+  pyao plan profile.json --try                   predict it kept and offloaded, beside its times
+  pyao plan profile.json --try plan.json --link 12GiB/s --device-memory 12GiB
   pyao report plan.json -o plan.html             the front of memory against time, drawn
 """
 
@@ -85,9 +89,23 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-lossy", action="store_true", help="int8 may be chosen where it is faster")
     add("--micro-batch", type=int, default=1, metavar="N", help="of a model (default: 1)")
     add("--sequence-length", type=int, default=512, metavar="N", help="of a model (default: 512)")
-    add("--save", type=Path, metavar="FILE.json", help="write the plan")
-    add("--json", action="store_true", help="print the plan as JSON")
+    add(
+        "--save",
+        type=Path,
+        metavar="FILE.json",
+        help="write the plan, or what --try says",
+    )
+    add("--json", action="store_true", help="print JSON")
     add("--compare", nargs="+", type=Path, metavar="PLAN.json", help="show plans side by side")
+    add(
+        "--try",
+        nargs="*",
+        type=Path,
+        dest="tried",
+        metavar="PLAN.json",
+        help="search nothing: predict the step of a profile under these plans, with nothing "
+        "offloaded and with everything offloaded",
+    )
     add_training_arguments(parser.add_argument_group("how a model is trained"))
     add_lever_arguments(
         parser.add_argument_group(
@@ -111,6 +129,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         return _compare(args)
     if args.source is None:
         raise ConfigError("expected a profile, a model, or --compare PLAN.json PLAN.json.")
+    if args.tried is not None:
+        tell(prediction_report(args), as_json=args.json, output=args.save)
+        return 0
     plan = _plan(args)
     if args.save is not None:
         write_json(args.save, plan)
@@ -150,7 +171,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.plan.solve.planner import NoPlanFitsError
     from hf_pyao.settings import Size
     from hf_pyao.tools.estimate.card_memory import card_memory
-    from hf_pyao.tools.estimate.command import link_gib_per_s
+    from hf_pyao.tools.estimate.common_arguments import link_gib_per_s
 
     is_profile = args.source.endswith(".json")
     of_models = [*given_levers(args), *given_training(args)]
@@ -294,7 +315,7 @@ def _recorded(args: argparse.Namespace, training: FakeTraining, levers: Levers) 
 
 def _link(args: argparse.Namespace, hardware: Hardware | None) -> LinkModel | None:
     from hf_pyao.plan.hardware.speeds import LinkModel
-    from hf_pyao.tools.estimate.command import link_gib_per_s
+    from hf_pyao.tools.estimate.common_arguments import link_gib_per_s
 
     if hardware is not None:
         return hardware.link
@@ -320,7 +341,7 @@ def _read_profile(args: argparse.Namespace) -> Profile:
 def _training_of(args: argparse.Namespace) -> FakeTraining:
     """Return the model that is named, as it is trained."""
     from hf_pyao.plan.hardware.presets import find_hardware
-    from hf_pyao.tools.estimate.command import training_fields_of
+    from hf_pyao.tools.estimate.common_arguments import training_fields_of
     from hf_pyao.tools.estimate.fake_step import FakeTraining
     from hf_pyao.tools.estimate.model_specs import config_of, parse_model
     from hf_pyao.tools.estimate.positions import check_sequence_length

@@ -23,7 +23,7 @@ from hf_pyao.settings import Size
 from hf_pyao.text import describe_error
 from hf_pyao.tools.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.tools.estimate.card_memory import card_memory
-from hf_pyao.tools.estimate.command import training_fields
+from hf_pyao.tools.estimate.common_arguments import training_fields
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import ModelSpec, config_of
 from hf_pyao.tools.estimate.positions import check_sequence_length

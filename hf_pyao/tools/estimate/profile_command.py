@@ -11,7 +11,7 @@ from pathlib import Path
 from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.text import echo, one_line, say
-from hf_pyao.tools.estimate.command import add_training_arguments
+from hf_pyao.tools.estimate.common_arguments import add_training_arguments
 from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
 from hf_pyao.tools.report.kinds import Document
 
@@ -32,7 +32,7 @@ examples
   pyao profile --model opt:1.3b --device rtx4070 -o opt.json   predicted
   pyao profile --model llama:1.2b --sequence-length 8192 --long-context -o long.json
   pyao report profile.json -o profile.html              tables and Figure 2 of the paper
-  pyao predict profile.json                             plans for these steps, and their times
+  pyao plan profile.json --try                          plans for these steps, and their times
 """
 
 
@@ -103,7 +103,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 def _predicted(args: argparse.Namespace) -> Profile:
     from hf_pyao.plan.documents.schema import write_json
     from hf_pyao.plan.hardware.presets import find_hardware
-    from hf_pyao.tools.estimate.command import training_fields_of
+    from hf_pyao.tools.estimate.common_arguments import training_fields_of
     from hf_pyao.tools.estimate.fake_step import FakeTraining
     from hf_pyao.tools.estimate.model_specs import config_of, parse_model
     from hf_pyao.tools.estimate.positions import check_sequence_length

@@ -185,7 +185,7 @@ def test_a_predicted_profile_says_so_and_predicts_the_same(
     leaves = forecast.leaves(min_bytes=0, keep_last_layers=1)
     direct = predict(program, leaves, window_bytes=2**28, device=device, link=forecast.link)
     assert forecast.predict(leaves) == direct
-    assert main(["predict", str(predicted), "--device-memory", "1MiB"]) == 0
+    assert main(["plan", str(predicted), "--try", "--device-memory", "1MiB"]) == 0
     printed = capsys.readouterr().out
     assert "(too much)" in printed
     assert "no figure here was measured" in printed
@@ -215,7 +215,7 @@ def test_a_plan_is_predicted(predicted: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.to_json_file(path)
     output = tmp_path / "prediction.json"
-    assert main(["predict", str(predicted), "--plan", str(path), "--output", str(output)]) == 0
+    assert main(["plan", str(predicted), "--try", str(path), "--save", str(output)]) == 0
     assert main(["report", str(output)]) == 0
     for bad, words in (
         (replace(plan, model={"num_layers": 99}), "another model"),
@@ -269,7 +269,7 @@ def test_bad_profiles_are_refused(
     spoil(values)
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(values))
-    assert main(["predict", str(path)]) == 2
+    assert main(["plan", str(path), "--try"]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
@@ -283,12 +283,13 @@ def test_bad_profiles_are_refused(
         (["--device", "rtx4071"], "rtx4070"),
         (["--window", "many"], "window"),
         (["--device-memory", "a lot"], "--device-memory"),
+        (["--host-memory", "1GiB"], "--host-memory has no effect with --try"),
     ],
 )
 def test_bad_options_are_refused(
     arguments: list[str], words: str, predicted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["predict", str(predicted), *arguments]) == 2
+    assert main(["plan", str(predicted), "--try", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""``pyao predict`` and ``pyao plan`` give one time for one step of one profile."""
+"""``pyao plan --try`` and ``pyao plan`` give one time for one step of one profile."""
 
 from __future__ import annotations
 

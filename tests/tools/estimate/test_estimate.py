@@ -16,7 +16,7 @@ from hf_pyao.plan.documents.estimate import EstimateReport, EstimateRow
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.tools.estimate.card_memory import card_memory
-from hf_pyao.tools.estimate.command import ENGINES
+from hf_pyao.tools.estimate.common_arguments import ENGINES
 from hf_pyao.tools.estimate.estimate import WAYS, Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size

@@ -109,10 +109,11 @@ def test_words_for_titles() -> None:
 
 @pytest.mark.thorough
 def test_a_micro_batch_is_chosen_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    find = ("estimate", "--find", "micro-batch", "--model", "llama:micro")
     length = ("--sequence-length", "64", "--micro-batches", "4", "--global-batch", "8", "--json")
     reports = []
     for options in ((), ("--long-context", "--mlp-tiles", "4")):
-        assert main(["microbatch", "--model", "llama:micro", *length, *options]) == 0
+        assert main([*find, *length, *options]) == 0
         reports.append(MicroBatchReport.from_dict(json.loads(capsys.readouterr().out)))
     plain, long = reports
     assert setting(plain.setup) == NO_LEVERS
@@ -208,7 +209,10 @@ def test_a_sweep_is_predicted_with_it(every: int, capsys: pytest.CaptureFixture[
             ("sweep", "--model", MODEL, "--checkpointing", "--checkpoint-every", "2"),
             "--checkpointing and --checkpoint-every both have layers run again",
         ),
-        (("microbatch", "--model", MODEL, "--save-attention"), "--save-attention is on, which has"),
+        (
+            ("estimate", "--find", "micro-batch", "--model", MODEL, "--save-attention"),
+            "--save-attention is on, which has",
+        ),
     ],
 )
 def test_what_would_change_nothing_is_refused(

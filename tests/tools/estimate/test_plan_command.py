@@ -125,13 +125,11 @@ def test_the_bucket_is_counted_where_it_is_asked_for_and_said(
 
 
 @pytest.mark.thorough
-def test_plan_and_microbatch_count_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_and_find_count_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(MODEL, "--micro-batch", "4", path=tmp_path / "plan.json")
     path = tmp_path / "choice.json"
     arguments = ["--model", MODEL, "--global-batch", "4", "--micro-batches", "4"]
-    assert main(["microbatch", *arguments, "--output", str(path)]) == 0
+    assert main(["estimate", "--find", "micro-batch", *arguments, "--output", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert row["peak_bytes"] == plan.facts.kept_peak_bytes
 

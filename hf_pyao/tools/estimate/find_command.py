@@ -1,53 +1,35 @@
-"""``pyao microbatch``: which micro-batch to train with on a card, or how long sequences may be."""
+"""``pyao estimate --find``: chooses a micro-batch for a card, or the longest sequence."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
-from hf_pyao.plan.hardware.presets import HARDWARE, Hardware
-from hf_pyao.text import describe_error, one_line, say
-from hf_pyao.tools.estimate.command import (
+from hf_pyao.plan.hardware.presets import Hardware
+from hf_pyao.text import describe_error
+from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
+from hf_pyao.tools.estimate.common_arguments import (
     ENGINES,
-    add_card_arguments,
-    add_training_arguments,
+    check_least,
     hardware_of,
+    tell,
     training_fields_of,
 )
-from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, lever_config_of, levers_of
+from hf_pyao.tools.estimate.lever_arguments import (
+    add_lever_arguments,
+    given_levers,
+    lever_config_of,
+    levers_of,
+)
 
 if TYPE_CHECKING:
     from hf_pyao.tools.estimate.fake_step import FakeTraining
-
-DESCRIPTION = """\
-Choose a micro-batch without a GPU: the fastest or the largest that fits a card, with gradient
-accumulation such that the samples of an optimizer step stay as they are. Or find the longest
-sequence. For each size the best plan is looked for: what to keep, to offload and to recompute. One
-step of the real model runs on fake tensors at a few sizes, which takes no memory. Nothing is
-measured: what is assumed is printed. PyAOTrainer does the same for the model that it trains, and
-tries what it chose: --activation_offload_auto_micro_batch.
-"""
-
-EPILOG = f"""\
-models and devices are named as `pyao estimate --help` lists them, such as opt:1.3b, gpt2:0.8b,
-llama:8b, a FOLDER or HUB/NAME with a config.json; {", ".join(HARDWARE)}
-
-examples
-  pyao microbatch --model opt:1.3b --device rtx4070 --global-batch 64
-  pyao microbatch --model llama:8b --device h200 --sequence-length 4096 --find largest
-  pyao microbatch --model gpt2:0.8b --engine zero2 --head-loss chunked --output choice.json
-  pyao report choice.json -o choice.html
-  pyao microbatch --model llama:1.2b --device rtx4090 --find sequence --long-context
-  pyao microbatch --model opt:1.3b --find largest --long-context --checkpoint-every 4
-"""
 
 DEFAULT_GLOBAL_BATCH = 64
 
@@ -56,62 +38,71 @@ ASSUMPTION = (
 )
 
 
-def add_microbatch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options and help to *parser*."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOG
-    asked = parser.add_argument_group("what is looked for")
+FINDS = {"micro-batch": "fastest", "largest-micro-batch": "largest", "sequence": "sequence"}
+"""Value of ``--find`` -> :attr:`~hf_pyao.plan.documents.microbatch.MicroBatchReport.find`."""
+
+NOT_FOR_FINDING = ("no_longest_sequence", "processes", "step", "step_method")
+"""Options of ``pyao estimate`` that have no effect with ``--find``."""
+
+
+def add_find_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--find`` and the options that go with it to the parser of ``pyao estimate``."""
+    asked = parser.add_argument_group(
+        "to choose a micro-batch or a length",
+        "The samples of an optimizer step stay as they are: smaller micro-batches are accumulated. "
+        "PyAOTrainer does the same for the model that it trains, and tries what it chose "
+        "(--activation_offload_auto_micro_batch).",
+    )
     asked.add_argument(
         "--find",
-        choices=("fastest", "largest", "sequence"),
-        default="fastest",
-        help="the micro-batch with the least time a sample, the largest that fits, or the longest "
-        "sequence that fits (default: fastest)",
+        choices=FINDS,
+        help="the micro-batch with the least time per sample, the largest one that fits, or the "
+        "longest sequence that fits",
     )
     asked.add_argument(
         "--global-batch",
         type=int,
         metavar="N",
-        help="samples of one optimizer step on one device, which micro-batches have to divide "
+        help="samples of one optimizer step on one device; micro-batches have to divide it "
         f"(default: {DEFAULT_GLOBAL_BATCH})",
     )
     asked.add_argument(
         "--micro-batches",
         metavar="N,N,...",
-        help="look at these alone (default: at all that divide the global batch)",
+        help="consider these alone (default: all that divide the global batch)",
     )
     asked.add_argument(
-        "--micro-batch", type=int, metavar="N", help="with --find sequence: samples (default: 1)"
+        "--host-memory",
+        metavar="SIZE",
+        help="most host memory for what is offloaded, such as 64GiB (default: no limit)",
     )
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--model", required=True, metavar="MODEL", help="see below")
-    what.add_argument(
-        "--sequence-length",
-        type=int,
-        metavar="N",
-        help="tokens of a sample (default: 512; not with --find sequence)",
-    )
-    add_training_arguments(what)
     add_lever_arguments(
         parser.add_argument_group(
-            "what changes the step itself",
+            "with --find: what changes the step itself",
             "With a chunked loss or tiles each size is recorded, which takes longer.",
         )
     )
-    _add_card_and_output(parser)
 
 
-def _add_card_and_output(parser: argparse.ArgumentParser) -> None:
-    card = add_card_arguments(parser)
-    card.add_argument(
-        "--host-memory",
-        metavar="SIZE",
-        help="most host memory for what is offloaded, such as 64GiB (default: any)",
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument("--json", action="store_true", help="print JSON, which `pyao report` reads")
-    how.add_argument("--output", type=Path, metavar="FILE.json", help="write the JSON here too")
+def refuse_without_find(args: argparse.Namespace) -> None:
+    """Refuse options that have an effect with ``--find`` alone, where it is not given.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    given = [
+        flag
+        for flag, value in (
+            ("--global-batch", args.global_batch),
+            ("--micro-batches", args.micro_batches),
+            ("--host-memory", args.host_memory),
+        )
+        if value is not None
+    ]
+    if given := [*given, *given_levers(args)]:
+        raise ConfigError(
+            f"{', '.join(given)} has no effect without --find: drop it, or give --find micro-batch."
+        )
 
 
 def run_from_arguments(args: argparse.Namespace) -> int:
@@ -120,34 +111,19 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model cannot be had.
     """
-    from hf_pyao.plan.documents.schema import to_plain, write_json
-    from hf_pyao.tools.report.tables import markdown_of
-
     _check_options(args)
     report = microbatch_report(args, shows_progress=not args.json and sys.stderr.isatty())
-    if args.output is not None:
-        write_json(args.output, report)
-    if args.json:
-        say(json.dumps(to_plain(report), indent=2))
-    else:
-        say(markdown_of(report))
-        if args.output is not None:
-            say(f"written: {one_line(str(args.output))}")
+    tell(report, as_json=args.json, output=args.output)
     return 0 if report.chosen is not None else 1
 
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse what cannot be, before anything is recorded."""
-    for option, least in (
-        ("sequence_length", 2),
-        ("micro_batch", 1),
-        ("global_batch", 1),
-        ("lora", 1),
-    ):
-        value = getattr(args, option)
-        if value is not None and value < least:
-            flag = "--" + option.replace("_", "-")
-            raise ConfigError(f"{flag} is {value}; expected {least} or more.")
+    check_least(args, sequence_length=2, micro_batch=1, global_batch=1, lora=1)
+    useless = [name for name in NOT_FOR_FINDING if getattr(args, name) not in (None, False)]
+    if useless:
+        flags = ", ".join("--" + name.replace("_", "-") for name in useless)
+        raise ConfigError(f"{flags} has no effect with --find: drop one of them.")
     levers_of(args)
     is_sequence = args.find == "sequence"
     for flag, value, is_for_sequences in (
@@ -156,7 +132,7 @@ def _check_options(args: argparse.Namespace) -> None:
         ("--sequence-length", args.sequence_length, False),
     ):
         if value is not None and is_for_sequences != is_sequence:
-            remedy = "--find sequence" if is_for_sequences else "--find fastest or largest"
+            remedy = f"--find {'sequence' if is_for_sequences else 'micro-batch'}"
             raise ConfigError(
                 f"{flag} is given, which has no effect with --find {args.find}: drop it, or take "
                 f"{remedy}."
@@ -207,12 +183,13 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
     find = _longest if is_sequence else _micro_batch
     choice, num_recordings = find(args, config, hardware, limit_bytes, shows_progress)
     trained = "" if args.lora is None else f", LoRA of rank {args.lora}"
+    asked_for = FINDS[args.find]
     levers = levers_of(args)
     changed = f", {levers.describe()}" if levers.describe() else ""
-    what = "Longest sequence" if is_sequence else f"{args.find.capitalize()} micro-batch"
+    what = "Longest sequence" if is_sequence else f"{asked_for.capitalize()} micro-batch"
     return MicroBatchReport(
         title=f"{what}: {spec.name}{trained}{changed} on {hardware.name}, {args.engine}",
-        find=args.find,
+        find=asked_for,
         global_batch=None if is_sequence else args.global_batch or DEFAULT_GLOBAL_BATCH,
         limit_bytes=limit_bytes,
         chosen=choice.chosen,
@@ -248,7 +225,7 @@ def _micro_batch(
     from hf_pyao.plan.micro_batch.sized_steps import SizedLevers, SizedSteps
     from hf_pyao.tools.estimate.positions import check_sequence_length
 
-    length = args.sequence_length or 512
+    length = args.sequence_length or DEFAULT_LENGTH
     check_sequence_length(config, length)
     global_batch = args.global_batch or DEFAULT_GLOBAL_BATCH
     sizes = _sizes_of(args.micro_batches)
@@ -270,7 +247,7 @@ def _micro_batch(
             limit_bytes=limit_bytes,
             global_batch=global_batch,
             sequence_length=length,
-            find=args.find,
+            find=FINDS[args.find],
             sizes=sizes,
         )
     return choice, steps.num_recordings

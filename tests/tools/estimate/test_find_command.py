@@ -1,4 +1,4 @@
-"""``pyao microbatch``: a choice for a small model, and what is refused."""
+"""``pyao estimate --find``: a choice for a small model, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hf_pyao.cli import main
 from hf_pyao.plan.documents.microbatch import MicroBatchReport
 from hf_pyao.tools.report.kinds import read_document
 
-MODEL = ("microbatch", "--model", "llama:micro", "--sequence-length", "32")
+ESTIMATE = ("estimate", "--model", "llama:micro")
+FASTEST = (*ESTIMATE, "--find", "micro-batch", "--sequence-length", "32")
 
 
 @pytest.mark.thorough
@@ -19,7 +20,7 @@ def test_the_command_prints_a_table_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "choice.json"
-    assert main([*MODEL, "--global-batch", "4", "--output", str(path)]) == 0
+    assert main([*FASTEST, "--global-batch", "4", "--output", str(path)]) == 0
     printed = capsys.readouterr().out
     report = read_document(path)
     assert isinstance(report, MicroBatchReport)
@@ -37,8 +38,16 @@ def test_the_command_prints_a_table_and_writes_json(
 
 @pytest.mark.thorough
 def test_what_does_not_fit_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--device-memory", "1MiB", "--micro-batches", "2,4", "--find", "largest", "--json")
-    assert main([*MODEL, *options]) == 1
+    options = (
+        "--device-memory",
+        "1MiB",
+        "--micro-batches",
+        "2,4",
+        "--find",
+        "largest-micro-batch",
+        "--json",
+    )
+    assert main([*FASTEST, *options]) == 1
     report = MicroBatchReport.from_dict(json.loads(capsys.readouterr().out))
     assert report.chosen is None
     assert report.verdict.startswith("Nothing fits")
@@ -49,8 +58,8 @@ def test_what_does_not_fit_ends_with_status_1(capsys: pytest.CaptureFixture[str]
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = ("--find", "sequence", "--device-memory", "256MiB", "--json")
-    assert main(["microbatch", "--model", "llama:micro", *options]) == 0
+    options = ("--find", "sequence", "--device-memory", "800MiB", "--json")
+    assert main([*ESTIMATE, *options]) == 0
     report = MicroBatchReport.from_dict(json.loads(capsys.readouterr().out))
     assert report.chosen is not None
     lengths = {row.sequence_length: row.fits for row in report.rows}
@@ -64,7 +73,7 @@ def test_the_chunked_loss_lets_more_fit(capsys: pytest.CaptureFixture[str]) -> N
     peaks = {}
     for head_loss in ("off", "chunked"):
         options = ("--global-batch", "64", "--micro-batches", "64", "--head-loss", head_loss)
-        assert main([*MODEL, *options, "--json"]) == 0
+        assert main([*FASTEST, *options, "--json"]) == 0
         report = MicroBatchReport.from_dict(json.loads(capsys.readouterr().out))
         peaks[head_loss] = report.rows[0].peak_bytes
     assert peaks["chunked"] < peaks["off"]
@@ -76,8 +85,12 @@ def test_the_chunked_loss_lets_more_fit(capsys: pytest.CaptureFixture[str]) -> N
         (("--global-batch", "64", "--micro-batches", "3"), "micro-batch of 3 does not divide"),
         (("--global-batch", "0"), "--global-batch is 0; expected 1 or more"),
         (("--micro-batches", "2,x"), "--micro-batches is '2,x'; expected whole numbers"),
-        (("--micro-batch", "2"), "--micro-batch is given, which has no effect with --find fastest"),
+        (
+            ("--micro-batch", "2"),
+            "--micro-batch is given, which has no effect with --find micro-batch",
+        ),
         (("--find", "sequence"), "--sequence-length is given, which has no effect with"),
+        (("--step", "step.json"), "--step has no effect with --find"),
         (("--device", "b300"), "unknown device 'b300'"),
         (("--host-memory", "much"), "--host-memory is 'much'"),
     ],
@@ -85,7 +98,7 @@ def test_the_chunked_loss_lets_more_fit(capsys: pytest.CaptureFixture[str]) -> N
 def test_bad_options_are_refused(
     options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*MODEL, *options]) == 2
+    assert main([*FASTEST, *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -93,5 +106,15 @@ def test_a_micro_batch_that_does_not_divide_is_refused_for_lengths_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ("--find", "sequence", "--micro-batch", "3", "--global-batch", "64")
-    assert main(["microbatch", "--model", "llama:micro", *options]) == 2
+    assert main([*ESTIMATE, *options]) == 2
     assert "micro-batch of 3 does not divide" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [("--global-batch", "8"), ("--host-memory", "1GiB"), ("--mlp-tiles", "4")]
+)
+def test_without_find_its_options_are_refused(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ESTIMATE, *options]) == 2
+    assert f"{options[0]} has no effect without --find" in capsys.readouterr().err

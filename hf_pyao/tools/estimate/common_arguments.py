@@ -1,0 +1,227 @@
+"""Options that several commands have: how a model is trained, on which card, where results go."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hf_pyao.errors import ConfigError
+from hf_pyao.plan.hardware.beside_step import FUSED, IMPLEMENTATIONS
+from hf_pyao.plan.hardware.presets import Hardware, find_hardware
+from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.text import one_line, say
+
+ENGINES = {"plain": "device", "zero2": "host"}
+"""Name -> where gradients and optimizer are."""
+
+OPTIMIZER_BYTES = {"adamw": 4, "adamw-32bit": 8, "adamw-8bit": 2, "sgd": 0}
+"""Bytes of an optimizer's states for each trained parameter, where they are on the device."""
+
+
+ATTENTIONS = ("flash", "cudnn")
+"""Kernels of attention that may be assumed."""
+
+
+def add_training_arguments(what: argparse._ArgumentGroup) -> None:
+    """Add how a model is trained: LoRA, gradients, optimizer."""
+    what.add_argument(
+        "--lora",
+        type=int,
+        nargs="?",
+        const=16,
+        metavar="RANK",
+        help="train LoRA adapters of this rank (16) on all linear layers; needs peft",
+    )
+    what.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="plain",
+        help="plain: gradients and optimizer on the device. zero2: gradients leave as they are "
+        "complete, the optimizer is on the host (default: plain)",
+    )
+    what.add_argument(
+        "--optimizer",
+        choices=OPTIMIZER_BYTES,
+        default="adamw",
+        help="its states on the device, with engine plain: two moments in 16 bits (adamw), 32 or "
+        "8, or none (default: adamw)",
+    )
+    what.add_argument(
+        "--optimizer-step",
+        choices=IMPLEMENTATIONS,
+        default=FUSED,
+        help="how torch's optimizer goes over weights on the device: fused takes nothing more "
+        "(transformers' default), foreach as much as all weights (torch's), for-loop as much as "
+        "the two largest (default: fused)",
+    )
+    what.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="torch.use_deterministic_algorithms(True): kernels of attention allocate more",
+    )
+    what.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default="flash",
+        help="the kernel of attention without a mask in 16 bits: FlashAttention-2, or cuDNN's, "
+        "which torch prefers on compute capability 9.0 and 10.0 unless "
+        "torch.backends.cuda.enable_cudnn_sdp(False) is called (default: flash)",
+    )
+
+
+def given_training(args: argparse.Namespace) -> list[str]:
+    """Return the options of :func:`add_training_arguments` that are given."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_training_arguments(parser.add_argument_group())
+    default = vars(parser.parse_args([]))
+    return [
+        "--" + name.replace("_", "-")
+        for name, value in default.items()
+        if getattr(args, name) != value
+    ]
+
+
+def training_fields(
+    hardware: Hardware,
+    *,
+    engine: str = "plain",
+    optimizer: str = "adamw",
+    optimizer_step: str = FUSED,
+    lora_rank: int | None = None,
+    deterministic: bool = False,
+    attention: str = "flash",
+) -> dict[str, Any]:
+    """Return fields of :class:`~hf_pyao.tools.estimate.fake_step.FakeTraining`, as the options
+    say."""
+    return {
+        "training_state": ENGINES[engine],
+        "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
+        "implementation": optimizer_step,
+        "lora_rank": lora_rank,
+        "kernels": hardware.kernels._replace(
+            is_deterministic=deterministic, prefers_cudnn=attention == "cudnn"
+        ),
+    }
+
+
+def training_fields_of(args: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
+    """Return the same for options of :func:`add_training_arguments`."""
+    return training_fields(
+        hardware,
+        engine=args.engine,
+        optimizer=args.optimizer,
+        optimizer_step=args.optimizer_step,
+        lora_rank=args.lora,
+        deterministic=args.deterministic,
+        attention=args.attention,
+    )
+
+
+def add_allocator_argument(group: argparse._ActionsContainer) -> None:
+    """Add the settings of PyTorch's allocator."""
+    group.add_argument(
+        "--alloc-conf",
+        default="",
+        metavar="SETTINGS",
+        help="what PYTORCH_CUDA_ALLOC_CONF is to be, such as expandable_segments:True (default: "
+        "PyTorch's default)",
+    )
+
+
+def add_card_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the card, its memory and its link; return their group."""
+    card = parser.add_argument_group("what it is trained on")
+    card.add_argument(
+        "--device", default="rtx4070", metavar="NAME", help="see below (default: rtx4070)"
+    )
+    card.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="memory of the card, such as 12GiB, if another; the CUDA context is taken off",
+    )
+    card.add_argument(
+        "--link",
+        metavar="SPEED",
+        help="speed of the link in each direction, such as 25GiB/s, if another",
+    )
+    add_allocator_argument(card)
+    return card
+
+
+def hardware_of(args: argparse.Namespace) -> Hardware:
+    """Return the card that the options describe.
+
+    Raises:
+        ConfigError: it is unknown, or a size or speed is none.
+    """
+    from hf_pyao.settings import Size
+
+    hardware = find_hardware(args.device)
+    if args.device_memory is not None:
+        nbytes = Size().check("--device-memory", args.device_memory)
+        hardware = dataclasses.replace(hardware, memory_gib=int(nbytes) / GIB)
+    if args.link is not None:
+        hardware = hardware.with_link(link_gib_per_s(args.link))
+    return hardware
+
+
+def link_gib_per_s(text: str) -> float:
+    """Return the speed that ``--link`` states.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from hf_pyao.settings import Size
+
+    text = text.strip()
+    speed = int(Size().check("--link", text.removesuffix("/s")))
+    if not text.endswith("/s") or speed <= 0:
+        raise ConfigError(f"--link is {text!r}; expected a speed, such as 25GiB/s or 50GB/s.")
+    return speed / GIB
+
+
+def add_output_arguments(group: argparse._ActionsContainer) -> None:
+    """Add where the result goes."""
+    group.add_argument("--json", action="store_true", help="print JSON, which `pyao report` reads")
+    group.add_argument("--output", type=Path, metavar="FILE.json", help="write the JSON here too")
+
+
+def tell(
+    report: Any, *, as_json: bool, output: Path | None, also_written: Iterable[Path] = ()
+) -> None:
+    """Print a document, and write it.
+
+    Args:
+        report: the document.
+        as_json: print it as JSON; otherwise as tables.
+        output: the JSON file to write; None: none.
+        also_written: further files, which were written already.
+    """
+    from hf_pyao.plan.documents.schema import to_plain, write_json
+    from hf_pyao.tools.report.tables import markdown_of
+
+    if output is not None:
+        write_json(output, report)
+    if as_json:
+        say(json.dumps(to_plain(report), indent=2))
+        return
+    say(markdown_of(report))
+    for path in (*(() if output is None else (output,)), *also_written):
+        say(f"written: {one_line(str(path))}")
+
+
+def check_least(args: argparse.Namespace, **least: int) -> None:
+    """Refuse options, by their names in *args*, that are given and smaller than this.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < smallest:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is {value}; expected {smallest} or more.")
