@@ -6,11 +6,12 @@ import dataclasses
 import json
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_pyao.config_checks import LEAST_LAYERS, check_together
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.files import read_json_object
 from hf_pyao.settings import (
@@ -52,9 +53,6 @@ AUTO_MICRO_BATCH_NAMES = ("off", "fastest", "largest")
 
 VERIFY_RECOMPUTE_NAMES = ("auto", "always", "off")
 """Names that ``verify_recompute`` takes."""
-
-LEAST_LAYERS = {"checkpoint_nested": 2, "save_attention": 1}
-"""By setting that says how layers run again: what ``checkpoint_every`` must be for it."""
 
 MIB = 2**20
 GIB = 2**30
@@ -330,7 +328,7 @@ class PyAOConfig:
         for name, declared in SETTINGS.items():
             value = declared.kind.check(self.label(name), getattr(self, name))
             object.__setattr__(self, name, value)
-        _check_together(implied_by(vars(self)), self.label)
+        check_together(implied_by(vars(self)), self.label)
 
     @property
     def left_open(self) -> frozenset[str]:
@@ -478,66 +476,6 @@ def _checked(values: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, 
     """Return *values* that are given, each checked by itself."""
     checked = {n: SETTINGS[n].kind.check(labels.get(n, n), value) for n, value in values.items()}
     return {name: value for name, value in checked.items() if value is not None}
-
-
-def _check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> None:
-    """Refuse settings that contradict each other."""
-    policy, modules = values["policy"], values["modules"]
-    if policy == "modules" and not modules:
-        raise ConfigError(
-            f"{label('policy')} is 'modules', which offloads only what {label('modules')} names, "
-            f"and {label('modules')} is empty: name roles such as 'mlp_act', or choose 'all'."
-        )
-    if modules and isinstance(policy, str) and policy != "modules":
-        raise ConfigError(
-            f"{label('modules')} is {echo(list(modules))}, which has no effect while "
-            f"{label('policy')} is {policy!r}: choose policy 'modules', or drop the names."
-        )
-    every = values["checkpoint_every"]
-    for name, least in LEAST_LAYERS.items():
-        if values[name] and every < least:
-            why = "each layer runs again by itself" if every else "nothing is run again"
-            raise ConfigError(
-                f"{label(name)} is on, which has no effect while {label('checkpoint_every')} is "
-                f"{every}: {why} then. Give {label('checkpoint_every')}, such as {least}, or drop "
-                "it."
-            )
-    if values["checkpoint_every"]:
-        _check_against_segments(values, label)
-    for name, policies, example in (
-        ("budget", ("budget",), "8 (tensors) or 2GiB"),
-        ("plan", ("plan", "auto", "pyao"), "plan.json"),
-    ):
-        given = values[name]
-        if given is None and policy == name:
-            raise ConfigError(
-                f"{label('policy')} is {policy!r}, and {label(name)} is not given: give one, such "
-                f"as {example}, or choose 'all'."
-            )
-        if given is not None and isinstance(policy, str) and policy not in policies:
-            raise ConfigError(
-                f"{label(name)} is {echo(given)}, which has no effect while {label('policy')} is "
-                f"{policy!r}: choose policy {policies[0]!r}, or drop it."
-            )
-
-
-def _check_against_segments(values: Mapping[str, Any], label: Callable[[str], str]) -> None:
-    """Refuse what has no effect in layers that run again as a whole."""
-    every = f"{label('checkpoint_every')} is {values['checkpoint_every']}"
-    if values["long_context"]:
-        every += f" (as {label('long_context')} has it, unless it is given)"
-    if values["recompute_modules"]:
-        raise ConfigError(
-            f"{label('recompute_modules')} is {echo(list(values['recompute_modules']))}, which has "
-            f"no effect while {every}: layers run again as a whole then. Drop the names, or give "
-            f"{label('checkpoint_every')}=0."
-        )
-    if values["policy"] == "pyao":
-        raise ConfigError(
-            f"{label('policy')} is 'pyao', which chooses parts of a layer to recompute, and "
-            f"{every}: layers run again as a whole then. Choose another policy, such as 'all', or "
-            f"give {label('checkpoint_every')}=0."
-        )
 
 
 def _described(cls: type) -> str:

@@ -34,7 +34,8 @@ from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.trained import mark_of
 from hf_pyao.auto.ranks.rank_exchange import RankExchange
-from hf_pyao.auto.recording.model_copy import ForwardWatch, SeenForward
+from hf_pyao.auto.recording.forward_watch import ForwardWatch
+from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.plan.documents.plan import Plan

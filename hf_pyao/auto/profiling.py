@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 from hf_pyao.auto.ranks.rank_exchange import RankExchange
-from hf_pyao.auto.recording.model_copy import CopyError, ForwardWatch, Place, SeenForward
+from hf_pyao.auto.recording.forward_watch import ForwardWatch, Place
+from hf_pyao.auto.recording.model_copy import CopyError
+from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.link import LinkContext

@@ -11,8 +11,9 @@ from torch import nn
 from hf_pyao.auto.install.lever_switch import LeverSwitch
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.trained import TrainedParameters
+from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.auto.recording.lever_recording import LeverRecorder, num_hooks_in, room_for
-from hf_pyao.auto.recording.model_copy import CopiedStep, ForwardWatch
+from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.options.lever_choice import FIXED, LeverRoom
 

@@ -21,7 +21,7 @@ from hf_pyao.auto import (
 )
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.plans.check import PlanCheck, TimedMicroBatch, loses
-from hf_pyao.auto.recording.model_copy import ForwardWatch
+from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.config import GIB
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.plan.documents.plan_facts import PlanError

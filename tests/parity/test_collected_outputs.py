@@ -18,7 +18,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.auto.recording.model_copy import ForwardWatch, SeenForward
+from hf_pyao.auto.recording.forward_watch import ForwardWatch
+from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from tests.helpers import EVERY_LAYER, assert_same_tensors, gradients_of, tiny_batch, tiny_model
 

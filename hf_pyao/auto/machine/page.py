@@ -23,7 +23,7 @@ transitions at the debug level (logger `hf_pyao.auto.machine.driver`), and its r
 `transitions`.
 
 Before each forward, events come in this order: `Profiled` (who measures hears of a forward
-first, see `Place` in `auto/recording/model_copy.py`), `Interrupted`, `Trained`, `Heard`, `Forward`,
+first: `Place` in `auto/recording/forward_watch.py`), `Interrupted`, `Trained`, `Heard`, `Forward`,
 `Timed`, `Refused`.
 """
 

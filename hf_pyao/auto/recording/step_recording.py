@@ -30,12 +30,8 @@ from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
 from hf_pyao.plan.step.recorded_step import RecordedStep
-from hf_pyao.plan.step.step_recorder import (
-    RECORDING,
-    RecordingMode,
-    RecordingTransport,
-    StepRecorder,
-)
+from hf_pyao.plan.step.recording_mode import RECORDING, RecordingMode, RecordingTransport
+from hf_pyao.plan.step.step_recorder import StepRecorder
 
 NUM_SHOWN_CHUNKS = 3
 """Chunks of the head loss, and tiles of an MLP, that are run; more are equal to the second."""

@@ -283,7 +283,7 @@ class BlockingTransport:
         times: LinkTimes | None = None,
     ) -> DoneTicket:
         """Copy to the host now."""
-        return self._copy("offload", src, dst, times)
+        return self._copy("offload", src, dst, after, label, times)
 
     def reload(
         self,
@@ -295,7 +295,7 @@ class BlockingTransport:
         times: LinkTimes | None = None,
     ) -> DoneTicket:
         """Copy to the device now."""
-        return self._copy("reload", src, dst, times)
+        return self._copy("reload", src, dst, after, label, times)
 
     def wait(self, ticket: DoneTicket) -> None:
         """Do nothing: the copy is done."""
@@ -331,8 +331,15 @@ class BlockingTransport:
         return (end - start) * 1e3
 
     def _copy(
-        self, direction: str, src: torch.Tensor, dst: torch.Tensor, times: LinkTimes | None
+        self,
+        direction: str,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        after: Sequence[Any],
+        label: object,
+        times: LinkTimes | None,
     ) -> DoneTicket:
+        """Copy, ``"offload"`` or ``"reload"``; the rest is as given to these."""
         compute = current_stream((src if direction == "offload" else dst).device)
         start_s = time.perf_counter()
         dst.copy_(src)

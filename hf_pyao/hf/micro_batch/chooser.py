@@ -17,11 +17,8 @@ from torch import nn
 
 from hf_pyao.auto.install.fixed_slots import FixedSlots
 from hf_pyao.auto.recording.lever_recording import room_for
-from hf_pyao.auto.recording.model_copy import (
-    CopiedStep,
-    CopyError,
-    seen_forward,
-)
+from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
+from hf_pyao.auto.recording.seen_forward import seen_forward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.stores.host_share import HostShare

@@ -1,8 +1,7 @@
 """Records a training step as a :class:`~hf_pyao.plan.step.step_program.StepProgram`.
 
-The model is attached with :data:`RECORDING` (everything leaves at once) over a
-:class:`RecordingTransport`; a :class:`StepRecorder` is the engine's observer and a dispatch mode
-around the step. It takes real tensors and fake ones.
+A :class:`StepRecorder` hears of the step from the engine, whose observer it is, and from the mode
+and the transport of ``recording_mode``. It takes real tensors and fake ones.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.engine.codecs.row_statistics import is_row_statistic
 from hf_pyao.engine.runtime.observer import Observer, Result
@@ -24,7 +22,6 @@ from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.torch_hooks.passing_over import is_recomputing
 from hf_pyao.engine.transfer.graph_task import is_in_backward
 from hf_pyao.engine.transfer.layout import row_length
-from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.hardware.kernel_workspaces import call_of, workspace_of
 from hf_pyao.plan.hardware.operation_costs import cost_of, is_question
@@ -42,10 +39,6 @@ from hf_pyao.plan.step.step_program import (
     SlotUse,
     StepProgram,
 )
-
-RECORDING = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0, "window": 0}
-"""Settings of :class:`~hf_pyao.PyAOConfig` under which a step is recorded."""
-
 
 NUM_PACKED_LAYERS = 2
 """Layers of which every saved tensor is noted, those that were saved before too."""
@@ -431,20 +424,6 @@ class StepRecorder:
         )
 
 
-class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, has a recorder see every operation."""
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run the operation and record it."""
-        return self._recorder.see(func, args, kwargs or {})
-
-
 class _Listener(Observer):
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
@@ -474,48 +453,3 @@ class _Listener(Observer):
     def on_slot(self, slot: Slot, stays: str | None, decision: Decision) -> None:
         """Record it."""
         self._recorder.saved(slot, stays)
-
-
-class RecordingTransport(BlockingTransport):
-    """Copies at once, and tells a recorder which storages are copied."""
-
-    name = "recording"
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def offload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-    ) -> DoneTicket:
-        """Copy to the host now."""
-        assert isinstance(label, Slot)
-        self._recorder.left(label, src, dst.nbytes)
-        return self._unseen("offload", src, dst)
-
-    def reload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-    ) -> DoneTicket:
-        """Copy to the device now."""
-        assert isinstance(label, Slot)
-        self._recorder.came_back(label, dst)
-        return self._unseen("reload", src, dst)
-
-    def _unseen(self, direction: str, src: torch.Tensor, dst: torch.Tensor) -> DoneTicket:
-        self._recorder.is_paused = True
-        try:
-            return self._copy(direction, src, dst, None)
-        finally:
-            self._recorder.is_paused = False

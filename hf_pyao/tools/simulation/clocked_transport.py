@@ -48,30 +48,6 @@ class ClockedTransport(BlockingTransport):
         self.link = VirtualLink(link, copy_streams, host)
         self._orders = itertools.count()
 
-    def offload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-    ) -> ClockedTicket:
-        """Queue a copy to the host."""
-        return self._queue("offload", src, dst, after, label, times)
-
-    def reload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-    ) -> ClockedTicket:
-        """Queue a copy to the device."""
-        return self._queue("reload", src, dst, after, label, times)
-
     def wait(self, ticket: DoneTicket) -> None:
         """Let the virtual compute wait for the copy."""
         assert isinstance(ticket, ClockedTicket)
@@ -108,7 +84,7 @@ class ClockedTransport(BlockingTransport):
         """Return the time between two marks."""
         return end - start
 
-    def _queue(
+    def _copy(
         self,
         direction: str,
         src: torch.Tensor,

@@ -34,30 +34,6 @@ class LateTransport(BlockingTransport):
         self._orders = itertools.count()
         self._done: dict[object, int] = {"offload": -1, "reload": -1}
 
-    def offload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-    ) -> LateTicket:
-        """Copy to the host, later."""
-        return self._late("offload", src, dst)
-
-    def reload(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        after: Sequence[Any] = (),
-        label: object = "",
-        times: LinkTimes | None = None,
-    ) -> LateTicket:
-        """Copy to the device, later."""
-        return self._late("reload", src, dst)
-
     def wait(self, ticket: DoneTicket) -> None:
         """Finish the copy, and those before it in its queue."""
         self._done[ticket.queue] = max(self._done[ticket.queue], ticket.order)
@@ -66,6 +42,14 @@ class LateTransport(BlockingTransport):
         """Say whether something has waited for the copy."""
         return ticket.order <= self._done[ticket.queue]
 
-    def _late(self, direction: str, src: torch.Tensor, dst: torch.Tensor) -> LateTicket:
-        self._copy(direction, src, dst, None)
+    def _copy(
+        self,
+        direction: str,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        after: Sequence[Any],
+        label: object,
+        times: LinkTimes | None,
+    ) -> LateTicket:
+        super()._copy(direction, src, dst, after, label, None)
         return LateTicket(src.nbytes, queue=direction, order=next(self._orders))

@@ -22,7 +22,9 @@ from hf_pyao import attach
 from hf_pyao.auto import (
     profiling,
 )
-from hf_pyao.auto.recording.model_copy import CopyError, ForwardWatch, SeenForward
+from hf_pyao.auto.recording.forward_watch import ForwardWatch
+from hf_pyao.auto.recording.model_copy import CopyError
+from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.profile import Profile

@@ -422,7 +422,8 @@ def test_the_transient_is_that_of_one_tile(tiles: int) -> None:
 
 @pytest.mark.thorough
 def test_recordings_of_steps_run_the_tiles() -> None:
-    from hf_pyao.auto.recording.model_copy import CopiedStep, seen_forward
+    from hf_pyao.auto.recording.model_copy import CopiedStep
+    from hf_pyao.auto.recording.seen_forward import seen_forward
 
     model = tiny_model("llama", intermediate_size=64 * HIDDEN)
     seen = seen_forward((), dict(tiny_batch(size=4, length=64)))

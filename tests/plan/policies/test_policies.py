@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.auto.recording.model_copy import ForwardWatch, SeenForward
+from hf_pyao.auto.recording.forward_watch import ForwardWatch
+from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.config import POLICY_NAMES
 from hf_pyao.engine.runtime.policy import Offload, Situation
