@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hf_pyao.config import LEAST_LAYERS, SETTINGS
+from hf_pyao.config import SETTINGS
+from hf_pyao.config_checks import LEAST_LAYERS
 from hf_pyao.engine.runtime.slots import ANCHOR, SHARED
 from hf_pyao.errors import ConfigError, nearest, unknown_name
 from hf_pyao.levers import Levers
