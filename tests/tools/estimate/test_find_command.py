@@ -40,7 +40,7 @@ def test_the_command_prints_a_table_and_writes_json(
 def test_what_does_not_fit_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--device-memory",
-        "1MiB",
+        "670MiB",
         "--micro-batches",
         "2,4",
         "--find",
