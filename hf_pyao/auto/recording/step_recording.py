@@ -24,6 +24,7 @@ from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
 from hf_pyao.model.fake_cuda.quiet import quiet_fake_tensors
 from hf_pyao.model.losses.chunking import ChunkPlan
 from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.model.map.wrappers import plain_path, unwrap_model
 from hf_pyao.model.tiles import TilePlan
 from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE, Plan
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
@@ -150,9 +151,7 @@ def record_fake_step(
             # Nothing of a layer that runs again as a whole is rebuilt by itself.
             recorder.begin(names, pool.owns, with_graph=not levers.checkpoint_every)
             engine.observe(recorder.observer)
-            resident_bytes = recorder.note_residents(
-                [*model.named_parameters(), *model.named_buffers()]
-            )
+            resident_bytes = recorder.note_residents(_named_tensors(model))
             with RecordingMode(recorder), _few_parts(recorder):
                 step.run(model, recorder.label)
         except Exception as error:
@@ -175,6 +174,16 @@ def record_fake_step(
     if removed is None:
         return RecordedStep(program, program.layer_names, 0), num_chunks
     return RecordedStep(program, removed.layer_names, removed.nbytes), num_chunks
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of *model*, named as its layers are.
+
+    Those that only a wrapper around the model has come last, as tokens that PEFT trains.
+    """
+    for module in (unwrap_model(model), model):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield plain_path(name), tensor
 
 
 def _all_leaves(plan: Plan) -> Plan:

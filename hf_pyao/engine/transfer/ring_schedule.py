@@ -70,13 +70,13 @@ class RingSchedule(abc.ABC):
         self.num_late_uploads = 0
         """Those of blocks that were used before an upload ahead of them had begun."""
         there = list(range(num_blocks))
-        self._orders: dict[bool, Sequence[int]] = {True: [*there, *there[-2::-1]], False: there}
+        self._orders: dict[bool, Sequence[int]] = {True: [*there, *there[::-1]], False: there}
         """By whether gradients are computed, the blocks in the order of the newest such cycle."""
         self._trains = True
         self._position = 0
         """Where in its order the cycle is: the place of the block that is expected next."""
         self._recorded: list[int] = []
-        """The blocks used in this cycle; the same one twice in a row counts once."""
+        """The blocks used in this cycle, once for each time that compute came to one."""
         self._has_run_back = False
 
     # ---- carried out by the subclass -----------------------------------------------------------
@@ -147,9 +147,7 @@ class RingSchedule(abc.ABC):
     # ---- the order -----------------------------------------------------------------------------
 
     def _record(self, block: int) -> None:
-        if len(self._recorded) < _MOST_RECORDED * self.num_blocks and (
-            not self._recorded or self._recorded[-1] != block
-        ):
+        if len(self._recorded) < _MOST_RECORDED * self.num_blocks:
             self._recorded.append(block)
         order = self._orders[self._trains]
         for step in range(len(order)):

@@ -17,8 +17,12 @@ def with_blocking_copies(prediction: Prediction, link: LinkModel) -> Prediction:
         link: what copies run at.
     """
     nbytes = prediction.offloaded_bytes
+    # Streamed weights come in both passes, and as many in each.
+    uploads_bytes = prediction.uploaded_bytes // 2
+    uploads_ms = link.copy_ms(RELOAD, uploads_bytes) if uploads_bytes else 0.0
     forward_ms, backward_ms = (
-        link.copy_ms(direction, nbytes) if nbytes else 0.0 for direction in (OFFLOAD, RELOAD)
+        (link.copy_ms(direction, nbytes) if nbytes else 0.0) + uploads_ms
+        for direction in (OFFLOAD, RELOAD)
     )
     return dataclasses.replace(
         prediction,

@@ -29,6 +29,8 @@ class Copy:
     """A copy that has to end before this one starts."""
     slot: int = -1
     """Number of the slot that it is of; -1: of none."""
+    layer: int = -1
+    """Layer whose streamed weights it is of; -1: of none."""
     order: int = -1
     """Position in the queue of its direction; -1 until it is booked."""
     start_ms: float = math.inf

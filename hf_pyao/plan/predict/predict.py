@@ -21,6 +21,7 @@ from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.predict.copy_lanes import GRADIENT, Copy, Lanes, LateLanes, TimedLanes
 from hf_pyao.plan.predict.predicted_copies import PredictedOffloads, PredictedReloads
 from hf_pyao.plan.predict.predicted_memory import PredictedMemory
+from hf_pyao.plan.predict.predicted_uploads import PredictedUploads
 from hf_pyao.plan.predict.step_clock import LanesClock, StepClock
 from hf_pyao.plan.step.prediction import (
     BUFFER,
@@ -45,6 +46,7 @@ def predict(
     gradient_bytes: int = 0,
     coded: Mapping[int, Coded] | None = None,
     host: HostModel = FAR_AHEAD,
+    is_first_step: bool = False,
 ) -> Prediction:
     """Predict the step.
 
@@ -63,6 +65,7 @@ def predict(
         coded: slots that a codec writes smaller where they leave, by number.
         host: how far the host runs ahead of the device. The default sees no copy done, so that it
             gives the most memory.
+        is_first_step: no streamed weights are on the device when the step begins.
 
     Raises:
         ValueError: *leaves* is not as long as the program's slots, or *times_ms* not as its
@@ -73,7 +76,7 @@ def predict(
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
     clock = LanesClock(lanes, host, is_timed=times_ms is not None)
     plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {})
-    walk = StepWalk(program, plan, times_ms, clock)
+    walk = StepWalk(program, plan, times_ms, clock, is_first_step=is_first_step)
     prediction = replace(
         walk.run(),
         stall_forward_ms=clock.stall_ms[FORWARD],
@@ -114,6 +117,7 @@ class StepWalk:
         plan: what becomes of its slots.
         times_ms: what each operation takes; None: no times are predicted.
         clock: says when copies are done.
+        is_first_step: as for :func:`predict`.
 
     Raises:
         ValueError: the plan has not as many entries as the program has slots, or *times_ms* not as
@@ -126,6 +130,8 @@ class StepWalk:
         plan: StepPlan,
         times_ms: Sequence[float] | None,
         clock: StepClock,
+        *,
+        is_first_step: bool = False,
     ) -> None:
         slots = program.slots
         if len(plan.leaves) != len(slots):
@@ -149,6 +155,7 @@ class StepWalk:
                 by_layer[slots[number].layer].append(number)
         self._offloads = PredictedOffloads(plan.window_bytes, program, plan.coded, clock, memory)
         self._reloads = PredictedReloads(self._offloads, program, by_layer, clock, memory)
+        self._uploads = PredictedUploads(program, clock, is_first_step=is_first_step)
         self._rebuild_ms = 0.0
         self._is_rebuilt: set[int] = set()
         self._rebuilt_at: dict[int, int] = {}
@@ -246,6 +253,8 @@ class StepWalk:
             host_peak_bytes=self._offloads.host_peak_bytes,
             offloaded_bytes=self._offloads.offloaded_bytes,
             read_in_place_bytes=self._reloads.read_in_place_bytes,
+            uploaded_bytes=self._uploads.uploaded_bytes,
+            num_uploads=len(self._uploads.copies),
             lifetimes=tuple(memory.lifetimes),
             memory=tuple(memory.events),
             start_ms=() if times_ms is None else tuple(start_ms),
@@ -253,8 +262,9 @@ class StepWalk:
 
     def copies(self) -> tuple[PredictedCopy, ...]:
         """Return the copies of slots, by start."""
-        copies = [*self._offloads.copies.values(), *self._reloads.copies.values()]
-        found = [PredictedCopy(c.direction, c.slot, c.start_ms, c.end_ms) for c in copies]
+        slots = [*self._offloads.copies.values(), *self._reloads.copies.values()]
+        copies = [*slots, *self._uploads.copies]
+        found = [PredictedCopy(c.direction, c.slot, c.start_ms, c.end_ms, c.layer) for c in copies]
         return tuple(sorted(found, key=lambda copy: (copy.start_ms, copy.slot)))
 
     # ---- what happens --------------------------------------------------------------------------
@@ -269,8 +279,12 @@ class StepWalk:
             elif self._plan.gradient_bytes:
                 self._clock.book(Copy(GRADIENT, self._plan.gradient_bytes, self._clock.now_ms))
         self._clock.phase = segment.phase
+        self._uploads.enter(segment)
         if segment.phase == BACKWARD and segment.layer != OUTSIDE:
-            self._reloads.start_layer(segment.layer)
+            # What the layer itself asks for comes before the weights of the next one.
+            self._reloads.start_layer(segment.layer, self._uploads.ahead)
+        self._uploads.ahead()
+        self._uploads.wait()
 
     def _make(self, buffer: int) -> None:
         self._memory.allocate((BUFFER, buffer), self._program.buffers[buffer].nbytes)

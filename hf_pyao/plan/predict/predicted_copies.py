@@ -5,7 +5,7 @@ What is decided, and when, is :mod:`hf_pyao.engine.transfer.schedule`, which the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hf_pyao.engine.stores.slabs import ALIGNMENT_BYTES
 from hf_pyao.engine.transfer.schedule import Schedule, Window
@@ -136,12 +136,20 @@ class PredictedReloads(Schedule):
         self._over: set[int] = set()
         """Slots that backward is done with."""
 
-    def start_layer(self, layer: int) -> None:
-        """Begin the backward of *layer*: those before it follow."""
-        others: Iterator[Sequence[int]] = (
-            self._by_layer.get(each, ()) for each in range(layer - 1, -1, -1)
-        )
-        self.start(self._by_layer.get(layer, ()), others)
+    def start_layer(self, layer: int, upload: Callable[[], None]) -> None:
+        """Begin the backward of *layer*: those before it follow.
+
+        Args:
+            layer: position of the layer.
+            upload: queues streamed weights behind what *layer* asks for.
+        """
+
+        def others() -> Iterator[Sequence[int]]:
+            upload()
+            for each in range(layer - 1, -1, -1):
+                yield self._by_layer.get(each, ())
+
+        self.start(self._by_layer.get(layer, ()), others())
 
     def use(self, number: int) -> None:
         """Ask for a slot that has left, or waits to."""

@@ -88,7 +88,7 @@ class LanesClock(StepClock):
         """Let compute wait for *copy*."""
         until_ms = self._lanes.wait(copy, self._now_ms)
         if until_ms > self._now_ms:
-            self.stalls.append(Stall(self.phase, copy.slot, self._now_ms, until_ms))
+            self.stalls.append(Stall(self.phase, copy.slot, self._now_ms, until_ms, copy.layer))
         self.stall_ms[self.phase] += until_ms - self._now_ms
         self._now_ms = until_ms
 

@@ -74,7 +74,7 @@ class StepMemory:
     ) -> None:
         self.settings = settings
         self.peak_bytes = late.peak_bytes
-        self._residents = [nbytes for _, nbytes in program.residents]
+        self._residents = [each.nbytes for each in program.residents]
         rest_bytes = program.resident_bytes - sum(self._residents)
         self._states = _states(self._residents, rest_bytes)
         last = _compact(late.memory)

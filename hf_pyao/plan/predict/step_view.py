@@ -10,7 +10,7 @@ from hf_pyao.engine.runtime.timeline import Span
 from hf_pyao.plan.documents.provenance import Provenance
 from hf_pyao.plan.documents.step import MemoryPoint, StepPeak, StepReport, StepSpan, StepTotals
 from hf_pyao.plan.predict.peak_cause import peak_cause
-from hf_pyao.plan.step.prediction import Prediction
+from hf_pyao.plan.step.prediction import PredictedCopy, Prediction, Stall
 from hf_pyao.plan.step.step_program import OUTSIDE, Segment, StepProgram
 
 MOST_POINTS = 2000
@@ -217,13 +217,15 @@ def _without(start_ms: float, end_ms: float, holes: Sequence[Interval]) -> Itera
 
 def _copy_spans(program: StepProgram, prediction: Prediction) -> Iterator[StepSpan]:
     for copy in prediction.copies:
-        label = _slot_name(program, copy.slot)
+        label = _copy_name(program, copy)
         yield StepSpan(lane=copy.direction, label=label, start_ms=copy.start_ms, end_ms=copy.end_ms)
     for stall in prediction.stalls:
-        label = _slot_name(program, stall.slot)
+        label = _copy_name(program, stall)
         yield StepSpan(lane="stall", label=label, start_ms=stall.start_ms, end_ms=stall.end_ms)
 
 
-def _slot_name(program: StepProgram, number: int) -> str:
-    slot = program.slots[number]
+def _copy_name(program: StepProgram, copy: PredictedCopy | Stall) -> str:
+    if copy.layer >= 0:
+        return f"{program.layer_names[copy.layer]} weights"
+    slot = program.slots[copy.slot]
     return f"{program.layer_names[slot.layer]} {slot.name}"

@@ -33,6 +33,10 @@ class Prediction:
     """What crosses the link to the host."""
     read_in_place_bytes: int
     """What had not left when backward asked for it, and did not come back."""
+    uploaded_bytes: int = 0
+    """Streamed weights that cross the link to the device."""
+    num_uploads: int = 0
+    """Blocks that they are uploaded in."""
     lifetimes: tuple[Lifetime, ...]
     """When each buffer is on the device under the plan."""
     memory: tuple[MemoryEvent, ...] = ()
@@ -134,9 +138,11 @@ class PredictedCopy(NamedTuple):
     direction: str
     """``"offload"`` or ``"reload"``."""
     slot: int
-    """Its number in the program."""
+    """Its number in the program; -1: it is of weights."""
     start_ms: float
     end_ms: float
+    layer: int = -1
+    """The layer whose streamed weights are copied; -1: none's."""
 
 
 class Stall(NamedTuple):
@@ -145,6 +151,8 @@ class Stall(NamedTuple):
     phase: str
     """``"forward"`` or ``"backward"``."""
     slot: int
-    """The slot whose copy is waited for, by its number in the program."""
+    """The slot whose copy is waited for, by its number in the program; -1: it is of weights."""
     start_ms: float
     end_ms: float
+    layer: int = -1
+    """The layer whose streamed weights are waited for; -1: none's."""

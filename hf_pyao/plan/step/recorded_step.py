@@ -97,8 +97,11 @@ class RecordedStep:
         try:
             names = tuple(_texts(values["recorded_layer_names"]))
             graph = values.get("graph")
+            tables: dict[str, Any] = {
+                name: _rows(row, _lines_of(name, values)) for name, row in _TABLES.items()
+            }
             program = StepProgram(
-                **{name: _rows(row, _lines_of(name, values)) for name, row in _TABLES.items()},
+                **tables,
                 resident_bytes=_count(values["resident_bytes"]),
                 layer_names=names,
                 labels={int(number): str(name) for number, name in values["labels"].items()},

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.hardware.kernel_workspaces import KernelCall, workspace_of
 from hf_pyao.plan.step.layer_graph import LayerGraph
+from hf_pyao.plan.step.streamed_blocks import NOTHING_STREAMED, StreamedBlocks
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -110,6 +111,8 @@ class Resident(NamedTuple):
     layer: int
     """The layer that has it; :data:`OUTSIDE` for what is in none."""
     nbytes: int
+    is_frozen: bool = False
+    """True for a parameter that is not trained. Those of layers may be streamed."""
 
 
 class Segment(NamedTuple):
@@ -154,6 +157,9 @@ class StepProgram:
     residents: Sequence[Resident] = ()
     """The model's own part of :attr:`resident_bytes`, tensor by tensor; empty if it is not known.
     The rest are states of an optimizer, and gradients."""
+    streamed: StreamedBlocks = NOTHING_STREAMED
+    """Layers whose frozen weights are uploaded for forward and again for backward. They are not in
+    :attr:`residents`, and the slots that they are uploaded into are."""
 
     @property
     def num_layers(self) -> int:

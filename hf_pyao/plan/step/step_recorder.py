@@ -141,7 +141,9 @@ class StepRecorder:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
                 self._alive[cast(int, storage._weak_ref())] = -1
-                self._residents.append(Resident(self._layer_of(name), storage.nbytes()))
+                is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+                layer = self._layer_of(name)
+                self._residents.append(Resident(layer, storage.nbytes(), is_frozen))
         return sum(each.nbytes for each in self._residents)
 
     def _layer_of(self, name: str) -> int:

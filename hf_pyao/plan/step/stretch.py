@@ -94,12 +94,13 @@ class _Stretch:
 
     def _residents(self) -> tuple[Resident, ...]:
         """Repeat the weights of the repeated layer, layer by layer."""
-        found = []
+        found: list[Resident] = []
         for layer, group in groupby(self.program.residents, key=lambda each: each.layer):
-            sizes = [each.nbytes for each in group]
+            weights = list(group)
             first = self._stretched(layer)
             last = self.last_copy if layer == _REPEATED else first
-            found += [Resident(n, nbytes) for n in range(first, last + 1) for nbytes in sizes]
+            for number in range(first, last + 1):
+                found += [each._replace(layer=number) for each in weights]
         return tuple(found)
 
     def _graph(self) -> LayerGraph | None:

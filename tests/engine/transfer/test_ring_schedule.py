@@ -52,6 +52,29 @@ def test_a_step_uploads_no_block_twice_at_its_turns(num_blocks: int, num_slots: 
     assert ring.num_late_uploads == 1, "all but the very first were uploaded ahead"
 
 
+@pytest.mark.parametrize("num_resident", [1, 2, 3, 5, 8])
+def test_resident_layers_at_the_turns_change_no_upload(num_resident: int) -> None:
+    """Compute leaves the last streamed block for a resident layer, and comes back to it."""
+    num_layers = 12
+    stay = resident_layers(num_layers, num_resident)
+    blocks = {layer: n for n, layer in enumerate(sorted({*range(num_layers)} - {*stay}))}
+    ring = Noted(len(blocks))
+    counts = []
+    for _ in range(3):
+        before = len(ring.uploads)
+        ring.begin(trains=True)
+        turns = [(layer, False) for layer in range(num_layers)]
+        for layer, in_backward in (*turns, *((layer, True) for layer, _ in reversed(turns))):
+            if layer in blocks:
+                ring.use(blocks[layer], in_backward=in_backward)
+            else:
+                ring.leave(in_backward=in_backward)
+            ring.ahead()
+        counts.append(len(ring.uploads) - before)
+    num = len(blocks)
+    assert counts == [2 * num - 2, 2 * (num - 2), 2 * (num - 2)]
+
+
 def test_evaluation_uploads_each_block_ahead_and_training_goes_on_as_before() -> None:
     ring = Noted(5)
     train(ring)
