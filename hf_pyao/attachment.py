@@ -21,7 +21,7 @@ from hf_pyao.auto.retry.out_of_memory import MicroBatchRunner
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.recompute.dispatch_modes import stop_left_behind
-from hf_pyao.engine.recompute.verification import REBUILT, SEGMENT, Sampler, SecondRunCheck
+from hf_pyao.engine.recompute.verification import REBUILT, SEGMENT, SecondRunCheck, SecondRuns
 from hf_pyao.engine.runtime.backward_order import BackwardOrder
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.stores import Store
@@ -183,7 +183,7 @@ def _wire(
         link,
         device,
         backward_order,
-        sampler=Sampler(check, REBUILT),
+        second_runs=SecondRuns(check, REBUILT),
     )
     engine, switch = deciding.engine, deciding.switch
     record = RunRecord(
@@ -196,14 +196,15 @@ def _wire(
         auto_summary=weakly(deciding.summary, ""),  # a record outlives its offloader
         levers=lambda: switch.levers,
     )
+    guard = SecondRunGuard(check, weakly(deciding.without_second_runs, "nothing is offloaded"))
     lifecycle = make_lifecycle(
         engine,
         found,
         levers,
         segments_may_come="checkpoint_every" in deciding.may_come,
-        sampler=Sampler(check, SEGMENT),
+        second_runs=SecondRuns(check, SEGMENT),
+        before_forward=guard.before_forward,
     )
-    guard = SecondRunGuard(check, weakly(deciding.without_second_runs, "nothing is offloaded"))
 
     def note_tightened(sentence: str) -> None:
         deciding.made_room()

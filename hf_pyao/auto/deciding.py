@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from hf_pyao.auto.retry.tightening import (
     paths_of,
     rungs_of,
 )
-from hf_pyao.engine.recompute.verification import SEGMENT, Sampler, Wrong
+from hf_pyao.engine.recompute.verification import SEGMENT, SecondRuns, Wrong
 from hf_pyao.engine.runtime.backward_order import BackwardOrder
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.policy import KeepEverything, OffloadAll, Policy, RecomputeSelected
@@ -59,7 +59,7 @@ class Deciding:
         link: the engine's.
         device: where the model is.
         backward_order: as in :func:`~hf_pyao.attach`.
-        sampler: checks what the engine rebuilds.
+        second_runs: checks what the engine rebuilds.
 
     Raises:
         ConfigError: a role or module name is unknown to this model.
@@ -78,7 +78,7 @@ class Deciding:
         device: torch.device,
         backward_order: BackwardOrder | None,
         *,
-        sampler: Sampler | None = None,
+        second_runs: SecondRuns | None = None,
     ) -> None:
         self._link = link
         self._free_levers = parts.levers.free
@@ -103,7 +103,7 @@ class Deciding:
             codec=parts.codec,
             enters_always=bool(levers.checkpoint_every),
             backward_order=backward_order,
-            sampler=sampler,
+            second_runs=second_runs,
         )
         self.switch = LeverSwitch(levers)
         """Changes segments and tiles between forwards."""
@@ -146,7 +146,7 @@ class Deciding:
                 switch=self.switch,
                 check_plan=check_plan,
                 measurer=self.measuring,
-                num_sampled=lambda: 0 if sampler is None else sampler.num_sampled,
+                num_sampled=lambda: 0 if second_runs is None else second_runs.num_sampled,
             )
             self.auto.decide_at_once()
         plans = self.auto is not None and self.auto.measures
@@ -191,16 +191,19 @@ class Deciding:
         if self.pyao_rule is not None:
             self.driver.send(on.GivesUp(""))
 
-    def without_second_runs(self, wrong: Sequence[Wrong]) -> str:
+    def without_second_runs(self, wrong: Collection[Wrong], why: str) -> str:
         """Have layers run once from the next forward on: nothing is recomputed, nor tiled.
 
         Policy ``auto`` makes another plan before that forward, without segments, if only these went
         *wrong*, and if the user did not ask for them.
 
+        Args:
+            wrong: whose second runs were not like the first ones.
+            why: says so, for reports.
+
         Returns:
             What is done from then on, to follow "from now on".
         """
-        why = "the second run of a layer gave other tensors than forward"
         may_replan = (
             all(each.kind == SEGMENT for each in wrong) and "checkpoint_every" in self.may_come
         )

@@ -22,7 +22,7 @@ from hf_pyao.auto.pyao_rule import PyAORule
 from hf_pyao.auto.retry.out_of_memory import MicroBatchRunner
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
 from hf_pyao.config import PyAOConfig
-from hf_pyao.engine.recompute.verification import TILES, Sampler, SecondRunCheck
+from hf_pyao.engine.recompute.verification import TILES, SecondRunCheck, SecondRuns
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.errors import ConflictError
 from hf_pyao.levers import Levers
@@ -101,7 +101,7 @@ class Offloader:
                 found,
                 lifecycle,
                 levers,
-                sampler=Sampler(check, TILES),
+                second_runs=SecondRuns(check, TILES),
                 groups_may_come="attention_groups" in self._deciding.may_come,
             )
             self._deciding.switch.bind(lifecycle, self.mlp_tiles, self.attention_groups)

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from tests.auto.test_auto_policy import (
     transport,
     warnings_in,
 )
-from tests.helpers import enable_checkpointing, tiny_model
+from tests.helpers import enable_checkpointing, tiny_batch, tiny_model
 
 GIVEN: dict[str, Any] = {
     "policy": "auto",
@@ -270,6 +271,36 @@ def test_auto_plans_without_segments_where_a_second_run_goes_wrong(
     lines = warnings_in(caplog)
     assert sum("The micro-batch runs again" in line for line in lines) == 1
     assert any("from now on no layer runs again" in line for line in lines)
+
+
+@pytest.mark.thorough
+def test_auto_plans_without_segments_in_a_hand_loop_whose_second_run_failed(
+    wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted.update(checkpoint_every=1)
+    model = tiny_model("llama").train()
+    expected = step(model)
+    with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
+        for _ in range(NUM_MEASURED + 1):
+            assert_same(step(model, None, offloader), expected)
+        assert lifecycle_of(offloader).length == 1
+        wanted.clear()
+        own = nn.functional.silu
+        with mock.patch.object(nn.functional, "silu") as silu:
+            model.zero_grad()
+            silu.side_effect = own
+            loss = model(**tiny_batch(), use_cache=False).loss
+            silu.side_effect = OSError("the disk is full")
+            with pytest.raises(OSError, match="disk"):
+                loss.backward()
+        for _ in range(3):
+            model.zero_grad()
+            assert_same(step(model, None, offloader), expected)
+            assert lifecycle_of(offloader).length == 0
+        plan = offloader.plan
+        assert plan is not None and not plan.levers.get("checkpoint_every")
+    lines = warnings_in(caplog)
+    assert sum("could not run again" in line for line in lines) == 1
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hf_pyao.engine.recompute.verification import Sampler
+from hf_pyao.engine.recompute.verification import SecondRuns
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.levers import Levers
@@ -48,7 +48,7 @@ class InstalledParts:
         lifecycle: Lifecycle,
         levers: Levers,
         *,
-        sampler: Sampler | None = None,
+        second_runs: SecondRuns | None = None,
         groups_may_come: bool = False,
     ) -> None:
         """Exchange the forwards that *levers* ask for. The caller installs *lifecycle* afterwards.
@@ -60,7 +60,7 @@ class InstalledParts:
             found: its layers.
             lifecycle: held weakly, since the model's hooks own it.
             levers: head loss, tiles and groups that are asked for.
-            sampler: compares tiles that run again with their first run.
+            second_runs: compares tiles that run again with their first run.
             groups_may_come: plans of policy ``auto`` may set groups of attention later.
 
         Raises:
@@ -74,7 +74,7 @@ class InstalledParts:
         if levers.mlp_tiles != "off":
             from hf_pyao.model.tiles.mlp_tiles import install_mlp_tiles
 
-            self.mlp_tiles = install_mlp_tiles(model, found, levers.mlp_tiles, sampler)
+            self.mlp_tiles = install_mlp_tiles(model, found, levers.mlp_tiles, second_runs)
         if levers.attention_groups != "off" or groups_may_come:
             from hf_pyao.model.attention.attention_groups import groups_of
 

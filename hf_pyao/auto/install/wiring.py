@@ -10,10 +10,10 @@ from torch import nn
 from hf_pyao.engine.codecs import Codec, get_codec
 from hf_pyao.engine.recompute.recomputer import LayerRecomputer
 from hf_pyao.engine.recompute.segment_lifecycle import SegmentLifecycle
-from hf_pyao.engine.recompute.verification import Sampler
+from hf_pyao.engine.recompute.verification import SecondRuns
 from hf_pyao.engine.runtime.backward_order import BackwardOrder
 from hf_pyao.engine.runtime.engine import OffloadEngine
-from hf_pyao.engine.runtime.lifecycle import Lifecycle
+from hf_pyao.engine.runtime.lifecycle import Lifecycle, do_nothing
 from hf_pyao.engine.runtime.policy import Policy
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import Levers
@@ -30,7 +30,7 @@ def make_engine(
     codec: str | Codec,
     enters_always: bool,
     backward_order: BackwardOrder | None = None,
-    sampler: Sampler | None = None,
+    second_runs: SecondRuns | None = None,
 ) -> OffloadEngine:
     """Return an engine that follows *policy* over *link*.
 
@@ -41,13 +41,13 @@ def make_engine(
         codec: how tensors are written on the host, where the policy does not say.
         enters_always: layers are entered also while the policy keeps everything.
         backward_order: as in :func:`~hf_pyao.attach`.
-        sampler: checks what the engine rebuilds.
+        second_runs: checks what the engine rebuilds.
     """
     return OffloadEngine(
         policy=policy,
         codec=get_codec(codec),
         link=link,
-        recomputer=LayerRecomputer(sampler),
+        recomputer=LayerRecomputer(second_runs),
         backward_order=backward_order,
         buffer_keys=BufferKeys(model),
         enters_always=enters_always,
@@ -60,7 +60,8 @@ def make_lifecycle(
     levers: Levers,
     *,
     segments_may_come: bool = False,
-    sampler: Sampler | None = None,
+    second_runs: SecondRuns | None = None,
+    before_forward: Callable[[], None] = do_nothing,
 ) -> Lifecycle:
     """Return what drives *engine* by hooks on *found*, once it is installed.
 
@@ -69,7 +70,8 @@ def make_lifecycle(
         found: the layers.
         levers: the segments that are asked for.
         segments_may_come: plans of policy ``auto`` may put layers into segments later.
-        sampler: checks what segments give to backward.
+        second_runs: checks what segments give to backward.
+        before_forward: called as a forward begins, before anything is decided for it.
     """
     make: Callable[..., Lifecycle] = Lifecycle
     if levers.checkpoint_every or segments_may_come:
@@ -79,7 +81,7 @@ def make_lifecycle(
             is_nested=levers.checkpoint_nested,
             saves_attention=levers.save_attention,
             is_asked_for=bool(levers.checkpoint_every),
-            sampler=sampler,
+            second_runs=second_runs,
         )
     return make(
         engine,
@@ -87,4 +89,5 @@ def make_lifecycle(
         found.layers,
         named_submodules=named_submodules,
         sharding=KnownSharding(),
+        before_forward=before_forward,
     )

@@ -40,7 +40,7 @@ from hf_pyao.auto.retry.tightening import Tightening
 from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.transfer.graph_task import NO_TASK
-from hf_pyao.errors import PyAOError, RecomputationError, SavedTensorModifiedError
+from hf_pyao.errors import PyAOError
 from hf_pyao.plan.hardware.device_limit import release_cached
 from hf_pyao.ranks import process_rank
 
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 WEIGHTS_CHANGED = "weights were changed in it, as by an optimizer that steps in backward"
-_SECOND_RUNS = ("engine/recompute", "model/tiles")
-"""Where second runs of layers are."""
 _MOST_TRIES = 8
 """However often a tightening finds something tighter."""
 
@@ -132,13 +130,12 @@ class MicroBatchRunner:
                 raise
             except torch.OutOfMemoryError as error:
                 self._make_room(error, attempt, tensors)
-            except (RecomputationError, SavedTensorModifiedError) as error:
-                if not self._can_take_back(error, attempt):
+            except Exception as error:
+                if self._can_take_back(error, attempt):
+                    self._take_back(error, attempt)
+                else:
+                    self._look_for_alarm(error)
                     raise
-                self._take_back(error, attempt)
-            except RuntimeError as error:
-                self._look_for_alarm(error)
-                raise
             # Only here, where the error is gone, and all that it held.
             self._release(tensors)
             attempt.undo()  # again: what was released may have changed something
@@ -163,18 +160,17 @@ class MicroBatchRunner:
         (self._lifecycle() or self._engine).give_up(attempt.since)
         return True
 
-    def _can_take_back(self, error: PyAOError, attempt: _Attempt) -> bool:
+    def _can_take_back(self, error: Exception, attempt: _Attempt) -> bool:
         """Say whether the second run of a layer has failed, and the micro-batch can do without."""
-        is_of_layer = any(is_in(error.__traceback__, f"/hf_pyao/{name}/") for name in _SECOND_RUNS)
-        if not is_of_layer or attempt.has_run_without:
+        if not self._guard.has_failed or attempt.has_run_without:
             return False
         return not attempt.reason_not_again(error, self._model())
 
-    def _take_back(self, error: PyAOError, attempt: _Attempt) -> None:
+    def _take_back(self, error: Exception, attempt: _Attempt) -> None:
         """Have layers run once, for the next try and afterwards."""
         attempt.has_run_without = True
         attempt.undo()
-        self._guard.take_back(error)
+        self._guard.take_back()
         _let_go(error, attempt.outer_error)
         (self._lifecycle() or self._engine).give_up(attempt.since)
 
@@ -218,9 +214,10 @@ class MicroBatchRunner:
             self._has_ended = True
             self._alarm.raise_it(message)
 
-    def _look_for_alarm(self, error: RuntimeError) -> None:
+    def _look_for_alarm(self, error: Exception) -> None:
         """Raise what another rank ended with, if *error* comes of that."""
-        message = "" if self._alarm is None else self._alarm.heard()
+        alarm = self._alarm if isinstance(error, RuntimeError) else None
+        message = "" if alarm is None else alarm.heard()
         if message:
             self._has_ended = True
             raise OutOfDeviceMemoryError(f"another rank has ended. {message}") from error

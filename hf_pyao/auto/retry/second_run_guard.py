@@ -1,14 +1,16 @@
-"""Looks, before an optimizer steps, whether second runs gave backward other bits than first runs.
+"""Looks whether second runs gave backward other bits than first runs, or failed.
 
-The comparison itself is in ``recompute.verification``.
+Bits are looked at before an optimizer steps, failures before the next forward, and both after a
+micro-batch that can run again. What compares, and what notes failures, is in
+``recompute.verification``.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -18,20 +20,24 @@ from hf_pyao.errors import RecomputationError
 logger = logging.getLogger(__name__)
 
 _MOST_NAMES = 3
+_DIFFERS = "the second run of a layer gave other tensors than forward"
+_FAILED = "the second run of a layer has failed"
+
+
+_WhatIsDone: TypeAlias = Callable[[Collection[Wrong], str], str]
 
 
 class SecondRunGuard:
-    """Reads a check before each optimizer step, and after micro-batches that can run again.
+    """Reads a check before each step and forward, and after micro-batches that can run again.
 
     Args:
         check: compares second runs with first runs.
         without_second_runs: has layers run once from the next forward on; given those that ran
-            wrongly, returns what is done from then on, to follow "from now on".
+            wrongly, and a sentence that says so, returns what is done from then on, to follow "from
+            now on".
     """
 
-    def __init__(
-        self, check: SecondRunCheck, without_second_runs: Callable[[Sequence[Wrong]], str]
-    ) -> None:
+    def __init__(self, check: SecondRunCheck, without_second_runs: _WhatIsDone) -> None:
         self._check = check
         self._without_second_runs = without_second_runs
         self._said_unsteady: set[str] = set()
@@ -70,7 +76,7 @@ class SecondRunGuard:
         """
         wrong = self.find_wrong()
         if wrong:
-            done = self._without_second_runs(wrong)
+            done = self._without_second_runs(wrong, _DIFFERS)
             raise _wrong(wrong, "the optimizer has not stepped", done)
 
     def do_without_second_runs(self, wrong: Sequence[Wrong], reason_not_undone: str) -> None:
@@ -83,16 +89,34 @@ class SecondRunGuard:
         Raises:
             RecomputationError: it cannot.
         """
-        done = self._without_second_runs(wrong)
+        done = self._without_second_runs(wrong, _DIFFERS)
         if reason_not_undone:
             raise _wrong(wrong, f"it cannot run again, since {reason_not_undone}", done)
         logger.warning("%s. The micro-batch runs again: from now on %s.", _described(wrong), done)
 
-    def take_back(self, error: Exception) -> None:
-        """Have layers run once, since the second run of one has ended with *error*."""
+    @property
+    def has_failed(self) -> bool:
+        """True if a second run has ended with an error, and layers run again still."""
+        return self._check.has_failed
+
+    def take_back(self) -> None:
+        """Have layers run once, since the second run of one has failed in a micro-batch."""
         self.forget()
-        done = self._without_second_runs(())
-        logger.warning("%s The micro-batch runs again: from now on %s.", error, done)
+        logger.warning("%s. The micro-batch runs again.", self._do_without_failed())
+
+    def before_forward(self) -> None:
+        """Have layers run once in this forward if the second run of one has failed before it.
+
+        In a loop of the user's own, the error has ended a backward; going on is up to the loop.
+        """
+        if self._check.has_failed:
+            logger.warning("%s.", self._do_without_failed())
+
+    def _do_without_failed(self) -> str:
+        failed = self._check.take_failed()
+        done = self._without_second_runs(failed, _FAILED)
+        why = next(iter(failed.values()), "")
+        return f"{_names(failed)} could not run again in backward ({why}): from now on {done}"
 
     def find_wrong(self) -> Sequence[Wrong]:
         """Return the layers that gave other tensors in their second run than in forward."""
@@ -113,11 +137,15 @@ class SecondRunGuard:
 
 
 def _described(wrong: Sequence[Wrong]) -> str:
-    names = ", ".join(repr(each.layer) for each in wrong[:_MOST_NAMES])
-    more = len(wrong) - _MOST_NAMES
+    return f"{_names(wrong)} saved other tensors in the second run than in forward"
+
+
+def _names(wrong: Collection[Wrong]) -> str:
+    layers = list(dict.fromkeys(each.layer for each in wrong))
+    names = ", ".join(map(repr, layers[:_MOST_NAMES]))
+    more = len(layers) - _MOST_NAMES
     names += f" and {more} more" if more > 0 else ""
-    kind = "layer" if len(wrong) == 1 else "layers"
-    return f"{kind} {names} saved other tensors in the second run than in forward"
+    return f"layer{'' if len(layers) == 1 else 's'} {names}"
 
 
 def _wrong(wrong: Sequence[Wrong], what: str, done: str) -> RecomputationError:

@@ -14,7 +14,7 @@ from hf_pyao.engine.recompute.recipes import RecipeFinder, settle
 from hf_pyao.engine.recompute.replay import DroppedStorage, Replay
 from hf_pyao.engine.recompute.trace_values import Source
 from hf_pyao.engine.recompute.tracing import Trace
-from hf_pyao.engine.recompute.verification import Sampler
+from hf_pyao.engine.recompute.verification import REBUILT, SecondRuns
 from hf_pyao.engine.runtime.policy import LayerRun, Policy
 from hf_pyao.engine.runtime.recomputation import Anchor, Recipe, Recomputation, Refused
 from hf_pyao.engine.runtime.slots import Slot
@@ -28,12 +28,12 @@ class LayerRecomputer:
     """Traces the layers of which a policy may recompute something.
 
     Args:
-        sampler: says in which forwards what is rebuilt is checked; None: in none.
+        second_runs: says in which forwards what is rebuilt is checked; None: in none.
     """
 
-    def __init__(self, sampler: Sampler | None = None) -> None:
+    def __init__(self, second_runs: SecondRuns | None = None) -> None:
         self._rules = Rules()
-        self._sampler = sampler
+        self._second_runs = second_runs or SecondRuns.unchecked(REBUILT)
 
     def open(
         self,
@@ -54,7 +54,7 @@ class LayerRecomputer:
         trace = None
         if reason is None:
             trace = Trace(paths, products, is_constant, self._rules, watcher)
-        return CallRecomputation(trace, reason or "", streams, watcher, self._sampler)
+        return CallRecomputation(trace, reason or "", streams, watcher, self._second_runs)
 
 
 class CallRecomputation:
@@ -66,14 +66,14 @@ class CallRecomputation:
         reason_not_traced: str,
         streams: ComputeStreams,
         watcher: CopyWatcher | None,
-        sampler: Sampler | None = None,
+        second_runs: SecondRuns,
     ) -> None:
-        self._sampler = sampler
+        self._second_runs = second_runs
         self.trace = trace
         """What it computed so far, while it runs; None if that is not seen."""
         self._reason_not_traced = reason_not_traced
         self._streams = streams
-        self._replay = Replay(trace, watcher)
+        self._replay = Replay(trace, watcher, second_runs)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class CallRecomputation:
         """Let go of *tensor*'s storage; return what stands for it."""
         settle(recipe.value)
         replay = self._replay
-        check = None if self._sampler is None else self._sampler.of_forward(call.tape.number)
+        check = self._second_runs.of_forward(call.tape.number)
         record = DroppedStorage(replay, recipe.value, call, slot, tensor, layout, check)
         replay.add(record)
         stream = replay.stream_on(record.device)

@@ -15,7 +15,7 @@ import torch
 from hf_pyao.engine.recompute.operations import Kind
 from hf_pyao.engine.recompute.trace_values import Operation, Ref, Source, TensorSource, Value
 from hf_pyao.engine.recompute.tracing import Trace
-from hf_pyao.engine.recompute.verification import ForwardCheck
+from hf_pyao.engine.recompute.verification import ForwardCheck, SecondRuns
 from hf_pyao.engine.rerun.generators import exclusive_draws
 from hf_pyao.engine.rerun.modes import default_device, modes_of_forward
 from hf_pyao.engine.rerun.settings import Settings, apply_settings, current_settings
@@ -99,11 +99,15 @@ class Replay:
     Args:
         trace: what is seen of the call so far; None once it is over.
         watcher: is told how long replaying takes.
+        second_runs: is told of replays that fail.
     """
 
-    def __init__(self, trace: Trace | None, watcher: CopyWatcher | None = None) -> None:
+    def __init__(
+        self, trace: Trace | None, watcher: CopyWatcher | None, second_runs: SecondRuns
+    ) -> None:
         self.trace = trace
         self._watcher = watcher
+        self._second_runs = second_runs
         self._slots: list[weakref.ref[DroppedStorage]] = []
         self._is_counted = False
         self._stream: torch.Stream | None = None
@@ -137,10 +141,11 @@ class Replay:
             value = record.value
             if value.rebuilt is None:
                 run = _Run(value, self._watcher, record.slot)
-                if self._watcher is None:
-                    run.run_all()
-                else:
-                    self._watcher.around("recompute", record.slot, run.run_all)
+                with self._second_runs.watch(record.slot.layer):
+                    if self._watcher is None:
+                        run.run_all()
+                    else:
+                        self._watcher.around("recompute", record.slot, run.run_all)
         except BaseException:
             self.reset()  # half of it was counted or run
             raise

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hf_pyao.engine.recompute.verification import ForwardCheck, Noted
+from hf_pyao.engine.recompute.verification import FarEnoughError, ForwardCheck, Noted
 from hf_pyao.engine.rerun.values import version_of
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import Pack, pack_hook, pop_hooks, push_hooks
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
@@ -200,7 +200,7 @@ def unpack(saved: PlaceHolder | KeptParameter) -> Tensor:
 # ---- the second run ------------------------------------------------------------------------------
 
 
-class AllCollectedError(Exception):
+class AllCollectedError(FarEnoughError):
     """Ends a second run early: what it would still save is asked for by no one."""
 
     def __init__(self, collector: Collector) -> None:

@@ -35,7 +35,7 @@ from hf_pyao.engine.recompute.segment_calls import (
     objects_in,
 )
 from hf_pyao.engine.recompute.segments import CHANGES_INPUT, FilledSegments, Segment
-from hf_pyao.engine.recompute.verification import Sampler
+from hf_pyao.engine.recompute.verification import SEGMENT, SecondRuns
 from hf_pyao.engine.rerun.generators import ExclusiveDraws
 from hf_pyao.engine.rerun.kinds import Kinds
 from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
@@ -161,7 +161,7 @@ class SegmentLifecycle(Lifecycle):
         saves_attention: what kernels of attention return is saved too.
         is_asked_for: the user asked for segments: what cannot go together with them is an error.
             Else they give way to it.
-        sampler: says in which forwards second runs are checked; None: in none.
+        second_runs: says which forwards are checked; None: none is.
     """
 
     def __init__(
@@ -171,11 +171,11 @@ class SegmentLifecycle(Lifecycle):
         is_nested: bool = False,
         saves_attention: bool = False,
         is_asked_for: bool = True,
-        sampler: Sampler | None = None,
+        second_runs: SecondRuns | None = None,
         **kwargs: Any,
     ) -> None:
         self.length = length
-        self._sampler = sampler
+        self._second_runs = second_runs or SecondRuns.unchecked(SEGMENT)
         self.is_nested = is_nested
         self.saves_attention = saves_attention
         self._is_asked_for = is_asked_for
@@ -215,8 +215,7 @@ class SegmentLifecycle(Lifecycle):
         self.is_nested = is_nested
         self.saves_attention = saves_attention
         self._has_looked_for_sharding = False
-        if self._sampler is not None:
-            self._sampler.begin_anew()
+        self._second_runs.begin_anew()
         self.engine.enter_always(length > 0)
 
     # ---- moments -------------------------------------------------------------------------------
@@ -473,7 +472,7 @@ class SegmentLifecycle(Lifecycle):
             devices,
             self._running_again,
             is_nested=self.is_nested,
-            check=None if self._sampler is None else self._sampler.of_forward(call.tape.number),
+            check=self._second_runs.of_forward(call.tape.number),
         )
 
     def _record(
@@ -507,12 +506,13 @@ class SegmentLifecycle(Lifecycle):
         return isinstance(hook, ModelHook) and hook.lifecycle is self
 
     @contextlib.contextmanager
-    def _running_again(self) -> Iterator[None]:
+    def _running_again(self, layer: str) -> Iterator[None]:
         here = self._here
         before = here.is_running_again
         here.is_running_again = True
         try:
-            yield
+            with self._second_runs.watch(layer):
+                yield
         finally:
             here.is_running_again = before
 

@@ -119,7 +119,8 @@ class Segment:
         keeper: keeps *hidden*, and what kernels of attention return.
         filled: knows the segments that hold tensors.
         devices: accelerators whose random numbers its layers may draw.
-        running: entered while it runs again.
+        running: given the name of the first layer that runs again, returns what is entered
+            meanwhile.
         is_nested: the tensors of one layer at a time are there; see [Note: One by one].
         check: compares what runs again with the first run; None if this forward is not checked.
     """
@@ -131,7 +132,7 @@ class Segment:
         keeper: Keeper,
         filled: FilledSegments,
         devices: Sequence[torch.device],
-        running: Callable[[], contextlib.AbstractContextManager[Any]],
+        running: Callable[[str], contextlib.AbstractContextManager[Any]],
         *,
         is_nested: bool = False,
         check: ForwardCheck | None = None,
@@ -296,7 +297,7 @@ class Segment:
         with (
             exclusive_draws(),
             RandomState(self._devices).kept(),
-            self._running(),
+            self._running(self.calls[part.start].name),
             torch.enable_grad(),
         ):
             self._fill(part, task, call)

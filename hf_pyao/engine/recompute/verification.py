@@ -7,6 +7,13 @@ wrong without a message. So in some forwards a fingerprint is taken of each tens
 comparison runs on the device; :meth:`SecondRunCheck.read` waits for it, once for each step that was
 checked.
 
+[Note: Second runs that fail]
+A second run may also end with an error: the layer raises, saves tensors of another shape, or finds
+a state that cannot be put back. The backward that asked for it is lost. So all kinds of second runs
+are watched by :meth:`SecondRuns.watch`, which notes the layer and lets the error pass. Whoever runs
+the micro-batch again, or the next forward, takes the note and has layers run once. Memory that runs
+out says nothing about the layer, and is not noted.
+
 [Note: Unsteady layers]
 Some kernels do not give the same bits twice: they add with atomic operations, in whatever order
 (scattered sums in mixtures of experts). So, on an accelerator, layers run twice in the first
@@ -20,12 +27,15 @@ norm.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hf_pyao.engine.recompute.fingerprints import Fingerprinter
+from hf_pyao.text import describe_error
 
 NUM_FIRST_FORWARDS = 3
 """Forwards with second runs that mode ``auto`` checks before it takes samples."""
@@ -48,8 +58,12 @@ REBUILT = "rebuilt"
 _DIFFERENT, _FAR, _UNSTEADY = range(3)
 
 
+class FarEnoughError(Exception):
+    """Ends a second run early, since nobody asks for what it would still save. No failure."""
+
+
 class Wrong(NamedTuple):
-    """A layer whose second run gave backward other tensors than the first."""
+    """A layer whose second run gave backward other tensors than the first, or failed."""
 
     layer: str
     kind: str
@@ -69,7 +83,7 @@ class Noted(NamedTuple):
 
 
 class ForwardCheck:
-    """The check of one forward, made by :meth:`Sampler.of_forward`.
+    """The check of one forward, made by :meth:`SecondRuns.of_forward`.
 
     Attributes:
         runs_twice: layers run twice in backward where they may be unsteady.
@@ -182,6 +196,8 @@ class SecondRunCheck:
         """By device, int64 of shape (3, layers): tensors that differ, differ much, and differ
         between two second runs."""
         self._is_pending = False
+        self._failed: dict[Wrong, str] = {}
+        """Layers whose second runs have ended with an error, and its first sentence."""
 
     def index_of(self, layer: Wrong) -> int:
         """Return the index under which the tensors of *layer* are counted, if they are wrong."""
@@ -215,6 +231,20 @@ class SecondRunCheck:
             }
         return tuple(self._layers[index] for index in sorted(wrong))
 
+    @property
+    def has_failed(self) -> bool:
+        """True if a second run has ended with an error that nobody has taken note of."""
+        return bool(self._failed)
+
+    def note_failed(self, layer: Wrong, error: Exception) -> None:
+        """Note that a second run of *layer* has ended with *error*."""
+        self._failed[layer] = describe_error(error).partition(". ")[0]
+
+    def take_failed(self) -> dict[Wrong, str]:
+        """Return the layers whose second runs have failed since this was asked last, and why."""
+        failed, self._failed = self._failed, {}
+        return failed
+
     def forget(self) -> None:
         """Drop what was compared since it was read last: the micro-batch does not count."""
         self._is_pending = False
@@ -239,8 +269,33 @@ class SecondRunCheck:
         return known
 
 
-class Sampler:
-    """Says which forwards are checked: one for each way in which layers run again.
+class _Watched:
+    """Notes that a second run fails; a context around it."""
+
+    __slots__ = ("_check", "_layer")
+
+    def __init__(self, check: SecondRunCheck, layer: Wrong) -> None:
+        self._check = check
+        self._layer = layer
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Note an error, and let it pass."""
+        if isinstance(error, torch.OutOfMemoryError | FarEnoughError):
+            return
+        if isinstance(error, Exception):
+            self._check.note_failed(self._layer, error)
+
+
+class SecondRuns:
+    """One way in which layers run again: which forwards are checked, and which runs have failed.
 
     Args:
         check: what compares.
@@ -253,6 +308,15 @@ class Sampler:
         self._num_forwards = 0
         self._newest = -1
         self._of_newest: ForwardCheck | None = None
+
+    @classmethod
+    def unchecked(cls, kind: str) -> SecondRuns:
+        """Return second runs that nobody compares, as those of a recording."""
+        return cls(SecondRunCheck("off"), kind)
+
+    def watch(self, layer: str) -> AbstractContextManager[None]:
+        """Return a context for a second run of *layer*: see [Note: Second runs that fail]."""
+        return _Watched(self._check, Wrong(layer, self._kind))
 
     @property
     def num_sampled(self) -> int:

@@ -68,6 +68,10 @@ COMPILED = "compiled code"
 """Why a layer cannot be traced."""
 
 
+def do_nothing() -> None:
+    """Do nothing before a forward."""
+
+
 class Lifecycle:
     """Drives *engine* with hooks on a model's layers, from :meth:`install` until :meth:`remove`.
 
@@ -77,6 +81,7 @@ class Lifecycle:
         layers: qualified name and module of each layer, in forward order.
         named_submodules: yields path and module for everything inside a layer; the layer is "".
         sharding: what data-parallel engines do to parameters.
+        before_forward: called as a forward begins, before anything is decided for it.
     """
 
     def __init__(
@@ -87,8 +92,10 @@ class Lifecycle:
         *,
         named_submodules: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
         sharding: Sharding | None = None,
+        before_forward: Callable[[], None] = do_nothing,
     ) -> None:
         self.engine = engine
+        self._before_forward = before_forward
         self.owner: Any = None
         """What :meth:`install` was given; found again through the stack's hook."""
         self.refused = ""
@@ -185,6 +192,7 @@ class Lifecycle:
         if stack is not self._stack() or is_recomputing():
             return
         self.leave_all()
+        self._before_forward()
         self.engine.release_done()
         if self.engine.rests:
             self.engine.end_forward()  # of the time before

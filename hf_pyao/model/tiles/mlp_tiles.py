@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hf_pyao.engine.recompute.verification import Sampler
+from hf_pyao.engine.recompute.verification import TILES, SecondRuns
 from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.map.wrappers import class_name, is_compiled_whole
 from hf_pyao.model.patching.lasting_forward import exchange, give_back
@@ -37,7 +37,7 @@ _MOST_REASONS = 3
 
 
 def install_mlp_tiles(
-    model: nn.Module, found: FoundLayers, tiles: int | str, sampler: Sampler | None = None
+    model: nn.Module, found: FoundLayers, tiles: int | str, second_runs: SecondRuns | None = None
 ) -> MLPTiles:
     """Let the MLPs of *model*'s layers run in tiles, forward and backward, in training.
 
@@ -45,12 +45,12 @@ def install_mlp_tiles(
         model: the model, wrapped or not.
         found: its layers.
         tiles: a number of tiles, or ``"auto"`` (see ``tiling.plan_tiles``).
-        sampler: says in which forwards the tiles that run again are checked; None: in none.
+        second_runs: says in which forwards the tiles that run again are checked; None: in none.
 
     Returns:
         The handle; its ``uninstall`` gives the modules their methods back.
     """
-    handle = MLPTiles(class_name(model), tiles, sampler)
+    handle = MLPTiles(class_name(model), tiles, second_runs)
     try:
         handle.install(model, found)
     except BaseException:
@@ -66,12 +66,12 @@ class MLPTiles:
     Args:
         name: of the model, for messages.
         tiles: as in :func:`install_mlp_tiles`.
-        sampler: likewise.
+        second_runs: likewise.
     """
 
-    def __init__(self, name: str, tiles: int | str, sampler: Sampler | None = None) -> None:
+    def __init__(self, name: str, tiles: int | str, second_runs: SecondRuns | None = None) -> None:
         self.tiles = tiles
-        self._forwards = TiledForwards(sampler)
+        self._forwards = TiledForwards(second_runs or SecondRuns.unchecked(TILES))
         self.num_tiled = 0
         """MLPs that run in tiles."""
         self.num_norms_tiled = 0

@@ -15,6 +15,7 @@ layer's last, their inputs are that tensor, and the tiles are not run once more 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,6 +69,8 @@ class TiledCall:
     """Of the function, for messages of *check*."""
     check: TileCheck | None = None
     """Compares the tiles' outputs in backward with those of forward; None: nothing does."""
+    watch: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while the tiles run again in backward."""
 
 
 def run_in_tiles(call: TiledCall, *inputs: Tensor) -> Tensor:
@@ -171,11 +174,12 @@ class _RunTiles(torch.autograd.Function):
                 "no graph of them. Set mlp_tiles='off' for training that needs second derivatives."
             )
         inputs = ctx.saved.node.saved_tensors
-        try:
-            found = _run_backward(ctx, inputs, needs, grad_output)
-        except NeedsValuesError:
-            call.ending.last = 0
-            found = _run_backward(ctx, inputs, needs, grad_output)
+        with call.watch():
+            try:
+                found = _run_backward(ctx, inputs, needs, grad_output)
+            except NeedsValuesError:
+                call.ending.last = 0
+                found = _run_backward(ctx, inputs, needs, grad_output)
         return (*(None,) * num_other, *found)
 
 

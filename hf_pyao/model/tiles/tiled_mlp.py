@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_pyao.engine.recompute.verification import ForwardCheck, Sampler
+from hf_pyao.engine.recompute.verification import ForwardCheck, SecondRuns
 from hf_pyao.engine.rerun.generators import may_be_disturbed
 from hf_pyao.engine.rerun.inventory import Inventory, Noted
 from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
@@ -54,27 +54,24 @@ class TiledForwards:
     """Counts the forwards of a model by the calls of the MLP that runs first, for its checks.
 
     Args:
-        sampler: says which forwards are checked; None: none is.
+        second_runs: says which forwards are checked.
     """
 
-    def __init__(self, sampler: Sampler | None) -> None:
-        self._sampler = sampler
+    def __init__(self, second_runs: SecondRuns) -> None:
+        self.second_runs = second_runs
         self._first = ""
         self._number = 0
 
     def begin_anew(self) -> None:
         """Check the next forwards as the first ones: the tiles are others from now on."""
-        if self._sampler is not None:
-            self._sampler.begin_anew()
+        self.second_runs.begin_anew()
 
     def check_of(self, path: str) -> ForwardCheck | None:
         """Return the check of the forward in which the MLP *path* runs; None if there is none."""
-        if self._sampler is None:
-            return None
         if current_graph_task() == NO_TASK:  # else a layer runs again in backward
             self._first = self._first or path
             self._number += path == self._first
-        return self._sampler.of_forward(self._number)
+        return self.second_runs.of_forward(self._number)
 
 
 class Part(LeftBehind, abc.ABC):
@@ -201,6 +198,7 @@ class TiledMLP(Part):
             ending=self._ending,
             name=self._path,
             check=self._forwards.check_of(self._path),
+            watch=partial(self._forwards.second_runs.watch, self._path),
         )
         return run_in_tiles(call, *inputs)
 

@@ -18,8 +18,8 @@ from hf_pyao.engine.recompute import segments
 from hf_pyao.engine.recompute.verification import (
     NUM_FIRST_FORWARDS,
     PERIOD,
-    Sampler,
     SecondRunCheck,
+    SecondRuns,
 )
 from hf_pyao.errors import RecomputationError
 
@@ -231,9 +231,9 @@ def test_later_forwards_are_sampled():
 
 
 def test_19_of_1000_forwards_are_checked_and_the_first_ones_at_most_are_dearer():
-    sampler = Sampler(SecondRunCheck("auto"), "segment")
+    second_runs = SecondRuns(SecondRunCheck("auto"), "segment")
 
-    found = [sampler.of_forward(number) for number in range(1000)]
+    found = [second_runs.of_forward(number) for number in range(1000)]
 
     checked = [each for each in found if each is not None]
     assert len(checked) == NUM_FIRST_FORWARDS + 16

@@ -11,8 +11,8 @@ from hf_pyao.engine.recompute.fingerprints import ROW_LENGTH, Fingerprinter
 from hf_pyao.engine.recompute.verification import (
     NUM_FIRST_FORWARDS,
     SEGMENT,
-    Sampler,
     SecondRunCheck,
+    SecondRuns,
 )
 
 MASK = (1 << 64) - 1
@@ -139,13 +139,13 @@ def test_projections_differ_by_rounding_or_by_the_norm(count, dtype):
 
 def test_weights_are_freed_in_a_forward_that_is_not_checked():
     check = SecondRunCheck("auto")
-    sampler = Sampler(check, SEGMENT)
+    second_runs = SecondRuns(check, SEGMENT)
     tensor = torch.randn(64, 512)
     for forward in range(NUM_FIRST_FORWARDS):
-        checked = sampler.of_forward(forward)
+        checked = second_runs.of_forward(forward)
         noted = checked.note("layer", tensor)
     assert check.fingerprints._weights
-    assert sampler.of_forward(NUM_FIRST_FORWARDS) is None
+    assert second_runs.of_forward(NUM_FIRST_FORWARDS) is None
     assert not check.fingerprints._weights
     again = checked.note_again(noted, tensor)  # backward of a forward that was checked
     assert torch.equal(again.fingerprint, noted.fingerprint)
