@@ -177,12 +177,17 @@ def record_fake_step(
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of *model*, named as its layers are.
+    """Yield the parameters and buffers of *model*, named as its layers are; tied ones by each name.
 
     Those that only a wrapper around the model has come last, as tokens that PEFT trains.
     """
-    for module in (unwrap_model(model), model):
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    plain = unwrap_model(model)
+    known: set[int] = set()
+    for name, tensor in (*plain.named_parameters(remove_duplicate=False), *plain.named_buffers()):
+        known.add(id(tensor))
+        yield plain_path(name), tensor
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in known:
             yield plain_path(name), tensor
 
 

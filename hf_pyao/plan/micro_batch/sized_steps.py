@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hf_pyao.levers import Levers
+from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.speeds import DeviceModel
 from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
 from hf_pyao.plan.predict.optimizer_step import gradients_of
@@ -160,9 +162,18 @@ def fixed_plan(
         limit_bytes: most bytes on the device.
     """
     window_bytes = conditions.window_bytes
-    timed = predict(program, leaves, window_bytes=window_bytes, device=device, link=conditions.link)
+    predict_timed = partial(
+        predict,
+        program,
+        leaves,
+        window_bytes=window_bytes,
+        device=device,
+        link=conditions.link,
+    )
+    timed = predict_timed()
     late = predict(program, leaves, window_bytes=window_bytes)
-    memory = StepMemory(program, late, timed, conditions.allocator)
+    early = partial(predict_timed, host=IN_STEP)
+    memory = StepMemory(program, late, early, conditions.allocator)
     return SizedPlan(
         plan=name,
         step_ms=timed.step_ms,

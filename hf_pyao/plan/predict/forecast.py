@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.levers import Levers
@@ -12,6 +13,7 @@ from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.documents.prediction import ComparedFigure, PredictedPlan
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostModel
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.speeds import GIB, DeviceModel, LinkModel
 from hf_pyao.plan.policies.budget import OffloadBudget, leaving
@@ -150,7 +152,13 @@ class Forecast:
         """Return the step in which *leaves* says of each slot whether it is offloaded."""
         return PlannedStep(self.program, list(leaves), {}, self.times_ms)
 
-    def predict(self, step: PlannedStep | Sequence[bool], *, late: bool = False) -> Prediction:
+    def predict(
+        self,
+        step: PlannedStep | Sequence[bool],
+        *,
+        late: bool = False,
+        host: HostModel = FAR_AHEAD,
+    ) -> Prediction:
         """Predict the step; *late*: with copies that are never early, for a peak on every link."""
         if not isinstance(step, PlannedStep):
             step = self.with_leaves(step)
@@ -161,6 +169,7 @@ class Forecast:
             times_ms=None if late else step.times_ms,
             link=None if late or self.is_blocking else self.link,
             rebuilds=step.rebuilds,
+            host=host,
         )
         return found if late or not self.is_blocking else with_blocking_copies(found, self.link)
 
@@ -175,7 +184,8 @@ class Forecast:
             step = self.with_leaves(step)
         timed, late = self.predict(step), self.predict(step, late=True)
         cause = peak_cause(step.program, late)
-        memory = StepMemory(step.program, late, timed, self.allocator)
+        early = None if self.is_blocking else partial(self.predict, step, host=IN_STEP)
+        memory = StepMemory(step.program, late, early, self.allocator)
         return PredictedPlan(
             name=name,
             step_ms=timed.step_ms,

@@ -6,16 +6,24 @@ with what :func:`~hf_pyao.plan.predict.predict.predict` says is allocated and fr
 for estimates, plans and micro-batches alike.
 
 Weights are allocated first, then a step runs, then the optimizer makes its states, then further
-steps run in the segments that the first one left. Copies are not equally late in each step: with
-offloading, a step with copies as late as can be is replayed behind one of its own kind, and behind
-one with the link's speed, which leaves its segments cut otherwise.
+steps run in the segments that the first one left.
+
+Two things are not known, and differ from run to run. All cases are replayed, and the worst counts:
+
+- When the host learns that a copy to the host is done, and frees its source. In the first step the
+  host is slow, and sees copies done early; in later steps it is far ahead of the device, and sees
+  them late. A first step that frees early needs fewer segments, and later steps need more: they
+  cut them from the large ones, of which then one is lacking.
+- Which cached segments are there when training begins. Where a model is built on the device, tied
+  weights were allocated once for each name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from hf_pyao.plan.hardware.caching_allocator import (
@@ -61,7 +69,8 @@ class StepMemory:
     Args:
         program: the step.
         late: its prediction with copies as late as can be.
-        timed: its prediction with the link's speed; None: no step differs from *late*.
+        early: predicts it with the link's speed and a host that sees each copy as it is done
+            (:data:`~hf_pyao.plan.hardware.host_model.IN_STEP`); None: nothing is copied.
         settings: the allocator's; None: it has none that is known, and what is allocated counts.
     """
 
@@ -69,18 +78,17 @@ class StepMemory:
         self,
         program: StepProgram,
         late: Prediction,
-        timed: Prediction | None,
+        early: Callable[[], Prediction] | None,
         settings: AllocatorSettings | None,
     ) -> None:
         self.settings = settings
         self.peak_bytes = late.peak_bytes
         self._residents = [each.nbytes for each in program.residents]
+        self._tied = [each.nbytes for each in program.residents for _ in range(each.num_names - 1)]
         rest_bytes = program.resident_bytes - sum(self._residents)
         self._states = _states(self._residents, rest_bytes)
-        last = _compact(late.memory)
-        first = last if timed is None or timed.memory == late.memory else _compact(timed.memory)
-        self._firsts = (last,) if first is last else (last, first)
-        self._last = last
+        self._last = _compact(late.memory)
+        self._early = early if late.offloaded_bytes else None
         self._known: dict[float, Reserved] = {}
         self._needed_bytes: int | None = None
 
@@ -98,7 +106,7 @@ class StepMemory:
         if self.peak_bytes > limit_bytes:
             return False
         expandable = replace(settings, expandable_segments=True)
-        return all(self._replay(first, expandable, limit_bytes).fits for first in self._firsts)
+        return all(self._replay(case, expandable, limit_bytes).fits for case in self._cases)
 
     def reserved(self, limit_bytes: float = math.inf) -> Reserved:
         """Return what is reserved where at most *limit_bytes* may be."""
@@ -106,8 +114,8 @@ class StepMemory:
             return Reserved(self.peak_bytes, self.peak_bytes, 0, self.peak_bytes <= limit_bytes)
         if limit_bytes not in self._known:
             found = []
-            for first in self._firsts:
-                found.append(self._replay(first, self.settings, limit_bytes))
+            for case in self._cases:
+                found.append(self._replay(case, self.settings, limit_bytes))
                 if not found[-1].fits:
                     break
             self._known[limit_bytes] = Reserved(
@@ -154,14 +162,26 @@ class StepMemory:
         found = self.reserved(limit_bytes) if self.fits(limit_bytes) else self.reserved()
         return found.reserved_bytes
 
-    def _replay(
-        self, first: Sequence[_Event], settings: AllocatorSettings, limit_bytes: float
-    ) -> Reserved:
+    @cached_property
+    def _cases(self) -> Sequence[_Case]:
+        """What may come before a step whose copies are late."""
+        firsts: list[Sequence[_Event]] = [self._last]
+        if self._early is not None:
+            early = _compact(self._early().memory)
+            if early != self._last:
+                firsts.append(early)
+        tied: list[Sequence[int]] = [[], self._tied] if self._tied else [[]]
+        return [_Case(first, freed) for freed in tied for first in firsts]
+
+    def _replay(self, case: _Case, settings: AllocatorSettings, limit_bytes: float) -> Reserved:
         allocator = CachingAllocator(settings, limit_bytes=limit_bytes)
         num_retries = 0
+        first = case.first
         try:
             for nbytes in self._residents:
                 allocator.allocate(nbytes)
+            for block in [allocator.allocate(nbytes) for nbytes in case.freed_before]:
+                allocator.free(block)
             for number in range(NUM_STEPS):
                 before, reserved = allocator.num_retries, allocator.peak_reserved_bytes
                 _run(first if number == 0 else self._last, allocator)
@@ -185,6 +205,15 @@ class StepMemory:
 
 _Event = tuple[int, int]
 """Number of an allocation, and its bytes; :data:`FREED` where it ends."""
+
+
+class _Case(NamedTuple):
+    """What comes before the steps that are looked at."""
+
+    first: Sequence[_Event]
+    """The first step."""
+    freed_before: Sequence[int]
+    """What was allocated behind the weights, in bytes, and freed before the first step."""
 
 
 def _compact(memory: Sequence[MemoryEvent]) -> list[_Event]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.paper.pyao_plan import paths_of
 from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
 from hf_pyao.plan.predict.predict import predict
@@ -70,6 +71,8 @@ class Candidate:
     """With the link's speed."""
     late: Prediction
     """With copies that are never early: its peak holds on every link."""
+    early: Callable[[], Prediction] | None = None
+    """As in :class:`~hf_pyao.plan.predict.step_memory.StepMemory`."""
     allocator: AllocatorSettings | None = None
     """As :attr:`~hf_pyao.plan.solve.step_problem.Conditions.allocator`."""
     problem: PlanProblem | None = None
@@ -89,7 +92,7 @@ class Candidate:
     @cached_property
     def memory(self) -> StepMemory:
         """What the device's allocator reserves for it, and whether that fits."""
-        return StepMemory(self.step.program, self.late, self.timed, self.allocator)
+        return StepMemory(self.step.program, self.late, self.early, self.allocator)
 
     @property
     def host_bytes(self) -> int:
@@ -288,17 +291,18 @@ class Proposals:
             otherwise = [OFFLOAD if conditions.may_offload else KEEP] * num_slots
         step = self.stepper.plan(actions, products, otherwise, self._coded(actions, codecs))
         self.num_predicted += 1
-        gradient_bytes = conditions.gradient_bytes
-        timed = predict(
+        predict_timed = partial(
+            predict,
             step.program,
             step.leaves,
             window_bytes=conditions.window_bytes,
             times_ms=step.times_ms,
             link=None if conditions.is_blocking else conditions.link,
             rebuilds=step.rebuilds,
-            gradient_bytes=gradient_bytes,
+            gradient_bytes=conditions.gradient_bytes,
             coded=step.coded,
         )
+        timed = predict_timed()
         if conditions.is_blocking:
             timed = with_blocking_copies(timed, conditions.link)
         late = predict(
@@ -319,6 +323,7 @@ class Proposals:
             step=step,
             timed=timed,
             late=late,
+            early=None if conditions.is_blocking else partial(predict_timed, host=IN_STEP),
             allocator=conditions.allocator,
             problem=problem,
             choice=choice,

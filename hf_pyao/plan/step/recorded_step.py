@@ -222,6 +222,7 @@ def _check(program: StepProgram) -> None:
     _within((each.layer for each in program.residents), OUTSIDE, program.num_layers)
     for resident in program.residents:
         _count(resident.nbytes)
+        _within((resident.num_names,), 1, MOST_BYTES)
     _within(program.labels, 0, num_buffers)
     if program.graph is not None:
         _within((each.number for each in program.graph.operations), 0, end)

@@ -113,6 +113,9 @@ class Resident(NamedTuple):
     nbytes: int
     is_frozen: bool = False
     """True for a parameter that is not trained. Those of layers may be streamed."""
+    num_names: int = 1
+    """Names that the model has it under: 2 for an embedding that is tied to the head. Where a model
+    is built on the device, each was a tensor of its own before they were tied."""
 
 
 class Segment(NamedTuple):

@@ -135,15 +135,22 @@ class StepRecorder:
         """Record what is there before the step; return its bytes.
 
         Args:
-            tensors: of the model, by qualified name.
+            tensors: of the model, by qualified name; one with several names under each of them.
         """
+        numbers: dict[int, int] = {}
         for name, tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
                 self._alive[cast(int, storage._weak_ref())] = -1
                 is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
                 layer = self._layer_of(name)
+                numbers[storage._cdata] = len(self._residents)
                 self._residents.append(Resident(layer, storage.nbytes(), is_frozen))
+            elif tensor.nbytes == storage.nbytes() and storage._cdata in numbers:
+                known = self._residents[numbers[storage._cdata]]
+                self._residents[numbers[storage._cdata]] = known._replace(
+                    num_names=known.num_names + 1
+                )
         return sum(each.nbytes for each in self._residents)
 
     def _layer_of(self, name: str) -> int:

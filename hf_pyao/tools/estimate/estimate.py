@@ -23,6 +23,7 @@ from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
@@ -280,7 +281,7 @@ class Estimator:
             chosen = self._chosen(program, family, micro_batch).candidate
             return PredictedWay(chosen.step.program, chosen.timed, chosen.late, chosen.memory, ())
         timed, late = self._predict(way, program, timed=True), self._predict(way, program)
-        memory = StepMemory(program, late, timed, self.allocator)
+        memory = StepMemory(program, late, self._early(way, program), self.allocator)
         return PredictedWay(program, timed, late, memory, self.flagged() if way.is_pyao else ())
 
     def _family(self, way: Way, head_loss: str) -> _Family:
@@ -373,9 +374,7 @@ class Estimator:
             fitting = (each for each in plans if each.memory.fits(self.limit_bytes))
             return next(fitting, plans[0]).memory
         late = self._predict(way, program)
-        if late.peak_bytes > self.limit_bytes:  # it does not fit, whatever is reserved
-            return StepMemory(program, late, None, allocator)
-        return StepMemory(program, late, self._predict(way, program, timed=True), allocator)
+        return StepMemory(program, late, self._early(way, program), allocator)
 
     # ---- plans ---------------------------------------------------------------------------------
 
@@ -413,6 +412,17 @@ class Estimator:
             window_bytes=self.window_bytes,
             device=self.hardware.device if timed else None,
             link=self.hardware.link if timed else None,
+        )
+
+    def _early(self, way: Way, program: StepProgram) -> Callable[[], Prediction]:
+        """Return what predicts the step with a host that sees each copy as it is done."""
+        return lambda: predict(
+            program,
+            self.leaves(way, program),
+            window_bytes=self.window_bytes,
+            device=self.hardware.device,
+            link=self.hardware.link,
+            host=IN_STEP,
         )
 
     def _needed(self, way: Way, program: StepProgram, allocator: AllocatorSettings) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 from hf_pyao.config import EffectiveConfig, PyAOConfig
 from hf_pyao.errors import ConfigError, PyAOError
@@ -12,6 +13,7 @@ from hf_pyao.plan.documents.bench import OK, OUT_OF_MEMORY
 from hf_pyao.plan.documents.provenance import collect_provenance
 from hf_pyao.plan.documents.sweep import TENSORS, SweepPoint, SweepReport
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.paper.sweep import Budgets, with_points
@@ -186,11 +188,17 @@ def _predict(
     kept = Levers.of(settings).kept_layers(program.num_layers, settings.keep_last_layers)
     leaves = leaving(program, policy, kept)
     window_bytes = None if isinstance(settings.window, str) else settings.window
-    timed = predict(
-        program, leaves, window_bytes=window_bytes, device=hardware.device, link=hardware.link
+    predict_timed = partial(
+        predict,
+        program,
+        leaves,
+        window_bytes=window_bytes,
+        device=hardware.device,
+        link=hardware.link,
     )
+    timed = predict_timed()
     late = predict(program, leaves, window_bytes=window_bytes)
-    memory = StepMemory(program, late, timed, AllocatorSettings())
+    memory = StepMemory(program, late, partial(predict_timed, host=IN_STEP), AllocatorSettings())
     limit_bytes = card_memory(hardware).limit_bytes
     fits = memory.fits(limit_bytes)
     reserved_bytes = memory.reserved_within(limit_bytes)

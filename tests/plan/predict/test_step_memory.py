@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,7 +14,7 @@ from hf_pyao.plan.predict import (
 )
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.predict.step_memory import ACCURACY, StepMemory
-from hf_pyao.plan.solve.planner import Planner
+from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.prediction import FREED, Prediction
 from hf_pyao.plan.step.step_program import (
@@ -25,6 +26,7 @@ from hf_pyao.plan.step.step_program import (
     Segment,
     StepProgram,
 )
+from hf_pyao.tools.estimate.estimate import WAYS, Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
@@ -144,14 +146,80 @@ def test_a_step_that_follows_one_with_other_moments_may_need_more() -> None:
     early = made_up([(40, 0, 1), (10, 1, 4), (30, 2, 4), (60, 3, 4)])
     late = made_up([(40, 0, 3), (10, 1, 4), (30, 2, 4), (60, 3, 4)])
     predictions = [predict(each, [], window_bytes=0) for each in (late, early)]
-    alone = StepMemory(late, predictions[0], None, DEFAULT)
-    behind = StepMemory(late, predictions[0], predictions[1], DEFAULT)
+    late_copies = replace(predictions[0], offloaded_bytes=40 * MIB)
+    alone = StepMemory(late, late_copies, None, DEFAULT)
+    behind = StepMemory(late, late_copies, lambda: predictions[1], DEFAULT)
     assert alone.reserved().reserved_bytes == 140 * MIB
     # The early 40 leaves its segment to the 10 and the 30; behind it, those are cut from the 60.
     assert behind.reserved().reserved_bytes == 160 * MIB
     assert alone.needed_bytes == pytest.approx(100 * MIB, rel=2 * ACCURACY)
     # With 120 the second step runs, since the 40 goes back: the third meets two segments of 60.
     assert behind.needed_bytes == pytest.approx(160 * MIB, rel=2 * ACCURACY)
+    unmoved = StepMemory(late, predictions[0], lambda: predictions[1], DEFAULT)
+    assert unmoved.reserved() == alone.reserved(), "nothing is copied, so that nothing is early"
+
+
+def test_a_tied_weight_leaves_a_cached_segment_where_the_model_was_built_on_the_device() -> None:
+    # Behind weights of 30 a second 30 was freed. The 12 goes there, so that the 25 does not.
+    program = made_up([(12, 0, 2), (25, 1, 2)], weights=(30,))
+    tied = replace(program, residents=(Resident(OUTSIDE, 30 * MIB, num_names=2),))
+    assert memory_of(program).reserved().reserved_bytes == (30 + 12 + 26) * MIB
+    assert memory_of(tied).reserved().reserved_bytes == (30 + 30 + 26) * MIB
+    assert not memory_of(tied).fits(85 * MIB), "the 12 keeps it from being given back"
+
+
+@pytest.mark.parametrize(("name", "names"), [("opt:tiny", 2), ("llama:tiny", 1)])
+@pytest.mark.sampled(every=1)
+def test_a_recorded_step_counts_the_names_of_tied_weights(name: str, names: int) -> None:
+    config = config_of(parse_model(name))
+    config.num_hidden_layers = 6
+    config.tie_word_embeddings = names == 2
+    program = record_step(FakeTraining(config=config), 2, 64)
+    embedding_bytes = 2 * config.vocab_size * config.hidden_size
+    outside = [each for each in program.residents if each.layer == OUTSIDE]
+    found = [each.num_names for each in outside if each.nbytes == embedding_bytes]
+    assert found == ([2] if names == 2 else [1, 1])
+    assert all(each.num_names == 1 for each in program.residents if each.layer != OUTSIDE)
+
+
+@pytest.mark.parametrize("name", ["opt:tiny", "gpt2:tiny"])
+@pytest.mark.sampled(every=1)
+def test_a_first_step_that_frees_early_is_replayed_too(name: str) -> None:
+    program = record_step(FakeTraining(config=config_of(parse_model(name))), 8, 512)
+    hardware = find_hardware("rtx4070").with_link(500.0)
+    conditions = Conditions(link=hardware.link, window_bytes=2**23, allocator=DEFAULT)
+    times_ms = operation_times_ms(program, hardware.device)
+    candidate = Planner(program, times_ms, conditions).simple()[OFFLOAD_ALL]
+    assert candidate.early is not None
+    early = candidate.early()
+    assert early.memory != candidate.late.memory
+    assert early.peak_bytes <= candidate.late.peak_bytes
+    worst = max(
+        StepMemory(program, candidate.late, each, DEFAULT).reserved().reserved_bytes
+        for each in (None, lambda: early)
+    )
+    assert candidate.memory.reserved().reserved_bytes == worst
+    assert candidate.timed.memory == candidate.late.memory, "its host is far ahead"
+
+
+RAN = {
+    ("opt:1.3b", "all", "off"): (15, 16),
+    ("gpt2:0.8b", "all", "chunked"): (142, 145),
+}
+"""Model, policy and loss -> micro-batches of which an emulated RTX 4070 ran the first, and not the
+second, with the default allocator."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", RAN)
+def test_largest_micro_batches_are_those_that_an_emulated_card_runs(
+    case: tuple[str, str, str],
+) -> None:
+    model, policy, head_loss = case
+    way = next(way for way in WAYS if way.name == f"policy {policy}")
+    estimator = Estimator(config_of(parse_model(model)), find_hardware("rtx4070"))
+    runs, runs_not = RAN[case]
+    assert runs <= estimator.largest_micro_batch(way, head_loss, DEFAULT) < runs_not
 
 
 def random_step() -> StepProgram:
