@@ -4,11 +4,10 @@
     python recipes/bench/bench_verify.py --device cpu --models llama:tiny@2 --length 64
 
 Every layer runs again (``checkpoint_every=1``). Micro-batches are timed by kind: not checked; the
-first one that is checked, which on an accelerator runs each segment twice; the next two, which take
-projections besides; one of those that are sampled later. Attachments with and without checks take
-turns. The mean over a run is that of these times, each as often as ``auto`` has its kind. Gradients
-are dropped as they are complete, and an optimizer without them steps, since the result of a check
-is read before its step.
+first one that is checked, which takes projections too and on an accelerator runs each segment
+twice; others that are checked. Attachments with and without checks take turns. The mean over a run
+is that of these times, each as often as ``auto`` has its kind. Gradients are dropped as they are
+complete, and an optimizer without them steps, since the result of a check is read before its step.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.engine.recompute.verification import (
-    NUM_FIRST_FORWARDS,
-    SEGMENT,
-    SecondRunCheck,
-    SecondRuns,
-)
+from hf_pyao.engine.recompute.verification import SEGMENT, SecondRunCheck, SecondRuns
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from result_file import write_result
 
 SCHEMA_VERSION = 1
-KINDS = ("unchecked", "first", "second and third", "sampled")
+KINDS = ("unchecked", "first", "checked")
 
 
 def counts_of(num_micro_batches: int) -> Counter[str]:
@@ -55,9 +49,7 @@ def counts_of(num_micro_batches: int) -> Counter[str]:
 
 def kind_of(number: int) -> str:
     """Return the kind of checked micro-batch *number* since the checks began."""
-    if number >= NUM_FIRST_FORWARDS:
-        return "sampled"
-    return "second and third" if number else "first"
+    return "checked" if number else "first"
 
 
 class Steps:
@@ -105,12 +97,12 @@ def _between(before: Any, after: Any) -> float:
     return float(before.elapsed_time(after))
 
 
-def measure(steps: Steps, rounds: int, num_sampled: int) -> dict[str, list[float]]:
+def measure(steps: Steps, rounds: int, num_checked: int) -> dict[str, list[float]]:
     """Return the times of micro-batches by kind, after a round that warms up."""
     times_ms: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for index in range(rounds + 1):
-        unchecked = steps.times_ms("off", num_sampled + 1)[1:]
-        checked = steps.times_ms("always", NUM_FIRST_FORWARDS + num_sampled)
+        unchecked = steps.times_ms("off", num_checked)[1:]
+        checked = steps.times_ms("always", num_checked)
         if index:
             times_ms["unchecked"] += unchecked
             for number, each_ms in enumerate(checked):
@@ -135,7 +127,7 @@ def point(options: argparse.Namespace, name: str) -> dict[str, Any]:
     shape = (int(size or 1), options.length)
     ids = torch.zeros(shape, dtype=torch.int64, device=options.device)
     steps = Steps(model, {"input_ids": ids, "labels": ids})
-    times_ms = measure(steps, options.rounds, options.sampled)
+    times_ms = measure(steps, options.rounds, options.checked)
     medians = {kind: statistics.median(times_ms[kind]) for kind in KINDS}
     counts = counts_of(options.run)
     base_ms = medians["unchecked"]
@@ -154,7 +146,7 @@ def point(options: argparse.Namespace, name: str) -> dict[str, Any]:
     for row in rows:
         low, high = row["range_ms"]
         print(
-            f"  {row['kind']:17} {row['median_ms']:9.2f} ms ({low:.2f} to {high:.2f}): "
+            f"  {row['kind']:9} {row['median_ms']:9.2f} ms ({low:.2f} to {high:.2f}): "
             f"{row['ratio']:.3f} times, {row['num_in_run']} of {options.run}"
         )
     return {
@@ -174,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=["llama:tiny@2"], metavar="MODEL@BATCH")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sampled", type=int, default=3, help="sampled micro-batches in a round")
+    parser.add_argument("--checked", type=int, default=5, help="checked micro-batches in a round")
     parser.add_argument("--run", type=int, default=1000, help="micro-batches of the run")
     parser.add_argument("--result", help="write JSON here")
     options = parser.parse_args(argv)

@@ -86,16 +86,14 @@ class ForwardCheck:
     """The check of one forward, made by :meth:`SecondRuns.of_forward`.
 
     Attributes:
-        runs_twice: layers run twice in backward where they may be unsteady.
+        runs_twice: layers run twice in backward where they may be unsteady. What is noted has
+            projections, for those that are.
     """
 
-    def __init__(
-        self, check: SecondRunCheck, kind: str, *, runs_twice: bool, has_projections: bool
-    ) -> None:
+    def __init__(self, check: SecondRunCheck, kind: str, *, runs_twice: bool) -> None:
         self.runs_twice = runs_twice
         self._kind = kind
         self._check = check
-        self._has_projections = has_projections
 
     def note(self, layer: str, tensor: Tensor) -> Noted:
         """Return what is to be known of *tensor* of *layer*, which is dropped now.
@@ -111,7 +109,7 @@ class ForwardCheck:
     def _noted(self, layer: int, tensor: Tensor, has_projection: bool | None = None) -> Noted:
         check = self._check
         if has_projection is None:
-            has_projection = self._has_projections or check.is_unsteady(layer)
+            has_projection = self.runs_twice or check.is_unsteady(layer)
             has_projection = has_projection and tensor.is_floating_point()
         projection = check.fingerprints.projection(tensor) if has_projection else None
         eps = torch.finfo(tensor.dtype).eps if has_projection else 0.0
@@ -344,9 +342,8 @@ class SecondRuns:
             self._of_newest = None
             if mode == "always" or is_first or number % PERIOD == 0:
                 self._check.num_checked += 1
-                self._of_newest = ForwardCheck(
-                    self._check, self._kind, runs_twice=not number, has_projections=is_first
-                )
+                runs_twice = not number and self._kind == SEGMENT
+                self._of_newest = ForwardCheck(self._check, self._kind, runs_twice=runs_twice)
             else:
                 self._check.fingerprints.release()  # its memory is not in predictions
         return self._of_newest
