@@ -6,13 +6,14 @@ import functools
 import logging
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from hf_pyao.auto.deciding import Deciding
 from hf_pyao.auto.install.conflicts import check_model, check_other_checkpointing
 from hf_pyao.auto.install.links import device_of, link_for
 from hf_pyao.auto.install.run_record import RunRecord
-from hf_pyao.auto.install.weights import check_streaming
+from hf_pyao.auto.install.weights import StreamedLayers, streaming_of
 from hf_pyao.auto.install.wiring import make_lifecycle
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.parts import Parts, parts_of
@@ -48,6 +49,7 @@ def attach(
     host_pool: Store | None = None,
     link: LinkContext | None = None,
     backward_order: BackwardOrder | None = None,
+    device: torch.device | str | None = None,
 ) -> Offloader:
     """Offload what *model*'s decoder layers save for backward, from its next forward on.
 
@@ -66,6 +68,9 @@ def attach(
         backward_order: in which order the forwards that wait have their backward, where that is not
             the newest first; :class:`~hf_pyao.engine.runtime.backward_order.OldestFirst` for
             pipelines.
+        device: where compute runs, for ``stream_weights``: what is not streamed is moved there, and
+            the streamed weights stay on the host. None: where the model is. Load the model on the
+            CPU, and give the accelerator here.
 
     Returns:
         The offloader, usable as a context manager that detaches at its end.
@@ -78,7 +83,6 @@ def attach(
     """
     config = _checked(model, config)
     parts = parts_of(config)
-    check_streaming(config.stream_weights, config.label("stream_weights"))
     found = find_layers(model, parts.layers.names, field=parts.layers.label)
     pop_left_behind()
     stop_left_behind()
@@ -92,8 +96,9 @@ def attach(
     attached = _attached_already(model, config, found)
     if attached is not None:
         return attached
+    place = device_of(model) if device is None else torch.empty(0, device=device).device
     link = link_for(
-        device_of(model),
+        place,
         transport,
         host_pool,
         link,
@@ -101,7 +106,10 @@ def attach(
         label=parts.link.label,
         host_memory_gib=parts.link.host_memory_gib,
     )
-    offloader = _wire(model, found, config, parts, plan, levers, link, backward_order)
+    streaming = streaming_of(
+        model, found, parts.streaming.value, parts.streaming.label, link, place
+    )
+    offloader = _wire(model, found, config, parts, plan, levers, link, backward_order, streaming)
     try:
         logger.info("%s", offloader.describe())
         if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
@@ -165,13 +173,14 @@ def _wire(
     levers: Levers,
     link: LinkContext,
     backward_order: BackwardOrder | None,
+    streaming: StreamedLayers | None,
 ) -> Offloader:
     """Make the parts of an attachment, connect them, and install them on *model*.
 
     All that may refuse is made before anything is installed: a failed attach leaves the model as
     it was.
     """
-    device = device_of(model)
+    device = device_of(model) if streaming is None else streaming.device
     check_roles(found)
     check = SecondRunCheck(parts.verify_recompute)
     deciding = Deciding(
@@ -219,5 +228,5 @@ def _wire(
     offloader = Offloader(
         model, found, config, deciding, record, micro_batches, guard, explain=explain
     )
-    offloader.install(model, found, lifecycle, levers, check)
+    offloader.install(model, found, lifecycle, levers, check, streaming)
     return offloader

@@ -16,6 +16,7 @@ from torch import nn
 from hf_pyao.auto.deciding import Deciding
 from hf_pyao.auto.install.installed_parts import InstalledParts, forget_compiled_code
 from hf_pyao.auto.install.run_record import RunRecord
+from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.auto.policy import AutoPolicy
 from hf_pyao.auto.profiling import ProfileWriter
 from hf_pyao.auto.pyao_rule import PyAORule
@@ -88,6 +89,7 @@ class Offloader:
         lifecycle: Lifecycle,
         levers: Levers,
         check: SecondRunCheck,
+        streaming: StreamedLayers | None = None,
     ) -> None:
         """Put everything on *model*. If it raises, the model is as it was before.
 
@@ -103,6 +105,7 @@ class Offloader:
                 levers,
                 second_runs=SecondRuns(check, TILES),
                 groups_may_come="attention_groups" in self._deciding.may_come,
+                streaming=streaming,
             )
             self._deciding.switch.bind(lifecycle, self.mlp_tiles, self.attention_groups)
             for sentence in self._installed.describe():
@@ -153,6 +156,11 @@ class Offloader:
     def mlp_tiles(self) -> MLPTiles | None:
         """Runs MLPs over tiles of tokens; None without it."""
         return self._installed.mlp_tiles
+
+    @property
+    def weights(self) -> StreamedLayers | None:
+        """Streams the frozen weights of layers; None: all are on the device."""
+        return self._installed.weights
 
     @property
     def attention_groups(self) -> AttentionGroups | None:

@@ -55,12 +55,23 @@ class LinkSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamingSettings:
+    """Whether frozen weights are streamed."""
+
+    value: int | str
+    """``"off"``, ``"auto"``, or how many layers stay on the device."""
+    label: str
+    """How messages call the field."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parts:
     """What an attachment is made of."""
 
     layers: Names
     """The layers; empty: those that the architecture is known to have."""
     link: LinkSettings
+    streaming: StreamingSettings
     levers: GivenLevers
     """What changes the step itself."""
     policy: PolicySettings
@@ -101,6 +112,9 @@ def parts_of(config: PyAOConfig) -> Parts:
             window=effective.window,
             label=config.label("window"),
             host_memory_gib=config.host_memory_gib,
+        ),
+        streaming=StreamingSettings(
+            value=config.stream_weights, label=config.label("stream_weights")
         ),
         levers=GivenLevers.of(config),
         policy=PolicySettings.of(config),

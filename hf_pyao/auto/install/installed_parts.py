@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.engine.recompute.verification import SecondRuns
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
@@ -29,6 +30,7 @@ class InstalledParts:
         self.head_loss: HeadLoss | None = None
         self.mlp_tiles: MLPTiles | None = None
         self.attention_groups: AttentionGroups | None = None
+        self.weights: StreamedLayers | None = None
         self._lifecycle: weakref.ref[Lifecycle] | None = None
 
     @property
@@ -50,6 +52,7 @@ class InstalledParts:
         *,
         second_runs: SecondRuns | None = None,
         groups_may_come: bool = False,
+        streaming: StreamedLayers | None = None,
     ) -> None:
         """Exchange the forwards that *levers* ask for. The caller installs *lifecycle* afterwards.
 
@@ -62,6 +65,7 @@ class InstalledParts:
             levers: head loss, tiles and groups that are asked for.
             second_runs: compares tiles that run again with their first run.
             groups_may_come: plans of policy ``auto`` may set groups of attention later.
+            streaming: streams the frozen weights; None: all are on the device.
 
         Raises:
             ConfigError: the model has no head, MLP or attention that can be exchanged.
@@ -80,10 +84,13 @@ class InstalledParts:
 
             self.attention_groups = groups_of(model, found)
             self.attention_groups.set_groups(levers.attention_groups)
+        if streaming is not None:
+            self.weights = streaming
+            streaming.put_on(lifecycle.engine)
 
     def describe(self) -> Iterator[str]:
         """Yield a sentence for each of head loss, tiles and groups that is there."""
-        for part in (self.head_loss, self.mlp_tiles, self.attention_groups):
+        for part in (self.head_loss, self.mlp_tiles, self.attention_groups, self.weights):
             if part is not None:
                 yield part.describe()
 
@@ -100,6 +107,8 @@ class InstalledParts:
                 if lifecycle is not None:
                     lifecycle.leave_all()
                 engine.end()
+                if self.weights is not None:
+                    self.weights.take_off(engine)
                 if lifecycle is not None:
                     lifecycle.remove()
                 self._lifecycle = None

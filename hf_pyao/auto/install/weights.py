@@ -1,17 +1,301 @@
-"""Puts streamed weights on a model; see ``hf_pyao/engine/weights``."""
+"""Puts streamed weights on a model, and takes them off; see ``hf_pyao/engine/weights``."""
 
 from __future__ import annotations
 
-from hf_pyao.errors import ConfigError
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.config import GIB
+from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.engine.stores import Store
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.engine.transfer.ring_schedule import resident_layers
+from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.weights.ring import WeightRing
+from hf_pyao.engine.weights.tables import StreamedTable, put_on, take_off
+from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.model.map.module_map import FoundLayers
+from hf_pyao.model.patching.exchanged_forwards import has_forward_of_its_own
+from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+from hf_pyao.model.weights.places import StayingParameters, move_others
+from hf_pyao.model.weights.streamable import streamable_layers
+from hf_pyao.training_engines import is_compiled, is_moved_by_accelerate, package_of
+
+_LAYER = "_pyao_streamed_layer"
+_CAST = "_pyao_streamed_cast"
+_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
-def check_streaming(stream_weights: int | str, label: str) -> None:
-    """Refuse ``PyAOConfig.stream_weights``, which this version knows by name alone.
+class LayerForward(LeftBehind):
+    """Has a layer's weights on the device while its forward runs."""
+
+    def __init__(self, ring: WeightRing, index: int) -> None:
+        self._ring = ring
+        self._index = index
+
+    def run(
+        self,
+        module: nn.Module,
+        own: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return what the layer's own forward returns."""
+        with self._ring.inside(self._index):
+            return own(*args, **kwargs)
+
+
+class CastingForward(LeftBehind):
+    """Casts the weight of a linear module as autocast would, so that the cast is known as its."""
+
+    def __init__(self, ring: WeightRing, device_type: str) -> None:
+        self._ring = ring
+        self._device_type = device_type
+
+    def run(
+        self,
+        module: nn.Module,
+        own: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return what the module's own forward returns."""
+        if not torch.is_autocast_enabled(self._device_type):
+            return own(*args, **kwargs)
+        weight = dict.get(module._parameters, "weight")
+        assert weight is not None
+        dtype = torch.get_autocast_dtype(self._device_type)
+        if weight.dtype == dtype:
+            return own(*args, **kwargs)
+        with self._ring.casts(weight, dtype):
+            return own(*args, **kwargs)
+
+
+class StreamedLayers:
+    """The streamed weights of one model, from :meth:`put_on` until :meth:`take_off`.
+
+    Making one changes nothing: all that may be refused is refused here.
+
+    Args:
+        model: the whole model, on the host or on the device.
+        found: its layers.
+        num_resident: layers that stay on the device.
+        label: how messages call that setting.
+        link: transport and host memory.
+        device: where compute runs.
 
     Raises:
-        ConfigError: it is not ``"off"``.
+        ConfigError: no layer has frozen weights, or the host has no room for them.
+        ConflictError: something else moves, shards or compiles the weights.
     """
-    if stream_weights != "off":
-        raise ConfigError(
-            f"{label} is {stream_weights!r}; weights cannot be streamed yet. Give 'off'."
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: FoundLayers,
+        num_resident: int,
+        label: str,
+        link: LinkContext,
+        device: torch.device,
+    ) -> None:
+        _check_model(model, label)
+        self._model = weakref.ref(model)
+        self.device = device
+        self._link = link
+        self._store: Store = link.tiers.stores[0]
+        self._layers = [weakref.ref(layer) for _, layer in found.layers]
+        self.ring: WeightRing | None = None
+        self._owners: list[weakref.ref[nn.Module]] = []
+        self._handles: list[tuple[weakref.ref[nn.Module], str, Any]] = []
+        self._staying: StayingParameters | None = None
+        self.left_bytes: Counter[str] = Counter()
+        """Bytes of the streamed layers' parameters that stay on the device, by reason."""
+        layers = streamable_layers(model, found.layers)
+        if not any(layer.nbytes for layer in layers):
+            raise ConfigError(
+                f"{label} is {num_resident}, and no layer has frozen weights: all are trained, or "
+                "none can be streamed. Freeze the base model and train adapters (PEFT), or give "
+                f"{label}='off'."
+            )
+        stay = resident_layers(len(layers), num_resident)
+        self._block_of_layer: list[int | None] = []
+        self.blocks: list[Block] = []
+        for index, layer in enumerate(layers):
+            is_streamed = index not in stay and bool(layer.parameters)
+            self._block_of_layer.append(len(self.blocks) if is_streamed else None)
+            if is_streamed:
+                self.blocks.append(Block(len(self.blocks), layer.fqn, layer.parameters))
+                self.left_bytes.update(layer.left_bytes)
+        self._check_room(label)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the streamed weights on the host."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def _check_room(self, label: str) -> None:
+        before = sum(block.host_bytes_before for block in self.blocks)
+        room = self._store.room_to_reserve(before)
+        if self.nbytes > room:
+            raise ConfigError(
+                f"{label}: the weights of {len(self.blocks)} layers take {self.nbytes / GIB:.3f} "
+                f"GiB of host memory, and there is room for {max(0, room) / GIB:.3f} GiB. Raise "
+                "host_memory_gib if the machine has more, or let more layers stay on the device."
+            )
+
+    # ---- installing ----------------------------------------------------------------------------
+
+    def put_on(self, engine: OffloadEngine) -> None:
+        """Move the weights to the host and the rest to the device, and let layers find them.
+
+        If it raises, :meth:`take_off` puts everything back.
+        """
+        model = self._model()
+        if model is None or not self.blocks:
+            return
+        for block in self.blocks:
+            before = block.host_bytes_before
+            memory = self._store.reserve(block.nbytes, in_place_of_bytes=before)
+            if memory is None:
+                raise ConfigError(
+                    f"the machine refused {block.nbytes / GIB:.3f} GiB of host memory for the "
+                    f"weights of layer {block.layer!r}. Let more layers stay on the device."
+                )
+            block.move_to(memory)
+        ring = self.ring = WeightRing(self.blocks, self._block_of_layer, self._link, self.device)
+        streamed = {id(p): p for b in self.blocks for w in b.weights if (p := w.ref()) is not None}
+        move_others(model, streamed, self.device)
+        self._staying = StayingParameters(lambda each: ring.weight_of(each) is not None)
+        for module in model.modules():
+            if any(id(p) in streamed for p in module._parameters.values()):
+                self._owners.append(weakref.ref(module))
+                self._staying.put_on(module)
+                if _is_linear(module) and _dtype_of(module, "weight") == torch.float32:
+                    self._exchange(module, _CAST, CastingForward(ring, self.device.type))
+                put_on(module, ring)
+        for index, ref in enumerate(self._layers):
+            if (layer := ref()) is not None:
+                self._exchange(layer, _LAYER, LayerForward(ring, index))
+        names = [name for name, p in model.named_parameters() if id(p) in streamed]
+        vars(model)[_DDP_IGNORES] = [*vars(model).get(_DDP_IGNORES, ()), *names]
+        engine.stream(ring)
+
+    def _exchange(self, module: nn.Module, key: str, handle: Any) -> None:
+        self._handles.append((weakref.ref(module), key, handle))
+        exchange(module, key, handle)
+
+    def take_off(self, engine: OffloadEngine) -> None:
+        """Put everything back. It may be called again, also where it was interrupted.
+
+        Graphs that were built before keep the blocks that they need. Parameters go back to the
+        device that they came from; those that were on the host stay where they are.
+        """
+        engine.stream(None)
+        for ref, key, handle in self._handles:
+            if (module := ref()) is not None:
+                give_back(module, key, handle)
+        for owner in self._owners:
+            if (module := owner()) is not None:
+                if self._staying is not None:
+                    self._staying.take_off(module)
+                take_off(module)
+        if self.ring is not None:
+            self.ring.stop()
+        for block in self.blocks:
+            block.move_back()
+        model = self._model()
+        if model is not None:
+            vars(model).pop(_DDP_IGNORES, None)
+
+    def describe(self) -> str:
+        """Say in a sentence what is streamed."""
+        num_layers = len(self._block_of_layer)
+        sentence = (
+            f"the frozen weights of {len(self.blocks)} of {num_layers} layers "
+            f"({self.nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
         )
+        left = {reason: nbytes for reason, nbytes in self.left_bytes.items() if nbytes}
+        if left:
+            reasons = ", ".join(f"{n / GIB:.3f} GiB {reason}" for reason, n in left.items())
+            sentence += f"; of these layers stay on the device: {reasons}"
+        return sentence
+
+
+def streaming_of(
+    model: nn.Module,
+    found: FoundLayers,
+    stream_weights: int | str,
+    label: str,
+    link: LinkContext,
+    device: torch.device,
+) -> StreamedLayers | None:
+    """Return what streams the weights that ``PyAOConfig.stream_weights`` asks for; None for none.
+
+    Raises:
+        ConfigError: as :class:`StreamedLayers`.
+        ConflictError: as :class:`StreamedLayers`.
+    """
+    if stream_weights == "off":
+        return None
+    if stream_weights == "auto":
+        if device.type == "cpu":
+            return None  # everything fits: the device is the host
+        raise ConfigError(
+            f"{label} is 'auto'; how many layers stay cannot be chosen yet. Give a number of "
+            "layers, such as 0, or 'off'."
+        )
+    assert isinstance(stream_weights, int)
+    layers = StreamedLayers(model, found, stream_weights, label, link, device)
+    return layers if layers.blocks else None
+
+
+def _check_model(model: nn.Module, label: str) -> None:
+    """Refuse a model whose weights someone else moves, shards, compiles, or has not loaded."""
+    for name, module in model.named_modules():
+        what = ""
+        if is_compiled(module):
+            what = "is compiled: compiled code reads weights by itself"
+        elif is_moved_by_accelerate(module):
+            what = "has a device map: Accelerate moves its weights by itself"
+        elif isinstance(module._parameters, StreamedTable):
+            what = "is streamed already, by another offloader"
+        if what:
+            raise ConflictError(
+                f"{label}: {name or type(model).__name__!r} {what}. Load and attach the plain "
+                f"model, or give {label}='off'."
+            )
+    for name, parameter in model.named_parameters():
+        what = ""
+        if parameter.is_meta:
+            what = "is on the meta device: it has no bytes yet"
+        elif hasattr(parameter, "ds_id"):
+            what = "is divided among ranks by DeepSpeed ZeRO-3"
+        elif type(parameter.data) is not torch.Tensor and hasattr(parameter, "device_mesh"):
+            what = "is a DTensor (FSDP2 or tensor parallelism), divided among ranks"
+        elif type(parameter).__name__ == "FlatParameter":
+            what = "is a flat parameter of FSDP"
+        if what:
+            raise ConflictError(
+                f"{label}: {name!r} {what}. Weights are streamed where each process has all of "
+                f"them on its host: use DDP or one process, or give {label}='off'."
+            )
+
+
+def _dtype_of(module: nn.Module, name: str) -> torch.dtype | None:
+    parameter = module._parameters.get(name)
+    return None if parameter is None else parameter.dtype
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Say whether autocast casts the weight of *module* for one product, in its own forward."""
+    if has_forward_of_its_own(module):
+        return False
+    kind = type(module)
+    if kind.forward is nn.Linear.forward:
+        return True
+    return kind.__name__ == "Conv1D" and package_of(kind) == "transformers"

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from hf_pyao.engine.recompute.verification import FarEnoughError, ForwardCheck, Noted
 from hf_pyao.engine.rerun.values import version_of
+from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import Pack, pack_hook, pop_hooks, push_hooks
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
@@ -183,10 +184,12 @@ class KeptParameter:
         self.layer = layer
 
 
-def unpack(saved: PlaceHolder | KeptParameter) -> Tensor:
+def unpack(saved: PlaceHolder | KeptParameter | StreamedTensor) -> Tensor:
     """Return the tensor that *saved* stands for; autograd's unpack hook."""
     if type(saved) is PlaceHolder:
         return saved.read()
+    if type(saved) is StreamedTensor:
+        return saved.give()
     assert isinstance(saved, KeptParameter)
     if version_of(saved.tensor) != saved.version:
         raise SavedTensorModifiedError(
@@ -214,11 +217,13 @@ class Collector(abc.ABC):
     Args:
         name: of its layers, for messages.
         part: has the place holders.
+        is_streamed: says whether a tensor is a view of a streamed weight, which has no number.
     """
 
-    def __init__(self, name: str, part: Part) -> None:
+    def __init__(self, name: str, part: Part, is_streamed: Callable[[Tensor], bool]) -> None:
         self._name = name
         self._part = part
+        self._is_streamed = is_streamed
         living = [index for index, ref in enumerate(part.place_holders) if ref() is not None]
         self._last = living[-1] if living else -1
         self._num_seen = 0
@@ -231,6 +236,8 @@ class Collector(abc.ABC):
         """Take *tensor* over; return what the second run's own graph is to hold."""
         if isinstance(tensor, Parameter):
             return tensor
+        if self._is_streamed(tensor):
+            return tensor.new_empty(0)  # no backward goes through this run's graph
         index = self._num_seen
         self._num_seen = index + 1
         held = tensor.detach()
@@ -267,6 +274,7 @@ class Filler(Collector):
     Args:
         name: of the layers, for messages.
         part: has the place holders.
+        is_streamed: as in the base class.
         task: the backward pass that asks for them.
         check: compares the tensors with those of the first run.
         rehearsed: what was noted of a second run before this one, by number of the tensor.
@@ -276,11 +284,12 @@ class Filler(Collector):
         self,
         name: str,
         part: Part,
+        is_streamed: Callable[[Tensor], bool],
         task: int,
         check: ForwardCheck | None,
         rehearsed: Sequence[Noted] = (),
     ) -> None:
-        super().__init__(name, part)
+        super().__init__(name, part, is_streamed)
         self._task = task
         self._check = check
         self._rehearsed = rehearsed
@@ -308,8 +317,10 @@ class Filler(Collector):
 class Rehearsal(Collector):
     """Takes the fingerprints of what a second run saves, and holds none of its tensors."""
 
-    def __init__(self, name: str, part: Part, check: ForwardCheck) -> None:
-        super().__init__(name, part)
+    def __init__(
+        self, name: str, part: Part, is_streamed: Callable[[Tensor], bool], check: ForwardCheck
+    ) -> None:
+        super().__init__(name, part, is_streamed)
         self._check = check
         self.noted: list[Noted] = []
 
@@ -318,9 +329,14 @@ class Rehearsal(Collector):
         return held.new_empty(0)  # no backward goes through this run's graph
 
 
-def for_no_one(layer: str) -> contextlib.AbstractContextManager[None]:
-    """Have what *layer* saves inside of this context last as long as the graph there alone."""
-    return _given_to(pack_hook(_held, None, is_second_run=True), layer)
+def for_no_one(
+    layer: str, is_streamed: Callable[[Tensor], bool]
+) -> contextlib.AbstractContextManager[None]:
+    """Have what *layer* saves inside of this context last as long as the graph there alone.
+
+    Weights that are streamed do not last: no backward goes through that graph.
+    """
+    return _given_to(pack_hook(_held, is_streamed, is_second_run=True), layer)
 
 
 @contextlib.contextmanager
@@ -336,8 +352,10 @@ def _collect(collector: Collector, tensor: Tensor) -> Tensor:
     return collector.collect(tensor)
 
 
-def _held(_: None, tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, Parameter) else tensor.detach()
+def _held(is_streamed: Callable[[Tensor], bool], tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Parameter):
+        return tensor
+    return tensor.new_empty(0) if is_streamed(tensor) else tensor.detach()
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

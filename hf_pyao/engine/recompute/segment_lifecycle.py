@@ -46,6 +46,7 @@ from hf_pyao.engine.runtime.packing import SHARED_BY_LAYERS
 from hf_pyao.engine.runtime.parameters import is_parameter
 from hf_pyao.engine.runtime.running import Token
 from hf_pyao.engine.runtime.saved_tensor import Handle
+from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import Layer, LayerCall, Tape
 from hf_pyao.engine.torch_hooks.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.engine.torch_hooks.passing_over import CHECKPOINTED, reason_to_pass_over
@@ -81,6 +82,19 @@ class EngineKeeper:
         )
         """Of each forward the storages that were counted, by address: it is not used again as long
         as there is a reference."""
+
+    def streamed(self, call: LayerCall, tensor: Tensor) -> StreamedTensor | None:
+        """Return what stands for *tensor* if it is a view of a streamed weight; else None."""
+        weights = self._engine.weights
+        give = None if weights is None else weights.find(tensor)
+        if give is None:
+            return None
+        return StreamedTensor(give, call, call.layer.unnamed(call.paths[-1]))
+
+    def is_streamed(self, tensor: Tensor) -> bool:
+        """Say whether *tensor* is a view of a streamed weight."""
+        weights = self._engine.weights
+        return weights is not None and weights.find(tensor) is not None
 
     def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
         """Count *tensor*'s storage, which autograd would hold and which is made again instead."""
@@ -277,7 +291,9 @@ class SegmentLifecycle(Lifecycle):
             return super().enter(
                 module, args, kwargs, is_checkpointed=is_checkpointed, is_compiling=is_compiling
             )
-        if not module.training or not torch.is_grad_enabled():
+        if not module.training:
+            return super().enter(module, args, kwargs, is_compiling=is_compiling)
+        if not torch.is_grad_enabled():
             return None
         layer = self._layers.get(module)
         if layer is None or self._is_removed:

@@ -59,6 +59,7 @@ from hf_pyao.engine.recompute.verification import ForwardCheck, Noted, may_be_un
 from hf_pyao.engine.rerun.generators import RandomState, exclusive_draws
 from hf_pyao.engine.rerun.values import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
+from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.transfer.graph_task import NO_TASK
 from hf_pyao.errors import SavedTensorModifiedError
@@ -82,6 +83,14 @@ class Keeper(Protocol):
 
     def give(self, handle: Handle, call: LayerCall) -> Tensor:
         """Give it back to the backward of *call*."""
+        ...
+
+    def streamed(self, call: LayerCall, tensor: Tensor) -> StreamedTensor | None:
+        """Return what stands for *tensor* if it is a view of a streamed weight; else None."""
+        ...
+
+    def is_streamed(self, tensor: Tensor) -> bool:
+        """Say whether *tensor* is a view of a streamed weight."""
         ...
 
     def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
@@ -199,10 +208,13 @@ class Segment:
                 return made if version == version_of(tensor) else None
         return None
 
-    def pack(self, call: LayerCall, tensor: Tensor) -> PlaceHolder | KeptParameter:
+    def pack(self, call: LayerCall, tensor: Tensor) -> PlaceHolder | KeptParameter | StreamedTensor:
         """Take over *tensor*, which autograd saves in it; its pack hook, but for the first."""
         if isinstance(tensor, Parameter):
             return KeptParameter(tensor, call.fqn)
+        streamed = self._keeper.streamed(call, tensor)
+        if streamed is not None:
+            return streamed
         if self._hidden is not None:
             self._keep_input(self._hidden)
         if self._attention is not None:
@@ -308,10 +320,12 @@ class Segment:
         name, check = self.name_of(part), self.check
         rehearsed: Sequence[Noted] = ()
         if check is not None and check.runs_twice and may_be_unsteady(self._devices):
-            rehearsal = Rehearsal(name, part, check)
+            rehearsal = Rehearsal(name, part, self._keeper.is_streamed, check)
             self._run_part(part, dict(made), rehearsal, call)
             rehearsed = rehearsal.noted
-        self._run_part(part, made, Filler(name, part, task, check, rehearsed), call)
+        self._run_part(
+            part, made, Filler(name, part, self._keeper.is_streamed, task, check, rehearsed), call
+        )
 
     def _run_part(
         self, part: Part, made: dict[MadeBefore, Tensor], collector: Collector, call: LayerCall
@@ -347,7 +361,12 @@ class Segment:
         self, index: int, wanted: set[MadeBefore], call: LayerCall
     ) -> dict[MadeBefore, Tensor]:
         """Return what one of its layers returns, for which it runs; its graph is let go of."""
-        made = self._run_call(index, self._made_again, for_no_one(self.calls[index].name), call)
+        made = self._run_call(
+            index,
+            self._made_again,
+            for_no_one(self.calls[index].name, self._keeper.is_streamed),
+            call,
+        )
         return {
             key: tensor.detach().requires_grad_(tensor.requires_grad)
             for key, tensor in made.items()

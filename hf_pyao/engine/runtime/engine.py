@@ -22,7 +22,8 @@ from hf_pyao.engine.runtime.packing import Packer
 from hf_pyao.engine.runtime.parameters import FrozenShapes, is_parameter
 from hf_pyao.engine.runtime.policy import LayerRun, Policy, as_policy
 from hf_pyao.engine.runtime.recomputation import Recomputer
-from hf_pyao.engine.runtime.saved_tensor import Handle, KeptTensor
+from hf_pyao.engine.runtime.saved_tensor import Handle, SavedTensor
+from hf_pyao.engine.runtime.streamed_weights import StreamedWeights
 from hf_pyao.engine.runtime.tape import Layer, LayerCall, MicroBatch, Tape
 from hf_pyao.engine.runtime.unpacking import Unpacker
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
@@ -88,8 +89,10 @@ class OffloadEngine:
         self._lasting_observers: tuple[Observer, ...] = ()
         self._policy = policy = as_policy(policy)
         self._enters_always = enters_always
+        self._weights: StreamedWeights | None = None
         self.rests = policy.rests and not enters_always
-        """True while the policy keeps everything: layers are not entered."""
+        """True while the policy keeps everything: layers are not entered. Never, where weights are
+        streamed: what is saved of them is to be seen."""
         self._recomputer = recomputer
         self._find_buffer_keys = buffer_keys
         self._here = _Here()
@@ -132,7 +135,23 @@ class OffloadEngine:
         policy = as_policy(policy)
         self._policy = policy
         self._expect_codecs_of(policy)
-        self.rests = policy.rests and not self._enters_always
+        self._look_whether_to_rest()
+
+    def _look_whether_to_rest(self) -> None:
+        enters = self._enters_always or self._weights is not None
+        self.rests = self._policy.rests and not enters
+
+    @property
+    def weights(self) -> StreamedWeights | None:
+        """Weights that are streamed; None: all are on the device."""
+        return self._weights
+
+    def stream(self, weights: StreamedWeights | None) -> None:
+        """Have what layers save of *weights* be known as theirs, from the next forward on."""
+        self._weights = weights
+        self.packer.weights = weights
+        self.unpacker.weights = weights
+        self._look_whether_to_rest()
 
     def _expect_codecs_of(self, policy: Policy) -> None:
         """Collect statistics of rows from the first forward on if *policy* may use lossy codecs."""
@@ -142,7 +161,7 @@ class OffloadEngine:
     def enter_always(self, is_wanted: bool) -> None:
         """Have layers entered also while the policy keeps everything, from the next forward on."""
         self._enters_always = is_wanted
-        self.rests = self._policy.rests and not is_wanted
+        self._look_whether_to_rest()
 
     def set_window(self, window_bytes: int) -> None:
         """Let no more than *window_bytes* be in flight, from the next copy on.
@@ -303,7 +322,7 @@ class OffloadEngine:
             return unpack
 
         def observed(handle: Handle) -> torch.Tensor:
-            known = handle if isinstance(handle, KeptTensor) else handle.storage
+            known = handle.storage if isinstance(handle, SavedTensor) else handle
             observer.on_unpack(known.slot)
             return unpack(handle)
 

@@ -194,9 +194,12 @@ class Lifecycle:
         self.leave_all()
         self._before_forward()
         self.engine.release_done()
+        weights = self.engine.weights
+        if weights is not None:
+            weights.begin_forward(trains=torch.is_grad_enabled())
         if self.engine.rests:
             self.engine.end_forward()  # of the time before
-        elif stack.training and torch.is_grad_enabled():
+        elif self._is_to_enter(stack):
             if not self.running.begin_forward(self.engine.num_packs):
                 self.engine.warn_idle()
             self._wrap_checkpointing()
@@ -218,7 +221,7 @@ class Lifecycle:
         Returns:
             The arguments that it is to get in place of its own; None: it gets its own.
         """
-        if not module.training or not torch.is_grad_enabled():
+        if not self._is_to_enter(module):
             return None
         layer = self._layers.get(module)
         tokens = self.running.tokens
@@ -253,6 +256,11 @@ class Lifecycle:
                 self.engine.abort(call)
             raise
         return None
+
+    def _is_to_enter(self, module: nn.Module) -> bool:
+        """Say whether what *module* saves is the engine's: in evaluation, only streamed weights."""
+        is_meant = module.training or self.engine.weights is not None
+        return is_meant and torch.is_grad_enabled()
 
     def leave(self, module: nn.Module, outputs: Any, *, is_checkpointed: bool = False) -> None:
         """Switch the saved-tensor hooks of *module*'s layer off. *outputs* is None on failure."""

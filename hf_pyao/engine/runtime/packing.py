@@ -29,6 +29,7 @@ from hf_pyao.engine.runtime.saved_tensor import (
     WatchedStorage,
 )
 from hf_pyao.engine.runtime.slots import Slot
+from hf_pyao.engine.runtime.streamed_weights import StreamedTensor, StreamedWeights
 from hf_pyao.engine.runtime.tape import Entries, Entry, LayerCall, SlotEntry, Tape
 from hf_pyao.engine.transfer.layout import (
     PLAIN_DTYPES,
@@ -62,6 +63,8 @@ class Packer:
         self.observer: Observer | None = None
         self.buffer_keys: Container[int] = frozenset()
         """Storages of the model's buffers, which never move."""
+        self.weights: StreamedWeights | None = None
+        """Weights that are streamed; None: all are on the device."""
         self._codec = codec
         self._exact = get_codec("identity")
         self._notes_shapes = not codec.is_lossless
@@ -97,6 +100,10 @@ class Packer:
         """Take over *tensor*, which autograd saves in *call*; return what stands for it."""
         stats = call.stats
         stats.num_packs += 1
+        if self.weights is not None:
+            give = self.weights.find(tensor)
+            if give is not None:
+                return StreamedTensor(give, call, call.layer.unnamed(call.paths[-1]))
         kind = type(tensor)
         if kind is Parameter:
             return self._keep_parameter(call, tensor)
@@ -118,6 +125,8 @@ class Packer:
         makes_new = self._makes_new.get(type(node))
         if not makes_new:
             if is_parameter(tensor, call.frozen_shapes):
+                if self.weights is not None and node is None and tensor.grad_fn is None:
+                    self.weights.note_kept(call.layer.index, nbytes_of(tensor))
                 return self._keep_parameter(call, tensor)
             if makes_new is None and not isinstance(node, BackwardCFunction):
                 self._makes_new[type(node)] = makes_new_tensors(node)
@@ -333,9 +342,13 @@ class Packer:
         call.table.add(storage, weakref.ref(record))
         return SavedTensor(record, layout, call)
 
-    def _store(self, call: LayerCall, anchor: Anchor) -> KeptTensor | SavedStorage:
+    def _store(self, call: LayerCall, anchor: Anchor) -> KeptTensor | SavedStorage | StreamedTensor:
         """Store *anchor*, which autograd did not save; return what reads it in backward."""
         tensor = anchor.tensor
+        if self.weights is not None:
+            give = self.weights.find(tensor)
+            if give is not None:
+                return StreamedTensor(give, call, call.layer.unnamed(anchor.path))
         storage = tensor.untyped_storage()
         key = storage._cdata
         entries = call.table.entries.get(key)
@@ -358,6 +371,7 @@ class Packer:
         handle = self._carry_out(call, tensor, storage, slot, decision)
         if isinstance(handle, KeptTensor):
             return handle
+        assert isinstance(handle, SavedTensor)
         assert isinstance(handle.storage, SavedStorage)
         return handle.storage
 
@@ -486,7 +500,7 @@ def _is_whole_copy(record: SavedStorage) -> bool:
 
 def _source_in(handle: Handle) -> KeptTensor | SavedStorage | None:
     """Return what reads all of a storage for *handle*, without replaying anything; else None."""
-    if isinstance(handle, KeptTensor):
-        return handle
+    if not isinstance(handle, SavedTensor):
+        return handle if isinstance(handle, KeptTensor) else None
     record = handle.storage
     return record if isinstance(record, SavedStorage) and record.moved.is_whole else None

@@ -30,6 +30,7 @@ from typing import TypeAlias, final
 import torch
 
 from hf_pyao.engine.runtime.slots import Slot
+from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
 from hf_pyao.engine.transfer.compute_streams import Home
 from hf_pyao.engine.transfer.layout import TensorLayout, byte_span
@@ -360,5 +361,5 @@ class KeptTensor:
         return self.tensor.untyped_storage(), 0
 
 
-Handle: TypeAlias = KeptTensor | SavedTensor
+Handle: TypeAlias = KeptTensor | SavedTensor | StreamedTensor
 """What autograd holds."""

@@ -11,7 +11,7 @@ one step. Destructors take no lock: see [Note: Buffer lifetime] in ``stores.host
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -24,12 +24,14 @@ from hf_pyao.engine.runtime.saved_tensor import (
     SavedStorage,
     SavedTensor,
 )
+from hf_pyao.engine.runtime.streamed_weights import StreamedTensor, StreamedWeights
 from hf_pyao.engine.runtime.tape import LayerCall, Tape
 from hf_pyao.engine.torch_hooks.compile_guard import uncompiled
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.engine.transfer.moved_bytes import HERE, OFFLOADING, MovedBytes
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.profiler_ranges import named_range
+from hf_pyao.engine.transfer.reload_schedule import Group
 
 
 class Unpacker:
@@ -51,6 +53,8 @@ class Unpacker:
         on_tapes_done: Callable[[Sequence[Tape]], None],
     ) -> None:
         self.observer: Observer | None = None
+        self.weights: StreamedWeights | None = None
+        """Weights that are streamed; None: all are on the device."""
         self._mover = mover
         self._offloads = mover.link.offloads
         self._order = order
@@ -78,7 +82,9 @@ class Unpacker:
             if handle.tensor._version != handle.version:
                 handle.check_unmodified()
             return handle.tensor
-        assert type(handle) is SavedTensor
+        if type(handle) is not SavedTensor:
+            assert type(handle) is StreamedTensor
+            return handle.give()
         home = handle.storage.home
         visitor = None if home is None else home.visitor()
         with self._lock:
@@ -163,10 +169,15 @@ class Unpacker:
                 self.observer.on_module(call.fqn, "", "backward", is_start=True)
             with named_range("backward_start", call.fqn):
                 following = calls_after(call, self._order, self._waiting())
+                others: Iterator[Group] = (reversed(each.records) for each in following)
+                weights = self.weights
+                if weights is not None:
+                    weights.begin_backward(call.layer.index)
+                    others = _behind_upload(weights, others)
                 # Backward asks for what was saved last first.
-                self._mover.start_backward(
-                    reversed(call.records), (reversed(each.records) for each in following)
-                )
+                self._mover.start_backward(reversed(call.records), others)
+                if weights is not None and not self._mover.window.limit_bytes:
+                    weights.upload_ahead()  # no group is asked for with a window of nothing
 
     def _backward_end(self, call: LayerCall) -> None:
         """End the backward of *call*: what a retained graph still holds leaves the device again."""
@@ -208,6 +219,18 @@ class Unpacker:
 
     def _is_own(self, moved: MovedBytes) -> bool:
         return moved.owner is self._mover
+
+
+def _behind_upload(weights: StreamedWeights, groups: Iterator[Group]) -> Iterator[Group]:
+    """Yield *groups*, before each of which the weights that are used next are uploaded.
+
+    The first group is asked for as the last reload of the layer that runs is queued: weights and
+    reloads share the lane in the order in which backward needs them.
+    """
+    for group in groups:
+        weights.upload_ahead()
+        yield group
+    weights.upload_ahead()
 
 
 def _items_of(tapes: Sequence[Tape]) -> list[int]:

@@ -149,6 +149,27 @@ class HostPool(Store):
             self._is_torn = True
             raise
 
+    def reserve(self, nbytes: int, *, in_place_of_bytes: int = 0) -> torch.Tensor | None:
+        """Reserve *nbytes* for good, as :meth:`Store.reserve`: in one piece of just that size."""
+        with self._lock:
+            if nbytes > self.room_to_reserve(in_place_of_bytes):
+                return None
+            memory = self._source.reserve_exactly(nbytes)
+            if memory is not None:
+                self.capacity_bytes -= self._taken(nbytes, in_place_of_bytes)
+            return memory
+
+    def room_to_reserve(self, in_place_of_bytes: int = 0) -> int:
+        """Return the most bytes that :meth:`reserve` may have."""
+        return self.capacity_bytes - self.pool_bytes + self._spared(in_place_of_bytes)
+
+    def _spared(self, in_place_of_bytes: int) -> int:
+        """Return what a share of the available memory gains where others are let go of."""
+        return 0 if self.share is None else in_place_of_bytes
+
+    def _taken(self, nbytes: int, in_place_of_bytes: int) -> int:
+        return max(0, nbytes - self._spared(in_place_of_bytes))
+
     def release(self, buffer: Buffer, after: QueuedCopy | None = None) -> None:
         """Give *buffer* back; *after* is the last copy that reads it, if one may be pending.
 

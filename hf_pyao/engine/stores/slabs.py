@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from bisect import insort
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -100,6 +102,27 @@ class SlabSource:
         finally:
             self.is_reserving = False
 
+    def reserve_exactly(self, nbytes: int) -> torch.Tensor | None:
+        """Reserve just *nbytes*, page-locked if that is asked for and the machine can.
+
+        torch's own page-locked memory is rounded up to a power of two. So pageable memory is
+        registered with CUDA; other devices get torch's.
+
+        Returns:
+            uint8, shape (nbytes,); None if the machine refuses.
+        """
+        with running_near(self._numa_node):
+            if self.pin and not torch.cuda.is_available():
+                return self.reserve(nbytes, nbytes)
+            try:
+                memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            except RuntimeError:
+                self.num_refused += 1
+                return None
+            if self.pin:
+                _page_lock(memory)
+        return memory
+
     def _try_sizes(self, nbytes: int, least: int, *, pin: bool) -> tuple[torch.Tensor | None, str]:
         """Return the largest slab to be had, and what the machine said to the last larger one."""
         refusal = ""
@@ -128,6 +151,17 @@ class SlabSource:
                 refusal,
                 size / 2**30,
             )
+
+
+def _page_lock(memory: torch.Tensor) -> None:
+    """Register *memory* with CUDA for as long as this tensor lives; say so where that fails."""
+    address, nbytes = memory.data_ptr(), memory.numel()
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(address, nbytes, 0)
+    if int(error):
+        _warn_of_pageable(nbytes, f"cudaHostRegister: error {int(error)}")
+        return
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 
 def _warn_of_pageable(nbytes: int, refusal: str) -> None:

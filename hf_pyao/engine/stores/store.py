@@ -143,6 +143,25 @@ class Store(abc.ABC):
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Say whether *storage* is memory of this store's."""
 
+    def reserve(self, nbytes: int, *, in_place_of_bytes: int = 0) -> torch.Tensor | None:
+        """Reserve *nbytes* for good, apart from buffers; None if there is no room for them.
+
+        They are taken off :attr:`capacity_bytes` for good. Whoever has the tensor keeps the memory.
+
+        Args:
+            nbytes: how many, exactly.
+            in_place_of_bytes: bytes of this process on the host that are let go of for them. Where
+                the capacity is a share of what was available, they take nothing of it.
+
+        Returns:
+            uint8, shape (nbytes,), on the host, page-locked where the store's memory is.
+        """
+        return None
+
+    def room_to_reserve(self, in_place_of_bytes: int = 0) -> int:
+        """Return the most bytes that :meth:`reserve` may have, with the same argument."""
+        return 0
+
     def room(self) -> int:
         """Return the bytes that further buffers may take."""
         return self.capacity_bytes - self.used_bytes

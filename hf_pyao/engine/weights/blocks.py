@@ -1,0 +1,138 @@
+"""Blocks: the frozen weights of one layer, in one piece of host memory.
+
+The Parameter objects stay in their modules, with identity and version. Their data become views of
+the block's memory, so that ``state_dict``, ``save_pretrained`` and whoever merges adapters find
+the weights as before. The copy on the host is the only one that lasts: nothing is copied back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Parameter
+
+from hf_pyao.engine.rerun.weight_samples import WeightSamples
+from hf_pyao.engine.transfer.layout import view_of_storage
+
+ALIGNMENT_BYTES = 512
+"""Weights start at multiples of this in a block; 64 keeps matrix products bit-identical."""
+
+
+class Weight:
+    """One streamed parameter: its place in a block.
+
+    Args:
+        block: number of the block.
+        name: qualified name in the model.
+        parameter: held weakly.
+        offset: first byte in the block.
+    """
+
+    __slots__ = ("block", "device", "dtype", "name", "nbytes", "offset", "ref", "size", "stride")
+
+    def __init__(self, block: int, name: str, parameter: Parameter, offset: int) -> None:
+        self.block = block
+        self.name = name
+        self.ref = weakref.ref(parameter)
+        self.offset = offset
+        self.dtype = parameter.dtype
+        self.size = parameter.size()
+        self.stride = parameter.stride()
+        self.nbytes = parameter.numel() * parameter.element_size()
+        self.device = parameter.device
+        """Where the parameter was before."""
+
+    def view_of(self, storage: torch.UntypedStorage, blank: torch.Tensor) -> torch.Tensor:
+        """View *storage*, which holds the block from byte 0, as this weight.
+
+        Args:
+            storage: the block's bytes.
+            blank: an empty tensor of the weight's dtype, on the device of *storage*.
+        """
+        first = self.offset // self.dtype.itemsize
+        return view_of_storage(blank, storage, first, self.size, self.stride)
+
+
+class Block:
+    """The streamed weights of one layer.
+
+    Args:
+        index: its number among the blocks, in forward order.
+        layer: the layer's qualified name.
+        parameters: name and parameter of each; frozen, dense, on any device.
+    """
+
+    def __init__(self, index: int, layer: str, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        self.index = index
+        self.layer = layer
+        offset = 0
+        weights = []
+        for name, parameter in parameters:
+            weight = Weight(index, name, parameter, offset)
+            weights.append(weight)
+            offset += -(-weight.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.weights = tuple(weights)
+        self.nbytes = offset
+        """Bytes that an upload copies."""
+        self.memory: torch.Tensor | None = None
+        """uint8, shape (:attr:`nbytes`,), on the host; None until :meth:`move_to`."""
+        self._samples = WeightSamples()
+        self._seen: tuple[list[int], list[torch.Tensor]] = ([], [])
+
+    @property
+    def host_bytes_before(self) -> int:
+        """Bytes that the parameters took on the host before they were moved here."""
+        return sum(weight.nbytes for weight in self.weights if weight.device.type == "cpu")
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """Copy the parameters to *memory*, and let them be views of it.
+
+        It may be interrupted, and undone by :meth:`move_back`.
+        """
+        self.memory = memory
+        storage = memory.untyped_storage()
+        with torch.no_grad():
+            for weight, parameter in self._living():
+                blank = torch.empty(0, dtype=weight.dtype, device=memory.device)
+                master = weight.view_of(storage, blank)
+                master.copy_(parameter.detach())
+                parameter.data = master
+
+    def move_back(self) -> None:
+        """Return parameters to the device that they came from. It may be called again.
+
+        Those that were on the host stay views of the block's memory, which they keep.
+        """
+        if self.memory is None:
+            return
+        key = self.memory.untyped_storage()._cdata
+        with torch.no_grad():
+            for weight, parameter in self._living():
+                if weight.device.type != "cpu" and parameter.untyped_storage()._cdata == key:
+                    parameter.data = parameter.detach().to(weight.device)
+
+    def note_content(self) -> None:
+        """Remember what the weights hold, for :meth:`has_changed`."""
+        parameters = [parameter for _, parameter in self._living()]
+        versions = [parameter._version for parameter in parameters]
+        self._seen = (versions, self._samples.take(parameters))
+
+    def has_changed(self) -> bool:
+        """Say whether the weights on the host were changed since :meth:`note_content`.
+
+        By version; writes through ``.data`` change none, and are known by a few elements.
+        """
+        parameters = [parameter for _, parameter in self._living()]
+        versions, samples = self._seen
+        if versions != [parameter._version for parameter in parameters]:
+            return True
+        return self._samples.have_changed(parameters, samples)
+
+    def thawed(self) -> str:
+        """Return the name of a weight that requires gradients by now; empty if none does."""
+        return next((weight.name for weight, p in self._living() if p.requires_grad), "")
+
+    def _living(self) -> list[tuple[Weight, Parameter]]:
+        return [(weight, p) for weight in self.weights if (p := weight.ref()) is not None]

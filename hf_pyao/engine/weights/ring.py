@@ -1,0 +1,389 @@
+"""The ring: slots on the device that hold one block each, and the uploads into them.
+
+[Note: Slots]
+- An upload starts behind all that compute has queued so far, hence behind the readers of the block
+  that the slot held. Compute waits for the upload before it reads the slot. Nothing waits on the
+  host, and nothing is ever copied back.
+- Weights are handed out as views of the slot, made anew for each upload. Before a slot is used
+  again, the ring looks whether anyone still holds a view (an autograd function that keeps it on
+  ``ctx``, a reference of the user's). Then that memory is left to its holder, with the bytes that
+  it had, and the slot gets other memory: :attr:`WeightRing.num_left` counts it.
+- A saved tensor that lies in a slot is known by its storage, and becomes a block and a layout. In
+  backward the block is brought again, into whichever slot, and viewed in the same way.
+- Under autocast the cast of a weight has a storage of its own. It is known only if it was made here
+  (:meth:`WeightRing.casts`), for the operation that is about to read it. It is made anew in
+  backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_pyao.engine.transfer.compute_streams import Home, is_held_elsewhere
+from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
+from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, bytes_view
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
+from hf_pyao.engine.transfer.transport import LinkTimes
+from hf_pyao.engine.weights.blocks import Block, Weight
+from hf_pyao.errors import ConflictError
+
+logger = logging.getLogger(__name__)
+
+
+class _Slot:
+    """Memory on the device, and what is in it."""
+
+    def __init__(self) -> None:
+        self.storage: torch.UntypedStorage | None = None
+        self.home: Home | None = None
+        """The compute stream that the memory belongs to; None on a CPU."""
+        self.ticket: object = None
+        self.is_here = False
+        """True once compute is ordered behind the upload."""
+        self.views: dict[int, torch.Tensor] = {}
+        """Views that were handed out, by the weight's offset."""
+
+
+class _Here(threading.local):
+    """What the calling thread is at."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        """Layers whose forward runs."""
+        self.casts: dict[int, torch.Tensor] = {}
+        """Casts in place of weights, by the weight's id, while one operation runs."""
+        self.cast_keys: dict[int, tuple[Weight, torch.dtype]] = {}
+        """The same by storage."""
+
+
+class WeightRing(RingSchedule):
+    """Blocks that are streamed through slots on the device.
+
+    Args:
+        blocks: in forward order, with their memory.
+        block_of_layer: by number of the layer, its block; None for a layer that stays.
+        link: transport and compute streams.
+        device: where the slots are.
+        num_slots: how many.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        block_of_layer: Sequence[int | None],
+        link: LinkContext,
+        device: torch.device,
+        num_slots: int = NUM_SLOTS,
+    ) -> None:
+        super().__init__(len(blocks), num_slots)
+        self.blocks = tuple(blocks)
+        self.slot_bytes = max((block.nbytes for block in blocks), default=0)
+        self.num_left = 0
+        """Times that a slot's memory was left to someone who still held a view of it."""
+        self.left_bytes = 0
+        self.uploaded_bytes = 0
+        self.kept_cast_bytes = 0
+        """Casts that the graph held since their weight was not known, in all forwards so far."""
+        self.times = LinkTimes()
+        """What the uploads took, and compute's waits for them."""
+        self._device = device
+        self._transport = link.transport
+        self._streams = link.streams
+        self._block_of_layer = tuple(block_of_layer)
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._slot_of_storage: dict[int, int] = {}
+        self._weights = {
+            id(parameter): weight
+            for block in blocks
+            for weight in block.weights
+            if (parameter := weight.ref()) is not None
+        }
+        self._blanks: dict[torch.dtype, torch.Tensor] = {}
+        self._layouts = Layouts()
+        self._here = _Here()
+        self._lock = threading.RLock()  # autograd runs a thread for each device
+        self._said: set[str] = set()
+        self._kept_in: set[int] = set()
+
+    # ---- what the model sees -------------------------------------------------------------------
+
+    def weight_of(self, parameter: object) -> Weight | None:
+        """Return what is streamed of *parameter*; None if nothing is."""
+        weight = self._weights.get(id(parameter))
+        return weight if weight is not None and weight.ref() is parameter else None
+
+    def read(self, parameter: Parameter | None) -> torch.Tensor | None:
+        """Return what a module's attribute gives where *parameter* is in its table.
+
+        Inside of a layer's forward, and in backward: the weight on the device. Elsewhere the
+        parameter itself; who asks for it may change it, so that its block is uploaded again.
+        """
+        weight = self.weight_of(parameter)
+        if weight is None:
+            return parameter
+        here = self._here
+        if here.casts and id(weight) in here.casts:
+            return here.casts[id(weight)]
+        if here.depth or current_graph_task() != NO_TASK:
+            return self.tensor_of(weight)
+        with self._lock:
+            self.forget(weight.block)
+        return parameter
+
+    @contextlib.contextmanager
+    def inside(self, layer: int) -> Iterator[None]:
+        """Have layer number *layer* find its weights on the device while its forward runs."""
+        here = self._here
+        here.depth += 1
+        try:
+            with self._lock, _no_modes():
+                self._arrive(layer)
+                self.ahead()
+            yield
+        finally:
+            here.depth -= 1
+
+    @contextlib.contextmanager
+    def casts(self, parameter: Parameter, dtype: torch.dtype) -> Iterator[None]:
+        """Let the operation that runs read *parameter* as *dtype*, cast here.
+
+        The bits are those of autocast's own cast; what is saved of it is known to be a cast of this
+        parameter, and of no other.
+        """
+        weight = self.weight_of(parameter)
+        if weight is None or not (self._here.depth or current_graph_task() != NO_TASK):
+            yield
+            return
+        here = self._here
+        cast = self._cast(weight, dtype)
+        key = cast.untyped_storage()._cdata
+        here.casts[id(weight)] = cast
+        here.cast_keys[key] = weight, dtype
+        del cast
+        try:
+            yield
+        finally:
+            here.casts.pop(id(weight), None)
+            here.cast_keys.pop(key, None)
+
+    def tensor_of(self, weight: Weight) -> torch.Tensor:
+        """Return *weight* on the device, ready for compute on the current stream."""
+        with self._lock, _no_modes():
+            slot = self._bring(weight.block)
+            view = slot.views.get(weight.offset)
+            if view is None:
+                assert slot.storage is not None
+                view = weight.view_of(slot.storage, self._blank(weight.dtype))
+                slot.views[weight.offset] = view
+            _meet(slot)
+            return view
+
+    def stop(self) -> None:
+        """Let go of the slots. Graphs that still hold handles bring their blocks again."""
+        with self._lock:
+            for block in list(self.slots):
+                if block is not None:
+                    self.forget(block)
+            for slot in self._slots:
+                self._empty(slot)
+                if slot.storage is not None:
+                    self._slot_of_storage.pop(slot.storage._cdata, None)
+                slot.storage = slot.home = None
+
+    # ---- what the engine asks ------------------------------------------------------------------
+
+    def find(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Return what gives *tensor* again, if it lies in a slot or in a cast; else None."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return None
+        key = tensor.untyped_storage()._cdata
+        slot = self._slot_of_storage.get(key)
+        if slot is not None:
+            block = self.slots[slot]
+            if block is None:
+                return None  # read from outside meanwhile: whoever holds the view keeps its bytes
+            layout = self._layouts.of(tensor)
+            return functools.partial(self._view_again, self.blocks[block], layout)
+        cast = self._here.cast_keys.get(key)
+        if cast is None:
+            return None
+        return functools.partial(self._cast_again, *cast, self._layouts.of(tensor))
+
+    def begin_forward(self, *, trains: bool) -> None:
+        """Begin a forward, and let the first blocks come.
+
+        Raises:
+            ConflictError: a streamed weight requires gradients by now.
+        """
+        with self._lock, _no_modes():
+            for block in self.blocks:
+                if thawed := block.thawed():
+                    raise ConflictError(
+                        f"{thawed!r} requires gradients, and its layer's frozen weights are "
+                        "streamed from the host. Detach, and attach again: weights that are "
+                        "trained stay on the device."
+                    )
+            for held in list(self.slots):
+                if held is not None and self.blocks[held].has_changed():
+                    self.forget(held)
+            self.begin(trains=trains)
+            self.current = None
+            self.ahead()
+
+    def begin_backward(self, layer: int) -> None:
+        """Bring the block of layer number *layer*, whose backward begins.
+
+        What comes next is left to :meth:`upload_ahead`: the layer's own reloads go before it.
+        """
+        with self._lock, _no_modes():
+            self._arrive(layer)
+
+    def note_kept(self, layer: int, nbytes: int) -> None:
+        """Count a cast of a weight that is not known; say so once for each layer."""
+        if self._block_of_layer[layer] is None:
+            return
+        self.kept_cast_bytes += nbytes
+        if layer not in self._kept_in:
+            self._kept_in.add(layer)
+            block = self._block_of_layer[layer]
+            assert block is not None
+            logger.warning(
+                "layer %r saves casts of frozen weights that were not made by a linear layer's own "
+                "forward: which weights they are is not known, and the graph holds them until "
+                "backward (%.3f GiB the first of them).",
+                self.blocks[block].layer,
+                nbytes / 2**30,
+            )
+
+    def upload_ahead(self) -> None:
+        """Upload what is used next."""
+        with self._lock, _no_modes():
+            self.ahead()
+
+    # ---- uploads -------------------------------------------------------------------------------
+
+    def upload(self, block: int, slot: int) -> None:
+        """Queue the copy of *block* into *slot*; see [Note: Slots]."""
+        meant, place = self.blocks[block], self._slots[slot]
+        self._empty(place)
+        if place.storage is not None and is_held_elsewhere(place.storage):
+            self._leave_to_holder(place, slot)
+        if place.storage is None:
+            place.storage = torch.empty(
+                self.slot_bytes, dtype=torch.uint8, device=self._device
+            ).untyped_storage()
+            place.home = self._streams.home_here(self._device)
+            self._slot_of_storage[place.storage._cdata] = slot
+        assert meant.memory is not None
+        meant.note_content()
+        home = place.home
+        if home is not None:
+            home.await_visitors()
+        with contextlib.nullcontext() if home is None else home.stream:
+            place.ticket = self._transport.reload(
+                meant.memory,
+                bytes_view(place.storage, self._device, 0, meant.nbytes),
+                label=f"weights of {meant.layer!r}",
+                times=self.times,
+            )
+        self.uploaded_bytes += meant.nbytes
+
+    def _empty(self, slot: _Slot) -> None:
+        """Let go of the views of what *slot* held, and of an upload that no one has waited for."""
+        slot.views.clear()
+        if slot.ticket is not None and not slot.is_here:
+            self._transport.retire(slot.ticket)
+        slot.ticket = None
+        slot.is_here = False
+
+    def _leave_to_holder(self, place: _Slot, slot: int) -> None:
+        storage, place.storage = place.storage, None
+        assert storage is not None
+        self._slot_of_storage.pop(storage._cdata, None)
+        self.num_left += 1
+        self.left_bytes += storage.nbytes()
+        held = self.slots[slot]
+        what = "" if held is None else self.blocks[held].layer
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning(
+                "someone holds frozen weights%s longer than the layer runs, as an autograd "
+                "function does that keeps them on `ctx`: these %.3f GiB stay on the device until "
+                "they are let go.",
+                f" of layer {what!r}" if what else "",
+                storage.nbytes() / 2**30,
+            )
+
+    def _arrive(self, layer: int) -> None:
+        block = self._block_of_layer[layer]
+        if block is None:
+            self.leave(in_backward=current_graph_task() != NO_TASK)
+        else:
+            self._bring(block, goes_ahead=False)
+
+    def _bring(self, block: int, *, goes_ahead: bool = True) -> _Slot:
+        """Have *block* in a slot, and compute ordered behind its upload; return the slot."""
+        if block == self.current and block in self.slots:
+            slot = self._slots[self.slots.index(block)]
+            if slot.is_here:
+                return slot
+        slot = self._slots[self.use(block, in_backward=current_graph_task() != NO_TASK)]
+        if not slot.is_here:
+            self._transport.wait(slot.ticket)
+            slot.is_here = True
+        if goes_ahead:
+            self.ahead()
+        return slot
+
+    # ---- views and casts -----------------------------------------------------------------------
+
+    def _view_again(self, block: Block, layout: TensorLayout) -> torch.Tensor:
+        with self._lock, _no_modes():
+            slot = self._bring(block.index)
+            assert slot.storage is not None
+            view = layout.view_of(slot.storage, 0)
+            _meet(slot)
+            return view
+
+    def _cast(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            return self.tensor_of(weight).to(dtype)
+
+    def _cast_again(self, weight: Weight, dtype: torch.dtype, layout: TensorLayout) -> torch.Tensor:
+        return layout.view_of(self._cast(weight, dtype).untyped_storage(), 0)
+
+    def _blank(self, dtype: torch.dtype) -> torch.Tensor:
+        blank = self._blanks.get(dtype)
+        if blank is None:
+            blank = self._blanks[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+        return blank
+
+
+def _meet(slot: _Slot) -> None:
+    """Let the current stream read *slot*, if it is not the one that the memory belongs to."""
+    home = slot.home
+    visitor = None if home is None else home.visitor()
+    if visitor is not None and home is not None:
+        home.receive(visitor)
+
+
+@contextlib.contextmanager
+def _no_modes() -> Iterator[None]:
+    """Have what the ring does seen by no dispatch mode, and by no inference mode."""
+    with contextlib.ExitStack() as stack:
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
+        yield

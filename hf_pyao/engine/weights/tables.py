@@ -1,0 +1,63 @@
+"""The parameter table of a module whose weights are streamed.
+
+[Note: Tables]
+``nn.Module`` finds parameters in ``_parameters``. In a module that owns streamed weights this table
+is a dictionary of the same content, whose *look-up* of one name gives the weight on the device
+while a layer's forward, or a backward pass, runs on the thread. Who goes through the table
+(``parameters()``, ``state_dict()``, ``_apply``) finds the Parameter objects. So nothing is ever
+exchanged in the table: an exception in mid-pass, or an interrupt, leaves it as it was. Code that
+reads the weight of another module (as DoRA does), or runs a module again in backward, needs no
+hook.
+
+A copy of the module, and a pickled one, has a plain dictionary.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from hf_pyao.engine.weights.ring import WeightRing
+
+
+class StreamedTable(dict[str, Any]):
+    """Parameters by name; those that are streamed are found on the device while they are used."""
+
+    def __init__(self, parameters: dict[str, Parameter | None], ring: WeightRing) -> None:
+        super().__init__(parameters)
+        self._ring = ring
+
+    def __getitem__(self, name: str) -> Any:
+        """Return what the module's attribute *name* is now."""
+        return self._ring.read(super().__getitem__(name))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """Leave the copy a plain table."""
+        return copy.deepcopy(dict(self), memo)
+
+    def __copy__(self) -> dict[str, Any]:
+        """Return a plain table."""
+        return dict(self)
+
+    def copy(self) -> dict[str, Any]:
+        """Return a plain table."""
+        return dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the unpickled module a plain table."""
+        return dict, (dict(self),)
+
+
+def put_on(module: nn.Module, ring: WeightRing) -> None:
+    """Let *module* find its streamed weights through *ring*."""
+    module.__dict__["_parameters"] = StreamedTable(module._parameters, ring)
+
+
+def take_off(module: nn.Module) -> None:
+    """Give *module* a plain table again. It may be called again."""
+    table = module.__dict__["_parameters"]
+    if isinstance(table, StreamedTable):
+        module.__dict__["_parameters"] = dict(table)

@@ -1,0 +1,1 @@
+"""Which weights of a model may be streamed; where the others are."""

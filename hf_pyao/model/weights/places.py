@@ -1,0 +1,100 @@
+"""Where the parameters and buffers of a model are: streamed ones on the host, the others on the
+compute device, also when someone moves the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.errors import ConflictError
+from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+
+_KEY = "_pyao_streamed_apply"
+
+
+def move_others(model: nn.Module, streamed: Container[int], device: torch.device) -> None:
+    """Move what is not streamed to *device*: parameters with their gradients, and buffers.
+
+    Args:
+        model: the whole model.
+        streamed: ids of the parameters that stay where they are.
+        device: the compute device.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is None or id(parameter) in streamed or parameter.device == device:
+                    continue
+                _move(parameter, device)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+
+
+def _move(parameter: nn.Parameter, device: torch.device) -> None:
+    moved = parameter.detach().to(device)
+    if torch._has_compatible_shallow_copy_type(parameter, moved):
+        parameter.data = moved
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.detach().to(device)
+        return
+    gradient = parameter.grad
+    other = nn.Parameter(moved, parameter.requires_grad)
+    if gradient is not None:
+        other.grad = gradient.to(device)
+        parameter.grad = None
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+
+
+class StayingParameters(LeftBehind):
+    """Keeps the streamed parameters of a module on the host when the model is moved.
+
+    ``model.to(device)``, as Trainer and Accelerate call it, moves everything else.
+    """
+
+    def __init__(self, is_streamed: Callable[[object], bool]) -> None:
+        self._is_streamed = is_streamed
+
+    def put_on(self, module: nn.Module) -> None:
+        """Answer for moves of *module*."""
+        exchange(module, _KEY, self, "_apply")
+
+    def take_off(self, module: nn.Module) -> None:
+        """Undo :meth:`put_on`. It may be called again."""
+        give_back(module, _KEY, self, "_apply")
+
+    def run(
+        self,
+        module: nn.Module,
+        own: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Apply a function to all parameters but those that are streamed.
+
+        Raises:
+            ConflictError: it changes their dtype.
+        """
+        function = args[0]
+        table = module.__dict__["_parameters"]
+        staying = {name: p for name, p in table.items() if self._is_streamed(p)}
+        for name, parameter in staying.items():
+            blank = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            if function(blank).dtype != parameter.dtype:
+                raise ConflictError(
+                    f"the dtype of {name!r} of {type(module).__name__} cannot be changed while its "
+                    "weights are streamed. Change it before the model is attached, or detach first."
+                )
+        others = {name: p for name, p in table.items() if name not in staying}
+        module.__dict__["_parameters"] = others
+        try:
+            own(*args, **kwargs)
+        finally:
+            module.__dict__["_parameters"] = table
+            for name, value in others.items():
+                if dict.get(table, name) is not value:
+                    dict.__setitem__(table, name, value)
+        return module

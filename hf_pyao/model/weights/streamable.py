@@ -1,0 +1,142 @@
+"""Which parameters of a model's layers may be streamed, and why the others stay on the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.utils import parametrize
+
+from hf_pyao.training_engines import package_of
+
+LEAST_DIMENSIONS = 2
+"""Vectors (norms, biases) stay: they are a few kB of a layer, and are read by many operations."""
+
+TRAINED = "trained"
+VECTOR = "vectors"
+SUBCLASS = "of a class of their own"
+NOT_DENSE = "not dense"
+TIED = "tied with others"
+HOOKED = "with hooks"
+PARAMETRIZED = "parametrized"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamableLayer:
+    """The parameters of one layer that may be streamed."""
+
+    fqn: str
+    parameters: tuple[tuple[str, Parameter], ...]
+    """Qualified name in the model, and parameter; each of them once."""
+    left_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of the others, by reason."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters that may be streamed."""
+        return sum(parameter.nbytes for _, parameter in self.parameters)
+
+
+def streamable_layers(
+    model: nn.Module, layers: Sequence[tuple[str, nn.Module]]
+) -> list[StreamableLayer]:
+    """Return for each of *layers* which of its parameters may be streamed.
+
+    Args:
+        model: the whole model: what is tied with a parameter outside of its layer stays.
+        layers: qualified name and module, in forward order.
+    """
+    owners = _owners(model)
+    wrapped = _wrapped_by_peft(model)
+    found = []
+    for fqn, layer in layers:
+        inside = {id(module) for module in layer.modules()}
+        parameters: dict[int, tuple[str, Parameter]] = {}
+        left: Counter[str] = Counter()
+        for path, module in layer.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in parameters:
+                    continue
+                reason = _reason_to_stay(module, parameter)
+                if not reason and (id(module), name) in wrapped:
+                    reason = PARAMETRIZED
+                if not reason and _is_tied(parameter, owners, inside):
+                    reason = TIED
+                if reason:
+                    left[reason] += parameter.nbytes
+                else:
+                    whole = ".".join(part for part in (fqn, path, name) if part)
+                    parameters[id(parameter)] = whole, parameter
+        found.append(
+            StreamableLayer(fqn=fqn, parameters=tuple(parameters.values()), left_bytes=left)
+        )
+    return found
+
+
+def _reason_to_stay(module: nn.Module, parameter: Parameter) -> str:
+    if parameter.requires_grad:
+        return TRAINED
+    if type(parameter) is not Parameter:
+        return SUBCLASS
+    if parameter.dim() < LEAST_DIMENSIONS:
+        return VECTOR
+    if parameter.layout is not torch.strided or not parameter.numel() or not _is_dense(parameter):
+        return NOT_DENSE
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return HOOKED
+    if parametrize.is_parametrized(module) or isinstance(module, parametrize.ParametrizationList):
+        return PARAMETRIZED
+    return ""
+
+
+def _wrapped_by_peft(model: nn.Module) -> set[tuple[int, str]]:
+    """Return module and name of the parameters that PEFT parametrizes during forward.
+
+    Its ``ParamWrapper`` (adapters on parameters, as those of fused experts) puts what the module's
+    attribute gives into the module again when forward ends.
+    """
+    wrapped = set()
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__ == "ParamWrapper" and package_of(kind) == "peft":
+            anything: Any = module
+            wrapped.add((id(anything.get_base_layer()), str(anything.parameter_name)))
+    return wrapped
+
+
+def _is_dense(parameter: Parameter) -> bool:
+    """Say whether its elements fill its bytes, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+_Owners = dict[int, dict[tuple[int, str], Parameter]]
+
+
+def _owners(model: nn.Module) -> _Owners:
+    """Return by storage who has it: module, name and parameter."""
+    owners: _Owners = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and type(parameter) is Parameter and not parameter.is_meta:
+                key = parameter.untyped_storage()._cdata
+                owners.setdefault(key, {})[id(module), name] = parameter
+    return owners
+
+
+def _is_tied(parameter: Parameter, owners: _Owners, inside: set[int]) -> bool:
+    """Say whether another parameter shares its memory, or a module outside of the layer has it."""
+    sharing = owners.get(parameter.untyped_storage()._cdata, {})
+    return any(
+        other is not parameter or module not in inside for (module, _), other in sharing.items()
+    )

@@ -1,0 +1,427 @@
+"""Streamed weights: what is on the device when, and what happens around training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.auto.offloader import Offloader
+from hf_pyao.engine.weights import ring as ring_module
+from hf_pyao.engine.weights.ring import WeightRing
+from hf_pyao.errors import ConfigError, ConflictError
+from tests.helpers import FunctionLayer, Stack, gradients_of, tiny_batch, tiny_model, train
+from tests.helpers.adapters import tiny_lora
+
+NUM_LAYERS = 5
+
+
+def streamed(model: nn.Module, stay: int = 0, **settings: Any) -> Offloader:
+    settings = {"policy": "all", "min_bytes": 0, "host_memory_gib": 0.1, **settings}
+    return attach(model, PyAOConfig(stream_weights=stay, **settings))
+
+
+def ring_of(offloader: Offloader) -> WeightRing:
+    assert offloader.weights is not None
+    assert offloader.weights.ring is not None
+    return offloader.weights.ring
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    loss: torch.Tensor = model(**tiny_batch(seed)).loss
+    return loss
+
+
+def llama(**options: Any) -> nn.Module:
+    return tiny_lora("llama", num_hidden_layers=NUM_LAYERS, **options)
+
+
+class SlotsSeen(TorchDispatchMode):
+    """Counts at each operation the living storages as large as a slot that operations have seen.
+
+    The masters on the host are allocated before, and no operation of the model sees them.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes = nbytes
+        self.most = 0
+        self.seen: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() == self.nbytes:
+                storage = leaf.untyped_storage()
+                self.seen[storage._cdata] = StorageWeakRef(storage)
+                del storage
+        self.most = max(self.most, self.living())
+        return result
+
+    def living(self) -> int:
+        return sum(not ref.expired() for ref in self.seen.values())
+
+
+@pytest.mark.parametrize("policy", ["all", "off"])
+def test_at_every_operation_two_blocks_are_on_the_device_and_the_graph_holds_none(
+    policy: str,
+) -> None:
+    model = llama()
+    with streamed(model, policy=policy) as offloader:
+        ring = ring_of(offloader)
+        with SlotsSeen(ring.slot_bytes) as slots:
+            for _ in range(2):
+                loss = loss_of(model)
+                ring.stop()
+                assert slots.living() == 0, "the graph holds bytes of a frozen weight"
+                loss.backward()
+        assert slots.most == 2
+    expected = llama()
+    for _ in range(2):
+        loss_of(expected).backward()
+    found = gradients_of(model)
+    assert all(torch.equal(found[n], g) for n, g in gradients_of(expected).items())
+
+
+@pytest.mark.parametrize("policy", ["all", "off", "auto"])
+def test_uploads_are_those_of_a_ring_and_none_is_late(policy: str) -> None:
+    model = llama()
+    with streamed(model, policy=policy) as offloader:
+        ring = ring_of(offloader)
+        counts = [0]
+        for _ in range(3):
+            train(model, [[tiny_batch(0)]])
+            counts.append(ring.num_uploads)
+        steps = [after - before for before, after in itertools.pairwise(counts)]
+        assert steps == [2 * NUM_LAYERS - 2, 2 * (NUM_LAYERS - 2), 2 * (NUM_LAYERS - 2)]
+        assert ring.num_late_uploads == 0
+        assert offloader.totals()["reloaded_bytes"] == offloader.totals()["offloaded_bytes"]
+
+
+def test_accumulation_and_evaluation_and_generation_use_the_same_ring() -> None:
+    model, plain = llama(), llama()
+    with streamed(model) as offloader:
+        train(model, [[tiny_batch(0), tiny_batch(1)]])
+        train(plain, [[tiny_batch(0), tiny_batch(1)]])
+        for each in (model, plain):
+            each.eval()
+        with torch.no_grad():
+            assert torch.equal(loss_of(model), loss_of(plain))
+        with torch.inference_mode():
+            assert torch.equal(loss_of(model), loss_of(plain))
+        ids = tiny_batch(0)["input_ids"]
+        generate: Any = model
+        reference: Any = plain
+        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+        ours = generate.generate(input_ids=ids, **options)
+        assert torch.equal(ours, reference.generate(input_ids=ids, **options))
+        # In evaluation mode with gradients, the graph holds no frozen weight either.
+        loss = loss_of(model)
+        ring = ring_of(offloader)
+        ring.stop()
+        loss.backward()
+        loss_of(plain).backward()
+        assert ring.num_left == 0
+        found = gradients_of(model)
+        assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+
+
+class Holding(torch.autograd.Function):
+    """Keeps the weight on ``ctx``, where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient @ ctx.weight.t(), None
+
+
+def holding(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    return Holding.apply(x, layer.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gradient_of_stack(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, requires_grad=True)
+    out: torch.Tensor = model(x)
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)  # blocks are in other slots from here on
+    out.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def frozen_stack() -> Stack:
+    torch.manual_seed(3)
+    stack = Stack(*[holding] * 5)
+    stack.requires_grad_(False)
+    return stack
+
+
+def test_a_view_that_is_kept_on_ctx_keeps_its_bytes() -> None:
+    expected = gradient_of_stack(frozen_stack())
+    stack = frozen_stack()
+    with streamed(stack) as offloader:
+        assert torch.equal(gradient_of_stack(stack), expected)
+        assert ring_of(offloader).num_left > 0
+
+
+def test_mutant_that_does_not_look_who_holds_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = gradient_of_stack(frozen_stack())
+    monkeypatch.setattr(ring_module, "is_held_elsewhere", lambda storage: False)
+    stack = frozen_stack()
+    with streamed(stack):
+        assert not torch.equal(gradient_of_stack(stack), expected)
+
+
+def test_mutant_that_reads_the_slot_of_forward_in_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, model = llama(), llama()
+    loss_of(plain).backward()
+
+    def forward_slot(ring: WeightRing, tensor: torch.Tensor) -> Any:
+        weakly = StorageWeakRef(tensor.untyped_storage())
+        if weakly.cdata not in ring._slot_of_storage and tensor.grad_fn is None:
+            return None
+        index = ring._slot_of_storage.get(tensor.untyped_storage()._cdata)
+        if index is None:
+            return None
+        layout = ring._layouts.of(tensor)
+
+        def give() -> torch.Tensor:
+            storage = ring._slots[index].storage
+            assert storage is not None
+            return layout.view_of(storage, 0)
+
+        return give
+
+    monkeypatch.setattr(WeightRing, "find", forward_slot)
+    with streamed(model):
+        loss = loss_of(model)
+        with torch.no_grad():
+            for _ in range(2):
+                loss_of(model)  # blocks are in other slots from here on
+        loss.backward()
+    found = gradients_of(model)
+    assert any(not torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+
+
+def test_mutant_that_takes_a_cast_for_that_of_another_weight_of_its_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, model = llama(), llama()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = loss_of(plain)
+    expected.backward()
+    own = WeightRing._cast_again
+
+    def other(ring: WeightRing, weight: Any, dtype: Any, layout: Any) -> torch.Tensor:
+        same = [w for w in ring.blocks[weight.block].weights if w.size == weight.size]
+        return own(ring, same[0], dtype, layout)
+
+    monkeypatch.setattr(WeightRing, "_cast_again", other)
+    with streamed(model), torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model)
+        assert torch.equal(loss, expected)
+        loss.backward()
+    found = gradients_of(model)
+    assert any(not torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+
+
+# ---- around training -------------------------------------------------------------------------------
+
+
+def test_parameters_are_the_same_objects_with_the_same_bits(tmp_path: Path) -> None:
+    model = llama()
+    before = {name: (p, p.detach().clone(), p._version) for name, p in model.named_parameters()}
+    with streamed(model) as offloader:
+        loss_of(model).backward()
+        for name, parameter in model.named_parameters():
+            known, bits, _ = before[name]
+            assert parameter is known
+            assert torch.equal(parameter, bits)
+        state = model.state_dict()
+        assert all(torch.equal(state[n], bits) for n, (_, bits, _) in before.items())
+        layer = dict(model.named_modules())[_a_linear(model)]
+        assert layer.weight is layer._parameters.get("weight")
+        copied = copy.deepcopy(model)
+        assert type(pickle.loads(pickle.dumps(layer._parameters))) is dict
+        anything: Any = model
+        anything.save_pretrained(tmp_path / "adapter")
+        anything.base_model.model.save_pretrained(tmp_path / "base")
+        offloader.detach()
+    assert torch.equal(loss_of(copied), loss_of(model))
+    for name, parameter in model.named_parameters():
+        known, bits, _ = before[name]
+        assert parameter is known
+        assert torch.equal(parameter, bits)
+    assert all(type(module._parameters) is dict for module in model.modules())
+    assert not any(key.startswith("_pyao") for module in model.modules() for key in vars(module))
+
+
+def _a_linear(model: nn.Module) -> str:
+    return next(name for name, m in model.named_modules() if name.endswith("q_proj.base_layer"))
+
+
+def test_weights_that_change_on_the_host_are_uploaded_again() -> None:
+    model, plain = llama(), llama()
+    with streamed(model):
+        for each in (model, plain):
+            loss_of(each).backward()
+            with torch.no_grad():
+                for name, parameter in each.named_parameters():
+                    if name.endswith("base_layer.weight"):
+                        parameter.data.mul_(1.5)
+        assert torch.equal(loss_of(model), loss_of(plain))
+        for each in (model, plain):
+            module: Any = dict(each.named_modules())[_a_linear(each)]
+            module.weight.data[0, 0] += 1  # as merges do: no version tells
+        assert torch.equal(loss_of(model), loss_of(plain))
+        state = {name: value * 2 for name, value in plain.state_dict().items()}
+        for each in (model, plain):
+            each.load_state_dict(state)
+        assert torch.equal(loss_of(model), loss_of(plain))
+
+
+def test_merging_and_unmerging_adapters() -> None:
+    model, plain = llama(), llama()
+    with streamed(model):
+        for each in (model, plain):
+            loss_of(each).backward()
+            anything: Any = each
+            anything.merge_adapter()
+        assert torch.equal(loss_of(model), loss_of(plain))
+        for each in (model, plain):
+            anything = each
+            anything.unmerge_adapter()
+            with anything.disable_adapter():
+                loss_of(each)
+        assert torch.equal(loss_of(model), loss_of(plain))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_error_in_mid_pass_the_next_step_is_right(
+    where: str, error: type[BaseException]
+) -> None:
+    model, plain = llama(), llama()
+    module = dict(model.named_modules())[_a_linear(model).replace("layers.0", "layers.3")]
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with streamed(model):
+        if where == "forward":
+            hook = module.register_forward_hook(fail)
+        else:
+            hook = module.register_full_backward_hook(fail)
+        with pytest.raises(error):
+            loss_of(model).backward()
+        hook.remove()
+        weight = module.weight
+        assert weight is module._parameters.get("weight"), "outside, it is the parameter"
+        model.zero_grad()
+        loss_of(model).backward()
+        loss_of(plain).backward()
+        found = gradients_of(model)
+        assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+
+
+def test_a_graph_outlives_the_offloader() -> None:
+    model, plain = llama(), llama()
+    offloader = streamed(model)
+    loss = loss_of(model)
+    offloader.detach()
+    loss.backward()
+    loss_of(plain).backward()
+    found = gradients_of(model)
+    assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+
+
+def test_a_model_that_is_deleted_takes_everything_with_it() -> None:
+    model = llama()
+    offloader = streamed(model)
+    loss_of(model).backward()
+    ref = StorageWeakRef(ring_of(offloader).blocks[0].memory.untyped_storage())  # type: ignore[union-attr]
+    del offloader, model
+    gc.collect()
+    assert ref.expired()
+
+
+def test_moving_the_model_leaves_the_streamed_weights_where_they_are() -> None:
+    model = llama()
+    with streamed(model) as offloader:
+        block = ring_of(offloader).blocks[0]
+        assert block.memory is not None
+        key = block.memory.untyped_storage()._cdata
+        model.to("meta")
+        for weight in block.weights:
+            parameter = weight.ref()
+            assert parameter is not None
+            assert parameter.untyped_storage()._cdata == key
+        inner: Any = model
+        assert inner.base_model.model.lm_head.weight.is_meta
+        with pytest.raises(ConflictError, match="dtype"):
+            model.half()
+
+
+# ---- refusals ----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_streamed_is_refused_before_anything_changes() -> None:
+    trained = tiny_model("llama")
+    with pytest.raises(ConfigError, match="no layer has frozen weights"):
+        streamed(trained)
+    small = llama()
+    with pytest.raises(ConfigError, match=r"there is room for 0\.000 GiB"):
+        streamed(small, host_memory_gib=1e-6)
+    compiled = llama()
+    compiled._compiled_call_impl = lambda *_: None  # as `compiled.compile()` leaves it
+    with pytest.raises(ConflictError, match="compiled"):
+        streamed(compiled)
+    meta = llama().to("meta")
+    with pytest.raises(ConflictError, match="meta device"):
+        streamed(meta)
+    for model in (trained, small, compiled, meta):
+        assert all(type(module._parameters) is dict for module in model.modules())
+
+
+def test_a_weight_that_is_thawed_in_mid_run_is_refused() -> None:
+    model = llama()
+    with streamed(model):
+        loss_of(model).backward()
+        module: Any = dict(model.named_modules())[_a_linear(model)]
+        module.weight.requires_grad_()
+        with pytest.raises(ConflictError, match=r"q_proj\.base_layer\.weight' requires gradients"):
+            loss_of(model)
+
+
+def test_what_is_tied_or_hooked_stays() -> None:
+    model = llama()
+    named = dict(model.named_modules())
+    first: Any = named[_a_linear(model)]
+    other: Any = named[_a_linear(model).replace("layers.0", "layers.1")]
+    other.weight = first.weight
+    with streamed(model) as offloader:
+        assert offloader.weights is not None
+        assert offloader.weights.left_bytes["tied with others"] == 2 * first.weight.nbytes
+        assert "tied with others" in offloader.describe()
+        loss_of(model).backward()
