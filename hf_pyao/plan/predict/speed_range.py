@@ -51,6 +51,11 @@ def scaled(link: LinkModel, ratio: float) -> LinkModel:
     )
 
 
+def likely_of(ratios: Iterable[float]) -> tuple[float, ...]:
+    """Return the ratios at which speeds are off by 30 % at most."""
+    return tuple(ratio for ratio in ratios if ratio >= OFF_BY_30_PERCENT[0])
+
+
 def worst_regret(
     plan: Plan, rivals: Iterable[Plan], ratios: Iterable[float], ms: Callable[[Plan, float], float]
 ) -> float:
@@ -96,7 +101,7 @@ def steadiest(
         if found:
             steady = found
             break
-    likely = [ratio for ratio in ratios if ratio >= OFF_BY_30_PERCENT[0]]
+    likely = likely_of(ratios)
     regret = {id(plan): worst_regret(plan, plans, likely, ms) for plan in steady}
     least = min(regret.values())
     equal = [plan for plan in steady if regret[id(plan)] <= least + SAME_REGRET]

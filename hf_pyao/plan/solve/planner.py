@@ -14,7 +14,16 @@ from functools import cached_property
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.plan.hardware.caching_allocator import EXPANDABLE_SEGMENTS
-from hf_pyao.plan.predict.speed_range import AS_GIVEN, MEASURED, scaled, steadiest
+from hf_pyao.plan.predict.speed_range import (
+    AS_GIVEN,
+    MEASURED,
+    NEVER_SLOWER,
+    OFF_BY_30_PERCENT,
+    likely_of,
+    scaled,
+    steadiest,
+    worst_regret,
+)
 from hf_pyao.plan.solve.proposals import CHECKPOINT as CHECKPOINT
 from hf_pyao.plan.solve.proposals import FIRST_CHECKPOINTED as FIRST_CHECKPOINTED
 from hf_pyao.plan.solve.proposals import FIRST_OFFLOADED as FIRST_OFFLOADED
@@ -33,6 +42,14 @@ whole layers do not divide evenly."""
 
 CHEAP = 1.002
 """Times the step without a limit: where a plan is no slower, less in flight is not tried."""
+
+COSTLY = 1.1
+"""Times the step without a limit: where the best plan is slower, that for a slower link is looked
+at too. The integer program takes copies for hidden that are not where memory is tight."""
+
+NUM_BETWEEN = 2
+"""Links between the slowest and the given one for which plans are made, where a plan is looked for
+that loses nowhere."""
 
 FREE = 1e-6
 """Share of a step below which a plan costs nothing: larger budgets cannot be faster."""
@@ -97,9 +114,27 @@ class Planner(Proposals):
 
     def _fastest(self, limit_bytes: float) -> Candidate:
         """Return the fastest plan within the limit, whatever it loses."""
+        kept = self.simple()[KEEP_ALL]
+        if self._fits(kept, limit_bytes):
+            return kept
+        found, plain, first = self._found(limit_bytes)
+        if set(self.conditions.speed_ratios) != {AS_GIVEN}:
+            found += self.best_elsewhere(limit_bytes)
+            return self._steadiest(found, plain, first, limit_bytes)
+        best = min(found, key=_rank)
+        if best.step_ms > COSTLY * kept.step_ms and best.problem is not None:
+            slower = self._best_at(OFF_BY_30_PERCENT[0], limit_bytes)
+            best = best if slower is None else min(best, slower, key=_rank)
+        return best
+
+    def _found(
+        self, limit_bytes: float
+    ) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
+        """Return the plans to choose from that fit at the speeds as given.
+
+        Then those of them that do the same with all layers, and with the first layers alone.
+        """
         simple = self.simple()
-        if self._fits(simple[KEEP_ALL], limit_bytes):
-            return simple[KEEP_ALL]
         plain = [each for each in simple.values() if self._fits(each, limit_bytes)]
         first = self.first_layers_fitting(limit_bytes)
         found = [*plain, *first]
@@ -120,17 +155,53 @@ class Planner(Proposals):
                 + (f" It fits with {EXPANDABLE_SEGMENTS}." if would_fit else ""),
                 needed_bytes,
             )
-        ratios = self.conditions.speed_ratios
-        if set(ratios) == {AS_GIVEN}:
-            return min(found, key=_rank)
-        found += self.best_elsewhere(limit_bytes)
-        ways = [*plain, *first]
+        return found, plain, first
+
+    def _steadiest(
+        self,
+        found: list[Candidate],
+        plain: list[Candidate],
+        first: list[Candidate],
+        limit_bytes: float,
+    ) -> Candidate:
+        """Return the plan that loses least where speeds are not as given.
+
+        A plan for the slowest link copies too little for a fast one, and a plan for the given link
+        too much for a slow one. Where each loses to a plain way by more than
+        :data:`~hf_pyao.plan.predict.speed_range.NEVER_SLOWER`, plans for links between are made.
+
+        Args:
+            found: plans to choose from.
+            plain: ways that do the same with all layers.
+            first: ways that do it with the first layers alone.
+            limit_bytes: the limit within which they fit.
+        """
+        ratios, ways, ms = self.conditions.speed_ratios, [*plain, *first], self.step_ms_at
+        likely = likely_of(ratios)
         bounds: list[list[tuple[list[Candidate], tuple[float, ...]]]] = [
             [(ways, ratios)],
+            [(ways, likely), (plain, ratios)],
+            [(ways, likely)],
             [(ways, (AS_GIVEN,)), (plain, ratios)],
             [(ways, (AS_GIVEN,))],
         ]
-        return steadiest(found, bounds, ratios, self.step_ms_at, _rank)
+        chosen = steadiest(found, bounds, ratios, ms, _rank)
+        slow, fast = min(likely), AS_GIVEN
+        for _ in range(NUM_BETWEEN if ways and slow < fast else 0):
+            if worst_regret(chosen, ways, likely, ms) <= NEVER_SLOWER:
+                break
+            between = math.sqrt(slow * fast)
+            made = self._best_at(between, limit_bytes)
+            if made is None:
+                break
+            found.append(made)
+            chosen = steadiest(found, bounds, ratios, ms, _rank)
+            at_slowest = worst_regret(made, ways, (min(likely),), ms)
+            if at_slowest == worst_regret(made, ways, likely, ms):
+                fast = between  # it copies too much
+            else:
+                slow = between
+        return chosen
 
     def first_layers_fitting(self, limit_bytes: float) -> list[Candidate]:
         """Return checkpointing and offloading of as few of the first layers as fit."""
@@ -153,25 +224,34 @@ class Planner(Proposals):
 
     def best_elsewhere(self, limit_bytes: float) -> list[Candidate]:
         """Return the best plans for links that are faster or slower than given."""
-        found = []
-        for ratio in self.conditions.speed_ratios:
-            if ratio == AS_GIVEN:
-                continue
-            if ratio not in self._elsewhere:
-                self._elsewhere[ratio] = Planner(
-                    self.program,
-                    self._times_ms,
-                    dataclasses.replace(
-                        self.conditions,
-                        link=scaled(self.conditions.link, ratio),
-                        speed_ratios=MEASURED,
-                    ),
-                    host_limit_bytes=self.host_limit_bytes,
-                    forced=self._forced,
-                    coding=self._coding,
-                )
-            found.append(self.again(self._elsewhere[ratio]._fastest(limit_bytes)))
-        return found
+        ratios = (ratio for ratio in self.conditions.speed_ratios if ratio != AS_GIVEN)
+        found = (self._best_at(ratio, limit_bytes) for ratio in ratios)
+        return [each for each in found if each is not None]
+
+    def _best_at(self, ratio: float, limit_bytes: float) -> Candidate | None:
+        """Return the best plan for a link *ratio* times as fast, as it is over the given one.
+
+        None if none fits, over that link or over the given one.
+        """
+        if ratio not in self._elsewhere:
+            self._elsewhere[ratio] = Planner(
+                self.program,
+                self._times_ms,
+                dataclasses.replace(
+                    self.conditions,
+                    link=scaled(self.conditions.link, ratio),
+                    speed_ratios=MEASURED,
+                ),
+                host_limit_bytes=self.host_limit_bytes,
+                forced=self._forced,
+                coding=self._coding,
+            )
+        try:
+            found, *_ = self._elsewhere[ratio]._found(limit_bytes)
+        except NoPlanFitsError:
+            return None
+        candidate = self.again(min(found, key=_rank))
+        return candidate if self._fits(candidate, limit_bytes) else None
 
     def least(self) -> Candidate:
         """Return the plan with the lowest peak that is known of, of those that the host holds."""
