@@ -43,7 +43,11 @@ from hf_pyao.engine.rerun.values import (
     Loose,
     NotedTensor,
     entries,
+    entry_of,
     exchanged,
+    living,
+    put,
+    tensor_of,
     version_of,
     with_present,
     without_ours,
@@ -160,6 +164,7 @@ class Noted:
         self._hooks = ParameterHooks(found.parameters)
         self.versions = _versions(found.parameters)
         """Of :attr:`parameters`."""
+        self._versions_of_loose = {id(each): each.version() for each in found.loose}
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -194,9 +199,11 @@ class Noted:
                     name = self._name(each.tensor)
                     reason = f"{name} was changed in place, which had not changed before"
         for holder, key, loose in self._loose_entries():
-            is_other = _entry(holder.holder, key) is not loose.ref()
+            is_other = entry_of(holder.holder, key) is not loose.ref()
             if is_other and loose.value is None and not reason:
                 reason = f"{self._name(holder.holder)} has exchanged {key!r}, a large tensor"
+            if self._is_written(loose) and not reason:
+                reason = f"{key!r} of {self._name(holder.holder)} was changed in place"
         return reason
 
     def reason_not_undone(self) -> str:
@@ -218,7 +225,7 @@ class Noted:
         for each in self._found.holders:
             if not self._is_same(each):
                 now = dict(entries(each.content.copy(each.holder)))
-                before = dict(entries(exchanged(each.copy, _tensor_of)))
+                before = dict(entries(exchanged(each.copy, tensor_of)))
                 keys = [k for k in {**before, **now} if now.get(k, now) is not before.get(k, now)]
                 return f"{keys[0]!r}" if keys else self._name(each.holder)
         return next((self._name(each.tensor) for each in self._tensors if each.is_written), "")
@@ -250,7 +257,7 @@ class Noted:
         if each.content.same(each.holder, each.copy):
             return True
         return bool(self._found.loose) and each.content.same(
-            each.holder, exchanged(each.copy, _tensor_of)
+            each.holder, exchanged(each.copy, tensor_of)
         )
 
     def _loose_entries(self) -> Iterator[tuple[Holder, Any, Loose]]:
@@ -259,6 +266,10 @@ class Noted:
                 for each in item if isinstance(item, tuple) else (item,):
                     if isinstance(each, Loose):
                         yield holder, key, each
+
+    def _is_written(self, loose: Loose) -> bool:
+        """Say whether a tensor that is not held was changed in place; it cannot be put back."""
+        return loose.version() not in (-1, self._versions_of_loose[id(loose)])
 
     def _name(self, value: Any) -> str:
         return name_of(value, self._inventory.living_roots(), self._also)
@@ -289,7 +300,7 @@ class Noted:
             stack.callback(self._restore, before, filled)
             copies = wanted or [each.copy for each in holders]
             for each, copy in zip(holders, copies, strict=True):
-                _put(each, copy)
+                put(each, copy)
             for each in filled:
                 each.content.put(each.holder, type(each.copy)())
             yield
@@ -298,7 +309,7 @@ class Noted:
         if not self._found.is_same():
             self._restore(
                 [
-                    each._replace(copy=exchanged(each.copy, _tensor_of))
+                    each._replace(copy=exchanged(each.copy, tensor_of))
                     for each in self._found.holders
                 ],
                 [],
@@ -310,7 +321,7 @@ class Noted:
                 holder = self._as_holder(each)
                 holder.content.put(each, type(holder.copy)())
         for each in (*before, *filled):
-            _put(each, each.copy)
+            put(each, each.copy)
 
     def _as_holder(self, container: Any) -> Holder:
         content = self._inventory.kinds.content(type(container))
@@ -324,19 +335,24 @@ class Noted:
                 instead[id(each.tensor)] = each.copy.to(each.tensor.device, copy=True)
             elif each.is_written:
                 self._inventory.learn_written(each.tensor)
-                raise RecomputationError(
-                    f"{self._name(each.tensor)} was changed in place after the forward that has to "
-                    "run again as it was."
-                )
+                raise self._changed(each.tensor)
 
         def exchange(value: Any) -> Any:
             if type(value) is Loose:
-                return _living(value)
+                if self._is_written(value):
+                    raise self._changed(value.ref())
+                return living(value)
             return instead.get(id(value), value) if type(value) is Tensor else value
 
         if not instead and not self._found.loose:
             return None
         return [exchanged(each.copy, exchange) for each in self._found.holders]
+
+    def _changed(self, tensor: Tensor | None) -> RecomputationError:
+        return RecomputationError(
+            f"{self._name(tensor)} was changed in place after the forward that has to run again as "
+            "it was."
+        )
 
     def _put_parameters(self, stack: contextlib.ExitStack) -> None:
         stack.callback(ParameterHooks(self.parameters).restore)
@@ -370,7 +386,7 @@ class Noted:
         for generator, state in self._generators:
             kinds[type(generator)].set(generator, state)
         for holder in self._found.holders:
-            copy = exchanged(holder.copy, _tensor_of) if self._found.loose else holder.copy
+            copy = exchanged(holder.copy, tensor_of) if self._found.loose else holder.copy
             if not holder.content.same(holder.holder, copy):
                 wanted = with_present(holder.holder, without_ours(holder.holder, copy))
                 holder.content.put(holder.holder, wanted)
@@ -392,27 +408,3 @@ def _versions(parameters: list[Parameter]) -> list[int]:
         return list(map(_VERSION, parameters))
     except RuntimeError:  # tensors of inference have none
         return list(map(version_of, parameters))
-
-
-def _put(each: Holder, copy: Any) -> None:
-    if not each.content.same(each.holder, copy):
-        each.content.put(each.holder, with_present(each.holder, copy))
-
-
-def _entry(holder: Any, key: Any) -> Any:
-    if isinstance(holder, dict):
-        return holder.get(key)
-    return holder[key] if isinstance(holder, list) and key < len(holder) else None
-
-
-def _tensor_of(value: Any) -> Any:
-    return value.ref() if type(value) is Loose else value
-
-
-def _living(loose: Loose) -> Tensor:
-    tensor = loose.ref()
-    if tensor is None:
-        tensor = loose.value
-    if tensor is None:
-        raise RecomputationError("a large tensor that a module held in forward is gone.")
-    return tensor

@@ -20,6 +20,12 @@ from hf_pyao.engine.rerun.values import (
     Loose,
 )
 
+_HOOK_TABLES = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+"""Names of the tables in which this package has hooks on modules, and flags of these."""
+
 
 class Walk:
     """Finds all that is reached from some values.
@@ -66,6 +72,7 @@ class Walk:
         attributes = module.__dict__
         self._pending.extend(each for each in attributes["_modules"].values() if each is not None)
         is_statistic = isinstance(module, _NormBase) and module.track_running_stats
+        self._found.hook_tables.update([id(attributes.get(name)) for name in _HOOK_TABLES])
         buffers = attributes["_buffers"]
         for tensor in buffers.values() if is_statistic else ():
             if type(tensor) is Tensor and id(tensor) not in self._seen:

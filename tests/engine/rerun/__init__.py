@@ -1,0 +1,1 @@
+"""What any code that runs twice must find unchanged."""
