@@ -70,7 +70,7 @@ def attach(
             pipelines.
         device: where compute runs, for ``stream_weights``: what is not streamed is moved there, and
             the streamed weights stay on the host. None: where the model is. Load the model on the
-            CPU, and give the accelerator here.
+            CPU, and give the accelerator here. Without ``stream_weights`` it has no effect.
 
     Returns:
         The offloader, usable as a context manager that detaches at its end.
@@ -96,7 +96,9 @@ def attach(
     attached = _attached_already(model, config, found)
     if attached is not None:
         return attached
-    place = device_of(model) if device is None else torch.empty(0, device=device).device
+    place = device_of(model)
+    if device is not None and parts.streaming.value != "off":
+        place = torch.empty(0, device=device).device  # with its index
     link = link_for(
         place,
         transport,

@@ -54,6 +54,8 @@ class PyAOCallback(TrainerCallback):
         self._last_totals: dict[str, float] = {}
         self._has_warned_checkpointing = False
         self._state: TrainerState | None = None
+        self._is_attached_early = False
+        """True from an attachment before training until training begins."""
         self.resumed_from: str | None = None
         """The checkpoint that training goes on from, if it does."""
         self.trainer_chooses_micro_batch = False
@@ -80,6 +82,7 @@ class PyAOCallback(TrainerCallback):
             outcome: how training ended, for the report, as in :meth:`~hf_pyao.Offloader.detach`.
         """
         offloader, self.offloader = self.offloader, None
+        self._is_attached_early = False
         if offloader is None:
             return
         self._note_steps(offloader)
@@ -87,6 +90,18 @@ class PyAOCallback(TrainerCallback):
             offloader.detach(outcome)
         finally:
             self._last_totals = offloader.totals()
+
+    def attach_before_training(self, model: nn.Module, args: TrainingArguments) -> None:
+        """Attach to *model* before Trainer moves and wraps it: its weights are to be streamed.
+
+        Raises:
+            ConfigError: they cannot be.
+            ConflictError: see ``../auto/install/conflicts.py``.
+        """
+        self.detach(UNKNOWN)
+        config = self.config or _config_of(args)
+        self.offloader = attach(model, config, device=args.device)
+        self._is_attached_early = True
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -110,7 +125,10 @@ class PyAOCallback(TrainerCallback):
         """
         # With auto_find_batch_size this event comes once per try and the end only once; what a try
         # that ran out of memory left behind must go, and the model may have been wrapped anew.
-        self.detach(UNKNOWN)
+        if self._is_attached_early:
+            self._is_attached_early = False
+        else:
+            self.detach(UNKNOWN)
         check_training_arguments(args)
         config = self.config or _config_of(args)
         if not self.trainer_chooses_micro_batch:
@@ -126,7 +144,7 @@ class PyAOCallback(TrainerCallback):
             )
         assert model is not None, "Trainer passes the model to every event"
         self._state = state
-        self.offloader = attach(model, config)
+        self.offloader = attach(model, config, device=args.device)
         if self.offloader.auto is not None:
             self.offloader.auto.show_on(lambda line: log_and_show(line, args, state))
             if self.resumed_from is not None:

@@ -9,6 +9,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from hf_pyao.attachment import attach
@@ -165,6 +166,8 @@ class PyAOPlugin(PluginFields):
         }
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.config().stream_weights != "off":  # before Accelerate moves the models
+            self._attach_models([item for item in args if isinstance(item, nn.Module)])
         prepared = prepare(*args, **kwargs)
         objects = prepared if isinstance(prepared, tuple | list) else (prepared,)
         self._attach_models([item for item in objects if isinstance(item, nn.Module)])
@@ -179,7 +182,7 @@ class PyAOPlugin(PluginFields):
         without: NoLayersFoundError | None = None
         for model in models:
             try:
-                offloader = attach(model, self.config())
+                offloader = attach(model, self.config(), device=self._device)
             except NoLayersFoundError as error:
                 without = without or error
                 logger.info("a %s is not offloaded: it has no layers", class_name(model))
@@ -188,6 +191,11 @@ class PyAOPlugin(PluginFields):
                 self._add(offloader)
         if without is not None and not self.offloaders:
             raise without
+
+    @property
+    def _device(self) -> torch.device | None:
+        accelerator = self._accelerator
+        return None if accelerator is None else accelerator.device
 
     def _add(self, offloader: Offloader) -> None:
         index = len(self.offloaders)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_pyao.auto.install.conflicts import check_training_arguments
+from hf_pyao.auto.install.conflicts import check_engine_of_streaming, check_training_arguments
+from hf_pyao.auto.install.weights import check_can_stream
 from hf_pyao.auto.retry.repeatable_inputs import RepeatableInputs
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
@@ -18,7 +20,7 @@ from hf_pyao.hf.callback import PyAOCallback, log_and_show
 from hf_pyao.hf.micro_batch.before_training import choose_batch
 from hf_pyao.hf.micro_batch.checks import check_auto_micro_batch
 from hf_pyao.hf.micro_batch.training_state import take_batch
-from hf_pyao.plan.documents.run import FINISHED, outcome_of
+from hf_pyao.plan.documents.run import FINISHED, UNKNOWN, outcome_of
 
 if TYPE_CHECKING:
     from hf_pyao.auto.offloader import Offloader
@@ -76,6 +78,10 @@ class PyAOTrainerMixin(_TrainerBase):
         if config is not None and training_args is not None:
             check_training_arguments(training_args)
             check_auto_micro_batch(training_args, config)
+        self._pyao_streams = config is not None and config.stream_weights != "off"
+        if self._pyao_streams:
+            assert config is not None
+            _check_streaming(config, training_args, args, kwargs)
         super().__init__(*args, **kwargs)
         if config is not None:
             self._pyao_callback = PyAOCallback(config)
@@ -144,7 +150,26 @@ class PyAOTrainerMixin(_TrainerBase):
             batch_size = take_batch(self, chosen.micro_batch, chosen.accumulation)
             callback.first_plan = chosen.plan
             log_and_show(chosen.words, self.args, self.state)
+        if callback is not None and self._pyao_streams and self.model is not None:
+            callback.attach_before_training(self.model, self.args)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave a model whose weights are streamed where it is: ``attach`` moves the rest."""
+        if not self._pyao_streams:
+            super()._move_model_to_device(model, device)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the base class does; streamed weights stream outside of training too."""
+        callback = self._pyao_callback
+        model = self.model if self._pyao_streams else None
+        if callback is None or model is None or callback.offloader is not None:
+            return super().evaluation_loop(*args, **kwargs)
+        callback.attach_before_training(model, self.args)
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            callback.detach(UNKNOWN)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log as the base class does, with the offloading metrics added to training logs."""
@@ -156,6 +181,18 @@ class PyAOTrainerMixin(_TrainerBase):
 
 class PyAOTrainer(PyAOTrainerMixin, Trainer):
     """``transformers.Trainer`` with offloading; see :class:`PyAOTrainerMixin`."""
+
+
+def _check_streaming(
+    config: PyAOConfig, training_args: TrainingArguments | None, args: Any, kwargs: Any
+) -> None:
+    """Refuse, before data is prepared, what cannot go together with streamed weights."""
+    label = config.label("stream_weights")
+    if training_args is not None:
+        check_engine_of_streaming(training_args, label)
+    model = next((v for v in (*args, kwargs.get("model")) if isinstance(v, nn.Module)), None)
+    if model is not None and kwargs.get("peft_config") is None:  # TRL adds the adapters itself
+        check_can_stream(model, config)
 
 
 def _checkpoint_of(resume: object, output_dir: str | None) -> str | None:

@@ -6,6 +6,7 @@ model is refused where models are unwrapped (``../../model/map/wrappers.py``).
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,30 @@ def check_training_arguments(args: TrainingArguments) -> None:
         )
     if args.device.type == "mps":
         raise ConflictError(_UNIFIED_MEMORY)
+
+
+def check_engine_of_streaming(args: object, label: str) -> None:
+    """Refuse training arguments under which another engine has the weights; *label*: the setting.
+
+    Raises:
+        ConflictError: FSDP, DeepSpeed or ``torch_compile`` is on.
+    """
+    is_on = {
+        "FSDP": getattr(args, "fsdp", None) or _is_set("ACCELERATE_USE_FSDP"),
+        "DeepSpeed": getattr(args, "deepspeed", None) or _is_set("ACCELERATE_USE_DEEPSPEED"),
+        "torch_compile": getattr(args, "torch_compile", False),
+    }
+    for engine, value in is_on.items():
+        if value:
+            raise ConflictError(
+                f"{label} is on together with {engine}, which holds the weights itself. Weights "
+                "are streamed where each process has all of them on its host: use DDP or one "
+                f"process, or give {label}='off'."
+            )
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes")
 
 
 def check_other_offloaders(args: object) -> None:

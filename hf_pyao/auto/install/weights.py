@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.config import GIB
+from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.stores import Store
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
+from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.engine.weights.tables import StreamedTable, put_on, take_off
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.model.map.module_map import FoundLayers
+from hf_pyao.model.map.module_map import FoundLayers, find_layers
 from hf_pyao.model.patching.exchanged_forwards import has_forward_of_its_own
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
 from hf_pyao.model.weights.places import StayingParameters, move_others
@@ -117,11 +118,7 @@ class StreamedLayers:
         """Bytes of the streamed layers' parameters that stay on the device, by reason."""
         layers = streamable_layers(model, found.layers)
         if not any(layer.nbytes for layer in layers):
-            raise ConfigError(
-                f"{label} is {num_resident}, and no layer has frozen weights: all are trained, or "
-                "none can be streamed. Freeze the base model and train adapters (PEFT), or give "
-                f"{label}='off'."
-            )
+            raise _nothing_frozen(label, num_resident)
         stay = resident_layers(len(layers), num_resident)
         self._block_of_layer: list[int | None] = []
         self.blocks: list[Block] = []
@@ -142,11 +139,7 @@ class StreamedLayers:
         before = sum(block.host_bytes_before for block in self.blocks)
         room = self._store.room_to_reserve(before)
         if self.nbytes > room:
-            raise ConfigError(
-                f"{label}: the weights of {len(self.blocks)} layers take {self.nbytes / GIB:.3f} "
-                f"GiB of host memory, and there is room for {max(0, room) / GIB:.3f} GiB. Raise "
-                "host_memory_gib if the machine has more, or let more layers stay on the device."
-            )
+            raise _no_room(label, len(self.blocks), self.nbytes, room)
 
     # ---- installing ----------------------------------------------------------------------------
 
@@ -167,9 +160,15 @@ class StreamedLayers:
                     f"weights of layer {block.layer!r}. Let more layers stay on the device."
                 )
             block.move_to(memory)
-        ring = self.ring = WeightRing(self.blocks, self._block_of_layer, self._link, self.device)
+        self.ring = ring = WeightRing(
+            self.blocks,
+            self._block_of_layer,
+            self._link,
+            self.device,
+            on_forward=weakly(self._move_newcomers, None),
+        )
         streamed = {id(p): p for b in self.blocks for w in b.weights if (p := w.ref()) is not None}
-        move_others(model, streamed, self.device)
+        move_others(model, lambda each: id(each) in streamed, self.device)
         self._staying = StayingParameters(lambda each: ring.weight_of(each) is not None)
         for module in model.modules():
             if any(id(p) in streamed for p in module._parameters.values()):
@@ -184,6 +183,15 @@ class StreamedLayers:
         names = [name for name, p in model.named_parameters() if id(p) in streamed]
         vars(model)[_DDP_IGNORES] = [*vars(model).get(_DDP_IGNORES, ()), *names]
         engine.stream(ring)
+
+    def _move_newcomers(self) -> None:
+        """Move what has come since to the device, such as adapters that were added.
+
+        PEFT puts them where the base layer's weight is, which for it is the host.
+        """
+        model, ring = self._model(), self.ring
+        if model is not None and ring is not None and self.device.type != "cpu":
+            move_others(model, lambda each: ring.weight_of(each) is not None, self.device)
 
     def _exchange(self, module: nn.Module, key: str, handle: Any) -> None:
         self._handles.append((weakref.ref(module), key, handle))
@@ -224,6 +232,45 @@ class StreamedLayers:
             reasons = ", ".join(f"{n / GIB:.3f} GiB {reason}" for reason, n in left.items())
             sentence += f"; of these layers stay on the device: {reasons}"
         return sentence
+
+
+def check_can_stream(model: nn.Module, config: PyAOConfig) -> None:
+    """Refuse a model whose weights cannot be streamed as *config* asks for; nothing is changed.
+
+    For whoever prepares data, or moves the model, before it is attached.
+
+    Raises:
+        ConfigError: no layer has frozen weights, or they take more than the given host memory.
+        ConflictError: something else moves, shards or compiles the weights.
+        NoLayersFoundError: no layers were found.
+    """
+    if config.stream_weights in ("off", "auto"):
+        return
+    label = config.label("stream_weights")
+    _check_model(model, label)
+    found = find_layers(model, config.layers)
+    layers = streamable_layers(model, found.layers)
+    if not any(layer.nbytes for layer in layers):
+        raise _nothing_frozen(label, config.stream_weights)
+    stay = resident_layers(len(layers), int(config.stream_weights))
+    nbytes = sum(layer.nbytes for index, layer in enumerate(layers) if index not in stay)
+    if config.host_memory_gib is not None and nbytes > config.host_memory_gib * GIB:
+        raise _no_room(label, len(layers) - len(stay), nbytes, int(config.host_memory_gib * GIB))
+
+
+def _nothing_frozen(label: str, value: int | str) -> ConfigError:
+    return ConfigError(
+        f"{label} is {value}, and no layer has frozen weights: all are trained, or none can be "
+        f"streamed. Freeze the base model and train adapters (PEFT), or give {label}='off'."
+    )
+
+
+def _no_room(label: str, num_layers: int, nbytes: int, room: int) -> ConfigError:
+    return ConfigError(
+        f"{label}: the weights of {num_layers} layers take {nbytes / GIB:.3f} GiB of host memory, "
+        f"and there is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the machine "
+        "has more, or let more layers stay on the device."
+    )
 
 
 def streaming_of(

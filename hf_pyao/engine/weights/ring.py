@@ -74,6 +74,7 @@ class WeightRing(RingSchedule):
         link: transport and compute streams.
         device: where the slots are.
         num_slots: how many.
+        on_forward: called as a forward begins.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class WeightRing(RingSchedule):
         link: LinkContext,
         device: torch.device,
         num_slots: int = NUM_SLOTS,
+        on_forward: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(len(blocks), num_slots)
+        self._on_forward = on_forward
         self.blocks = tuple(blocks)
         self.slot_bytes = max((block.nbytes for block in blocks), default=0)
         self.num_left = 0
@@ -225,6 +228,7 @@ class WeightRing(RingSchedule):
             ConflictError: a streamed weight requires gradients by now.
         """
         with self._lock, _no_modes():
+            self._on_forward()
             for block in self.blocks:
                 if thawed := block.thawed():
                     raise ConflictError(

@@ -3,7 +3,7 @@ compute device, also when someone moves the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +15,20 @@ from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_ba
 _KEY = "_pyao_streamed_apply"
 
 
-def move_others(model: nn.Module, streamed: Container[int], device: torch.device) -> None:
+def move_others(
+    model: nn.Module, is_streamed: Callable[[object], bool], device: torch.device
+) -> None:
     """Move what is not streamed to *device*: parameters with their gradients, and buffers.
 
     Args:
         model: the whole model.
-        streamed: ids of the parameters that stay where they are.
+        is_streamed: says of a parameter that it stays where it is.
         device: the compute device.
     """
     with torch.no_grad():
         for module in model.modules():
             for parameter in module._parameters.values():
-                if parameter is None or id(parameter) in streamed or parameter.device == device:
+                if parameter is None or parameter.device == device or is_streamed(parameter):
                     continue
                 _move(parameter, device)
             for name, buffer in module._buffers.items():

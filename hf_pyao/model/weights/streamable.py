@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
+from hf_pyao.engine.transfer.layout import byte_span
 from hf_pyao.training_engines import package_of
 
 LEAST_DIMENSIONS = 2
@@ -124,7 +125,7 @@ _Owners = dict[int, dict[tuple[int, str], Parameter]]
 
 
 def _owners(model: nn.Module) -> _Owners:
-    """Return by storage who has it: module, name and parameter."""
+    """Return by storage who has a part of it: module, name and parameter."""
     owners: _Owners = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -135,8 +136,17 @@ def _owners(model: nn.Module) -> _Owners:
 
 
 def _is_tied(parameter: Parameter, owners: _Owners, inside: set[int]) -> bool:
-    """Say whether another parameter shares its memory, or a module outside of the layer has it."""
-    sharing = owners.get(parameter.untyped_storage()._cdata, {})
-    return any(
-        other is not parameter or module not in inside for (module, _), other in sharing.items()
-    )
+    """Say whether another parameter has some of its bytes, or a module outside of the layer has it.
+
+    Parameters that lie beside each other in one storage are not tied.
+    """
+    first, last = byte_span(parameter)
+    for (module, _), other in owners.get(parameter.untyped_storage()._cdata, {}).items():
+        if other is parameter:
+            if module not in inside:
+                return True
+            continue
+        start, end = byte_span(other)
+        if start < last and first < end:
+            return True
+    return False

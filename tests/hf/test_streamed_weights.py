@@ -1,0 +1,167 @@
+"""Streamed weights under Trainer, the plugin and TRL: the same bits, and nothing moved as a whole."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainerMixin
+from hf_pyao.engine.weights.tables import StreamedTable
+from hf_pyao.errors import ConfigError, ConflictError
+from tests.helpers import VOCAB, tiny_batch, tiny_model
+from tests.helpers.adapters import tiny_lora
+
+STREAMED = PyAOConfig(policy="all", min_bytes=0, host_memory_gib=0.1, stream_weights=0)
+
+
+def examples(count: int = 8) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (count, 8), generator=generator)
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 1,
+        **more,
+    }
+    return TrainingArguments(**options)
+
+
+def assert_same(model: nn.Module, reference: nn.Module) -> None:
+    for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def is_streamed(model: nn.Module) -> bool:
+    return any(isinstance(module._parameters, StreamedTable) for module in model.modules())
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": True, "gradient_accumulation_steps": 2}])
+def test_trainer_trains_evaluates_and_saves_as_without(
+    more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_lora("llama", dropout=0.1)
+    plain = copy.deepcopy(model)
+    more = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, **more}
+    data: dict[str, Any] = {"train_dataset": examples(), "eval_dataset": examples(4)}
+    reference = Trainer(model=plain, args=arguments(tmp_path / "plain", **more), **data)
+    expected = reference.train()
+    moved: list[object] = []
+    own = Trainer._move_model_to_device
+
+    def note(trainer: Any, model: nn.Module, device: torch.device) -> None:
+        moved.append(device)
+        own(trainer, model, device)
+
+    monkeypatch.setattr(Trainer, "_move_model_to_device", note)
+    trainer = PyAOTrainer(
+        model=model, args=arguments(tmp_path / "ours", **more), pyao_config=STREAMED, **data
+    )
+    found = trainer.train()
+    assert found.training_loss == expected.training_loss
+    assert_same(model, plain)
+    assert not is_streamed(model)
+    assert not moved, "the model is not moved as a whole"
+    ours, theirs = trainer.evaluate(), reference.evaluate()
+    assert ours["eval_loss"] == theirs["eval_loss"]
+    assert not is_streamed(model)
+    logs = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert logs == [e["eval_loss"] for e in reference.state.log_history if "eval_loss" in e]
+    resumed = PyAOTrainer(
+        model=tiny_lora("llama", dropout=0.1),
+        args=arguments(tmp_path / "ours", **more),
+        pyao_config=STREAMED,
+        **data,
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    assert_same(resumed.model, plain)
+
+
+def test_the_plugin_attaches_before_accelerate_moves_the_model() -> None:
+    model = tiny_lora("llama")
+    plain = copy.deepcopy(model)
+    losses = []
+    for each, is_ours in ((plain, False), (model, True)):
+        accelerator = Accelerator(cpu=True)
+        if is_ours:
+            plugin = PyAOPlugin(policy="all", min_bytes=0, stream_weights=0).bind(accelerator)
+        optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
+        prepared, optimizer = accelerator.prepare(each, optimizer)
+        assert is_streamed(each) == is_ours
+        for seed in range(3):
+            loss = prepared(**tiny_batch(seed)).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert len(plugin.offloaders) == 1
+    accelerator.end_training()
+    assert losses[:3] == losses[3:]
+    assert_same(model, plain)
+    assert not is_streamed(model)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+def test_trl_trains_as_without(tmp_path: Path) -> None:
+    """TRL switches gradient checkpointing on by default."""
+    trl = pytest.importorskip("trl")
+    tokens = [[int(each) for each in row["input_ids"]] for row in examples()]
+    data = Dataset.from_dict({"input_ids": tokens, "labels": tokens})
+    model = tiny_lora("llama")
+    plain = copy.deepcopy(model)
+    ours = type("OurSFT", (PyAOTrainerMixin, trl.SFTTrainer), {})
+    more: dict[str, Any] = {"pyao_config": STREAMED}
+    for each, base, options in ((plain, trl.SFTTrainer, {}), (model, ours, more)):
+        args = trl.SFTConfig(
+            output_dir=str(tmp_path / base.__name__),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+        tokenizer = tiny_tokenizer()
+        base(
+            model=each, args=args, train_dataset=data, processing_class=tokenizer, **options
+        ).train()
+    assert_same(model, plain)
+
+
+def tiny_tokenizer() -> Any:
+    words = {f"w{i}": i for i in range(VOCAB)}
+    backend = Tokenizer(WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1")
+
+
+def test_what_cannot_be_streamed_is_refused_as_the_trainer_is_made(tmp_path: Path) -> None:
+    def make(model: nn.Module, **more: Any) -> None:
+        args = arguments(tmp_path, **more)
+        PyAOTrainer(model=model, args=args, train_dataset=examples(), pyao_config=STREAMED)
+
+    with pytest.raises(ConfigError, match="no layer has frozen weights"):
+        make(tiny_model("llama"))
+    with pytest.raises(ConflictError, match="FSDP"):
+        make(tiny_lora("llama"), fsdp="full_shard")
+    with pytest.raises(ConflictError, match="torch_compile"):
+        make(tiny_lora("llama"), torch_compile=True)
+    assert not is_streamed(tiny_lora("llama"))
