@@ -21,18 +21,21 @@ import contextlib
 import functools
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_pyao.engine.recompute.dispatch_modes import modes_on
+from hf_pyao.engine.recompute.tracing import Trace
 from hf_pyao.engine.transfer.compute_streams import Home, is_held_elsewhere
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, bytes_view
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
-from hf_pyao.engine.transfer.transport import LinkTimes
+from hf_pyao.engine.transfer.transport import LinkTimes, Transport
 from hf_pyao.engine.weights.blocks import Block, Weight
 from hf_pyao.errors import ConflictError
 
@@ -51,6 +54,8 @@ class _Slot:
         """True once compute is ordered behind the upload."""
         self.views: dict[int, torch.Tensor] = {}
         """Views that were handed out, by the weight's offset."""
+        self.versions: dict[int, int] = {}
+        """Their versions when they were made."""
 
 
 class _Here(threading.local):
@@ -114,6 +119,10 @@ class WeightRing(RingSchedule):
         self._layouts = Layouts()
         self._here = _Here()
         self._lock = threading.RLock()  # autograd runs a thread for each device
+        self._current_slot: _Slot | None = None
+        """That of the block in use."""
+        end = weakref.finalize(self, _retire, self._transport, self._slots, self.blocks)
+        end.atexit = False
         self._said: set[str] = set()
         self._kept_in: set[int] = set()
 
@@ -148,7 +157,7 @@ class WeightRing(RingSchedule):
         here = self._here
         here.depth += 1
         try:
-            with self._lock, _no_modes():
+            with self._lock, _aside():
                 self._arrive(layer)
                 self.ahead()
             yield
@@ -180,12 +189,18 @@ class WeightRing(RingSchedule):
 
     def tensor_of(self, weight: Weight) -> torch.Tensor:
         """Return *weight* on the device, ready for compute on the current stream."""
-        with self._lock, _no_modes():
+        slot = self._current_slot
+        if slot is not None and self.current == weight.block and slot.home is None:
+            known = slot.views.get(weight.offset)  # mostly, where compute has no streams
+            if known is not None:
+                return known
+        with self._lock, _aside():
             slot = self._bring(weight.block)
             view = slot.views.get(weight.offset)
             if view is None:
                 assert slot.storage is not None
                 view = weight.view_of(slot.storage, self._blank(weight.dtype))
+                slot.versions[weight.offset] = view._version
                 slot.views[weight.offset] = view
             _meet(slot)
             return view
@@ -198,6 +213,8 @@ class WeightRing(RingSchedule):
                     self.forget(block)
             for slot in self._slots:
                 self._empty(slot)
+                if slot.home is not None:
+                    slot.home.await_visitors()
                 if slot.storage is not None:
                     self._slot_of_storage.pop(slot.storage._cdata, None)
                 slot.storage = slot.home = None
@@ -227,7 +244,7 @@ class WeightRing(RingSchedule):
         Raises:
             ConflictError: a streamed weight requires gradients by now.
         """
-        with self._lock, _no_modes():
+        with self._lock, _aside():
             self._on_forward()
             for block in self.blocks:
                 if thawed := block.thawed():
@@ -248,7 +265,7 @@ class WeightRing(RingSchedule):
 
         What comes next is left to :meth:`upload_ahead`: the layer's own reloads go before it.
         """
-        with self._lock, _no_modes():
+        with self._lock, _aside():
             self._arrive(layer)
 
     def note_kept(self, layer: int, nbytes: int) -> None:
@@ -270,7 +287,7 @@ class WeightRing(RingSchedule):
 
     def upload_ahead(self) -> None:
         """Upload what is used next."""
-        with self._lock, _no_modes():
+        with self._lock, _aside():
             self.ahead()
 
     # ---- uploads -------------------------------------------------------------------------------
@@ -292,22 +309,35 @@ class WeightRing(RingSchedule):
         home = place.home
         if home is not None:
             home.await_visitors()
-        with contextlib.nullcontext() if home is None else home.stream:
-            place.ticket = self._transport.reload(
-                meant.memory,
-                bytes_view(place.storage, self._device, 0, meant.nbytes),
-                label=f"weights of {meant.layer!r}",
-                times=self.times,
-            )
+        try:
+            with contextlib.nullcontext() if home is None else home.stream:
+                place.ticket = self._transport.reload(
+                    meant.memory,
+                    bytes_view(place.storage, self._device, 0, meant.nbytes),
+                    label=f"weights of {meant.layer!r}",
+                    times=self.times,
+                )
+        except BaseException:
+            self._transport.retire_all()  # an interrupt: it may be queued, and no one knows
+            raise
         self.uploaded_bytes += meant.nbytes
 
     def _empty(self, slot: _Slot) -> None:
         """Let go of the views of what *slot* held, and of an upload that no one has waited for."""
+        versions = slot.versions
+        changed = any(view._version != versions[offset] for offset, view in slot.views.items())
         slot.views.clear()
+        if slot is self._current_slot:
+            self._current_slot = None
         if slot.ticket is not None and not slot.is_here:
             self._transport.retire(slot.ticket)
         slot.ticket = None
         slot.is_here = False
+        if changed:
+            raise ConflictError(
+                "a layer changes a frozen weight in place as it runs, and its weights are streamed "
+                "from the host, where the change would be lost. Give stream_weights='off'."
+            )
 
     def _leave_to_holder(self, place: _Slot, slot: int) -> None:
         storage, place.storage = place.storage, None
@@ -344,6 +374,7 @@ class WeightRing(RingSchedule):
         if not slot.is_here:
             self._transport.wait(slot.ticket)
             slot.is_here = True
+        self._current_slot = slot
         if goes_ahead:
             self.ahead()
         return slot
@@ -351,7 +382,7 @@ class WeightRing(RingSchedule):
     # ---- views and casts -----------------------------------------------------------------------
 
     def _view_again(self, block: Block, layout: TensorLayout) -> torch.Tensor:
-        with self._lock, _no_modes():
+        with self._lock, _aside():
             slot = self._bring(block.index)
             assert slot.storage is not None
             view = layout.view_of(slot.storage, 0)
@@ -381,13 +412,28 @@ def _meet(slot: _Slot) -> None:
 
 
 @contextlib.contextmanager
-def _no_modes() -> Iterator[None]:
-    """Have what the ring does seen by no dispatch mode, and by no inference mode."""
+def _aside() -> Iterator[None]:
+    """Have what the ring does be no part of a layer's trace, of its graph, or of inference mode."""
+    paused = [mode for mode in modes_on() if isinstance(mode, Trace) and not mode.is_paused]
     with contextlib.ExitStack() as stack:
-        if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
+        for trace in paused:
+            trace.pause()
+            stack.callback(trace.go_on)
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if torch.is_grad_enabled():
             stack.enter_context(torch.no_grad())
         yield
+
+
+def _retire(transport: Transport, slots: Sequence[_Slot], blocks: Sequence[Block]) -> None:
+    """Let uploads end before the memory goes that they read and write: the ring is gone.
+
+    *blocks* keep the host's side until then. The host waits here, and nowhere else.
+    """
+    for slot in slots:
+        if slot.ticket is None:
+            continue
+        transport.retire(slot.ticket)
+        while not transport.is_done(slot.ticket):
+            time.sleep(1e-4)

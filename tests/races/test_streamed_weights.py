@@ -1,0 +1,186 @@
+"""Streamed weights under hostile schedules, and on watched streams."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.engine.transfer.stream_transport import StreamTicket, StreamTransport
+from hf_pyao.engine.weights.ring import WeightRing
+from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers import FunctionLayer, Stack
+from tests.races.fake_streams import FakeStreamTransport, World, backward, fake_streams
+
+SIZE = 8
+NUM_SCHEDULES = 2000
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"policy": "all"},
+    {"policy": "off"},
+    {"policy": "all", "window": "layer", "keep_last_layers": 0},
+    {"policy": "all", "window": 600, "keep_last_layers": 0},
+    {"policy": "all", "window": 0},
+    {"policy": "all", "checkpoint_every": 2},
+    {"policy": "all", "stream_weights": 2},
+)
+
+
+def adapted(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(x @ layer.weight)
+    return torch.relu(hidden @ layer.weight.t()) * layer.scale + x
+
+
+def frozen_stack(num_layers: int = 5) -> Stack:
+    torch.manual_seed(1)
+    stack = Stack(*[adapted] * num_layers, size=SIZE)
+    stack.requires_grad_(False)
+    for layer in stack.modules():
+        if isinstance(layer, FunctionLayer):
+            layer.scale = nn.Parameter(torch.rand(SIZE))
+    return stack
+
+
+def streamed(settings: dict[str, Any]) -> PyAOConfig:
+    return PyAOConfig(**{"stream_weights": 0, "min_bytes": 0, "host_memory_gib": 0.05, **settings})
+
+
+def steps(model: nn.Module) -> list[torch.Tensor]:
+    """Two steps, the second of two micro-batches, with an evaluation between."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for count in (1, 2):
+        for _ in range(count):
+            loss = model(torch.randn(3, SIZE, generator=generator)).square().sum()
+            loss.backward()
+            found.append(loss.detach())
+        with torch.no_grad():
+            found.append(model(torch.ones(2, SIZE)))
+    return [*found, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def run(seed: int, expected: list[torch.Tensor], settings: dict[str, Any]) -> None:
+    model = frozen_stack()
+    transport = SimulatedTransport(seed, copy_streams=1 + seed % 2)
+    with attach(model, streamed(settings), transport=transport):
+        found = steps(model)
+    assert transport.violations == []
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs), (seed, settings)
+
+
+@pytest.mark.parametrize(
+    "num_schedules", [28, pytest.param(NUM_SCHEDULES, marks=pytest.mark.thorough)]
+)
+def test_bits_are_those_of_the_resident_run_under_every_schedule(num_schedules: int) -> None:
+    expected = steps(frozen_stack())
+    for seed, settings in zip(range(num_schedules), itertools.cycle(SETTINGS), strict=False):
+        run(seed, expected, settings)
+
+
+def caught(settings: dict[str, Any], num_seeds: int = 14) -> bool:
+    """Say whether any of some schedules tells the faulty engine from a resident run."""
+    expected = steps(frozen_stack())
+    for seed in range(num_seeds):
+        try:
+            run(seed, expected, settings)
+        except (AssertionError, RuntimeError):
+            return True
+    return False
+
+
+def test_mutant_without_a_wait_for_the_upload_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimulatedTransport.wait
+
+    def wait(transport: SimulatedTransport, ticket: Any) -> None:
+        if "weights of" not in str(ticket.label):
+            own(transport, ticket)
+
+    monkeypatch.setattr(SimulatedTransport, "wait", wait)
+    assert caught({"policy": "off"})
+
+
+def test_mutant_that_brings_the_block_before_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = WeightRing.upload
+
+    def upload(ring: WeightRing, block: int, slot: int) -> None:
+        before = ring.blocks[max(0, block - 1)] if ring.num_uploads > 6 else ring.blocks[block]
+        with mock.patch.object(ring.blocks[block], "memory", before.memory):
+            own(ring, block, slot)
+
+    monkeypatch.setattr(WeightRing, "upload", upload)
+    assert caught({"policy": "off"})
+
+
+# ---- watched streams -------------------------------------------------------------------------------
+
+
+def one_stream(world: World, model: Stack) -> None:
+    for _ in range(2):
+        backward(world, model(torch.randn(4, SIZE)).sum())
+
+
+def forward_elsewhere(world: World, model: Stack) -> None:
+    """Forward under one stream, evaluation under another, backward called under a third."""
+    one, other, third = world.stream(), world.stream(), world.stream()
+    for _ in range(2):
+        one.wait_stream(world.current)
+        with one:
+            loss = model(torch.randn(4, SIZE)).sum()
+        other.wait_stream(one)
+        with other, torch.no_grad():
+            model(torch.randn(4, SIZE))
+        third.wait_stream(other)
+        with third:
+            backward(world, loss)
+        world.current.wait_stream(third)
+
+
+PROGRAMS = {"one stream": one_stream, "forward elsewhere": forward_elsewhere}
+
+
+def races_of(program: Callable[[World, Stack], None], settings: dict[str, Any]) -> list[str]:
+    model = frozen_stack()
+    with fake_streams(1) as world:
+        with attach(model, streamed(settings), transport=FakeStreamTransport()):
+            program(world, model)
+        world.bury()
+        return list(world.races)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("settings", SETTINGS[:2], ids=["all", "off"])
+def test_every_access_to_a_slot_is_ordered(program: str, settings: dict[str, Any]) -> None:
+    assert races_of(PROGRAMS[program], settings) == []
+
+
+def test_mutant_that_uploads_before_the_slots_readers_are_done_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def copy_at_once(
+        transport: StreamTransport, kind: str, stream: Any, device: Any, src: Any, dst: Any, *_: Any
+    ) -> StreamTicket:
+        compute = torch.accelerator.current_stream(device)
+        start, end = torch.Event(device), torch.Event(device)
+        with stream:
+            start.record(stream)
+            dst.copy_(src, non_blocking=True)
+            end.record(stream)
+        order = next(transport._orders)
+        times = transport._own_times
+        return StreamTicket(src.nbytes, stream, order, device, compute, times, start, end)
+
+    monkeypatch.setattr(StreamTransport, "_copy", copy_at_once)
+    assert races_of(one_stream, {"policy": "off"})
+
+
+def test_mutant_that_reads_a_slot_before_it_is_filled_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StreamTransport, "wait", lambda transport, ticket: None)
+    assert races_of(one_stream, {"policy": "off"})
