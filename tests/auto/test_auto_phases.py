@@ -120,7 +120,7 @@ def test_which_parameters_are_trained_is_seen_at_a_glance() -> None:
 
 
 @pytest.mark.thorough
-def test_what_is_frozen_between_attaching_and_the_first_forward_is_no_change(
+def test_what_is_streamable_between_attaching_and_the_first_forward_is_no_change(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="hf_pyao")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -116,3 +117,18 @@ def test_loop_by_hand_offloads_and_learns_the_same(
     assert losses == plain_losses
     before, after = map(float, losses)
     assert after < before
+
+
+def test_a_model_larger_than_the_cap_trains_with_the_bits_of_the_resident_one(
+    run_script: Script, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    path = tmp_path / "result.json"
+    script = str(RECIPES / "lora_larger_than_the_card.py")
+    done = run_script("-W", "ignore", script, "--smoke", "--output", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(path.read_text())
+    assert result["bits_are_equal"] is True
+    assert result["peak_bytes"] <= result["cap_bytes"] < result["weights_bytes"] / 2.9
+    assert result["resident_peak_bytes"] > result["weights_bytes"]
+    assert result["uploads_per_step"] == 21, "22 in the first of two steps, 20 in the second"

@@ -30,6 +30,7 @@ from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
 from hf_pyao.plan.solve.planner import KEEP_ALL, Planner
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.plan.weights.weight_plan import less_by_streaming
 
 logger = logging.getLogger(__name__)
 
@@ -307,10 +308,11 @@ def _chosen(choice: LeverChoice, first_bytes: float, limit_bytes: float) -> Chos
     if not found.fits:
         found = choice.best(limit_bytes)
     if not found.fits:
+        less_memory = found.levers.less_memory
         logger.warning(
             "policy 'auto': %s It is taken all the same. What would help: %s.",
             found.error,
-            found.levers.less_memory,
+            ", ".join(filter(None, (less_by_streaming(found.planner.program), less_memory))),
         )
     return found
 

@@ -64,6 +64,19 @@ class EstimateRow:
     """The same by the names that the kernel's source gives the tensors."""
     optimizer_step_bytes: int = 0
     """Most on the device while the optimizer steps; 0 if it is not there."""
+    num_streamed_blocks: int = 0
+    """Layers whose frozen weights are uploaded for each pass."""
+    num_resident_blocks: int | None = None
+    """Those whose weights stay, where some could be streamed; None where the row streams none."""
+    uploaded_bytes: int = 0
+    """Streamed weights that are uploaded in a step."""
+    weights_host_bytes: int = 0
+    """Masters of streamed weights on the host, beside :attr:`host_bytes`."""
+    tokens_to_hide: float | None = None
+    """Tokens of a micro-batch at which uploads pass under compute: two operations for each
+    parameter and token."""
+    tokens_to_hide_by_clock: float | None = None
+    """The same by what a pass over a layer was reckoned to take."""
     recomputed_modules: list[str] = field(default_factory=list)
     """What PyAO's rule flags."""
 

@@ -129,11 +129,25 @@ class SizedPlan:
 
 def best_plan(choice: LeverChoice, limit_bytes: float) -> SizedPlan:
     """Return the fastest plan within *limit_bytes*, or else the one with the lowest peak."""
-    chosen = choice.best(limit_bytes)
+    return sized_plan(choice.best(limit_bytes), choice.levers, limit_bytes)
+
+
+def sized_plan(chosen: ChosenLevers, given: Levers, limit_bytes: float) -> SizedPlan:
+    """Return what *chosen* comes to.
+
+    Args:
+        chosen: a plan, and with which levers.
+        given: the levers as configured.
+        limit_bytes: most bytes on the device.
+    """
     found = chosen.candidate
-    changes = chosen.levers.described_beside(choice.levers)
+    program = found.step.program
+    num_streamed = len(program.streamed.layers)
+    parts = [found.name, chosen.levers.described_beside(given)]
+    if num_streamed:
+        parts.append(f"{num_streamed} of {program.num_layers} layers' weights streamed")
     return SizedPlan(
-        plan=f"{found.name}, {changes}" if changes else found.name,
+        plan=", ".join(filter(None, parts)),
         step_ms=found.step_ms,
         peak_bytes=found.peak_bytes,
         reserved_bytes=found.memory.reserved_within(limit_bytes),

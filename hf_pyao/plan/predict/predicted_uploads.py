@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_pyao.engine.transfer.ring_schedule import RingSchedule
 from hf_pyao.plan.predict.copy_lanes import RELOAD, Copy
 from hf_pyao.plan.predict.step_clock import StepClock
-from hf_pyao.plan.step.step_program import BACKWARD, OUTSIDE, Segment, StepProgram
+from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, OUTSIDE, Segment, StepProgram
 
 
 class PredictedUploads(RingSchedule):
@@ -13,16 +13,22 @@ class PredictedUploads(RingSchedule):
 
     Args:
         program: the step.
-        clock: when copies are done.
+        clock: when copies are done; None: uploads are counted alone.
         is_first_step: the ring is empty when the step begins; False: it holds what an equal step
             has left there.
     """
 
-    def __init__(self, program: StepProgram, clock: StepClock, *, is_first_step: bool) -> None:
+    def __init__(
+        self, program: StepProgram, clock: StepClock | None, *, is_first_step: bool
+    ) -> None:
         streamed = program.streamed
         super().__init__(len(streamed.layers), streamed.num_slots)
         self.copies: list[Copy] = []
-        """The uploads, in order."""
+        """The uploads, in order; none without a clock."""
+        self.counted: list[tuple[str, int]] = []
+        """The same: the pass that each is queued in, and its bytes."""
+        self._phase = FORWARD
+        self._segments = program.segments
         self._layers = streamed.layers
         self._layer_bytes = streamed.layer_bytes
         self._blocks = {layer: block for block, layer in enumerate(streamed.layers)}
@@ -30,10 +36,10 @@ class PredictedUploads(RingSchedule):
         self._under_way: dict[int, Copy] = {}
         if not is_first_step and streamed:
             self.begin(trains=True)
-            for segment in program.segments:
-                self.enter(segment)
-                self.ahead()
+            self.run()
         self._clock = clock
+        self.counted = []
+        self._phase = FORWARD
         self.begin(trains=True)
         self.ahead()
 
@@ -42,8 +48,15 @@ class PredictedUploads(RingSchedule):
         """Bytes that were uploaded."""
         return sum(copy.nbytes for copy in self.copies)
 
+    def run(self) -> None:
+        """Go through the whole step."""
+        for segment in self._segments:
+            self.enter(segment)
+            self.ahead()
+
     def enter(self, segment: Segment) -> None:
         """Note that *segment* begins."""
+        self._phase = segment.phase
         block = self._blocks.get(segment.layer)
         in_backward = segment.phase == BACKWARD
         if block is not None:
@@ -58,10 +71,24 @@ class PredictedUploads(RingSchedule):
 
     def upload(self, block: int, slot: int) -> None:
         """Queue the copy of *block*."""
-        if self._clock is None:
-            return  # of the step before
         layer = self._layers[block]
-        copy = Copy(RELOAD, self._layer_bytes[layer], self._clock.now_ms, layer=layer)
+        nbytes = self._layer_bytes[layer]
+        self.counted.append((self._phase, nbytes))
+        if self._clock is None:
+            return
+        copy = Copy(RELOAD, nbytes, self._clock.now_ms, layer=layer)
         self._clock.book(copy)
         self._under_way[block] = copy
         self.copies.append(copy)
+
+
+def uploads_of(program: StepProgram, *, is_first_step: bool = False) -> list[tuple[str, int]]:
+    """Return the uploads of a step, in order: the pass in which each is queued, and its bytes.
+
+    Args:
+        program: the step.
+        is_first_step: as for :class:`PredictedUploads`.
+    """
+    uploads = PredictedUploads(program, None, is_first_step=is_first_step)
+    uploads.run()
+    return uploads.counted

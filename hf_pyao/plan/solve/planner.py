@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 
 from hf_pyao.errors import PyAOError
@@ -35,6 +35,7 @@ from hf_pyao.plan.solve.proposals import PLANNED as PLANNED
 from hf_pyao.plan.solve.proposals import Candidate as Candidate
 from hf_pyao.plan.solve.proposals import Proposals
 from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.step.streamed_step import with_streamed_blocks
 
 NUM_BELOW = 2
 """Budgets below the largest that fits which are looked at too: a smaller one may be faster, since
@@ -79,6 +80,27 @@ class Planner(Proposals):
     def _elsewhere(self) -> dict[float, Planner]:
         """Of the same step, over a link that is faster or slower, by the factor."""
         return {}
+
+    def streaming(
+        self, layers: Collection[int], speed_ratios: tuple[float, ...] | None = None
+    ) -> Planner:
+        """Return the planner for the same step with the frozen weights of *layers* streamed.
+
+        Args:
+            layers: positions of layers; none: the weights stay.
+            speed_ratios: in place of those of the conditions.
+        """
+        ratios = self.conditions.speed_ratios if speed_ratios is None else speed_ratios
+        if not layers and ratios == self.conditions.speed_ratios:
+            return self
+        return Planner(
+            with_streamed_blocks(self.program, layers),
+            self._times_ms,
+            dataclasses.replace(self.conditions, speed_ratios=ratios),
+            host_limit_bytes=self.host_limit_bytes,
+            forced=self._forced,
+            coding=self._coding,
+        )
 
     def best(self, limit_bytes: float) -> Candidate:
         """Return the fastest plan that fits *limit_bytes*, see :class:`StepMemory`.
@@ -259,7 +281,7 @@ class Planner(Proposals):
             self._tightest(conditions)
         # Keeping everything takes nothing of the host.
         within = [c for c in self.all_known() if c.host_bytes <= self.host_limit_bytes]
-        return min(within, key=lambda each: each.peak_bytes)
+        return min(within or self.all_known(), key=lambda each: each.peak_bytes)
 
     def _tightest(self, conditions: Conditions) -> tuple[int, Candidate | None]:
         """Return the least budget for which there is a plan, and the plan; None if there is none.

@@ -96,8 +96,8 @@ class Candidate:
 
     @property
     def host_bytes(self) -> int:
-        """Predicted peak on the host."""
-        return self.late.host_peak_bytes
+        """Predicted peak on the host, with the masters of streamed weights."""
+        return self.late.host_peak_bytes + self.step.program.streamed.host_bytes
 
 
 class Proposals:
@@ -229,11 +229,12 @@ class Proposals:
             self.stepper,
             conditions,
             kept_bytes=self.total_bytes(conditions) * budget / NUM_BUDGETS,
-            host_bytes=self.host_limit_bytes,
+            host_bytes=self.host_limit_bytes - self.program.streamed.host_bytes,
             ways_of=None if coding is None else lambda slot: coding.ways(slot, conditions.link),
             is_forced=self._forced,
         )
         best: Candidate | None = None
+        kept = self.simple()[KEEP_ALL].timed
         for _ in range(1 + NUM_REPAIRS):
             try:
                 choice = solve(problem)
@@ -244,13 +245,16 @@ class Proposals:
             if best is None or found.step_ms < best.step_ms:
                 best = found
             timed = found.timed
-            stall_ms = timed.stall_forward_ms + timed.stall_backward_ms
+            # Waiting for streamed weights is nobody's fault: no plan has less of it.
+            forward_ms = max(0.0, timed.stall_forward_ms - kept.stall_forward_ms)
+            backward_ms = max(0.0, timed.stall_backward_ms - kept.stall_backward_ms)
+            stall_ms = forward_ms + backward_ms
             if stall_ms <= LEAST_STALL * timed.step_ms or stall_ms <= _expected_stall_ms(found):
                 break
             problem = dataclasses.replace(
                 problem,
-                forward_ms=problem.forward_ms - timed.stall_forward_ms,
-                backward_ms=problem.backward_ms - timed.stall_backward_ms,
+                forward_ms=problem.forward_ms - forward_ms,
+                backward_ms=problem.backward_ms - backward_ms,
             )
         return best
 
@@ -364,7 +368,8 @@ class Proposals:
     def step_ms_at(self, candidate: Candidate, ratio: float) -> float:
         """Return what a step takes under a candidate of this planner, over a link *ratio* times as
         fast; see ``../predict/speed_range.py``."""
-        if ratio == AS_GIVEN or not candidate.timed.offloaded_bytes:
+        timed = candidate.timed
+        if ratio == AS_GIVEN or not (timed.offloaded_bytes or timed.uploaded_bytes):
             return candidate.step_ms
         key = (id(candidate), ratio)
         if key not in self._elsewhere_ms:
@@ -396,6 +401,9 @@ class Proposals:
 
 def _expected_stall_ms(candidate: Candidate) -> float:
     """Return what the integer program expected compute to wait: a repair cannot help there."""
-    if candidate.choice is None:
+    choice, problem = candidate.choice, candidate.problem
+    if choice is None or problem is None:
         return 0.0
-    return max(0.0, candidate.choice.overhead_ms - candidate.step.rebuild_ms) * 1.02
+    # Without any plan, streamed weights may take longer than compute.
+    weights_ms = max(0.0, -problem.forward_ms) + max(0.0, -problem.backward_ms)
+    return max(0.0, choice.overhead_ms - candidate.step.rebuild_ms - weights_ms) * 1.02

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.speeds import GIB, LinkModel
+from hf_pyao.plan.predict.predicted_uploads import uploads_of
 from hf_pyao.plan.predict.speed_range import PRESET
 from hf_pyao.plan.solve.plan_problem import (
     LayerGroup,
@@ -258,4 +259,22 @@ def _hidden_ms(
         # What still waits to leave when the layers are through leaves under the head.
         window_ms = conditions.window_bytes / GIB / conditions.link.d2h_gib_per_s * 1e3
         forward_ms += min(window_ms, head_ms)
-    return forward_ms, backward_ms
+    return _beside_uploads(program, forward_ms, backward_ms, conditions.link)
+
+
+def _beside_uploads(
+    program: StepProgram, forward_ms: float, backward_ms: float, link: LinkModel
+) -> tuple[float, float]:
+    """Return what streamed weights leave of the time that copies can run in.
+
+    Less than nothing where uploads take longer than compute: what is rebuilt then fills that time.
+    """
+    if not program.streamed:
+        return forward_ms, backward_ms
+    uploads_ms = {FORWARD: 0.0, BACKWARD: 0.0}
+    for phase, nbytes in uploads_of(program):
+        uploads_ms[phase] += link.copy_ms("reload", nbytes)
+    backward_ms -= uploads_ms[BACKWARD]
+    if link.copy_engines == 1:
+        return forward_ms - uploads_ms[FORWARD], backward_ms
+    return max(forward_ms, uploads_ms[FORWARD]), backward_ms

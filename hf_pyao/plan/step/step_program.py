@@ -111,8 +111,8 @@ class Resident(NamedTuple):
     layer: int
     """The layer that has it; :data:`OUTSIDE` for what is in none."""
     nbytes: int
-    is_frozen: bool = False
-    """True for a parameter that is not trained. Those of layers may be streamed."""
+    is_streamable: bool = False
+    """True for a frozen parameter that may be streamed, where a layer has it."""
     num_names: int = 1
     """Names that the model has it under: 2 for an embedding that is tied to the head. Where a model
     is built on the device, each was a tensor of its own before they were tied."""

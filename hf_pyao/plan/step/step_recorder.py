@@ -142,10 +142,12 @@ class StepRecorder:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
                 self._alive[cast(int, storage._weak_ref())] = -1
+                # As `model/weights/streamable.py` has it; vectors stay.
                 is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+                is_streamable = is_frozen and tensor.dim() > 1
                 layer = self._layer_of(name)
                 numbers[storage._cdata] = len(self._residents)
-                self._residents.append(Resident(layer, storage.nbytes(), is_frozen))
+                self._residents.append(Resident(layer, storage.nbytes(), is_streamable))
             elif tensor.nbytes == storage.nbytes() and storage._cdata in numbers:
                 known = self._residents[numbers[storage._cdata]]
                 self._residents[numbers[storage._cdata]] = known._replace(

@@ -7,6 +7,7 @@ Steps are recorded on fake tensors at a few sizes (``recorded_step``), and recko
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
-from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice, LeverRoom
+from hf_pyao.plan.options.lever_choice import LeverChoice, LeverRoom
 from hf_pyao.plan.paper.iqr import find_outliers
 from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.plan.policies.budget import OffloadBudget, leaving
@@ -40,6 +41,10 @@ from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
 from hf_pyao.plan.step.step_program import FORWARD, StepProgram
+from hf_pyao.plan.step.streamed_step import with_streamed_blocks
+from hf_pyao.plan.weights.choice import StreamingChoice
+from hf_pyao.plan.weights.hiding import tokens_by_clock, tokens_by_formula
+from hf_pyao.plan.weights.weight_plan import WeightPlan
 from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.positions import most_positions
@@ -52,6 +57,9 @@ LONGEST = 2**24
 
 LENGTH_STEP = 64
 """Sequence lengths are looked for in multiples of this."""
+
+STORED_BYTES = 2.0
+"""Of each parameter of a model that is estimated with adapters: bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ class Way:
     """Offloads as much as forward compute hides."""
     is_auto: bool = False
     """Plans, see ``plan/solve/planner.py``."""
+    streams: bool = False
+    """Streams frozen weights too, as many as is fastest."""
     levers: Levers | None = None
     """What changes the step itself; None: only the loss that is asked for does."""
 
@@ -92,6 +102,9 @@ WAYS = (
 AUTO = Way("policy auto", offloads=True, is_auto=True)
 """The fastest plan that fits."""
 
+STREAMED = Way("policy auto, streamed weights", offloads=True, is_auto=True, streams=True)
+"""The same where frozen weights may be streamed."""
+
 ALL_WAYS = (*WAYS, AUTO)
 """What is compared, without and with the chunked loss."""
 
@@ -114,6 +127,8 @@ class PredictedWay:
     """What the allocator reserves for it."""
     flagged: tuple[str, ...]
     """What PyAO's rule recomputes."""
+    weights: WeightPlan | None = None
+    """What is streamed; None: nothing was to be."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +223,7 @@ class Estimator:
         cause = peak_cause(predicted.program, late)
         inside = largest_workspace(predicted.program)
         later_bytes = self._training.optimizer_step_bytes(predicted.program)
+        streamed = self._streamed(way, head_loss, shown, predicted.weights)
         return EstimateRow(
             method=way.name_with(head_loss),
             largest_micro_batch=largest,
@@ -234,7 +250,30 @@ class Estimator:
             offloaded_bytes=prediction.offloaded_bytes,
             hidden=hidden,
             recomputed_modules=list(predicted.flagged),
+            **streamed,
         )
+
+    def _streamed(
+        self, way: Way, head_loss: str, micro_batch: int, weights: WeightPlan | None
+    ) -> dict[str, Any]:
+        """Return the fields of a row that streams weights; none of others."""
+        if weights is None:
+            return {}
+        hardware, length = self.hardware, self.sequence_length
+        program = self._record(self._family(way, head_loss), micro_batch, length)
+        return {
+            "num_streamed_blocks": len(weights.streamed_layers),
+            "num_resident_blocks": weights.num_resident,
+            "uploaded_bytes": weights.uploaded_bytes,
+            "weights_host_bytes": weights.host_bytes,
+            "tokens_to_hide": tokens_by_formula(STORED_BYTES, hardware.device, hardware.link),
+            "tokens_to_hide_by_clock": tokens_by_clock(
+                program,
+                operation_times_ms(program, hardware.device),
+                hardware.link,
+                micro_batch * length,
+            ),
+        }
 
     def largest_micro_batch(
         self,
@@ -278,8 +317,15 @@ class Estimator:
         family = self._family(way, head_loss)
         program = self._record(family, micro_batch, self.sequence_length)
         if way.is_auto:
-            chosen = self._chosen(program, family, micro_batch).candidate
-            return PredictedWay(chosen.step.program, chosen.timed, chosen.late, chosen.memory, ())
+            choice, weights = self._choice(program, family, micro_batch), None
+            if way.streams:
+                streaming = StreamingChoice(choice, math.inf).best(self.limit_bytes)
+                chosen, weights = streaming.levers.candidate, streaming.weights
+            else:
+                chosen = choice.best(self.limit_bytes).candidate
+            return PredictedWay(
+                chosen.step.program, chosen.timed, chosen.late, chosen.memory, (), weights
+            )
         timed, late = self._predict(way, program, timed=True), self._predict(way, program)
         memory = StepMemory(program, late, self._early(way, program), self.allocator)
         return PredictedWay(program, timed, late, memory, self.flagged() if way.is_pyao else ())
@@ -378,8 +424,8 @@ class Estimator:
 
     # ---- plans ---------------------------------------------------------------------------------
 
-    def _chosen(self, program: StepProgram, family: _Family, micro_batch: int) -> ChosenLevers:
-        """Return the fastest plan that fits, of all settings of the levers that are free."""
+    def _choice(self, program: StepProgram, family: _Family, micro_batch: int) -> LeverChoice:
+        """Return what finds the fastest plan, of all settings of the levers that are free."""
 
         def planner_with(levers: Levers) -> Planner:
             other = dataclasses.replace(family, levers=levers, is_other=True)
@@ -388,7 +434,7 @@ class Estimator:
 
         configured = self._planner(program, family.levers)
         room = LeverRoom(segments=True, nested=True, attention=True, groups=True)
-        return LeverChoice(family.levers, configured, planner_with, room).best(self.limit_bytes)
+        return LeverChoice(family.levers, configured, planner_with, room)
 
     def _planner(
         self, program: StepProgram, levers: Levers, allocator: AllocatorSettings | None = None
@@ -427,6 +473,8 @@ class Estimator:
 
     def _needed(self, way: Way, program: StepProgram, allocator: AllocatorSettings) -> int:
         """Return what a step needs of the device, the optimizer's part included."""
+        if way.streams:  # all that can be
+            program = with_streamed_blocks(program, range(program.num_layers))
         needed_bytes = self._memory(way, program, allocator).needed_within(self.limit_bytes)
         return max(needed_bytes, self._training.optimizer_step_bytes(program))
 

@@ -22,10 +22,13 @@ from hf_pyao.tools.estimate.common_arguments import (
     training_fields_of,
 )
 from hf_pyao.tools.estimate.lever_arguments import (
+    OFF,
     add_lever_arguments,
+    add_streaming_argument,
     given_levers,
     lever_config_of,
     levers_of,
+    resident_blocks_of,
 )
 
 if TYPE_CHECKING:
@@ -76,6 +79,7 @@ def add_find_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="most host memory for what is offloaded, such as 64GiB (default: no limit)",
     )
+    add_streaming_argument(asked)
     add_lever_arguments(
         parser.add_argument_group(
             "with --find: what changes the step itself",
@@ -96,6 +100,7 @@ def refuse_without_find(args: argparse.Namespace) -> None:
             ("--global-batch", args.global_batch),
             ("--micro-batches", args.micro_batches),
             ("--host-memory", args.host_memory),
+            ("--stream-weights", None if args.stream_weights == OFF else args.stream_weights),
         )
         if value is not None
     ]
@@ -125,6 +130,7 @@ def _check_options(args: argparse.Namespace) -> None:
         flags = ", ".join("--" + name.replace("_", "-") for name in useless)
         raise ConfigError(f"{flags} has no effect with --find: drop one of them.")
     levers_of(args)
+    resident_blocks_of(args)
     is_sequence = args.find == "sequence"
     for flag, value, is_for_sequences in (
         ("--micro-batch", args.micro_batch, True),
@@ -204,6 +210,7 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
             "attention": args.attention,
             **levers.settings(),
             "host_memory": args.host_memory,
+            "stream_weights": args.stream_weights,
             "num_recorded_steps": num_recordings,
         },
         hardware=dataclasses.asdict(hardware),
@@ -344,10 +351,11 @@ def _best(
 ) -> Callable[..., Any]:
     """Return what finds the best plan for a step."""
     from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-    from hf_pyao.plan.micro_batch.sized_steps import best_plan, gradients_held
+    from hf_pyao.plan.micro_batch.sized_steps import gradients_held, sized_plan
     from hf_pyao.plan.options.plan_request import PlanRequest
     from hf_pyao.plan.predict.predict import operation_times_ms
     from hf_pyao.plan.predict.speed_range import MEASURED
+    from hf_pyao.plan.weights.choice import choose_streaming
     from hf_pyao.settings import Size
 
     host_bytes = float("inf")
@@ -358,7 +366,7 @@ def _best(
         host_limit_bytes=host_bytes,
         allocator=AllocatorSettings.parse(args.alloc_conf),
     )
-    device = hardware.device
+    device, stream_weights = hardware.device, resident_blocks_of(args)
 
     def best(step_with: Callable[[Levers], Any], *, is_accumulating: bool) -> Any:
         holds = is_accumulating and ENGINES[args.engine] == "device"
@@ -370,8 +378,14 @@ def _best(
         times_ms = operation_times_ms(program, device)
         # `auto` plans after it has measured: these are the speeds that it finds.
         planner = request.planner_of(program, times_ms, hardware.link, {}, speed_ratios=MEASURED)
-        found = best_plan(request.choice(planner, record, device=device), limit_bytes)
+        choice = request.choice(planner, record, device=device)
+        if stream_weights == OFF:
+            chosen = choice.best(limit_bytes)
+        else:
+            chosen = choose_streaming(choice, stream_weights, limit_bytes, host_bytes).levers
+        found = sized_plan(chosen, request.levers, limit_bytes)
         later_bytes = training.optimizer_step_bytes(step_with(request.levers))
+        later_bytes -= chosen.planner.program.streamed.saved_bytes
         if later_bytes <= found.peak_bytes:
             return found
         fits = found.fits and later_bytes <= limit_bytes

@@ -14,12 +14,12 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.text import describe_error
-from hf_pyao.tools.estimate.estimate import ALL_WAYS, LONG_CONTEXT, Estimator, Way
+from hf_pyao.tools.estimate.estimate import ALL_WAYS, LONG_CONTEXT, STREAMED, Estimator, Way
 
 HEAD_LOSSES = ("off", "chunked")
 
 METHODS = (
-    *(way.name_with(head_loss) for head_loss in HEAD_LOSSES for way in ALL_WAYS),
+    *(way.name_with(head_loss) for head_loss in HEAD_LOSSES for way in (*ALL_WAYS, STREAMED)),
     LONG_CONTEXT.name,
 )
 """What rows of estimates are called, in their order."""
@@ -73,6 +73,8 @@ class Job:
 def all_jobs(**shared: Any) -> list[Job]:
     """Return the jobs of all ways, the longest first; *shared* are the other fields of each."""
     recorded_alike = [way for way in ALL_WAYS if not way.checkpointing]
+    if shared["options"].get("lora_rank") is not None:  # else all weights are trained
+        recorded_alike.append(STREAMED)
     checkpointing = [way for way in ALL_WAYS if way.checkpointing]
     return [
         Job(tuple((way, "chunked") for way in recorded_alike), **shared),

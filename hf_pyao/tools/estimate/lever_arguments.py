@@ -6,7 +6,10 @@ import argparse
 from typing import Any
 
 from hf_pyao.config import SETTINGS, PyAOConfig
+from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers
+
+OFF, AUTO = "off", "auto"
 
 HEAD_LOSSES = ("off", "chunked")
 """Of the names that ``head_loss`` takes, those that a step on fake tensors can run."""
@@ -104,3 +107,39 @@ def lever_config_of(args: argparse.Namespace, **more: Any) -> PyAOConfig:
             given[name] = SETTINGS[name].kind.parse(label, value) if is_text else value
     labels = {name: flag_of_lever(name) for name in LEVER_NAMES}
     return PyAOConfig.from_dict(given, labels)
+
+
+OFF, AUTO = "off", "auto"
+
+
+def add_streaming_argument(group: argparse._ActionsContainer) -> None:
+    """Add ``--stream-weights``."""
+    group.add_argument(
+        "--stream-weights",
+        default=OFF,
+        metavar="off|auto|N",
+        help="with --lora: frozen weights of layers live on the host and are uploaded layer by "
+        "layer: as few layers as is fastest (auto), or all but N (default: off)",
+    )
+
+
+def resident_blocks_of(args: argparse.Namespace, *, is_profile: bool = False) -> int | str:
+    """Return ``--stream-weights``: ``"off"``, ``"auto"``, or how many blocks stay.
+
+    Args:
+        args: of the command.
+        is_profile: the step is that of a profile, whatever was trained in it.
+
+    Raises:
+        ConfigError: it is none of these, or nothing is frozen.
+    """
+    text: str = args.stream_weights
+    if text not in (OFF, AUTO) and not text.isdigit():
+        raise ConfigError(
+            f"--stream-weights is {text!r}; expected off, auto, or how many layers stay."
+        )
+    if text != OFF and args.lora is None and not is_profile:
+        raise ConfigError(
+            "--stream-weights streams frozen weights, and all parameters are trained: give --lora."
+        )
+    return int(text) if text.isdigit() else text

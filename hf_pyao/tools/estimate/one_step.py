@@ -10,7 +10,7 @@ from hf_pyao.plan.documents.estimate import EstimateReport, EstimateRow
 from hf_pyao.plan.documents.step import StepReport
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.predict.step_view import predicted_step
-from hf_pyao.tools.estimate.estimate import ALL_WAYS, LONG_CONTEXT, Estimator
+from hf_pyao.tools.estimate.estimate import ALL_WAYS, LONG_CONTEXT, STREAMED, Estimator
 from hf_pyao.tools.estimate.jobs import METHODS
 from hf_pyao.tools.estimate.verdict import CHUNKED, named_row
 
@@ -48,7 +48,7 @@ def step_of(
     """
     row = _row(report, method)
     name = row.method.removesuffix(CHUNKED)
-    way = next(way for way in (*ALL_WAYS, LONG_CONTEXT) if way.name == name)
+    way = next(way for way in (*ALL_WAYS, STREAMED, LONG_CONTEXT) if way.name == name)
     estimator = Estimator(config, hardware, **options)
     head_loss = "off" if row.method == name else "chunked"
     predicted = estimator.predicted(way, head_loss, row.micro_batch)

@@ -20,10 +20,13 @@ from hf_pyao.tools.estimate.common_arguments import (
     tell,
 )
 from hf_pyao.tools.estimate.lever_arguments import (
+    OFF,
     add_lever_arguments,
+    add_streaming_argument,
     given_levers,
     lever_config_of,
     levers_of,
+    resident_blocks_of,
 )
 from hf_pyao.tools.estimate.tried_plans import prediction_report
 
@@ -106,7 +109,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="search nothing: predict the step of a profile under these plans, with nothing "
         "offloaded and with everything offloaded",
     )
-    add_training_arguments(parser.add_argument_group("how a model is trained"))
+    trained = parser.add_argument_group("how a model is trained")
+    add_training_arguments(trained)
+    add_streaming_argument(trained)
     add_lever_arguments(
         parser.add_argument_group(
             "what changes a model's step itself",
@@ -123,6 +128,7 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     """
     from hf_pyao.plan.documents.schema import write_json
     from hf_pyao.plan.options.plan_levers import free_levers
+    from hf_pyao.plan.weights.weight_plan import said_of
     from hf_pyao.tools.report.tables import markdown_of
 
     if args.compare:
@@ -138,6 +144,8 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     say(json.dumps(plan.to_dict(), indent=2) if args.json else markdown_of(plan))
     if not args.json and not args.source.endswith(".json"):
         say(_what_peaks_hold(args, plan))
+        if said_of(plan.figures):
+            say(said_of(plan.figures))
     if args.save is not None and not args.json:
         say(f"written: {one_line(str(args.save))}")
         # What is left open is set by the plan; what changes sums has to be asked for.
@@ -169,6 +177,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.plan.options.lever_choice import LeverRoom
     from hf_pyao.plan.options.plan_request import PlanRequest
     from hf_pyao.plan.solve.planner import NoPlanFitsError
+    from hf_pyao.plan.weights.choice import choose_streaming
+    from hf_pyao.plan.weights.weight_plan import figures_of, less_by_streaming
     from hf_pyao.settings import Size
     from hf_pyao.tools.estimate.card_memory import card_memory
     from hf_pyao.tools.estimate.common_arguments import link_gib_per_s
@@ -180,6 +190,7 @@ def _plan(args: argparse.Namespace) -> Plan:
             f"{', '.join(of_models)}: of a model's step, and the step of a profile is as "
             "it was recorded. Profile it with these settings, or drop them."
         )
+    stream_weights = resident_blocks_of(args, is_profile=is_profile)
     training = None if is_profile else _training_of(args)
     named = args.device or (None if is_profile else "rtx4070")
     hardware = None if named is None else find_hardware(named)
@@ -213,6 +224,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         kernels=hardware.kernels if is_profile and hardware is not None else None,
     )
     is_hidden = args.json or not sys.stderr.isatty()
+    figures: dict[str, float] = {}
     with tqdm(disable=is_hidden, leave=False, unit="step", desc="other levers") as bar:
 
         def record(levers: Levers) -> StepProgram:
@@ -226,12 +238,19 @@ def _plan(args: argparse.Namespace) -> Plan:
             device=device,
             dtypes={slot.name: slot.dtype for slot in profile.slots},
         )
-        chosen = choice.best(limit_bytes)
+        if stream_weights == OFF:
+            chosen = choice.best(limit_bytes)
+        else:
+            streaming = choose_streaming(choice, stream_weights, limit_bytes, host)
+            chosen, figures = streaming.levers, figures_of(streaming.weights)
     if training is not None:
-        _check_optimizer_step(training.optimizer_step_bytes(planner.program), limit_bytes)
+        program = planner.program if stream_weights == OFF else chosen.planner.program
+        _check_optimizer_step(training.optimizer_step_bytes(program), limit_bytes)
+        figures |= _beside_figures(training, program)
     if not chosen.fits:
+        help = (less_by_streaming(chosen.planner.program), chosen.levers.less_memory)
         raise NoPlanFitsError(
-            f"{chosen.error} What would help: {chosen.levers.less_memory}.",
+            f"{chosen.error} What would help: {', '.join(filter(None, help))}.",
             chosen.candidate.peak_bytes,
         )
     return plan_of_choice(
@@ -239,7 +258,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         limit_bytes=limit_bytes,
         model=profile.model,
         num_front_points=NUM_FRONT_POINTS,
-        figures=None if training is None else _beside_figures(training, planner.program),
+        figures=figures,
     )
 
 

@@ -33,6 +33,11 @@ def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: in
             f"Its largest micro-batch is {grown} with {EXPANDABLE_SEGMENTS} instead of "
             f"{best.largest_micro_batch}."
         )
+    if best.num_streamed_blocks:
+        words.append(
+            f"The weights of {best.num_streamed_blocks} of its layers are uploaded for each pass "
+            f"(stream_weights='auto'), {best.weights_host_bytes / 1e9:.1f} GB of them on the host."
+        )
     for kind, name in (("", "without the chunked loss"), (CHUNKED, "with it")):
         plain = {row.method.removesuffix(kind): row for row in fitting if _kind(row) == kind}
         checkpointing, offloading = plain.get("checkpointing"), plain.get("policy all")

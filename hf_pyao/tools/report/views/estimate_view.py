@@ -41,6 +41,9 @@ def estimate_table(report: EstimateReport) -> Table:
         "tokens/s",
         "copies hidden",
         "host, GB",
+        "layers streamed",
+        "weights on the host, GB",
+        "tokens to hide uploads",
     ]
     rows = [
         [
@@ -58,11 +61,27 @@ def estimate_table(report: EstimateReport) -> Table:
             f"{row.tokens_per_s:,.0f}",
             ABSENT if row.hidden is None else f"{row.hidden:.0%}",
             f"{row.host_bytes / 1e9:.2f}",
+            *_streamed(row),
         ]
         for row in report.rows
     ]
     filled = [column for column in range(len(header)) if any(r[column] != ABSENT for r in rows)]
     return Table([header[c] for c in filled], [[row[c] for c in filled] for row in rows])
+
+
+def _streamed(row: EstimateRow) -> tuple[str, str, str]:
+    stay, tokens, clock = (
+        row.num_resident_blocks,
+        row.tokens_to_hide,
+        row.tokens_to_hide_by_clock,
+    )
+    if stay is None or tokens is None or clock is None:
+        return ABSENT, ABSENT, ABSENT
+    return (
+        f"{row.num_streamed_blocks} of {row.num_streamed_blocks + stay}",
+        f"{row.weights_host_bytes / 1e9:.2f}",
+        f"{tokens:,.0f} ({clock:,.0f} by the clock)",
+    )
 
 
 def _with_expandable_segments(row: EstimateRow) -> str:

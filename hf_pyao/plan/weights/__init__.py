@@ -1,0 +1,1 @@
+"""Which frozen weights are streamed: facts, the choice, and when uploads hide."""

@@ -1,0 +1,206 @@
+"""Chooses how many blocks of frozen weights are streamed, together with the plan for activations.
+
+For a number of streamed blocks the device has so much more memory, and the link so much less time
+for activations; the planner finds the fastest plan for these, of all settings of the levers that
+are free. So one prediction decides which blocks stay, and which tensors are kept, moved or rebuilt.
+The number is searched for between none, the fewest with which any plan fits, and all; of numbers
+that are equally fast, the fewest are streamed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
+from hf_pyao.errors import ConfigError
+from hf_pyao.levers import Levers
+from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
+from hf_pyao.plan.predict.speed_range import MEASURED
+from hf_pyao.plan.solve.planner import KEEP_ALL, NoPlanFitsError, Planner
+from hf_pyao.plan.step.streamed_step import block_bytes, streamed_layers
+from hf_pyao.plan.weights.weight_plan import WeightPlan, weight_plan_of
+
+TIE = 1.002
+"""Numbers of blocks are equally fast where their steps differ by no more than this factor."""
+
+MOST_ROUNDS = 2
+"""How often numbers near to the fastest so far are looked at, at half the distance each time."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChosenStreaming:
+    """How many blocks are streamed, and the plan beside."""
+
+    weights: WeightPlan
+    levers: ChosenLevers
+    """The plan for activations; ``levers.fits`` is False where nothing fits at all."""
+    step_ms_by_streamed: dict[int, float]
+    """What was looked at: streamed blocks, and the time of the best plan that fits."""
+
+
+class StreamingChoice:
+    """Chooses for one recorded step.
+
+    Numbers of blocks are compared by the step as it is configured, or, where that does not fit with
+    all blocks streamed, by the setting of the levers that does. The one that is chosen is planned
+    with all settings.
+
+    Args:
+        resident: chooses plan and levers for the step with all weights on the device.
+        host_limit_bytes: most bytes on the host, masters and activations together.
+    """
+
+    def __init__(self, resident: LeverChoice, host_limit_bytes: float) -> None:
+        self._resident = resident
+        self._sizes = block_bytes(resident.configured.program)
+        self._host_limit_bytes = host_limit_bytes
+        self._planners: dict[tuple[Levers, int], Planner] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be streamed."""
+        return sum(nbytes > 0 for nbytes in self._sizes)
+
+    def best(self, limit_bytes: float) -> ChosenStreaming:
+        """Return the fastest choice within *limit_bytes*.
+
+        Where nothing fits: all blocks streamed that the host has room for, and the least peak.
+
+        Args:
+            limit_bytes: what the device may hold.
+        """
+        most = self._most()
+        levers = self._resident.levers
+        if self._needed_bytes(levers, most, limit_bytes) > limit_bytes:
+            chosen = self.at(most, limit_bytes)
+            if not chosen.fits:
+                return self._chosen(chosen, {})
+            levers = chosen.levers
+        found: dict[int, float] = {}
+        for number in self._numbers(levers, most, limit_bytes, found):
+            if number not in found:
+                planner = self._planner(levers, number)
+                # No plan is faster than the one that keeps all activations.
+                kept_ms = planner.simple()[KEEP_ALL].step_ms
+                if kept_ms * TIE < min(found.values(), default=math.inf):
+                    with suppress(NoPlanFitsError):
+                        found[number] = planner.best(limit_bytes).step_ms
+        number = _fewest_of_the_fastest(found) if found else most
+        return self._chosen(self.at(number, limit_bytes), found)
+
+    def with_resident(self, num_resident: int, limit_bytes: float) -> ChosenStreaming:
+        """Return the best plan with so many blocks on the device for good.
+
+        Args:
+            num_resident: blocks.
+            limit_bytes: what the device may hold.
+        """
+        return self._chosen(self.at(max(0, self.num_blocks - num_resident), limit_bytes), {})
+
+    def at(self, num_streamed: int, limit_bytes: float) -> ChosenLevers:
+        """Return the best plan with so many blocks streamed, of all settings of the levers.
+
+        Args:
+            num_streamed: blocks.
+            limit_bytes: what the device may hold.
+        """
+        resident, layers = self._resident, self._layers(num_streamed)
+        if not layers:
+            return resident.best(limit_bytes)
+        return LeverChoice(
+            resident.levers,
+            resident.configured.streaming(layers),
+            lambda levers: resident.planner_for(levers).streaming(layers),
+            resident.room,
+        ).best(limit_bytes)
+
+    def _chosen(self, levers: ChosenLevers, found: Mapping[int, float]) -> ChosenStreaming:
+        return ChosenStreaming(
+            weights=weight_plan_of(levers.planner.program),
+            levers=levers,
+            step_ms_by_streamed=dict(sorted(found.items())),
+        )
+
+    def _numbers(
+        self, levers: Levers, most: int, limit_bytes: float, found: Mapping[int, float]
+    ) -> Iterator[int]:
+        """Yield the numbers to look at, one after the other; *found* has what they came to."""
+        if most <= NUM_SLOTS or self._needed_bytes(levers, 0, limit_bytes) <= limit_bytes:
+            yield 0
+        if most <= NUM_SLOTS:
+            return  # the ring would take as much as it frees
+        least = next(
+            (
+                number
+                for number in range(NUM_SLOTS + 1, most)
+                if self._needed_bytes(levers, number, limit_bytes) <= limit_bytes
+            ),
+            most,
+        )
+        yield least
+        yield most
+        stride = most - least
+        for _ in range(MOST_ROUNDS):
+            stride = (stride + 1) // 2
+            near = _fewest_of_the_fastest({n: found[n] for n in found if n}) or most
+            for number in (near - stride, near + stride):
+                if least <= number <= most:
+                    yield number
+
+    def _needed_bytes(self, levers: Levers, num_streamed: int, limit_bytes: float) -> int:
+        """Return about the least that a step needs of the device."""
+        least = self._resident.planner_for(levers).least()
+        # Weights are there throughout: whatever stays adds what it takes.
+        saved_bytes = self._planner(levers, num_streamed).program.streamed.saved_bytes
+        return least.memory.needed_within(limit_bytes + saved_bytes) - saved_bytes
+
+    def _most(self) -> int:
+        """Return how many blocks the host has room for."""
+        largest = max(self._sizes, default=0)
+        if largest and self._host_limit_bytes < self.num_blocks * largest:
+            most = int(self._host_limit_bytes // largest)
+            return most if most > NUM_SLOTS else 0
+        return self.num_blocks
+
+    def _layers(self, num_streamed: int) -> list[int]:
+        with_frozen = [layer for layer, nbytes in enumerate(self._sizes) if nbytes]
+        return [with_frozen[n] for n in streamed_layers(len(with_frozen), num_streamed)]
+
+    def _planner(self, levers: Levers, num_streamed: int) -> Planner:
+        """Return the planner by which numbers of blocks are compared: at the speeds as given."""
+        key = (levers, num_streamed)
+        if key not in self._planners:
+            planner = self._resident.planner_for(levers)
+            self._planners[key] = planner.streaming(self._layers(num_streamed), MEASURED)
+        return self._planners[key]
+
+
+def _fewest_of_the_fastest(step_ms: Mapping[int, float]) -> int:
+    """Return the fewest streamed blocks that are about as fast as the fastest; 0 of none."""
+    best_ms = min(step_ms.values(), default=0.0)
+    return min((number for number, ms in step_ms.items() if ms <= TIE * best_ms), default=0)
+
+
+def choose_streaming(
+    resident: LeverChoice, stream_weights: int | str, limit_bytes: float, host_limit_bytes: float
+) -> ChosenStreaming:
+    """Return the plan with streamed weights.
+
+    Args:
+        resident: chooses for the step with all weights on the device.
+        stream_weights: ``"auto"``, or how many blocks stay.
+        limit_bytes: what the device may hold.
+        host_limit_bytes: what the host may hold.
+
+    Raises:
+        ConfigError: no layer has frozen weights.
+    """
+    choice = StreamingChoice(resident, host_limit_bytes)
+    if not choice.num_blocks:
+        raise ConfigError("no layer has frozen weights, so that none can be streamed.")
+    if isinstance(stream_weights, str):
+        return choice.best(limit_bytes)
+    return choice.with_resident(stream_weights, limit_bytes)

@@ -1,0 +1,105 @@
+"""What streaming frozen weights comes to: blocks, bytes on device and host, uploads of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_pyao.plan.predict.predicted_uploads import uploads_of
+from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.plan.step.streamed_step import with_streamed_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPlan:
+    """The blocks of a step that are streamed. A block is the frozen weights of one layer."""
+
+    num_layers: int
+    streamed_layers: tuple[int, ...]
+    """Positions in forward order; the others stay on the device."""
+    slot_bytes: int
+    num_slots: int
+    device_bytes: int
+    """Of the ring: slots times their size."""
+    host_bytes: int
+    """Page-locked masters of the streamed blocks, at their exact sizes."""
+    num_uploads_in_first_step: int
+    num_uploads: int
+    """In each later step."""
+    uploaded_bytes: int
+    """In each later step."""
+
+    @property
+    def num_resident(self) -> int:
+        """Blocks that stay: what ``PyAOConfig.stream_weights`` takes as a number."""
+        return self.num_layers - len(self.streamed_layers)
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        if not self.streamed_layers:
+            return "all weights stay on the device"
+        return (
+            f"{len(self.streamed_layers)} of {self.num_layers} blocks are streamed through "
+            f"{self.num_slots} slots of {self.slot_bytes / 1e6:.1f} MB: {self.num_uploads} uploads "
+            f"and {self.uploaded_bytes / 1e9:.2f} GB a step, {self.host_bytes / 1e9:.2f} GB of "
+            "masters on the host"
+        )
+
+
+def weight_plan_of(program: StepProgram) -> WeightPlan:
+    """Return what *program* streams."""
+    streamed = program.streamed
+    first, later = (uploads_of(program, is_first_step=is_first) for is_first in (True, False))
+    return WeightPlan(
+        num_layers=program.num_layers,
+        streamed_layers=streamed.layers,
+        slot_bytes=streamed.slot_bytes,
+        num_slots=streamed.num_slots,
+        device_bytes=streamed.device_bytes,
+        host_bytes=streamed.host_bytes,
+        num_uploads_in_first_step=len(first),
+        num_uploads=len(later),
+        uploaded_bytes=sum(nbytes for _, nbytes in later),
+    )
+
+
+def less_by_streaming(program: StepProgram) -> str:
+    """Say what streaming weights would take off the device; empty where it would nothing.
+
+    Args:
+        program: the step.
+    """
+    if program.streamed:
+        return ""
+    saved_bytes = with_streamed_blocks(program, range(program.num_layers)).streamed.saved_bytes
+    if saved_bytes <= 0:
+        return ""
+    return f"stream_weights='auto' ({saved_bytes / 1e9:.2f} GB less)"
+
+
+def figures_of(weights: WeightPlan) -> dict[str, float]:
+    """Return figures of a plan with streamed weights, by name."""
+    return {
+        "weights/resident_blocks": float(weights.num_resident),
+        "weights/streamed_blocks": float(len(weights.streamed_layers)),
+        "weights/ring_bytes": float(weights.device_bytes),
+        "weights/uploads": float(weights.num_uploads),
+        "weights/uploaded_bytes": float(weights.uploaded_bytes),
+        "weights/host_bytes": float(weights.host_bytes),
+    }
+
+
+def said_of(figures: Mapping[str, float]) -> str:
+    """Say in one line what a plan with these figures streams; empty if it is not about that."""
+    if "weights/streamed_blocks" not in figures:
+        return ""
+    streamed, stay = (int(figures[f"weights/{name}_blocks"]) for name in ("streamed", "resident"))
+    if not streamed:
+        return "all weights stay on the device: nothing is gained by streaming them"
+    return (
+        f"weights: {streamed} of {streamed + stay} layers are streamed through a ring of "
+        f"{figures['weights/ring_bytes'] / 1e9:.2f} GB: {int(figures['weights/uploads'])} uploads "
+        f"and {figures['weights/uploaded_bytes'] / 1e9:.2f} GB a step; the host holds "
+        f"{figures['weights/host_bytes'] / 1e9:.2f} GB of them. Train with "
+        f"stream_weights={stay}"
+    )
