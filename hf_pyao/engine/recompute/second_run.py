@@ -52,6 +52,27 @@ class RunsAgain(Protocol):
         ...
 
 
+class FilledSegments:
+    """The segments that ran again and may hold tensors still."""
+
+    def __init__(self) -> None:
+        self._segments: weakref.WeakSet[RunsAgain] = weakref.WeakSet()
+        self.num_runs = 0
+        """How often a segment filled place holders, or a layer of one that is nested."""
+
+    def add(self, segment: RunsAgain) -> None:
+        """Count that *segment* runs again, and have the others forget what was used."""
+        self.num_runs += 1
+        for other in list(self._segments):
+            if other is not segment:
+                other.forget(is_used_only=True)
+        self._segments.add(segment)
+
+    def discard(self, segment: RunsAgain) -> None:
+        """Forget *segment*, which holds nothing any more."""
+        self._segments.discard(segment)
+
+
 class Part:
     """Consecutive layer calls of a segment whose tensors are there at once.
 

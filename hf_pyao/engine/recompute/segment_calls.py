@@ -26,18 +26,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
+from hf_pyao.engine.recompute.inner_hooks import InnerHooks
 from hf_pyao.engine.recompute.kept_attention import GivenAttention, KernelCall
-from hf_pyao.engine.recompute.noted_caches import Held, NotedCache, is_known_cache
+from hf_pyao.engine.recompute.noted_caches import Held, NotedCache, hold, is_known_cache
 from hf_pyao.engine.recompute.operations import Rules
-from hf_pyao.engine.rerun.inventory import Inventory, Noted
 from hf_pyao.engine.rerun.kinds import Kind, Kinds
+from hf_pyao.engine.rerun.layer_state import StateOfCall
 from hf_pyao.engine.rerun.surroundings import Surroundings
 from hf_pyao.engine.rerun.values import version_of
 from hf_pyao.engine.runtime.saved_tensor import Handle
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
-from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
+from hf_pyao.errors import SavedTensorModifiedError
 
 
 class SegmentInput(NamedTuple):
@@ -261,115 +261,42 @@ def _refilled(value: Any, filled: Callable[[Any], Any]) -> Any:
     return value
 
 
-class InnerHooks:
-    """Module hooks of others that run between ours and the layer's forward.
+def record_call(
+    module: nn.Module,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: StateOfCall,
+    hidden: Tensor | None,
+    made_by: Callable[[Tensor], MadeBefore | None],
+    is_ours: Callable[[object], bool],
+) -> RecordedCall:
+    """Return what *module* needs to run again with these arguments.
 
-    The second run calls ``forward`` alone: hooks that sit around ours, as those of engines that
-    gather parameters, have done their part by then.
+    Args:
+        module: the layer.
+        name: its qualified name.
+        args: what it is called with.
+        kwargs: the same.
+        state: what the call has found.
+        hidden: the segment's input, if the layer is its first.
+        made_by: says which layer of the segment returned a tensor.
+        is_ours: says which module hooks are this lifecycle's.
     """
 
-    def __init__(self, module: nn.Module, is_ours: Callable[[object], bool]) -> None:
-        self._before: list[tuple[Callable[..., Any], bool]] = []
-        self._after: list[tuple[Callable[..., Any], bool]] = []
-        if len(module._forward_pre_hooks) > 1:
-            is_inside = False
-            for key, hook in module._forward_pre_hooks.items():
-                if is_inside:
-                    self._before.append((hook, key in module._forward_pre_hooks_with_kwargs))
-                is_inside = is_inside or is_ours(hook)
-        if len(module._forward_hooks) > 1:
-            for key, hook in module._forward_hooks.items():
-                if is_ours(hook):
-                    break
-                self._after.append((hook, key in module._forward_hooks_with_kwargs))
-        torchs: Any = module
-        self._gives_views = bool(
-            torchs._get_backward_hooks()[0] or torchs._get_backward_pre_hooks()
-        )
-        """True where torch gives the layer views of its arguments, for its backward hooks."""
+    def stand_in(tensor: Tensor) -> SegmentInput | MadeBefore | Held:
+        if tensor is hidden:
+            return SegmentInput()
+        return made_by(tensor) or hold(tensor)
 
-    def run(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call *module*'s forward as its caller does, with these hooks."""
-        for hook, with_kwargs in self._before:
-            if with_kwargs:
-                changed = hook(module, args, kwargs)
-                if changed is not None:
-                    args, kwargs = changed
-            else:
-                changed = hook(module, args)
-                if changed is not None:
-                    args = changed if isinstance(changed, tuple) else (changed,)
-        if self._gives_views and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            args = tuple(a.view_as(a) if isinstance(a, Parameter) else a for a in args)
-        outputs = module.forward(*args, **kwargs)
-        for hook, with_kwargs in self._after:
-            given = (args, kwargs) if with_kwargs else (args,)
-            changed = hook(module, *given, outputs)
-            if changed is not None:
-                outputs = changed
-        return outputs
-
-
-class LayerState:
-    """Knows what calls of a layer may change: in its modules, and in objects that it is given."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._of_modules = Inventory([module])
-        self._of_arguments = Inventory(())
-
-    def now(self, arguments: Sequence[object]) -> StateOfCall:
-        """Note the state with which a call begins; *arguments* are the objects that it is given."""
-        given = self._of_arguments.note(arguments) if arguments else None
-        return StateOfCall(self._of_modules.note(), given)
-
-
-class StateOfCall:
-    """What one call of a layer has found; see [Note: State of modules] in ``rerun.inventory``."""
-
-    def __init__(self, modules: Noted, arguments: Noted | None) -> None:
-        self._modules = modules
-        self._arguments = arguments
-
-    def reason_unknown(self) -> str:
-        """Return why it cannot be noted, or an empty string."""
-        if self._arguments is None:
-            return self._modules.reason_unknown()
-        if self._arguments.has_graph:
-            return "an object that it is given holds a tensor that backward goes through"
-        return self._modules.reason_unknown() or self._arguments.reason_unknown()
-
-    def reason_not_again(self) -> str:
-        """Return why what the call has changed cannot be put back, or an empty string."""
-        arguments = self._arguments
-        given = "" if arguments is None else arguments.reason_not_again()
-        return self._modules.reason_not_again() or given
-
-    @contextlib.contextmanager
-    def put_back(self, layer: str) -> Iterator[None]:
-        """Have the layer find the same again; nothing that it changes lasts.
-
-        Raises:
-            SavedTensorModifiedError: a parameter was changed since, or a tensor that the layer or
-                an argument holds, of which there is no copy.
-        """
-        changed = self._modules.changed_parameter()
-        if changed:
-            raise _changed_since(layer, f"{changed}, a parameter,")
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self._modules.put_back())
-                if self._arguments is not None:
-                    stack.enter_context(self._arguments.put_back())
-            except RecomputationError as error:
-                raise _changed_since(layer, str(error)) from error
-            yield
-
-
-def _changed_since(layer: str, what: str) -> SavedTensorModifiedError:
-    return SavedTensorModifiedError(
-        f"layer {layer!r} has to run again in backward (checkpoint_every), and {what} was changed "
-        "in place after its forward. Run backward before the optimizer steps, or give "
-        "checkpoint_every=0."
+    return RecordedCall(
+        module,
+        name,
+        noted(args, stand_in),
+        noted(kwargs, stand_in),
+        InnerHooks(module, is_ours),
+        state,
+        devices_of((args, kwargs)),
     )
 
 

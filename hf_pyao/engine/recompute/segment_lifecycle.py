@@ -12,56 +12,35 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
 from hf_pyao.engine.recompute.kept_attention import SeenAttention
-from hf_pyao.engine.recompute.noted_caches import Held, hold, why_not_noted
-from hf_pyao.engine.recompute.operations import Rules
-from hf_pyao.engine.recompute.second_run import unpack
-from hf_pyao.engine.recompute.segment_calls import (
-    InnerHooks,
-    LayerState,
-    MadeBefore,
-    RecordedCall,
-    SegmentInput,
-    StateOfCall,
-    devices_of,
-    noted,
-    objects_in,
-)
-from hf_pyao.engine.recompute.segments import CHANGES_INPUT, FilledSegments, Segment
+from hf_pyao.engine.recompute.second_run import FilledSegments, unpack
+from hf_pyao.engine.recompute.segment_admission import Admission, hidden_states_of
+from hf_pyao.engine.recompute.segment_calls import devices_of, record_call
+from hf_pyao.engine.recompute.segment_keeper import EngineKeeper
+from hf_pyao.engine.recompute.segments import CHANGES_INPUT, Segment
 from hf_pyao.engine.recompute.verification import SEGMENT, SecondRuns
 from hf_pyao.engine.rerun.generators import ExclusiveDraws
-from hf_pyao.engine.rerun.kinds import Kinds
-from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
-from hf_pyao.engine.runtime.engine import OffloadEngine
-from hf_pyao.engine.runtime.lifecycle import COMPILED, Lifecycle
+from hf_pyao.engine.rerun.layer_state import StateOfCall
+from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.runtime.model_hooks import ModelHook
-from hf_pyao.engine.runtime.packing import SHARED_BY_LAYERS
-from hf_pyao.engine.runtime.parameters import is_parameter
 from hf_pyao.engine.runtime.running import Token
-from hf_pyao.engine.runtime.saved_tensor import Handle
-from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
-from hf_pyao.engine.runtime.tape import Layer, LayerCall, Tape
+from hf_pyao.engine.runtime.tape import Layer, LayerCall
 from hf_pyao.engine.torch_hooks.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.engine.torch_hooks.passing_over import CHECKPOINTED, reason_to_pass_over
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import pack_hook, push_hooks
-from hf_pyao.engine.transfer.layout import reason_not_movable
+from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.errors import ConflictError
-from hf_pyao.training_engines import is_compiled
 
 logger = logging.getLogger(__name__)
 
 RUNS_AGAIN = "its layer runs again as a whole"
 """Why nothing of a layer in a segment is recomputed by itself."""
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Names under which transformers' layers get a cache of keys and values."""
 
 OTHER_CHECKPOINTING = (
     "{what}, and checkpoint_every is {length}: the layers would run again twice. Switch the other "
@@ -69,86 +48,6 @@ OTHER_CHECKPOINTING = (
     "transformers 5.23 on; no checkpoint_wrapper around layers), or give checkpoint_every=0."
 )
 """Of an error."""
-
-
-class EngineKeeper:
-    """Has the engine keep the inputs of segments, as what their first layer saves."""
-
-    def __init__(self, engine: OffloadEngine) -> None:
-        self._engine = engine
-        self.rules = Rules()
-        self._counted: weakref.WeakKeyDictionary[Tape, dict[int, StorageWeakRef]] = (
-            weakref.WeakKeyDictionary()
-        )
-        """Of each forward the storages that were counted, by address: it is not used again as long
-        as there is a reference."""
-
-    def streamed(self, call: LayerCall, tensor: Tensor) -> StreamedTensor | None:
-        """Return what stands for *tensor* if it is a view of a streamed weight; else None."""
-        weights = self._engine.weights
-        give = None if weights is None else weights.find(tensor)
-        if give is None:
-            return None
-        return StreamedTensor(give, call, call.layer.unnamed(call.paths[-1]))
-
-    def is_streamed(self, tensor: Tensor) -> bool:
-        """Say whether *tensor* is a view of a streamed weight."""
-        weights = self._engine.weights
-        return weights is not None and weights.find(tensor) is not None
-
-    def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
-        """Count *tensor*'s storage, which autograd would hold and which is made again instead."""
-        if type(tensor) is not Tensor and reason_not_movable(tensor) is not None:
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        seen = self._counted.setdefault(call.tape, {})
-        if key in seen or key in call.table.entries or key in self._engine.packer.buffer_keys:
-            return
-        if is_parameter(tensor, call.frozen_shapes):
-            return
-        nbytes, stats = storage.nbytes(), call.stats
-        seen[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        stats.would_hold_bytes += nbytes
-        if key in call.shared_keys:
-            stats.kept_bytes[SHARED_BY_LAYERS] += nbytes
-        else:
-            stats.recomputed_bytes += nbytes
-
-    def _forget_dropped(self, call: LayerCall, tensor: Tensor) -> None:
-        """Take back what was counted for *tensor*, which the engine is to keep after all."""
-        if type(tensor) is not Tensor and reason_not_movable(tensor) is not None:
-            return
-        storage, stats = tensor.untyped_storage(), call.stats
-        key, nbytes = storage._cdata, storage.nbytes()
-        if self._counted.get(call.tape, {}).pop(key, None) is None:
-            return
-        stats.would_hold_bytes -= nbytes
-        if key in call.shared_keys:
-            stats.kept_bytes[SHARED_BY_LAYERS] -= nbytes
-        else:
-            stats.recomputed_bytes -= nbytes
-
-    def keep_input(self, call: LayerCall, tensor: Tensor) -> Handle:
-        """Take *tensor* over, the input of *call*."""
-        call.enter("", None)  # whichever sub-module it is that saves something first
-        try:
-            return self.keep(call, tensor)
-        finally:
-            call.leave()
-
-    def keep(self, call: LayerCall, tensor: Tensor) -> Handle:
-        """Take *tensor* over, which the sub-module that runs has made."""
-        self._forget_dropped(call, tensor)
-        return self._engine.pack_of(call)(call, tensor)
-
-    def give(self, handle: Handle, call: LayerCall) -> Tensor:
-        """Give it back to the backward of *call*, the segment's last, which has begun.
-
-        The first one's has not: a call's backward begins as a gradient reaches its outputs.
-        """
-        handle.belong_to(call)
-        return self._engine.unpack_hook(handle)
 
 
 class _Here(threading.local):
@@ -198,19 +97,19 @@ class SegmentLifecycle(Lifecycle):
         self.filled = FilledSegments()
         self._keeper = EngineKeeper(self.engine)
         self._here = _Here()
-        self._states: weakref.WeakKeyDictionary[nn.Module, LayerState] = weakref.WeakKeyDictionary()
-        self._kinds = Kinds()
-        self._refused_late: set[Layer] = set()
-        """Layers of which a call was refused when it ended."""
-        self._refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        """Layers that do not run again any more, and why."""
+        self._admission = Admission(weakly(self._say_once, None))
         self._has_looked_for_sharding = False
         self._said: set[str] = set()
 
     def remove(self) -> None:
         """Take everything down. Forwards that wait for their backward keep what they noted."""
         super().remove()
-        self._states.clear()  # it may hold copies of the tables of hooks, which hold this object
+        self._admission.forget()
+
+    @property
+    def refused(self) -> str:
+        """Why a layer did not run again, where it should have; empty if none was refused."""
+        return self._admission.refused
 
     def set_segments(
         self, length: int, *, is_nested: bool = False, saves_attention: bool = False
@@ -306,12 +205,8 @@ class SegmentLifecycle(Lifecycle):
                 raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=self.length))
             self.engine.passed_over = reason
             return None
-        refused = self._refusals.get(module) or reason_of_modes_and_hooks()
-        refused = refused or _reason_to_refuse(module, args, kwargs, is_compiling) or ""
-        state = None if refused else self._state_of(module, args, kwargs)
-        refused = refused or (state.reason_unknown() if state is not None else "")
-        if refused or state is None:
-            self._refuse(layer, refused)
+        state = self._admission.admit(module, layer, args, kwargs, is_compiling=is_compiling)
+        if state is None:
             super().enter(module, args, kwargs, is_compiling=is_compiling)
             return None
         if self.running.tokens:
@@ -319,19 +214,6 @@ class SegmentLifecycle(Lifecycle):
             self.leave_all()
         self._enter_segment(module, layer, args, kwargs, state)
         return None
-
-    def _state_of(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StateOfCall:
-        state = self._states.get(module)
-        if state is None:
-            state = self._states[module] = LayerState(module)
-        return state.now(objects_in((args, kwargs), self._kinds))
-
-    def _refuse(self, layer: Layer, reason: str) -> None:
-        """Record, and say once, that a call of *layer* does not run again."""
-        self.refused = reason
-        self._say_once(f"layer {layer.fqn!r} does not run again: {reason}", reason)
 
     def _enter_segment(
         self,
@@ -355,7 +237,11 @@ class SegmentLifecycle(Lifecycle):
             )
             segment = self._segment_for(call, args, kwargs)
             attention = self._attention_of(layer, args, kwargs) if self.saves_attention else None
-            segment.add(call, self._record(segment, module, layer, args, kwargs, state), attention)
+            hidden = None if segment.calls else hidden_states_of(args, kwargs)
+            recorded = record_call(
+                module, layer.fqn, args, kwargs, state, hidden, segment.made_by, self._is_ours
+            )
+            segment.add(call, recorded, attention)
             hook = pack_hook(segment.pack, call)
             self._here.entered = segment
             self.running.enter(Token(module, call, hook, False))
@@ -401,14 +287,9 @@ class SegmentLifecycle(Lifecycle):
         reason = segment.layer_ended(list(tensors_in(outputs)))
         if not reason:
             return segment.has_saved
-        layer = self._layers[module]
-        if reason == CHANGES_INPUT or layer in self._refused_late:
-            self._refusals[module] = reason
-            self._refuse(layer, reason)
-        else:
-            # What has changed is copied from the next call on.
-            self._refused_late.add(layer)
-            self._say_once(f"layer {layer.fqn!r} does not run again this time: {reason}", reason)
+        self._admission.refuse_late(
+            module, self._layers[module], reason, is_final=reason == CHANGES_INPUT
+        )
         return False
 
     def _stop_draws(self) -> None:
@@ -429,19 +310,11 @@ class SegmentLifecycle(Lifecycle):
     def _attention_of(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> SeenAttention:
-        """Return what sees the kernels of a call of *layer*.
-
-        What they return leaves where the host has room for it beside the inputs of the segments
-        that are still to come in this forward.
-        """
-        hidden = _hidden_states(args, kwargs)
+        """Return what sees the kernels of a call of *layer*."""
+        hidden = hidden_states_of(args, kwargs)
         assert hidden is not None
         num_segments = -(-(len(self._layers) - layer.index - 1) // max(1, self.length))
-        reserved_bytes = num_segments * hidden.nbytes
-        link = self.engine.link
-        return SeenAttention(
-            self._keeper.rules, lambda nbytes: link.has_room(nbytes + reserved_bytes)
-        )
+        return self._keeper.attention(hidden, num_segments)
 
     def _stop_attention(self) -> None:
         """See no more kernels. It may be called again, also where it was interrupted."""
@@ -468,7 +341,7 @@ class SegmentLifecycle(Lifecycle):
         self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Segment:
         """Return the segment of *call*: the newest one, if it may go on; or a new one."""
-        hidden = _hidden_states(args, kwargs)
+        hidden = hidden_states_of(args, kwargs)
         assert hidden is not None
         ref = self._here.segment
         segment = None if ref is None else ref()
@@ -489,33 +362,6 @@ class SegmentLifecycle(Lifecycle):
             self._running_again,
             is_nested=self.is_nested,
             check=self._second_runs.of_forward(call.tape.number),
-        )
-
-    def _record(
-        self,
-        segment: Segment,
-        module: nn.Module,
-        layer: Layer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: StateOfCall,
-    ) -> RecordedCall:
-        """Return what *module* needs to run again with these arguments."""
-        hidden = None if segment.calls else _hidden_states(args, kwargs)
-
-        def stand_in(tensor: Tensor) -> SegmentInput | MadeBefore | Held:
-            if tensor is hidden:
-                return SegmentInput()
-            return segment.made_by(tensor) or hold(tensor)
-
-        return RecordedCall(
-            module,
-            layer.fqn,
-            noted(args, stand_in),
-            noted(kwargs, stand_in),
-            InnerHooks(module, self._is_ours),
-            state,
-            devices_of((args, kwargs)),
         )
 
     def _is_ours(self, hook: object) -> bool:
@@ -541,33 +387,3 @@ class SegmentLifecycle(Lifecycle):
                 logger.warning("checkpoint_every=%d: %s.", self.length, sentence)
             else:
                 logger.info("policy 'auto': %s.", sentence)
-
-
-def _hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return what a layer works on: the first argument, or what has that name, or comes first."""
-    own = args[0] if args else kwargs.get("hidden_states")
-    if isinstance(own, Tensor):
-        return own
-    if args:
-        return None
-    return next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
-
-
-def _reason_to_refuse(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_compiling: bool
-) -> str | None:
-    """Say why a layer cannot run again; None if it can."""
-    if is_compiling or any(is_compiled(child) for child in module.modules()):
-        return f"{COMPILED} saves what it was compiled to save"
-    if _hidden_states(args, kwargs) is None:
-        return "its first argument is no tensor"
-    may_keep = getattr(module, "_can_checkpoint_with_cache", False)
-    for name, value in (*enumerate(args), *kwargs.items()):
-        why = why_not_noted(value)
-        if why and not (may_keep and name in _CACHES):
-            advice = "; call the model with use_cache=False to change that"
-            return (
-                f"argument {name!r} looks like a cache (it has `update`) and {why}"
-                f"{advice if name in _CACHES else ''}"
-            )
-    return None

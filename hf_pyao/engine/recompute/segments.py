@@ -36,17 +36,17 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from hf_pyao.engine.recompute.kept_attention import SeenAttention
-from hf_pyao.engine.recompute.operations import Rules
 from hf_pyao.engine.recompute.second_run import (
     AllCollectedError,
     Collector,
+    FilledSegments,
     Filler,
     KeptParameter,
     Part,
@@ -55,6 +55,7 @@ from hf_pyao.engine.recompute.second_run import (
     for_no_one,
 )
 from hf_pyao.engine.recompute.segment_calls import MadeBefore, RecordedCall
+from hf_pyao.engine.recompute.segment_keeper import Keeper
 from hf_pyao.engine.recompute.verification import ForwardCheck, Noted, may_be_unsteady
 from hf_pyao.engine.rerun.generators import RandomState, exclusive_draws
 from hf_pyao.engine.rerun.values import version_of
@@ -65,58 +66,6 @@ from hf_pyao.engine.transfer.graph_task import NO_TASK
 from hf_pyao.errors import SavedTensorModifiedError
 
 CHANGES_INPUT = "it changes in place what it is given"
-
-
-class Keeper(Protocol):
-    """Keeps what a segment saves until backward asks for it."""
-
-    rules: Rules
-    """Of operators."""
-
-    def keep_input(self, call: LayerCall, tensor: Tensor) -> Handle:
-        """Take *tensor* over, the input of *call*."""
-        ...
-
-    def keep(self, call: LayerCall, tensor: Tensor) -> Handle:
-        """Take *tensor* over, which the sub-module that runs has made."""
-        ...
-
-    def give(self, handle: Handle, call: LayerCall) -> Tensor:
-        """Give it back to the backward of *call*."""
-        ...
-
-    def streamed(self, call: LayerCall, tensor: Tensor) -> StreamedTensor | None:
-        """Return what stands for *tensor* if it is a view of a streamed weight; else None."""
-        ...
-
-    def is_streamed(self, tensor: Tensor) -> bool:
-        """Say whether *tensor* is a view of a streamed weight."""
-        ...
-
-    def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
-        """Count *tensor*, which *call* saves and which is made again instead."""
-        ...
-
-
-class FilledSegments:
-    """The segments that ran again and may hold tensors still."""
-
-    def __init__(self) -> None:
-        self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
-        self.num_runs = 0
-        """How often a segment filled place holders, or a layer of one that is nested."""
-
-    def add(self, segment: Segment) -> None:
-        """Count that *segment* runs again, and have the others forget what was used."""
-        self.num_runs += 1
-        for other in list(self._segments):
-            if other is not segment:
-                other.forget(is_used_only=True)
-        self._segments.add(segment)
-
-    def discard(self, segment: Segment) -> None:
-        """Forget *segment*, which holds nothing any more."""
-        self._segments.discard(segment)
 
 
 class Segment:

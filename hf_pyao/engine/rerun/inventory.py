@@ -42,6 +42,7 @@ from hf_pyao.engine.rerun.values import (
     Holder,
     Loose,
     NotedTensor,
+    are_equal,
     entries,
     entry_of,
     exchanged,
@@ -49,6 +50,7 @@ from hf_pyao.engine.rerun.values import (
     put,
     tensor_of,
     version_of,
+    versions_of,
     with_present,
     without_ours,
 )
@@ -57,7 +59,6 @@ from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.errors import RecomputationError
 
 _IS_TRAINED = operator.attrgetter("requires_grad")
-_VERSION = operator.attrgetter("_version")
 
 
 class Inventory:
@@ -162,7 +163,7 @@ class Noted:
         self._generators = [(each, kinds[type(each)].get(each)) for each in found.generators]
         self._are_trained = list(map(_IS_TRAINED, found.parameters))
         self._hooks = ParameterHooks(found.parameters)
-        self.versions = _versions(found.parameters)
+        self.versions = versions_of(found.parameters)
         """Of :attr:`parameters`."""
         self._versions_of_loose = {id(each): each.version() for each in found.loose}
 
@@ -232,7 +233,7 @@ class Noted:
 
     def changed_parameter(self) -> str:
         """Name a parameter that was changed in place, or return an empty string."""
-        versions = _versions(self.parameters)
+        versions = versions_of(self.parameters)
         if versions == self.versions:
             return ""
         changed = [a != b for a, b in zip(versions, self.versions, strict=True)].index(True)
@@ -242,7 +243,7 @@ class Noted:
         """Have the inventory copy from now on what has changed in place, by whatever means."""
         for each in self._tensors:
             now = each.tensor
-            if each.is_written or (each.copy is not None and not _are_equal(now, each.copy)):
+            if each.is_written or (each.copy is not None and not are_equal(now, each.copy)):
                 self._inventory.learn_written(now)
 
     def drew(self) -> bool:
@@ -395,16 +396,5 @@ class Noted:
             each.content.put(empty, without_ours(empty, type(each.copy)()))
         with torch.no_grad():
             for noted in self._tensors:
-                if noted.copy is not None and not _are_equal(noted.tensor, noted.copy):
+                if noted.copy is not None and not are_equal(noted.tensor, noted.copy):
                     noted.tensor.copy_(noted.copy)
-
-
-def _are_equal(tensor: Tensor, copy: Tensor) -> bool:
-    return torch.equal(tensor.to(copy.device), copy)
-
-
-def _versions(parameters: list[Parameter]) -> list[int]:
-    try:
-        return list(map(_VERSION, parameters))
-    except RuntimeError:  # tensors of inference have none
-        return list(map(version_of, parameters))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -15,6 +16,7 @@ from torch.nn import Parameter
 from hf_pyao.engine.rerun.kinds import Content
 from hf_pyao.errors import RecomputationError
 
+_VERSION = operator.attrgetter("_version")
 _WHOLE = (Tensor, Parameter)
 """Types of parameters that nobody has sharded."""
 
@@ -241,3 +243,16 @@ def living(loose: Loose) -> Tensor:
     if tensor is None:
         raise RecomputationError("a large tensor that a module held in forward is gone.")
     return tensor
+
+
+def are_equal(tensor: Tensor, copy: Tensor) -> bool:
+    """Say whether a tensor holds the numbers of a copy, which may be on another device."""
+    return torch.equal(tensor.to(copy.device), copy)
+
+
+def versions_of(parameters: list[Parameter]) -> list[int]:
+    """Return how often each of *parameters* was changed in place."""
+    try:
+        return list(map(_VERSION, parameters))
+    except RuntimeError:  # tensors of inference have none
+        return list(map(version_of, parameters))

@@ -98,8 +98,6 @@ class Lifecycle:
         self._before_forward = before_forward
         self.owner: Any = None
         """What :meth:`install` was given; found again through the stack's hook."""
-        self.refused = ""
-        """Why a layer did not run again, where it should have; empty if none was refused."""
         self.running = Running()
         self._is_removed = False
         self._named_submodules = named_submodules
@@ -119,6 +117,11 @@ class Lifecycle:
         self._has_warned_abandoned = False
         self._pack_uncompiled = uncompiled(engine.pack)
         self._unpack_uncompiled = uncompiled(engine.unpack)
+
+    @property
+    def refused(self) -> str:
+        """Why a layer did not run again, where it should have; empty if none was refused."""
+        return ""
 
     # ---- installing ----------------------------------------------------------------------------
 

@@ -100,6 +100,11 @@ def picture(value: Any, seen: set[int] | None = None) -> Any:
     return repr(value) if isinstance(value, bool | int | float | str | None) else id(value)
 
 
+def exchanges_a_hook(m: Any) -> None:
+    m._forward_hooks.clear()
+    m.register_forward_hook(lambda *_: None)
+
+
 def renames_a_key(m: Any) -> None:
     m.named[8] = m.named.pop(7)
 
@@ -144,6 +149,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "evaluates": lambda m: m.child.eval(),
     "adds a hook": lambda m: m.register_forward_hook(lambda *_: None),
     "adds a hook to a child": lambda m: m.child.register_forward_pre_hook(lambda *_: None),
+    "exchanges a hook": exchanges_a_hook,
     "removes a hook": lambda m: m._forward_hooks.clear(),
     "adds a module": lambda m: m.add_module("further", nn.Linear(1, 1)),
     "removes a module": lambda m: delattr(m, "child"),

@@ -16,7 +16,7 @@ from hf_pyao import attach
 from hf_pyao.auto.recording import (
     lever_recording,
 )
-from hf_pyao.engine.recompute import replay, segment_lifecycle, tracing
+from hf_pyao.engine.recompute import replay, segment_admission, tracing
 from hf_pyao.engine.recompute.segment_calls import RecordedCall
 from hf_pyao.engine.rerun import inventory, surroundings
 from hf_pyao.engine.rerun.generators import RandomState
@@ -64,7 +64,7 @@ def _patches() -> Iterator[Any]:
     yield mock.patch.object(replay, "apply_settings", _does_nothing)
     yield mock.patch.object(tracing, "may_be_disturbed", _never)
     yield mock.patch.object(tiled_mlp, "may_be_disturbed", _never)
-    for module in (segment_lifecycle, tiled_mlp, lever_recording):
+    for module in (segment_admission, tiled_mlp, lever_recording):
         yield mock.patch.object(module, "reason_of_modes_and_hooks", _no_reason)
 
 

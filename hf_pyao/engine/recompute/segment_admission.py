@@ -1,0 +1,118 @@
+"""Which layer calls may run again, and why others may not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_pyao.engine.recompute.noted_caches import why_not_noted
+from hf_pyao.engine.recompute.segment_calls import objects_in
+from hf_pyao.engine.rerun.kinds import Kinds
+from hf_pyao.engine.rerun.layer_state import LayerState, StateOfCall
+from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
+from hf_pyao.engine.runtime.lifecycle import COMPILED
+from hf_pyao.engine.runtime.tape import Layer
+from hf_pyao.training_engines import is_compiled
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Names under which transformers' layers get a cache of keys and values."""
+
+
+class Admission:
+    """Notes the state of layer calls that may run again, and refuses others.
+
+    Args:
+        say: logs a sentence, once for each cause.
+    """
+
+    def __init__(self, say: Callable[[str, str], None]) -> None:
+        self.refused = ""
+        """Why a layer did not run again, where it should have; empty if none was refused."""
+        self._say = say
+        self._states: weakref.WeakKeyDictionary[nn.Module, LayerState] = weakref.WeakKeyDictionary()
+        self._kinds = Kinds()
+        self._refused_late: set[Layer] = set()
+        """Layers of which a call was refused when it ended."""
+        self._refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        """Layers that do not run again any more, and why."""
+
+    def admit(
+        self,
+        module: nn.Module,
+        layer: Layer,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        is_compiling: bool,
+    ) -> StateOfCall | None:
+        """Return what a call of *layer* has found; None if it is refused, which is logged."""
+        reason = self._refusals.get(module) or reason_of_modes_and_hooks()
+        reason = reason or _reason_to_refuse(module, args, kwargs, is_compiling)
+        if not reason:
+            state = self._states.get(module)
+            if state is None:
+                state = self._states[module] = LayerState(module)
+            found = state.now(objects_in((args, kwargs), self._kinds))
+            reason = found.reason_unknown()
+            if not reason:
+                return found
+        self._refuse(layer, reason)
+        return None
+
+    def refuse_late(self, module: nn.Module, layer: Layer, reason: str, *, is_final: bool) -> None:
+        """Record that a call of *layer*, which has ended, cannot run again.
+
+        Args:
+            module: the layer.
+            layer: the same, for messages.
+            reason: why.
+            is_final: the next calls cannot either. Else what has changed is copied from the next
+                call on, and only a second refusal is final.
+        """
+        if is_final or layer in self._refused_late:
+            self._refusals[module] = reason
+            self._refuse(layer, reason)
+        else:
+            self._refused_late.add(layer)
+            self._say(f"layer {layer.fqn!r} does not run again this time: {reason}", reason)
+
+    def forget(self) -> None:
+        """Let go of states: they may hold copies of tables of hooks, which hold the lifecycle."""
+        self._states.clear()
+
+    def _refuse(self, layer: Layer, reason: str) -> None:
+        self.refused = reason
+        self._say(f"layer {layer.fqn!r} does not run again: {reason}", reason)
+
+
+def hidden_states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return what a layer works on: the first argument, or what has that name, or comes first."""
+    own = args[0] if args else kwargs.get("hidden_states")
+    if isinstance(own, Tensor):
+        return own
+    if args:
+        return None
+    return next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+
+
+def _reason_to_refuse(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_compiling: bool
+) -> str:
+    """Say why a layer cannot run again; empty if it can."""
+    if is_compiling or any(is_compiled(child) for child in module.modules()):
+        return f"{COMPILED} saves what it was compiled to save"
+    if hidden_states_of(args, kwargs) is None:
+        return "its first argument is no tensor"
+    may_keep = getattr(module, "_can_checkpoint_with_cache", False)
+    for name, value in (*enumerate(args), *kwargs.items()):
+        why = why_not_noted(value)
+        if why and not (may_keep and name in _CACHES):
+            advice = "; call the model with use_cache=False to change that"
+            return (
+                f"argument {name!r} looks like a cache (it has `update`) and {why}"
+                f"{advice if name in _CACHES else ''}"
+            )
+    return ""

@@ -1,0 +1,143 @@
+"""What segments keep goes to the engine; what they drop is counted as the engine counts it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hf_pyao.engine.recompute.kept_attention import SeenAttention
+from hf_pyao.engine.recompute.operations import Rules
+from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.engine.runtime.packing import SHARED_BY_LAYERS
+from hf_pyao.engine.runtime.parameters import is_parameter
+from hf_pyao.engine.runtime.saved_tensor import Handle
+from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
+from hf_pyao.engine.runtime.tape import LayerCall, Tape
+from hf_pyao.engine.transfer.layout import reason_not_movable
+
+
+class Keeper(Protocol):
+    """Keeps what a segment saves until backward asks for it."""
+
+    rules: Rules
+    """Of operators."""
+
+    def keep_input(self, call: LayerCall, tensor: Tensor) -> Handle:
+        """Take *tensor* over, the input of *call*."""
+        ...
+
+    def keep(self, call: LayerCall, tensor: Tensor) -> Handle:
+        """Take *tensor* over, which the sub-module that runs has made."""
+        ...
+
+    def give(self, handle: Handle, call: LayerCall) -> Tensor:
+        """Give it back to the backward of *call*."""
+        ...
+
+    def streamed(self, call: LayerCall, tensor: Tensor) -> StreamedTensor | None:
+        """Return what stands for *tensor* if it is a view of a streamed weight; else None."""
+        ...
+
+    def is_streamed(self, tensor: Tensor) -> bool:
+        """Say whether *tensor* is a view of a streamed weight."""
+        ...
+
+    def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
+        """Count *tensor*, which *call* saves and which is made again instead."""
+        ...
+
+
+class EngineKeeper:
+    """Has the engine keep the inputs of segments, as what their first layer saves."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self.rules = Rules()
+        self._counted: weakref.WeakKeyDictionary[Tape, dict[int, StorageWeakRef]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Of each forward the storages that were counted, by address: it is not used again as long
+        as there is a reference."""
+
+    def streamed(self, call: LayerCall, tensor: Tensor) -> StreamedTensor | None:
+        """Return what stands for *tensor* if it is a view of a streamed weight; else None."""
+        weights = self._engine.weights
+        give = None if weights is None else weights.find(tensor)
+        if give is None:
+            return None
+        return StreamedTensor(give, call, call.layer.unnamed(call.paths[-1]))
+
+    def is_streamed(self, tensor: Tensor) -> bool:
+        """Say whether *tensor* is a view of a streamed weight."""
+        weights = self._engine.weights
+        return weights is not None and weights.find(tensor) is not None
+
+    def note_dropped(self, call: LayerCall, tensor: Tensor) -> None:
+        """Count *tensor*'s storage, which autograd would hold and which is made again instead."""
+        if type(tensor) is not Tensor and reason_not_movable(tensor) is not None:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        seen = self._counted.setdefault(call.tape, {})
+        if key in seen or key in call.table.entries or key in self._engine.packer.buffer_keys:
+            return
+        if is_parameter(tensor, call.frozen_shapes):
+            return
+        nbytes, stats = storage.nbytes(), call.stats
+        seen[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        stats.would_hold_bytes += nbytes
+        if key in call.shared_keys:
+            stats.kept_bytes[SHARED_BY_LAYERS] += nbytes
+        else:
+            stats.recomputed_bytes += nbytes
+
+    def _forget_dropped(self, call: LayerCall, tensor: Tensor) -> None:
+        """Take back what was counted for *tensor*, which the engine is to keep after all."""
+        if type(tensor) is not Tensor and reason_not_movable(tensor) is not None:
+            return
+        storage, stats = tensor.untyped_storage(), call.stats
+        key, nbytes = storage._cdata, storage.nbytes()
+        if self._counted.get(call.tape, {}).pop(key, None) is None:
+            return
+        stats.would_hold_bytes -= nbytes
+        if key in call.shared_keys:
+            stats.kept_bytes[SHARED_BY_LAYERS] -= nbytes
+        else:
+            stats.recomputed_bytes -= nbytes
+
+    def keep_input(self, call: LayerCall, tensor: Tensor) -> Handle:
+        """Take *tensor* over, the input of *call*."""
+        call.enter("", None)  # whichever sub-module it is that saves something first
+        try:
+            return self.keep(call, tensor)
+        finally:
+            call.leave()
+
+    def keep(self, call: LayerCall, tensor: Tensor) -> Handle:
+        """Take *tensor* over, which the sub-module that runs has made."""
+        self._forget_dropped(call, tensor)
+        return self._engine.pack_of(call)(call, tensor)
+
+    def give(self, handle: Handle, call: LayerCall) -> Tensor:
+        """Give it back to the backward of *call*, the segment's last, which has begun.
+
+        The first one's has not: a call's backward begins as a gradient reaches its outputs.
+        """
+        handle.belong_to(call)
+        return self._engine.unpack_hook(handle)
+
+    def attention(self, hidden: Tensor, num_segments: int) -> SeenAttention:
+        """Return what sees the kernels of attention of a layer call.
+
+        What they return leaves where the host has room for it beside the inputs of the segments
+        that are still to come in this forward.
+
+        Args:
+            hidden: the input of such a segment.
+            num_segments: how many come.
+        """
+        reserved_bytes, link = num_segments * hidden.nbytes, self._engine.link
+        return SeenAttention(self.rules, lambda nbytes: link.has_room(nbytes + reserved_bytes))
