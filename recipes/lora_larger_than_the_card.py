@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the recipe; return 0 if the bits are equal and the cap holds."""
     args = _parser().parse_args(argv)
     if args.smoke:
-        args.hidden_size, args.num_layers, args.sequence_length, args.num_steps = 128, 12, 16, 2
+        args.hidden_size, args.num_layers, args.sequence_length, args.num_steps = 192, 20, 16, 2
         args.vocab_size, args.text_mb, args.rank = 300, 0.05, 1
     try:
         return run(args)

@@ -29,18 +29,19 @@ class PredictedUploads(RingSchedule):
         """The same: the pass that each is queued in, and its bytes."""
         self._phase = FORWARD
         self._segments = program.segments
+        self._runs_back = any(each.phase == BACKWARD for each in program.segments)
         self._layers = streamed.layers
         self._layer_bytes = streamed.layer_bytes
         self._blocks = {layer: block for block, layer in enumerate(streamed.layers)}
         self._clock: StepClock | None = None
         self._under_way: dict[int, Copy] = {}
         if not is_first_step and streamed:
-            self.begin(trains=True)
+            self.begin(trains=self._runs_back)
             self.run()
         self._clock = clock
         self.counted = []
         self._phase = FORWARD
-        self.begin(trains=True)
+        self.begin(trains=self._runs_back)
         self.ahead()
 
     @property

@@ -245,7 +245,8 @@ def _plan(args: argparse.Namespace) -> Plan:
             chosen, figures = streaming.levers, figures_of(streaming.weights)
     if training is not None:
         program = planner.program if stream_weights == OFF else chosen.planner.program
-        _check_optimizer_step(training.optimizer_step_bytes(program), limit_bytes)
+        later_bytes = training.optimizer_step_bytes(program)
+        _check_optimizer_step(later_bytes, limit_bytes, less_by_streaming(program))
         figures |= _beside_figures(training, program)
     if not chosen.fits:
         help = (less_by_streaming(chosen.planner.program), chosen.levers.less_memory)
@@ -283,8 +284,13 @@ def _beside_figures(training: FakeTraining, program: StepProgram) -> dict[str, f
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
-def _check_optimizer_step(nbytes: int, limit_bytes: float) -> None:
+def _check_optimizer_step(nbytes: int, limit_bytes: float, less_by_streaming: str) -> None:
     """Refuse where the optimizer's step does not fit, whatever is offloaded.
+
+    Args:
+        nbytes: what it takes.
+        limit_bytes: what it may take.
+        less_by_streaming: what streamed weights would take off, in words; empty: nothing.
 
     Raises:
         NoPlanFitsError: it takes more.
@@ -295,7 +301,8 @@ def _check_optimizer_step(nbytes: int, limit_bytes: float) -> None:
         raise NoPlanFitsError(
             f"the optimizer's step takes {nbytes / 1e9:.2f} GB: weights, gradients, states and its "
             f"temporaries; a step may take {limit_bytes / 1e9:.2f} GB. What would help: "
-            "--optimizer-step fused, an --optimizer with smaller states, --lora, --engine zero2.",
+            + (f"{less_by_streaming}, " if less_by_streaming else "")
+            + "--optimizer-step fused, an --optimizer with smaller states, --lora, --engine zero2.",
             nbytes,
         )
 
