@@ -565,6 +565,25 @@ def test_sentences_without_numbers_hold_too() -> None:
         assert chunked > 4 * plain
 
 
+def test_by_the_rule_of_estimates_pyaos_limit_is_a_smaller_multiple_of_the_baselines() -> None:
+    rows = read_document(RESULTS / "figure4_predict.json")["rows"]
+    largest = "largest micro-batch in 8.68 GB of tensors"
+    for key, model in MODELS.items():
+        (path,) = RESULTS.parent.glob(f"estimate_{key}-*_rtx4070.json")
+        estimated = json.loads(path.read_text(encoding="utf-8"))
+        assert not estimated["setup"]["alloc_conf"], "the page says: the default allocator"
+        ours, theirs = (
+            one(estimated["rows"], method=method)["largest_micro_batch"]
+            for method in ("policy pyao", "none")
+        )
+        papers_ours, papers_theirs = (
+            one(rows, model=model, system=each.name, quantity=largest)["value"]
+            for each in (PYAO, BASELINE)
+        )
+        assert theirs > papers_theirs
+        assert ours / theirs < papers_ours / papers_theirs
+
+
 def test_the_page_is_what_the_files_say() -> None:
     """Every number of the page is read from a file: writing it anew changes nothing."""
     text = (RECIPES / "experiments" / "README.md").read_text(encoding="utf-8")
