@@ -108,9 +108,10 @@ def attach(
         label=parts.link.label,
         host_memory_gib=parts.link.host_memory_gib,
     )
-    streaming = streaming_of(
-        model, found, parts.streaming.value, parts.streaming.label, link, place
-    )
+    stream_weights = parts.streaming.value
+    if stream_weights == "auto" and plan is not None and plan.facts.resident_blocks is not None:
+        stream_weights = plan.facts.resident_blocks
+    streaming = streaming_of(model, found, stream_weights, parts.streaming.label, link, place)
     offloader = _wire(model, found, config, parts, plan, levers, link, backward_order, streaming)
     try:
         logger.info("%s", offloader.describe())

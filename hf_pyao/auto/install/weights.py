@@ -293,8 +293,9 @@ def streaming_of(
         if device.type == "cpu":
             return None  # everything fits: the device is the host
         raise ConfigError(
-            f"{label} is 'auto'; how many layers stay cannot be chosen yet. Give a number of "
-            "layers, such as 0, or 'off'."
+            f"{label} is 'auto', and no plan says how many layers stay. Give a plan that does "
+            "(`pyao plan MODEL --lora --stream-weights auto --save plan.json`, policy 'plan'), a "
+            "number of layers, such as 0, or 'off'."
         )
     assert isinstance(stream_weights, int)
     layers = StreamedLayers(model, found, stream_weights, label, link, device)

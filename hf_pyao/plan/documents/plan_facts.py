@@ -54,7 +54,10 @@ class PlanFacts:
     needed_bytes: int | None = None
     """What the device's allocator needs for that peak. None: ``peak_bytes``."""
     host_bytes: int | None = None
-    """Predicted peak of activations on the host. None: 0."""
+    """Predicted peak on the host: activations, and masters of streamed weights. None: 0."""
+    resident_blocks: int | None = None
+    """Layers whose frozen weights stay on the device, where ``stream_weights`` is ``"auto"``; those
+    of the others are streamed. None: the plan says nothing of that."""
     kept_step_ms: float | None = None
     """Predicted time of the step that keeps everything. None: no prediction."""
     kept_peak_bytes: int | None = None

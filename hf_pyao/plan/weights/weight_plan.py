@@ -101,5 +101,5 @@ def said_of(figures: Mapping[str, float]) -> str:
         f"{figures['weights/ring_bytes'] / 1e9:.2f} GB: {int(figures['weights/uploads'])} uploads "
         f"and {figures['weights/uploaded_bytes'] / 1e9:.2f} GB a step; the host holds "
         f"{figures['weights/host_bytes'] / 1e9:.2f} GB of them. Train with "
-        f"stream_weights={stay}"
+        f"stream_weights={stay}, or follow the plan with stream_weights='auto'"
     )

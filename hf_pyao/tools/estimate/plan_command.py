@@ -171,6 +171,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> Plan:
     from tqdm import tqdm
 
+    from hf_pyao.plan.documents.plan_facts import NO_FACTS
     from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
     from hf_pyao.plan.hardware.presets import find_hardware
     from hf_pyao.plan.options.auto_plan import plan_of_choice
@@ -225,6 +226,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     )
     is_hidden = args.json or not sys.stderr.isatty()
     figures: dict[str, float] = {}
+    facts = NO_FACTS
     with tqdm(disable=is_hidden, leave=False, unit="step", desc="other levers") as bar:
 
         def record(levers: Levers) -> StepProgram:
@@ -243,6 +245,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         else:
             streaming = choose_streaming(choice, stream_weights, limit_bytes, host)
             chosen, figures = streaming.levers, figures_of(streaming.weights)
+            facts = dataclasses.replace(NO_FACTS, resident_blocks=streaming.weights.num_resident)
     if training is not None:
         program = planner.program if stream_weights == OFF else chosen.planner.program
         later_bytes = training.optimizer_step_bytes(program)
@@ -259,6 +262,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         limit_bytes=limit_bytes,
         model=profile.model,
         num_front_points=NUM_FRONT_POINTS,
+        facts=facts,
         figures=figures,
     )
 

@@ -68,7 +68,9 @@ def test_a_plan_with_streamed_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*command, "--stream-weights", "auto", "--save", str(path)]) == 0
     said = capsys.readouterr().out
     assert "layers are streamed through a ring of 0.05 GB" in said
-    figures = Plan.from_dict(json.loads(path.read_text())).figures
+    plan = Plan.from_dict(json.loads(path.read_text()))
+    figures = plan.figures
+    assert plan.facts.resident_blocks == figures["weights/resident_blocks"]
     assert figures["weights/streamed_blocks"] + figures["weights/resident_blocks"] == 12
     stay = int(figures["weights/resident_blocks"])
     assert main([*command, "--stream-weights", str(stay)]) == 0
