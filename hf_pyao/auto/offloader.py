@@ -321,6 +321,8 @@ class Offloader:
 
     def _end_record(self, outcome: str) -> None:
         self.record.report_extra.update(self._deciding.report())
+        if self.weights is not None:
+            self.record.report_extra["streamed_weights"] = self.weights.figures()
         if self._finalizer is not None:
             self._finalizer.detach()
         self.record.end(outcome)

@@ -69,9 +69,9 @@ def check(
         assert ring is not None
         assert ring.num_uploads > 0
     assert_same_trajectory(found, expected, what)
-    assert ring.num_left == 0, f"{what}: someone held a slot"
+    assert ring.counts.num_left == 0, f"{what}: someone held a slot"
     if not may_keep_casts:
-        assert ring.kept_cast_bytes == 0, f"{what}: a cast of unknown origin was kept"
+        assert ring.counts.kept_cast_bytes == 0, f"{what}: a cast of unknown origin was kept"
     for (name, p), q in zip(model.named_parameters(), ours.parameters(), strict=True):
         assert torch.equal(p, q), f"{what}: {name}"
 

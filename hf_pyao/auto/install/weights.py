@@ -220,6 +220,10 @@ class StreamedLayers:
         if model is not None:
             vars(model).pop(_DDP_IGNORES, None)
 
+    def figures(self) -> dict[str, Any]:
+        """Return what the uploads came to, as plain values; empty before :meth:`put_on`."""
+        return {} if self.ring is None else self.ring.figures().as_dict()
+
     def describe(self) -> str:
         """Say in a sentence what is streamed."""
         num_layers = len(self._block_of_layer)

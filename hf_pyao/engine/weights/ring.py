@@ -37,6 +37,7 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
 from hf_pyao.engine.transfer.transport import LinkTimes, Transport
 from hf_pyao.engine.weights.blocks import Block, Weight
+from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.errors import ConflictError
 
 logger = logging.getLogger(__name__)
@@ -95,12 +96,8 @@ class WeightRing(RingSchedule):
         self._on_forward = on_forward
         self.blocks = tuple(blocks)
         self.slot_bytes = max((block.nbytes for block in blocks), default=0)
-        self.num_left = 0
-        """Times that a slot's memory was left to someone who still held a view of it."""
-        self.left_bytes = 0
-        self.uploaded_bytes = 0
-        self.kept_cast_bytes = 0
-        """Casts that the graph held since their weight was not known, in all forwards so far."""
+        self.counts = UploadFigures(pool_bytes=sum(block.nbytes for block in blocks))
+        """What was counted so far; :meth:`figures` brings it up to date."""
         self.times = LinkTimes()
         """What the uploads took, and compute's waits for them."""
         self._device = device
@@ -189,9 +186,9 @@ class WeightRing(RingSchedule):
 
     def tensor_of(self, weight: Weight) -> torch.Tensor:
         """Return *weight* on the device, ready for compute on the current stream."""
-        slot = self._current_slot
-        if slot is not None and self.current == weight.block and slot.home is None:
-            known = slot.views.get(weight.offset)  # mostly, where compute has no streams
+        with self._lock:
+            slot = self._slot_in_use(weight.block)
+            known = None if slot is None else slot.views.get(weight.offset)
             if known is not None:
                 return known
         with self._lock, _aside():
@@ -218,6 +215,13 @@ class WeightRing(RingSchedule):
                 if slot.storage is not None:
                     self._slot_of_storage.pop(slot.storage._cdata, None)
                 slot.storage = slot.home = None
+
+    def figures(self) -> UploadFigures:
+        """Return what the uploads came to. Copies that run still are counted, and not yet timed."""
+        counts = self.counts
+        counts.num_uploads, counts.num_late_uploads = self.num_uploads, self.num_late_uploads
+        self._transport.collect(counts, self.times)
+        return counts
 
     # ---- what the engine asks ------------------------------------------------------------------
 
@@ -246,6 +250,7 @@ class WeightRing(RingSchedule):
         """
         with self._lock, _aside():
             self._on_forward()
+            self._transport.collect(self.counts, self.times)
             for block in self.blocks:
                 if thawed := block.thawed():
                     raise ConflictError(
@@ -272,7 +277,7 @@ class WeightRing(RingSchedule):
         """Count a cast of a weight that is not known; say so once for each layer."""
         if self._block_of_layer[layer] is None:
             return
-        self.kept_cast_bytes += nbytes
+        self.counts.kept_cast_bytes += nbytes
         if layer not in self._kept_in:
             self._kept_in.add(layer)
             block = self._block_of_layer[layer]
@@ -320,7 +325,7 @@ class WeightRing(RingSchedule):
         except BaseException:
             self._transport.retire_all()  # an interrupt: it may be queued, and no one knows
             raise
-        self.uploaded_bytes += meant.nbytes
+        self.counts.uploaded_bytes += meant.nbytes
 
     def _empty(self, slot: _Slot) -> None:
         """Let go of the views of what *slot* held, and of an upload that no one has waited for."""
@@ -343,8 +348,8 @@ class WeightRing(RingSchedule):
         storage, place.storage = place.storage, None
         assert storage is not None
         self._slot_of_storage.pop(storage._cdata, None)
-        self.num_left += 1
-        self.left_bytes += storage.nbytes()
+        self.counts.num_left += 1
+        self.counts.left_bytes += storage.nbytes()
         held = self.slots[slot]
         what = "" if held is None else self.blocks[held].layer
         if what not in self._said:
@@ -381,7 +386,19 @@ class WeightRing(RingSchedule):
 
     # ---- views and casts -----------------------------------------------------------------------
 
+    def _slot_in_use(self, block: int) -> _Slot | None:
+        """Return the slot of *block* if it is in use, and the current stream its home's."""
+        slot = self._current_slot
+        if slot is None or self.current != block:
+            return None
+        is_home = slot.home is None or slot.home.visitor() is None
+        return slot if is_home else None
+
     def _view_again(self, block: Block, layout: TensorLayout) -> torch.Tensor:
+        with self._lock:
+            known = self._slot_in_use(block.index)
+            if known is not None and known.storage is not None:
+                return layout.view_of(known.storage, 0)
         with self._lock, _aside():
             slot = self._bring(block.index)
             assert slot.storage is not None

@@ -111,6 +111,12 @@ def test_uploads_are_those_of_a_ring_and_none_is_late(policy: str) -> None:
         steps = [after - before for before, after in itertools.pairwise(counts)]
         assert steps == [2 * NUM_LAYERS - 2, 2 * (NUM_LAYERS - 2), 2 * (NUM_LAYERS - 2)]
         assert ring.num_late_uploads == 0
+        assert offloader.weights is not None
+        figures = offloader.weights.figures()
+        assert figures["num_uploads"] == ring.num_uploads
+        assert figures["uploaded_bytes"] == ring.num_uploads * ring.slot_bytes
+        assert figures["transfer_ms"] > 0
+        assert figures["host_bytes"] == NUM_LAYERS * ring.slot_bytes
         assert offloader.totals()["reloaded_bytes"] == offloader.totals()["offloaded_bytes"]
 
 
@@ -137,7 +143,7 @@ def test_accumulation_and_evaluation_and_generation_use_the_same_ring() -> None:
         ring.stop()
         loss.backward()
         loss_of(plain).backward()
-        assert ring.num_left == 0
+        assert ring.counts.num_left == 0
         found = gradients_of(model)
         assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
 
@@ -183,7 +189,7 @@ def test_a_view_that_is_kept_on_ctx_keeps_its_bytes() -> None:
     stack = frozen_stack()
     with streamed(stack) as offloader:
         assert torch.equal(gradient_of_stack(stack), expected)
-        assert ring_of(offloader).num_left > 0
+        assert ring_of(offloader).counts.num_left > 0
 
 
 def test_mutant_that_does_not_look_who_holds_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:

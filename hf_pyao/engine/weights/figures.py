@@ -1,0 +1,44 @@
+"""What streaming came to: uploads, bytes, and the time that they took."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class UploadFigures:
+    """Sums over all uploads of a ring; the meter of its copies."""
+
+    num_uploads: int = 0
+    """Blocks that were copied to the device."""
+    num_late_uploads: int = 0
+    """Those whose copy began only as compute asked for them."""
+    uploaded_bytes: int = 0
+    """Bytes that they copied."""
+    num_left: int = 0
+    """Times that a slot's memory was left to someone who still held a view of it."""
+    left_bytes: int = 0
+    """Bytes of that memory, added up."""
+    kept_cast_bytes: int = 0
+    """Casts of weights of unknown origin that graphs held, in all forwards."""
+    transfer_ms: float = 0.0
+    """Time in which uploads ran."""
+    stall_forward_ms: float = 0.0
+    """Time in which forward compute waited for uploads."""
+    stall_backward_ms: float = 0.0
+    """Time in which backward compute waited for uploads."""
+    device_peak_bytes: int = 0
+    """Most device memory allocated so far, where the device counts it."""
+    host_peak_bytes: int = 0
+    """Not counted here: the weights' memory is reserved once."""
+    pool_bytes: int = 0
+    """Bytes of the streamed weights on the host."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as plain values, for a report."""
+        values = dataclasses.asdict(self)
+        del values["host_peak_bytes"], values["device_peak_bytes"]
+        values["host_bytes"] = values.pop("pool_bytes")
+        return values
