@@ -228,7 +228,7 @@ class StreamedLayers:
         """Say in a sentence what is streamed."""
         num_layers = len(self._block_of_layer)
         sentence = (
-            f"the frozen weights of {len(self.blocks)} of {num_layers} layers "
+            f"stream_weights: the frozen weights of {len(self.blocks)} of {num_layers} layers "
             f"({self.nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
         )
         left = {reason: nbytes for reason, nbytes in self.left_bytes.items() if nbytes}

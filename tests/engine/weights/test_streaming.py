@@ -6,11 +6,14 @@ import copy
 import gc
 import itertools
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.offloader import Offloader
+from hf_pyao.engine.transfer.transport import BlockingTransport
 from hf_pyao.engine.weights import ring as ring_module
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.errors import ConfigError, ConflictError
@@ -276,6 +280,10 @@ def test_parameters_are_the_same_objects_with_the_same_bits(tmp_path: Path) -> N
         anything: Any = model
         anything.save_pretrained(tmp_path / "adapter")
         anything.base_model.model.save_pretrained(tmp_path / "base")
+        saved = load_file(tmp_path / "base" / "model.safetensors")
+        inner = anything.base_model.model.state_dict()
+        assert saved
+        assert all(torch.equal(inner[name], value) for name, value in saved.items())
         offloader.detach()
     assert torch.equal(loss_of(copied), loss_of(model))
     for name, parameter in model.named_parameters():
@@ -308,6 +316,54 @@ def test_weights_that_change_on_the_host_are_uploaded_again() -> None:
         for each in (model, plain):
             each.load_state_dict(state)
         assert torch.equal(loss_of(model), loss_of(plain))
+
+
+def test_adapters_that_are_added_and_switched() -> None:
+    model, plain = llama(), llama()
+    with streamed(model):
+        for each in (model, plain):
+            loss_of(each).backward()
+            anything: Any = each
+            torch.manual_seed(1)
+            anything.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=3))
+            anything.set_adapter("other")
+            loss_of(each).backward()
+            anything.set_adapter("default")
+            loss_of(each).backward()
+        found = gradients_of(model)
+        assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+
+
+class NotingTransport(BlockingTransport):
+    """Notes the order in which copies to the device are queued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+
+    def reload(self, *args: Any, **options: Any) -> Any:
+        self.labels.append(str(options["label"]))
+        return super().reload(*args, **options)
+
+
+def test_reloads_and_uploads_share_the_lane_in_the_order_of_backward() -> None:
+    model = llama()
+    transport = NotingTransport()
+    settings: dict[str, Any] = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0}
+    config = PyAOConfig(stream_weights=0, host_memory_gib=0.1, **settings)
+    with attach(model, config, transport=transport):
+        train(model, [[tiny_batch(0)]])
+        transport.labels.clear()
+        train(model, [[tiny_batch(0)]])
+    layers = [(int(re.findall(r"layers\.(\d+)", label)[0]), label) for label in transport.labels]
+    order = [key for key, _ in itertools.groupby((n, "weights" in label) for n, label in layers)]
+    uploads = [number for number, is_weights in order if is_weights]
+    assert uploads == [2, 3, 4, 2, 1, 0], "blocks at the turns are on the device already"
+    backward = order[order.index((4, True)) + 1 :]
+    assert backward[0] == (4, False), "the layer's own reloads come first"
+    for block in (2, 1, 0):  # queued as the layer before it in backward begins
+        assert backward.index((block, True)) > 0
+    assert len(backward) == len(set(backward))
 
 
 def test_merging_and_unmerging_adapters() -> None:
