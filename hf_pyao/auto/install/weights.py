@@ -24,11 +24,13 @@ from hf_pyao.model.map.module_map import FoundLayers, find_layers
 from hf_pyao.model.patching.exchanged_forwards import has_forward_of_its_own
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
 from hf_pyao.model.weights.places import StayingParameters, move_others
+from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight
 from hf_pyao.model.weights.streamable import streamable_layers
 from hf_pyao.training_engines import is_compiled, is_moved_by_accelerate, package_of
 
 _LAYER = "_pyao_streamed_layer"
 _CAST = "_pyao_streamed_cast"
+_QUANTISED = "_pyao_streamed_quantised"
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -121,12 +123,14 @@ class StreamedLayers:
             raise _nothing_frozen(label, num_resident)
         stay = resident_layers(len(layers), num_resident)
         self._block_of_layer: list[int | None] = []
+        self._quantised: list[QuantisedWeight] = []
         self.blocks: list[Block] = []
         for index, layer in enumerate(layers):
             is_streamed = index not in stay and bool(layer.parameters)
             self._block_of_layer.append(len(self.blocks) if is_streamed else None)
             if is_streamed:
-                self.blocks.append(Block(len(self.blocks), layer.fqn, layer.parameters))
+                self.blocks.append(Block(len(self.blocks), layer.fqn, layer.tensors))
+                self._quantised.extend(weight for _, weight in layer.quantised)
                 self.left_bytes.update(layer.left_bytes)
         self._check_room(label)
 
@@ -169,6 +173,8 @@ class StreamedLayers:
         )
         streamed = {id(p): p for b in self.blocks for w in b.weights if (p := w.ref()) is not None}
         move_others(model, lambda each: id(each) in streamed, self.device)
+        for weight in self._quantised:
+            self._put_on_quantised(weight, ring)
         self._staying = StayingParameters(lambda each: ring.weight_of(each) is not None)
         for module in model.modules():
             if any(id(p) in streamed for p in module._parameters.values()):
@@ -193,6 +199,17 @@ class StreamedLayers:
         if model is not None and ring is not None and self.device.type != "cpu":
             move_others(model, lambda each: ring.weight_of(each) is not None, self.device)
 
+    def _put_on_quantised(self, weight: QuantisedWeight, ring: WeightRing) -> None:
+        """Let a linear layer of bitsandbytes run over its packed weight in a slot."""
+        weight.move_tables(self.device)
+        weight.follow()
+        module, parameter = weight.module, weight.parameter
+        streamed = ring.weight_of(parameter)
+        if module is not None and parameter is not None and streamed is not None:
+            forward = QuantisedForward(ring, weight)
+            streamed.is_read_as(weakly(forward.stand_in, None))
+            self._exchange(module, _QUANTISED, forward)
+
     def _exchange(self, module: nn.Module, key: str, handle: Any) -> None:
         self._handles.append((weakref.ref(module), key, handle))
         exchange(module, key, handle)
@@ -216,6 +233,8 @@ class StreamedLayers:
             self.ring.stop()
         for block in self.blocks:
             block.move_back()
+        for weight in self._quantised:
+            weight.follow()
         model = self._model()
         if model is not None:
             vars(model).pop(_DDP_IGNORES, None)

@@ -22,6 +22,7 @@ from hf_pyao.engine.recompute.dispatch_modes import RemovableMode
 from hf_pyao.engine.recompute.one_kernel import KernelWatcher
 from hf_pyao.engine.recompute.operations import Rule, Rules
 from hf_pyao.engine.runtime.saved_tensor import Handle
+from hf_pyao.engine.torch_hooks.custom_operators import runner_of
 
 KERNELS = frozenset(
     {
@@ -114,7 +115,7 @@ class _AttentionMode(RemovableMode, KernelWatcher):  # type: ignore[no-untyped-c
             args = (torch.tensor(args[0]), *args[1:])  # see Trace
         if rule.name in KERNELS and not self._is_inside:
             return self.run_kernel(func, args, kwargs, draws=_draws(rule, args, kwargs))
-        return func(*args, **kwargs)
+        return runner_of(func)(*args, **kwargs)
 
     def run_as_one(self, run: Callable[..., Any], arguments: Sequence[Any], *, draws: bool) -> Any:
         """Run several kernels as if they were one."""

@@ -34,6 +34,7 @@ from hf_pyao.engine.recompute.trace_values import (
 )
 from hf_pyao.engine.rerun.generators import exclusive_draws, may_be_disturbed
 from hf_pyao.engine.rerun.settings import Settings, current_settings
+from hf_pyao.engine.torch_hooks.custom_operators import runner_of
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.transfer.layout import has_bytes
 from hf_pyao.engine.transfer.watcher import CopyWatcher
@@ -107,14 +108,15 @@ class Trace(RemovableMode):
     ) -> Any:
         """Run *func* and note what it reads and makes."""
         kwargs = kwargs or {}
+        own = runner_of(func)
         if self.is_paused:
-            return func(*args, **kwargs)
+            return own(*args, **kwargs)
         watcher, path = self._watcher, self._paths[-1]
         if watcher is None:
-            return self._note(func, func, types, args, kwargs)
+            return self._note(func, own, types, args, kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return watcher.around("operation", path, lambda: func(*args, **kwargs))
+            return watcher.around("operation", path, lambda: own(*args, **kwargs))
 
         return watcher.around("trace", path, lambda: self._note(func, run, types, args, kwargs))
 

@@ -18,6 +18,8 @@ _NUM_ELEMENTS = 64
 """Sampled of each weight, evenly spread."""
 _ADDRESS = operator.methodcaller("data_ptr")
 
+_PLAIN = frozenset({Tensor, Parameter})
+
 
 class WeightSamples:
     """Takes samples of weights. Views of them are made once, and again when weights have moved.
@@ -29,10 +31,10 @@ class WeightSamples:
         self._addresses: list[int] = []
         self._views: list[list[Tensor]] = []
 
-    def take(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+    def take(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return elements of *parameters*, as they are now; empty if there is no room for them."""
         try:
-            plain = [each for each in parameters if type(each) is Parameter and not each.is_meta]
+            plain = [each for each in parameters if type(each) in _PLAIN and not each.is_meta]
             addresses = list(map(_ADDRESS, plain))
             if addresses != self._addresses:
                 self._addresses, self._views = addresses, _views_of(plain)
@@ -42,7 +44,7 @@ class WeightSamples:
             self._addresses, self._views = [], []
             return []
 
-    def have_changed(self, parameters: Sequence[Parameter], before: list[Tensor]) -> bool:
+    def have_changed(self, parameters: Sequence[Tensor], before: list[Tensor]) -> bool:
         """Say whether *parameters* hold something else than :meth:`take` returned."""
         now = self.take(parameters)
         if len(now) != len(before):
@@ -53,7 +55,7 @@ class WeightSamples:
         )
 
 
-def _views_of(parameters: Sequence[Parameter]) -> list[list[Tensor]]:
+def _views_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for each in parameters:
         if each.layout is not torch.strided or not each.is_contiguous() or not each.numel():

@@ -8,10 +8,9 @@ the weights as before. The copy on the host is the only one that lasts: nothing 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn import Parameter
 
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import view_of_storage
@@ -30,9 +29,12 @@ class Weight:
         offset: first byte in the block.
     """
 
-    __slots__ = ("block", "device", "dtype", "name", "nbytes", "offset", "ref", "size", "stride")
+    __slots__ = (
+        *("block", "device", "dtype", "name", "nbytes", "offset", "ref", "size", "stand_in"),
+        "stride",
+    )
 
-    def __init__(self, block: int, name: str, parameter: Parameter, offset: int) -> None:
+    def __init__(self, block: int, name: str, parameter: torch.Tensor, offset: int) -> None:
         self.block = block
         self.name = name
         self.ref = weakref.ref(parameter)
@@ -43,6 +45,12 @@ class Weight:
         self.nbytes = parameter.numel() * parameter.element_size()
         self.device = parameter.device
         """Where the parameter was before."""
+        self.stand_in: Callable[[], torch.Tensor | None] | None = None
+        """Returns what is read on the device in place of a parameter of a class of its own."""
+
+    def is_read_as(self, stand_in: Callable[[], torch.Tensor | None]) -> None:
+        """Let :attr:`stand_in` be *stand_in*; None of it: the plain weight is read."""
+        self.stand_in = stand_in
 
     def view_of(self, storage: torch.UntypedStorage, blank: torch.Tensor) -> torch.Tensor:
         """View *storage*, which holds the block from byte 0, as this weight.
@@ -64,7 +72,9 @@ class Block:
         parameters: name and parameter of each; frozen, dense, on any device.
     """
 
-    def __init__(self, index: int, layer: str, parameters: Sequence[tuple[str, Parameter]]) -> None:
+    def __init__(
+        self, index: int, layer: str, parameters: Sequence[tuple[str, torch.Tensor]]
+    ) -> None:
         self.index = index
         self.layer = layer
         offset = 0
@@ -134,5 +144,5 @@ class Block:
         """Return the name of a weight that requires gradients by now; empty if none does."""
         return next((weight.name for weight, p in self._living() if p.requires_grad), "")
 
-    def _living(self) -> list[tuple[Weight, Parameter]]:
+    def _living(self) -> list[tuple[Weight, torch.Tensor]]:
         return [(weight, p) for weight in self.weights if (p := weight.ref()) is not None]

@@ -65,10 +65,10 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         """Layers whose forward runs."""
-        self.casts: dict[int, torch.Tensor] = {}
-        """Casts in place of weights, by the weight's id, while one operation runs."""
+        self.stand_ins: dict[int, torch.Tensor] = {}
+        """What is read in place of weights, by the weight's id, while one operation runs."""
         self.cast_keys: dict[int, tuple[Weight, torch.dtype]] = {}
-        """The same by storage."""
+        """Those of them that are casts, by storage."""
 
 
 class WeightRing(RingSchedule):
@@ -139,14 +139,36 @@ class WeightRing(RingSchedule):
         weight = self.weight_of(parameter)
         if weight is None:
             return parameter
-        here = self._here
-        if here.casts and id(weight) in here.casts:
-            return here.casts[id(weight)]
-        if here.depth or current_graph_task() != NO_TASK:
-            return self.tensor_of(weight)
+        stand_ins = self._here.stand_ins
+        if stand_ins and id(weight) in stand_ins:
+            return stand_ins[id(weight)]
+        if self._is_used_here:
+            stand_in = None if weight.stand_in is None else weight.stand_in()
+            return self.tensor_of(weight) if stand_in is None else stand_in
         with self._lock:
             self.forget(weight.block)
         return parameter
+
+    @property
+    def _is_used_here(self) -> bool:
+        """True while the forward of a layer, or a backward pass, runs on this thread."""
+        return bool(self._here.depth) or current_graph_task() != NO_TASK
+
+    def tensor_for(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the streamed *tensor* on the device, as :meth:`read` does; None elsewhere."""
+        weight = self.weight_of(tensor)
+        return self.tensor_of(weight) if weight is not None and self._is_used_here else None
+
+    @contextlib.contextmanager
+    def standing_in(self, parameter: object, stand_in: torch.Tensor) -> Iterator[None]:
+        """Let the operation that runs read *stand_in* in place of *parameter*."""
+        weight = self.weight_of(parameter)
+        stand_ins = self._here.stand_ins
+        stand_ins[id(weight)] = stand_in
+        try:
+            yield
+        finally:
+            stand_ins.pop(id(weight), None)
 
     @contextlib.contextmanager
     def inside(self, layer: int) -> Iterator[None]:
@@ -169,20 +191,19 @@ class WeightRing(RingSchedule):
         parameter, and of no other.
         """
         weight = self.weight_of(parameter)
-        if weight is None or not (self._here.depth or current_graph_task() != NO_TASK):
+        if weight is None or not self._is_used_here:
             yield
             return
-        here = self._here
         cast = self._cast(weight, dtype)
         key = cast.untyped_storage()._cdata
-        here.casts[id(weight)] = cast
-        here.cast_keys[key] = weight, dtype
-        del cast
+        cast_keys = self._here.cast_keys
+        cast_keys[key] = weight, dtype
         try:
-            yield
+            with self.standing_in(parameter, cast):
+                del cast
+                yield
         finally:
-            here.casts.pop(id(weight), None)
-            here.cast_keys.pop(key, None)
+            cast_keys.pop(key, None)
 
     def tensor_of(self, weight: Weight) -> torch.Tensor:
         """Return *weight* on the device, ready for compute on the current stream."""
@@ -222,6 +243,10 @@ class WeightRing(RingSchedule):
         counts.num_uploads, counts.num_late_uploads = self.num_uploads, self.num_late_uploads
         self._transport.collect(counts, self.times)
         return counts
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say whether *tensor* lies in a slot."""
+        return tensor.untyped_storage()._cdata in self._slot_of_storage
 
     # ---- what the engine asks ------------------------------------------------------------------
 

@@ -34,6 +34,14 @@ class StreamedTable(dict[str, Any]):
         """Return what the module's attribute *name* is now."""
         return self._ring.read(super().__getitem__(name))
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set a parameter; what a look-up has given is no other one, and changes nothing.
+
+        PEFT, for one, sets a quantised weight to itself on its device.
+        """
+        if value is None or not self._ring.holds(value):
+            super().__setitem__(name, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Leave the copy a plain table."""
         return copy.deepcopy(dict(self), memo)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_pyao.engine.rerun.generators import shared_generators
 from hf_pyao.engine.rerun.inventory import Inventory
+from hf_pyao.engine.torch_hooks.custom_operators import runner_of
 from hf_pyao.model.tiles.row_rules import (
     NUMBERS_OF_SIZES,
     NotTokenWise,
@@ -77,7 +78,7 @@ class TokenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = self._follow(func, args, kwargs or {})
         except NotTokenWise as refusal:
             self.refusal = refusal
-        return func(*args, **(kwargs or {})) if result is None else result
+        return runner_of(func)(*args, **(kwargs or {})) if result is None else result
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = f"{func.namespace}.{func._opname}"
@@ -85,7 +86,7 @@ class TokenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = [argument.name for argument in func._schema.arguments]
         arguments = dict(zip(named, args, strict=False)) | kwargs
         self._check_arguments(func, name, arguments)
-        result = func(*args, **kwargs)
+        result = runner_of(func)(*args, **kwargs)
         if func.namespace == "prim" or name in _ABOUT_SHAPES:
             return result
         operation = Operation(name, arguments, result, self._leads, self.rows_of)

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+from hf_pyao.model.weights.quantised import move_state
 
 _KEY = "_pyao_streamed_apply"
 
@@ -31,6 +32,7 @@ def move_others(
                 if parameter is None or parameter.device == device or is_streamed(parameter):
                     continue
                 _move(parameter, device)
+                move_state(module, parameter, device)
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)

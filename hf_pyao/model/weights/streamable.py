@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
 from hf_pyao.engine.transfer.layout import byte_span
+from hf_pyao.model.weights.quantised import QuantisedWeight, quantised
 from hf_pyao.training_engines import package_of
 
 LEAST_DIMENSIONS = 2
@@ -34,13 +35,25 @@ class StreamableLayer:
     fqn: str
     parameters: tuple[tuple[str, Parameter], ...]
     """Qualified name in the model, and parameter; each of them once."""
+    quantised: tuple[tuple[str, QuantisedWeight], ...] = ()
+    """Those of them that are quantised, by qualified name; their scales travel with them."""
     left_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of the others, by reason."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters that may be streamed."""
-        return sum(parameter.nbytes for _, parameter in self.parameters)
+        """Bytes of the parameters that may be streamed, and of their scales."""
+        return sum(tensor.nbytes for _, tensor in self.tensors)
+
+    @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Name and tensor of all that is streamed: the parameters, and scales of quantised ones."""
+        scales = [
+            (f"{name}.{scale}", tensor)
+            for name, weight in self.quantised
+            for scale, tensor in weight.scales
+        ]
+        return [*self.parameters, *scales]
 
 
 def streamable_layers(
@@ -58,12 +71,14 @@ def streamable_layers(
     for fqn, layer in layers:
         inside = {id(module) for module in layer.modules()}
         parameters: dict[int, tuple[str, Parameter]] = {}
+        packed: list[tuple[str, QuantisedWeight]] = []
         left: Counter[str] = Counter()
         for path, module in layer.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in parameters:
                     continue
-                reason = _reason_to_stay(module, parameter)
+                weight = None if type(parameter) is Parameter else quantised(module, parameter)
+                reason = _reason_to_stay(module, parameter, is_known=weight is not None)
                 if not reason and (id(module), name) in wrapped:
                     reason = PARAMETRIZED
                 if not reason and _is_tied(parameter, owners, inside):
@@ -73,16 +88,23 @@ def streamable_layers(
                 else:
                     whole = ".".join(part for part in (fqn, path, name) if part)
                     parameters[id(parameter)] = whole, parameter
+                    if weight is not None:
+                        packed.append((whole, weight))
         found.append(
-            StreamableLayer(fqn=fqn, parameters=tuple(parameters.values()), left_bytes=left)
+            StreamableLayer(
+                fqn=fqn,
+                parameters=tuple(parameters.values()),
+                quantised=tuple(packed),
+                left_bytes=left,
+            )
         )
     return found
 
 
-def _reason_to_stay(module: nn.Module, parameter: Parameter) -> str:
+def _reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool) -> str:
     if parameter.requires_grad:
         return TRAINED
-    if type(parameter) is not Parameter:
+    if type(parameter) is not Parameter and not is_known:
         return SUBCLASS
     if parameter.dim() < LEAST_DIMENSIONS:
         return VECTOR
