@@ -20,26 +20,21 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_pyao.tools.estimate.fake_step import (
-    METHODS,
-    TRAINING_STATES,
-    Method,
-    StepPeak,
-    peak_of_step,
-)
-from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES
+from hf_pyao.config import DEFAULT_KEEP_LAST_LAYERS, DEFAULT_WINDOW_BYTES, GIB, PyAOConfig
+from hf_pyao.tools.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining, StepPeak, peak_of
+from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.search import largest_fitting
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from result_file import write_result
 
-GIB = 2**30
 SCHEMA_VERSION = 1
 
 ASSUMPTIONS = (
@@ -60,6 +55,77 @@ ASSUMPTIONS = (
     "autograd adds gradients out of place, as it does under a dispatch mode; without one it adds "
     "many in place, so that the count is on the high side",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to train."""
+
+    name: str
+    policy: str = "off"
+    """``PyAOConfig.policy``."""
+    head_loss: str = "off"
+    """``PyAOConfig.head_loss``."""
+    window: str | int = DEFAULT_WINDOW_BYTES
+    """``PyAOConfig.window``."""
+    checkpointing: bool = False
+
+
+METHODS = (
+    Method(name="none"),
+    Method(name="checkpointing", checkpointing=True),
+    Method(name="policy all", policy="all"),
+    Method(name="chunked loss", head_loss="chunked"),
+    Method(name="checkpointing + chunked loss", checkpointing=True, head_loss="chunked"),
+    Method(name="policy all + chunked loss", policy="all", head_loss="chunked"),
+    Method(name="the same, window 'layer'", policy="all", head_loss="chunked", window="layer"),
+    Method(
+        name="policy all + checkpointing + chunked loss",
+        policy="all",
+        checkpointing=True,
+        head_loss="chunked",
+    ),
+)
+"""What is compared, by rising effort."""
+
+TRAINING_STATES = ("host", "device")
+"""Where gradients and AdamW's moments are: see :class:`FakeTraining`."""
+
+
+def peak_of_step(
+    architecture: str,
+    size: str,
+    method: Method,
+    micro_batch: int,
+    *,
+    sequence_length: int = 512,
+    training_state: str = "host",
+    keep_last_layers: int = DEFAULT_KEEP_LAST_LAYERS,
+) -> StepPeak:
+    """Run one step of a bfloat16 model and return what would be alive on the device.
+
+    Args:
+        architecture: transformers' ``model_type``.
+        size: its row in ``model_sizes.py``.
+        method: how to train.
+        micro_batch: samples.
+        sequence_length: tokens of each, without padding.
+        training_state: as in :class:`FakeTraining`.
+        keep_last_layers: ``PyAOConfig.keep_last_layers``.
+    """
+    training = FakeTraining(
+        config=build_config(architecture, find_size(architecture, size)),
+        checkpointing=method.checkpointing,
+        training_state=training_state,
+    )
+    settings = PyAOConfig(
+        policy=method.policy,
+        head_loss=method.head_loss,
+        window=method.window,
+        keep_last_layers=keep_last_layers,
+        host_memory_gib=UNLIMITED_HOST_GIB,
+    )
+    return peak_of(training, settings, micro_batch, sequence_length)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -103,7 +169,7 @@ def predict(spec: str, method: Method, limit_bytes: int, **options: Any) -> dict
         spec: ``architecture:size``, as in ``hf_pyao/tools/estimate/model_sizes.py``.
         method: how to train.
         limit_bytes: most bytes on the device.
-        options: keyword arguments of :func:`hf_pyao.tools.estimate.fake_step.peak_of_step`.
+        options: keyword arguments of :func:`peak_of_step`.
     """
     architecture, _, size = spec.partition(":")
     start = time.perf_counter()

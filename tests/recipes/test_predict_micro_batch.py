@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from hf_pyao.model.fake_cuda import (
-    cuda_choices,
-    cuda_operations,
-)
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.config import DEFAULT_WINDOW_BYTES
+from hf_pyao.model.fake_cuda import cuda_choices, cuda_operations
 from hf_pyao.tools.estimate import fake_step
-from hf_pyao.tools.estimate.fake_step import METHODS, Method, peak_of_step
+from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 from hf_pyao.tools.estimate.search import largest_fitting
 from studies import predict_micro_batch
+from studies.predict_micro_batch import METHODS, Method, peak_of_step
 from tests.helpers.ledger import AllocationLedger
 from tests.recipes.conftest import REPOSITORY
 
@@ -109,14 +109,14 @@ def test_what_is_offloaded_leaves_and_logits_never_exist(architecture: str) -> N
     def growth(peaks: dict[int, fake_step.StepPeak]) -> float:
         return (peaks[32].peak_bytes - peaks[16].peak_bytes) / 16
 
-    logits = 128 * fake_step.build_config(architecture, fake_step.find_size(architecture, "tiny")).vocab_size  # fmt: skip
+    logits = 128 * build_config(architecture, find_size(architecture, "tiny")).vocab_size  # fmt: skip
     # Two copies in float32 at least, and two gradients; less than one is what may be left.
     assert growth(plain) - growth(chunked) > 8 * logits
     assert growth(chunked) < 2 * logits
     offloaded = (both[32].offloaded_bytes - both[16].offloaded_bytes) / 16
     forward = [peaks[32].phase_peak_bytes["layers, forward"] for peaks in (chunked, both)]
     assert offloaded > 0
-    window = fake_step.DEFAULT_WINDOW_BYTES
+    window = DEFAULT_WINDOW_BYTES
     assert isinstance(window, int)
     assert forward[0] - forward[1] > both[32].offloaded_bytes - window
     assert both[32].phase_peak_bytes.keys() == {"layers, forward", "head and loss", "backward"}
@@ -136,14 +136,14 @@ def test_training_states_differ_by_gradients_moments_and_bucket() -> None:
 
 def real_peak_bytes(method: Method, micro_batch: int) -> int:
     """The same step on real tensors, by the events of the allocator."""
-    size = fake_step.find_size("llama", "micro")
-    config = fake_step.build_config("llama", size)
+    size = find_size("llama", "micro")
+    config = build_config("llama", size)
     config.use_cache = False
     ids = torch.zeros(micro_batch, 128, dtype=torch.int64)
     with AllocationLedger() as ledger:
         model = fake_step.build_model(config, checkpointing=method.checkpointing)
-        settings = fake_step.PyAOConfig(policy=method.policy, head_loss=method.head_loss)
-        with fake_step.attach(model, settings):
+        settings = PyAOConfig(policy=method.policy, head_loss=method.head_loss)
+        with attach(model, settings):
             outputs = model(input_ids=ids, labels=ids)
             outputs.loss.backward()
         del outputs

@@ -94,8 +94,3 @@ def explain(limit: DeviceLimit, plan: Plan, why_no_program: str) -> str:
     """Return the limit, and why there is no other plan, in words."""
     kept = format_bytes(plan.facts.kept_bound_bytes or 0)
     return f"{limit.how}, {kept} at most are needed; not recorded: {why_no_program.rstrip('.')}"
-
-
-def is_unrecorded(plan: Plan | None) -> bool:
-    """Say whether *plan* was made here, without a recorded step."""
-    return plan is not None and plan.facts.kept_bound_bytes is not None

@@ -106,11 +106,6 @@ class HostPool(Store):
         """Whether slabs are page-locked."""
         return self.pin
 
-    @property
-    def num_refused_slabs(self) -> int:
-        """Reservations that the machine refused; smaller ones were tried in their place."""
-        return self._source.num_refused
-
     def acquire(self, nbytes: int, use: HostUse | None = None) -> HostBuffer | None:
         """Return a buffer of *nbytes* (uint8), or None if the cap or the machine allows no more.
 
@@ -217,10 +212,6 @@ class HostPool(Store):
         return self._source.is_reserving or any(
             slab.memory.untyped_storage()._cdata == storage._cdata for slab in self._slabs
         )
-
-    def reset_peak(self) -> None:
-        """Start :attr:`peak_used_bytes` anew from what is in use."""
-        self.peak_used_bytes = self.settle()
 
     def _reap(self) -> None:
         while self._released:

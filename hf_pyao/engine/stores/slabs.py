@@ -70,8 +70,6 @@ class SlabSource:
 
     def __init__(self, *, pin: bool, numa_node: int | None) -> None:
         self.pin = pin
-        self.num_refused = 0
-        """Reservations that the machine refused."""
         self.is_reserving = False
         """True while a slab is being reserved: the memory is not in anyone's list yet."""
         self._largest_bytes = 2**30
@@ -130,7 +128,6 @@ class SlabSource:
             try:
                 memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
             except RuntimeError as error:
-                self.num_refused += 1
                 refusal = str(error).splitlines()[0]
                 continue
             if size < nbytes:

@@ -49,10 +49,6 @@ class ComputeStreams:
         self._lingering: list[weakref.ref[Lingering]] = []
         self._lock = threading.RLock()  # forwards may run on several threads
 
-    def home_of(self, copy: Queued) -> Home | None:
-        """Return a home on the stream that *copy* was queued from; None where there are none."""
-        return None if copy.compute is None else self.home_on(copy.compute)
-
     def home_here(self, device: torch.device) -> Home | None:
         """Return a home on the stream that compute on *device* runs on now; None on a CPU."""
         stream = current_stream(device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_pyao.engine.recompute.one_kernel import run_as_one_kernel
 from hf_pyao.errors import ConflictError
-from hf_pyao.model.attention.kernels import AttentionSettings, Kernel
+from hf_pyao.model.attention.kernels import AttentionSettings, BackwardCall, Kernel
 from hf_pyao.plan.options.group_plan import Group, GroupPlan
 
 
@@ -124,21 +124,18 @@ def _run_backward(
     """Return dq, dk and dv."""
     kernel, num_pairs = call.kernel, 0
     wholes = kernel.empty_gradients(query, key, value)
+    whole = BackwardCall(grad, query, key, value, out, logsumexp, state, call.settings, wholes)
     for group in call.plan.groups():
         of_query, of_key = _parts_of(group, query, key)
-        query_part = query[of_query]
-        kernel.backward(
-            grad[of_query],
-            query_part,
-            key[of_key],
-            value[of_key],
-            out[of_query],
-            logsumexp[of_query],
-            kernel.state_after(state, num_pairs) if call.settings.dropout_p else state,
-            call.settings,
+        part = whole.of_queries(of_query)._replace(
+            key=key[of_key],
+            value=value[of_key],
             into=(wholes[0][of_query], wholes[1][of_key], wholes[2][of_key]),
         )
-        num_pairs += query_part.shape[0] * query_part.shape[1]
+        if call.settings.dropout_p:
+            part = part._replace(state=kernel.state_after(state, num_pairs))
+        kernel.backward(part)
+        num_pairs += part.query.shape[0] * part.query.shape[1]
     return wholes
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,32 @@ class AttentionSettings:
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of query, key and value."""
+
+
+class BackwardCall(NamedTuple):
+    """Arguments of attention's backward, for all samples and heads or a part of them."""
+
+    grad: Tensor
+    """Of the output."""
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
+    state: Sequence[Tensor]
+    """Of dropout."""
+    settings: AttentionSettings
+    into: Gradients
+    """Tensors of the inputs' shapes, which the gradients are written to."""
+
+    def of_queries(self, part: tuple[slice, slice]) -> BackwardCall:
+        """Return the call for *part* of what has the query's heads; keys and values stay whole."""
+        return self._replace(
+            grad=self.grad[part],
+            query=self.query[part],
+            out=self.out[part],
+            logsumexp=self.logsumexp[part],
+        )
 
 
 class Kernel(Protocol):
@@ -69,19 +95,8 @@ class Kernel(Protocol):
         """Return the output, the logsumexp of each row (float32), and the state of dropout."""
         ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        state: Sequence[Tensor],
-        settings: AttentionSettings,
-        into: Gradients,
-    ) -> None:
-        """Write the gradients of query, key and value *into* tensors of their shapes."""
+    def backward(self, call: BackwardCall) -> None:
+        """Write the gradients of query, key and value into ``call.into``."""
         ...
 
     def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
@@ -162,39 +177,22 @@ class FlashKernel:
         )
         return found[0], found[1], found[6], found[7]
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        state: Sequence[Tensor],
-        settings: AttentionSettings,
-        into: Gradients,
-    ) -> None:
-        """Write the gradients of query, key and value *into* tensors of their shapes."""
-        if key.shape[1] > 1 or query.shape[1] == 1 or not self._is_filled_by(query):
-            self._backward_of(grad, query, key, value, out, logsumexp, state, settings, into)
+    def backward(self, call: BackwardCall) -> None:
+        """Write the gradients of query, key and value into ``call.into``."""
+        num_heads = call.query.shape[1]
+        if call.key.shape[1] > 1 or num_heads == 1 or not self._is_filled_by(call.query):
+            self._backward_of(call)
             return
-        num_heads = query.shape[1]
-        keys, values = (_of_query_heads(each, num_heads) for each in (key, value))
+        keys, values = (_of_query_heads(each, num_heads) for each in (call.key, call.value))
         for head in range(num_heads):
-            of_head = (slice(None), slice(head, head + 1))
-            self._backward_of(
-                grad[of_head],
-                query[of_head],
-                key,
-                value,
-                out[of_head],
-                logsumexp[of_head],
-                self.state_after(state, head) if settings.dropout_p else state,
-                settings,
-                (into[0][of_head], keys[of_head], values[of_head]),
-            )
-        torch.sum(keys, 1, out=into[1][:, 0])
-        torch.sum(values, 1, out=into[2][:, 0])
+            part = (slice(None), slice(head, head + 1))
+            into = call.into[0][part], keys[part], values[part]
+            of_head = call.of_queries(part)._replace(into=into)
+            if call.settings.dropout_p:
+                of_head = of_head._replace(state=self.state_after(call.state, head))
+            self._backward_of(of_head)
+        torch.sum(keys, 1, out=call.into[1][:, 0])
+        torch.sum(values, 1, out=call.into[2][:, 0])
 
     def _is_filled_by(self, query: Tensor) -> bool:
         """Say whether one query head of each sample fills the device well."""
@@ -202,26 +200,15 @@ class FlashKernel:
         least = max(self.least_pairs(length, 0.0), self.least_pairs_of_auto(length))
         return query.shape[0] >= least
 
-    def _backward_of(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        state: Sequence[Tensor],
-        settings: AttentionSettings,
-        into: Gradients,
-    ) -> None:
+    def _backward_of(self, call: BackwardCall) -> None:
         backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
         found: Gradients = backward(
-            *(grad, query, key, value, out, logsumexp, None, None),
-            *(query.shape[-2], key.shape[-2], settings.dropout_p, settings.is_causal),
-            *state,
-            scale=settings.scale,
+            *(call.grad, call.query, call.key, call.value, call.out, call.logsumexp, None, None),
+            *(call.query.shape[-2], call.key.shape[-2]),
+            *(call.settings.dropout_p, call.settings.is_causal, *call.state),
+            scale=call.settings.scale,
         )
-        _write(found, into)
+        _write(found, call.into)
 
     def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
         """Return the state with the offset behind *num_pairs* pairs; the seed stays."""
@@ -270,25 +257,15 @@ class CPUKernel:
         )
         return found
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        state: Sequence[Tensor],
-        settings: AttentionSettings,
-        into: Gradients,
-    ) -> None:
-        """Write the gradients of query, key and value *into* tensors of their shapes."""
+    def backward(self, call: BackwardCall) -> None:
+        """Write the gradients of query, key and value into ``call.into``."""
         backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         found: Gradients = backward(
-            *(grad, query, key, value, out, logsumexp, settings.dropout_p, settings.is_causal),
-            scale=settings.scale,
+            *(call.grad, call.query, call.key, call.value, call.out, call.logsumexp),
+            *(call.settings.dropout_p, call.settings.is_causal),
+            scale=call.settings.scale,
         )
-        _write(found, into)
+        _write(found, call.into)
 
     def state_after(self, state: Sequence[Tensor], num_pairs: int) -> Sequence[Tensor]:
         """Return the state, which is none."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.runtime.policy import POINTWISE
@@ -305,8 +305,3 @@ def room_of(config: PyAOConfig) -> LeverRoom:
         groups="attention_groups" in free,
         why_no_segments=why,
     )
-
-
-def figures_of(profile: Profile) -> Mapping[str, Any]:
-    """Return what of a profile tells for which step a plan was made."""
-    return {"shapes": list(profile.shapes), "device": profile.device}

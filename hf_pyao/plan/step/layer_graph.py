@@ -55,14 +55,6 @@ class LayerGraph:
     unseen: tuple[int, ...] = ()
     """Values of which no one knows how they were made: something touched them without gradients."""
 
-    def producers(self) -> dict[int, GraphOperation]:
-        """Return the operation that first makes each value."""
-        found: dict[int, GraphOperation] = {}
-        for operation in self.operations:
-            for value in operation.makes:
-                found.setdefault(value, operation)
-        return found
-
 
 class GraphRecorder:
     """Collects the graph of a layer while its operations run."""

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
+from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE
 from hf_pyao.plan.step.dropped_layer import Draft, DroppedLayer
 from hf_pyao.plan.step.prediction import Coded, Rebuild
 from hf_pyao.plan.step.step_layers import StepLayers
@@ -104,8 +104,3 @@ class StepPlanner(StepLayers):
             all_coded,
             {layer: names for layer, names in refused.items() if names},
         )
-
-
-def keep_all(program: StepProgram) -> list[str]:
-    """Return the actions of keeping everything."""
-    return [KEEP] * len(program.slots)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from hf_pyao.attachment import attach
 from hf_pyao.auto.offloader import Offloader
-from hf_pyao.config import DEFAULT_KEEP_LAST_LAYERS, DEFAULT_WINDOW_BYTES, PyAOConfig
+from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.fake_cuda.cuda_choices import answers_without_values, choices_of_cuda
@@ -29,48 +29,12 @@ from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 from hf_pyao.tools.simulation.late_transport import LateTransport
 
 BUCKET_BYTES = zero_bucket().nbytes
 """What ZeRO-2 reduces gradients in: 5e8 elements of half precision."""
 
 UNLIMITED_HOST_GIB = 2.0**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """A way to train."""
-
-    name: str
-    policy: str = "off"
-    """``PyAOConfig.policy``."""
-    head_loss: str = "off"
-    """``PyAOConfig.head_loss``."""
-    window: str | int = DEFAULT_WINDOW_BYTES
-    """``PyAOConfig.window``."""
-    checkpointing: bool = False
-
-
-METHODS = (
-    Method(name="none"),
-    Method(name="checkpointing", checkpointing=True),
-    Method(name="policy all", policy="all"),
-    Method(name="chunked loss", head_loss="chunked"),
-    Method(name="checkpointing + chunked loss", checkpointing=True, head_loss="chunked"),
-    Method(name="policy all + chunked loss", policy="all", head_loss="chunked"),
-    Method(name="the same, window 'layer'", policy="all", head_loss="chunked", window="layer"),
-    Method(
-        name="policy all + checkpointing + chunked loss",
-        policy="all",
-        checkpointing=True,
-        head_loss="chunked",
-    ),
-)
-"""What is compared, by rising effort."""
-
-TRAINING_STATES = ("host", "device")
-"""Where gradients and AdamW's moments are: see :class:`FakeTraining`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,42 +163,6 @@ def _operations_of(device: str, kernels: KernelSettings) -> AbstractContextManag
     if device == "cuda":
         return operations_of_cuda(*choices_of_cuda(), kernels=kernels)
     return replaced(*answers_without_values())
-
-
-def peak_of_step(
-    architecture: str,
-    size: str,
-    method: Method,
-    micro_batch: int,
-    *,
-    sequence_length: int = 512,
-    training_state: str = "host",
-    keep_last_layers: int = DEFAULT_KEEP_LAST_LAYERS,
-) -> StepPeak:
-    """Run one step of a bfloat16 model and return what would be alive on the device.
-
-    Args:
-        architecture: transformers' ``model_type``.
-        size: its row in ``model_sizes.py``.
-        method: how to train.
-        micro_batch: samples.
-        sequence_length: tokens of each, without padding.
-        training_state: as in :class:`FakeTraining`.
-        keep_last_layers: ``PyAOConfig.keep_last_layers``.
-    """
-    training = FakeTraining(
-        config=build_config(architecture, find_size(architecture, size)),
-        checkpointing=method.checkpointing,
-        training_state=training_state,
-    )
-    settings = PyAOConfig(
-        policy=method.policy,
-        head_loss=method.head_loss,
-        window=method.window,
-        keep_last_layers=keep_last_layers,
-        host_memory_gib=UNLIMITED_HOST_GIB,
-    )
-    return peak_of(training, settings, micro_batch, sequence_length)
 
 
 def peak_of(

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.attention import FlashKernel, attention_in_groups, plan_groups
 from hf_pyao.model.attention.grouped import GroupedCall
-from hf_pyao.model.attention.kernels import AttentionSettings, CPUKernel
+from hf_pyao.model.attention.kernels import AttentionSettings, BackwardCall, CPUKernel
 from tests.helpers.ledger import AllocationLedger
 
 
@@ -179,11 +179,11 @@ def test_a_saved_tensor_that_was_changed_is_noticed() -> None:
 def test_a_kernel_that_fails_leaves_nothing_behind() -> None:
     @dataclasses.dataclass(frozen=True)
     class Failing(CPUKernel):
-        def backward(self, *arguments: Any, into: Any) -> None:
+        def backward(self, call: BackwardCall) -> None:
             calls.append(1)
             if len(calls) == 2:
                 raise RuntimeError("out of memory")
-            super().backward(*arguments, into=into)
+            super().backward(call)
 
     calls: list[int] = []
     shape = Shape(2, 4, 4, 12, 12, 8)
@@ -207,9 +207,10 @@ class Hungry(CPUKernel):
 
     inside_bytes: int = 0
 
-    def backward(self, grad: Tensor, query: Tensor, *others: Any, into: Any) -> None:
-        inside = torch.empty(query.shape[0] * query.shape[1] * self.inside_bytes, dtype=torch.uint8)
-        super().backward(grad, query, *others, into=into)
+    def backward(self, call: BackwardCall) -> None:
+        num_pairs = call.query.shape[0] * call.query.shape[1]
+        inside = torch.empty(num_pairs * self.inside_bytes, dtype=torch.uint8)
+        super().backward(call)
         del inside
 
 
@@ -259,12 +260,13 @@ class Dropping(FlashKernel):
         out = self._scores(q, k, state) @ v
         return out, torch.zeros(q.shape[:3]), state, torch.zeros(()).to(torch.uint64)
 
-    def _backward_of(self, grad: Tensor, *others: Any) -> None:
-        q, k, v, _, _, state, _, into = others
+    def _backward_of(self, call: BackwardCall) -> None:
         with torch.enable_grad():
-            tensors = [each.detach().requires_grad_() for each in (q, k, v)]
-            out = self._scores(*tensors[:2], state[0]) @ tensors[2]
-        for whole, part in zip(into, torch.autograd.grad(out, tensors, grad), strict=True):
+            given = (call.query, call.key, call.value)
+            tensors = [each.detach().requires_grad_() for each in given]
+            out = self._scores(*tensors[:2], call.state[0]) @ tensors[2]
+        grads = torch.autograd.grad(out, tensors, call.grad)
+        for whole, part in zip(call.into, grads, strict=True):
             whole.copy_(part)
 
     def _scores(self, q: Tensor, k: Tensor, state: Tensor) -> Tensor:
@@ -322,15 +324,17 @@ class Expanding(FlashKernel):
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         return CPUKernel().forward(*arguments)
 
-    def _backward_of(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
-        out, logsumexp, _, _, into = others
-        ratio = q.shape[1] // k.shape[1]
-        expanded = [each.repeat_interleave(ratio, 1) for each in (k, v)]
+    def _backward_of(self, call: BackwardCall) -> None:
+        num_heads, into = call.key.shape[1], call.into
+        ratio = call.query.shape[1] // num_heads
+        expanded = [each.repeat_interleave(ratio, 1) for each in (call.key, call.value)]
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, *of_heads = backward(grad, q, *expanded, out, logsumexp, 0.0, False)
+        dq, *of_heads = backward(
+            call.grad, call.query, *expanded, call.out, call.logsumexp, 0.0, False
+        )
         into[0].copy_(dq)
         for whole, each in zip(into[1:], of_heads, strict=True):
-            by_token = each.transpose(1, 2).contiguous().unflatten(2, (k.shape[1], ratio))
+            by_token = each.transpose(1, 2).contiguous().unflatten(2, (num_heads, ratio))
             whole.copy_(by_token.sum(3).transpose(1, 2))
 
 
