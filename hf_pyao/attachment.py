@@ -91,33 +91,22 @@ def attach(
     levers = parts.levers.levers if plan is None else levers_of_plan(plan, parts.levers)
     if levers.checkpoint_every:
         check_other_checkpointing(model, levers.checkpoint_every)
-    check_report_path(parts.report.path, parts.report.label)
-    check_report_path(parts.profile.path, parts.profile.label)
+    check_report_path(config.report, config.label("report"))
+    check_report_path(parts.measuring.path, parts.measuring.label)
     attached = _attached_already(model, config, found)
     if attached is not None:
         return attached
     place = device_of(model)
     if device is not None and parts.streaming.value != "off":
         place = torch.empty(0, device=device).device  # with its index
-    link = link_for(
-        place,
-        transport,
-        host_pool,
-        link,
-        window_bytes=parts.link.window_bytes,
-        label=parts.link.label,
-        host_memory_gib=parts.link.host_memory_gib,
-    )
-    stream_weights = parts.streaming.value
-    if stream_weights == "auto" and plan is not None and plan.facts.resident_blocks is not None:
-        stream_weights = plan.facts.resident_blocks
-    streaming = streaming_of(model, found, stream_weights, parts.streaming.label, link, place)
+    link = link_for(place, transport, host_pool, link, parts.link)
+    streaming = streaming_of(model, found, parts.streaming.as_planned(plan), link, place)
     offloader = _wire(model, found, config, parts, plan, levers, link, backward_order, streaming)
     try:
         logger.info("%s", offloader.describe())
         if offloader.record.keeps_all_layers and len(offloader.layer_names) > 1:
             offloader.engine.idle_warnings.all_layers_kept(
-                f"{config.label('keep_last_layers')}={parts.keep_last_layers}",
+                f"{config.label('keep_last_layers')}={parts.fixed.keep_last_layers}",
                 len(offloader.layer_names),
             )
         return offloader

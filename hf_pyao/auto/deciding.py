@@ -89,13 +89,7 @@ class Deciding:
         policy = make_policy(parts.policy, selected, plan)
         if isinstance(policy, PlanPolicy):
             check_plan(policy.plan)
-        fixed = FixedSlots.of(
-            found,
-            parts.recompute.names,
-            parts.keep_last_layers,
-            levers,
-            label=parts.recompute.label,
-        )
+        fixed = FixedSlots.of(found, parts.fixed, levers)
         self.engine = make_engine(
             model,
             fixed.around(policy),
@@ -119,7 +113,7 @@ class Deciding:
         """Of the machine that decides; the only caller of ``engine.use``."""
         self.tightening: Tightening = MachineTightening(self.driver, self.switch)
         """What makes room where a micro-batch does not fit."""
-        self.measuring = Measuring(self.engine, link, device, parts, self.switch)
+        self.measuring = Measuring(self.engine, link, device, parts.measuring, self.switch)
         """What measures, for a profile that is asked for or for policy ``auto``."""
         self.pyao_rule: PyAORule | None = None
         """What decides, with policy ``pyao``; None with others, or where a plan was kept."""
@@ -132,7 +126,7 @@ class Deciding:
                 link.transport,
                 device,
                 identity,
-                num_micro_batches=parts.profile_steps,
+                num_micro_batches=parts.measuring.num_micro_batches,
                 plan_path=parts.policy.plan,
             )
         if named == "auto":
@@ -150,7 +144,7 @@ class Deciding:
             )
             self.auto.decide_at_once()
         plans = self.auto is not None and self.auto.measures
-        if parts.profile.path is not None or plans:
+        if parts.measuring.path is not None or plans:
             self.measuring.prepare(model, found, identity, self.auto if plans else None)
 
     @property
@@ -231,9 +225,9 @@ def _first_state(parts: Parts, policy: Policy, fixed: FixedSlots, levers: Levers
     return State(
         name=str(named) if decides_later else "",
         num_rounds_left=MOST_ROUNDS,
-        patience=2 * parts.profile_steps,
+        patience=2 * parts.measuring.num_micro_batches,
         rungs=rungs_of(
-            keeps_some=parts.keep_last_layers > 0 or named != "all",
+            keeps_some=parts.fixed.keep_last_layers > 0 or named != "all",
             recomputes=policy.may_recompute or fixed.recomputes or decides_later,
             has_segments=bool(levers.checkpoint_every),
         ),

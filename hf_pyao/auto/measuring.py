@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hf_pyao.auto.install.lever_switch import LeverSwitch
-from hf_pyao.auto.parts import Parts
 from hf_pyao.auto.plans.check import num_profiled
 from hf_pyao.auto.profiling import ProfileSettings, ProfileWriter
-from hf_pyao.config import SETTINGS
+from hf_pyao.config import SETTINGS, PyAOConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weak_calls import weakly
@@ -38,6 +38,36 @@ class ProfileListener(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasuringSettings:
+    """What is measured, and the profile that is asked for."""
+
+    path: str | None
+    """File of the profile; None: none is asked for."""
+    label: str
+    """How messages call it."""
+    num_micro_batches: int
+    """How many are measured: for a profile, or by policy ``auto`` or ``pyao``."""
+    layers: tuple[str, ...]
+    """Names of the layers; empty: those that the architecture is known to have."""
+    layers_label: str
+    """How messages call them."""
+    in_force: Mapping[str, Any]
+    """All fields of the configuration as they are in force, for a profile to hold."""
+
+    @classmethod
+    def of(cls, config: PyAOConfig) -> MeasuringSettings:
+        """Return what *config* says."""
+        return cls(
+            path=None if config.profile is None else str(config.profile),
+            label=config.label("profile"),
+            num_micro_batches=config.profile_steps,
+            layers=tuple(config.layers),
+            layers_label=config.label("layers"),
+            in_force=config.effective().to_dict(),
+        )
+
+
 class Measuring:
     """Has micro-batches measured; one profile after the other, or beside each other.
 
@@ -45,7 +75,7 @@ class Measuring:
         engine: what is measured.
         link: the engine's.
         device: where the model is.
-        parts: what was given, and the profile that is asked for.
+        settings: what is measured, and the profile that is asked for.
         switch: knows with which levers the model runs.
     """
 
@@ -54,13 +84,13 @@ class Measuring:
         engine: OffloadEngine,
         link: LinkContext,
         device: torch.device,
-        parts: Parts,
+        settings: MeasuringSettings,
         switch: LeverSwitch,
     ) -> None:
         self._engine = engine
         self._link = link
         self._device = device
-        self._parts = parts
+        self._settings = settings
         self._switch = switch
         self._listener: weakref.ref[ProfileListener] | None = None
         self._started: tuple[weakref.ref[nn.Module], weakref.ref[Any]] | None = None
@@ -85,10 +115,8 @@ class Measuring:
         Raises:
             ReportError: a profile that is there already cannot be read.
         """
-        profile, steps = self._parts.profile, self._parts.profile_steps
-        if profile.path is None:
-            steps = num_profiled(steps)
-        asked = self._asked(profile.path, steps)
+        path, steps = self._settings.path, self._settings.num_micro_batches
+        asked = self._asked(path, num_profiled(steps) if path is None else steps)
         self.writer = self._writer(model, found, asked, identity, for_plans)
 
     def start(
@@ -109,9 +137,9 @@ class Measuring:
         listener = None if self._listener is None else self._listener()
         if model is None or owner is None or listener is None:
             return
-        layers = self._parts.layers
-        found = find_layers(model, layers.names, field=layers.label)
-        asked = self._asked(None, num_profiled(self._parts.profile_steps))
+        settings = self._settings
+        found = find_layers(model, settings.layers, field=settings.layers_label)
+        asked = self._asked(None, num_profiled(settings.num_micro_batches))
         writer = self._writer(model, found, asked, identity_of(found), listener)
         if self.writer is not None and not self.writer.is_complete:
             self._others.append(self.writer)
@@ -136,7 +164,7 @@ class Measuring:
         Raises:
             ReportError: there is a file already that is no profile of this model.
         """
-        label = self._parts.profile.label
+        label = self._settings.label
         path = SETTINGS["profile"].kind.check(label, path)
         num_micro_batches = SETTINGS["profile_steps"].kind.check("profile_steps", num_micro_batches)
         check_report_path(path, label)
@@ -158,9 +186,9 @@ class Measuring:
         return ProfileSettings(
             path=None if path is None else os.fspath(path),
             num_micro_batches=num_micro_batches,
-            layers=self._parts.layers.names,
+            layers=self._settings.layers,
             levers=levers,
-            settings={**self._parts.in_force, **levers.settings()},
+            settings={**self._settings.in_force, **levers.settings()},
         )
 
     def _writer(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.runtime.policy import (
     POINTWISE,
     KeepLastLayers,
@@ -14,6 +14,27 @@ from hf_pyao.engine.runtime.policy import (
 )
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers, resolve_selections
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSettings:
+    """Which slots no policy decides on."""
+
+    recompute_modules: tuple[str, ...]
+    """Names of sub-modules that are recomputed, and ``"pointwise"``."""
+    keep_last_layers: int = 0
+    """How many last layers are kept; segments round it up."""
+    label: str = "recompute_modules"
+    """How messages call *recompute_modules*."""
+
+    @classmethod
+    def of(cls, config: PyAOConfig) -> FixedSettings:
+        """Return what *config* says."""
+        return cls(
+            recompute_modules=tuple(config.recompute_modules),
+            keep_last_layers=config.effective().keep_last_layers,
+            label=config.label("recompute_modules"),
+        )
 
 
 @dataclass(frozen=True)
@@ -28,34 +49,25 @@ class FixedSlots:
     """Index of the first of the last layers that are kept; None: none is."""
 
     @classmethod
-    def of(
-        cls,
-        found: FoundLayers,
-        recompute_modules: Sequence[str],
-        keep_last_layers: int,
-        levers: Levers,
-        *,
-        label: str = "recompute_modules",
-    ) -> FixedSlots:
+    def of(cls, found: FoundLayers, settings: FixedSettings, levers: Levers) -> FixedSlots:
         """Return those of a model.
 
         Args:
             found: the model's layers.
-            recompute_modules: names of sub-modules, and ``"pointwise"``.
-            keep_last_layers: how many layers are kept; segments round it up.
+            settings: which they are.
             levers: the segments.
-            label: how messages call *recompute_modules*.
 
         Raises:
             ConfigError: a module to recompute is in no layer.
         """
-        modules = [name for name in recompute_modules if name != POINTWISE]
+        recompute = settings.recompute_modules
+        modules = [name for name in recompute if name != POINTWISE]
         num_layers = len(found.layers)
-        first_kept = num_layers - levers.kept_layers(num_layers, keep_last_layers)
+        first_kept = num_layers - levers.kept_layers(num_layers, settings.keep_last_layers)
         return cls(
-            selected=resolve_selections(modules, found, field=label, also=(POINTWISE,)),
-            is_pointwise=POINTWISE in recompute_modules,
-            first_kept=first_kept if keep_last_layers else None,
+            selected=resolve_selections(modules, found, field=settings.label, also=(POINTWISE,)),
+            is_pointwise=POINTWISE in recompute,
+            first_kept=first_kept if settings.keep_last_layers else None,
         )
 
     @property

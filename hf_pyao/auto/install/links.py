@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hf_pyao.config import GIB
+from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.stores import HostPool, Store
 from hf_pyao.engine.stores.host_share import HostShare
 from hf_pyao.engine.stores.numa import node_of_pci_device
@@ -15,6 +16,28 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.stream_transport import transport_for
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings:
+    """How much is in flight and on the host."""
+
+    window_bytes: int | None
+    """Bound on bytes in flight; None: compute and copies meet at each layer's end."""
+    label: str
+    """How messages call the window."""
+    host_memory_gib: float | None
+    """Most memory of the host, in GiB; None: its share of what is available."""
+
+    @classmethod
+    def of(cls, config: PyAOConfig) -> LinkSettings:
+        """Return what *config* says."""
+        window = config.effective().window
+        return cls(
+            window_bytes=None if isinstance(window, str) else window,
+            label=config.label("window"),
+            host_memory_gib=config.host_memory_gib,
+        )
 
 
 def make_link(
@@ -44,10 +67,7 @@ def link_for(
     transport: Transport | None,
     host_pool: Store | None,
     shared: LinkContext | None,
-    *,
-    window_bytes: int | None,
-    label: str,
-    host_memory_gib: float | None,
+    settings: LinkSettings,
 ) -> LinkContext:
     """Return the link that is *shared* with other models, or a new one.
 
@@ -56,9 +76,7 @@ def link_for(
         transport: as in :func:`make_link`.
         host_pool: as in :func:`make_link`.
         shared: what :func:`~hf_pyao.attach` was given as ``link``.
-        window_bytes: as in :func:`make_link`.
-        label: how messages call the window.
-        host_memory_gib: as in :func:`make_link`.
+        settings: the window, and how much of the host.
 
     Raises:
         ConfigError: the link is given together with its parts, or has another window.
@@ -68,20 +86,21 @@ def link_for(
             device,
             transport,
             host_pool,
-            window_bytes=window_bytes,
-            host_memory_gib=host_memory_gib,
+            window_bytes=settings.window_bytes,
+            host_memory_gib=settings.host_memory_gib,
         )
     if transport is not None or host_pool is not None:
         raise ConfigError(
             "link is given together with transport or host_pool, which are a part of it. Pass "
             "either link, or the other two."
         )
-    if shared.window_bytes != window_bytes:
+    if shared.window_bytes != settings.window_bytes:
         given, expected = (
-            "layer" if limit is None else limit for limit in (window_bytes, shared.window_bytes)
+            "layer" if limit is None else limit
+            for limit in (settings.window_bytes, shared.window_bytes)
         )
         raise ConfigError(
-            f"{label} is {given!r}; expected the window of the link that is shared, "
+            f"{settings.label} is {given!r}; expected the window of the link that is shared, "
             f"{expected!r}. Give both models the same window."
         )
     return shared

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +28,34 @@ from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_ba
 from hf_pyao.model.weights.places import StayingParameters, move_others
 from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight
 from hf_pyao.model.weights.streamable import streamable_layers
+from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.training_engines import is_compiled, is_moved_by_accelerate, package_of
 
 _LAYER = "_pyao_streamed_layer"
 _CAST = "_pyao_streamed_cast"
 _QUANTISED = "_pyao_streamed_quantised"
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingSettings:
+    """Whether frozen weights are streamed."""
+
+    value: int | str
+    """``"off"``, ``"auto"``, or how many layers stay on the device."""
+    label: str
+    """How messages call the field."""
+
+    @classmethod
+    def of(cls, config: PyAOConfig) -> StreamingSettings:
+        """Return what *config* says."""
+        return cls(value=config.stream_weights, label=config.label("stream_weights"))
+
+    def as_planned(self, plan: Plan | None) -> StreamingSettings:
+        """Return the same with the layers that stay under *plan*, where that was left to it."""
+        if self.value != "auto" or plan is None or plan.facts.resident_blocks is None:
+            return self
+        return dataclasses.replace(self, value=plan.facts.resident_blocks)
 
 
 class LayerForward(LeftBehind):
@@ -299,8 +323,7 @@ def _no_room(label: str, num_layers: int, nbytes: int, room: int) -> ConfigError
 def streaming_of(
     model: nn.Module,
     found: FoundLayers,
-    stream_weights: int | str,
-    label: str,
+    settings: StreamingSettings,
     link: LinkContext,
     device: torch.device,
 ) -> StreamedLayers | None:
@@ -310,6 +333,7 @@ def streaming_of(
         ConfigError: as :class:`StreamedLayers`.
         ConflictError: as :class:`StreamedLayers`.
     """
+    stream_weights, label = settings.value, settings.label
     if stream_weights == "off":
         return None
     if stream_weights == "auto":

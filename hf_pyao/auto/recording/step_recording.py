@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_pyao.auto.install.fixed_slots import FixedSlots
+from hf_pyao.auto.install.fixed_slots import FixedSettings, FixedSlots
 from hf_pyao.auto.install.installed_parts import InstalledParts
 from hf_pyao.auto.install.wiring import make_engine, make_lifecycle
 from hf_pyao.auto.recording.shrunk_model import remove_equal_layers
@@ -139,7 +139,10 @@ def record_fake_step(
         link = LinkContext(RecordingTransport(recorder), pool, 0)
         found = find_layers(model, layers)
         policy = make_policy(config) if plan is None else PlanPolicy(_all_leaves(plan))
-        policy = FixedSlots.of(found, recompute_modules, keep_last_layers, levers).around(policy)
+        fixed = FixedSettings(
+            recompute_modules=tuple(recompute_modules), keep_last_layers=keep_last_layers
+        )
+        policy = FixedSlots.of(found, fixed, levers).around(policy)
         runs_again = bool(levers.checkpoint_every)
         engine = make_engine(model, policy, link, codec=config.codec, enters_always=runs_again)
         lifecycle = make_lifecycle(engine, found, levers)

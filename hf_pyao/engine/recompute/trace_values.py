@@ -206,17 +206,6 @@ class Value:
         self.uses = 0
         self.rebuilt = None
 
-    @property
-    def state(self) -> str:
-        """Say what becomes of it until backward; see ``trace_graph.graph_of``."""
-        if type(self.source) is TensorSource:
-            return "parameter" if self.source.is_parameter else "constant"
-        if self.source is not None:
-            return "stored"
-        if self.slot is not None:
-            return "recomputed"
-        return "replayed" if self.is_planned else "unused"
-
 
 class Ref:
     """A tensor argument: a value and how it was viewed."""

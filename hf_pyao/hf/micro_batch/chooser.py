@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.fixed_slots import FixedSlots
+from hf_pyao.auto.install.fixed_slots import FixedSettings, FixedSlots
 from hf_pyao.auto.recording.lever_recording import room_for
 from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
 from hf_pyao.auto.recording.seen_forward import seen_forward
@@ -196,10 +196,8 @@ class MicroBatchChooser:
         return dataclasses.replace(request, room=room_for(request.room, self._model, config.layers))
 
     def _recomputed_paths(self) -> tuple[str, ...]:
-        names = self._config.recompute_modules
         found = find_layers(self._model, self._config.layers)
-        label = self._config.label("recompute_modules")
-        return FixedSlots.of(found, names, 0, NO_LEVERS, label=label).recomputed_paths
+        return FixedSlots.of(found, FixedSettings.of(self._config), NO_LEVERS).recomputed_paths
 
     def _recorded(self, batches: SampleBatches, size: int, levers: Levers) -> StepProgram:
         """Return the step of a fake copy of the model at a micro-batch, with *levers*."""

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.engine.recompute.trace_graph import graph_of
 from hf_pyao.engine.runtime.observer import Observer
 from tests.helpers import EVERY_LAYER, tiny_batch, tiny_model
 from tests.helpers.ledger import AllocationLedger
 from tests.helpers.recompute_sets import ALONE, CASES, SETS
+from tests.helpers.trace_graph import graph_of
 
 MODELS = tuple(SETS)
 

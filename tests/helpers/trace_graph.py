@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_pyao.engine.recompute.trace_values import Value
+from hf_pyao.engine.recompute.trace_values import TensorSource, Value
 from hf_pyao.engine.recompute.tracing import Trace
 
 SCHEMA_VERSION = 1
@@ -40,7 +40,8 @@ def graph_of(trace: Trace) -> dict[str, Any]:
     for value in trace.values.values():
         numbers.setdefault(value, len(numbers))
     values = [
-        {"nbytes": value.nbytes, "state": value.state, "slot": _slot_of(value)} for value in numbers
+        {"nbytes": value.nbytes, "state": _state_of(value), "slot": _slot_of(value)}
+        for value in numbers
     ]
     return {"schema_version": SCHEMA_VERSION, "operations": operations, "values": values}
 
@@ -49,3 +50,14 @@ def _slot_of(value: Value) -> str | None:
     dropped = None if value.slot is None else value.slot()
     slot = getattr(value.source if dropped is None else dropped, "slot", None)
     return None if slot is None else str(slot.name)
+
+
+def _state_of(value: Value) -> str:
+    """Say what becomes of it until backward."""
+    if type(value.source) is TensorSource:
+        return "parameter" if value.source.is_parameter else "constant"
+    if value.source is not None:
+        return "stored"
+    if value.slot is not None:
+        return "recomputed"
+    return "replayed" if value.is_planned else "unused"
