@@ -115,7 +115,6 @@ class SlabSource:
             try:
                 memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             except RuntimeError:
-                self.num_refused += 1
                 return None
             if self.pin:
                 _page_lock(memory)
