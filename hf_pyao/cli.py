@@ -45,8 +45,8 @@ examples
 """
 
 DOCTOR_DESCRIPTION = """\
-Look at the device and its speed, its link to the host (measured with copies), pinned memory, NUMA
-and versions, and say what to change, and which way to train is fastest here. Changes nothing.
+Report the device and its speed, its link to the host (measured with copies), pinned memory,
+NUMA and versions. Say what to change, and which way to train is fastest here. Changes nothing.
 """
 
 

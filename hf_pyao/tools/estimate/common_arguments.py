@@ -40,8 +40,8 @@ def add_training_arguments(what: argparse._ArgumentGroup) -> None:
         "--engine",
         choices=ENGINES,
         default="plain",
-        help="plain: gradients and optimizer on the device. zero2: gradients leave as they are "
-        "complete, the optimizer is on the host (default: plain)",
+        help="plain: gradients and optimizer are on the device. zero2: each gradient moves to the "
+        "host when it is complete, and the optimizer is there (default: plain)",
     )
     what.add_argument(
         "--optimizer",
@@ -54,9 +54,9 @@ def add_training_arguments(what: argparse._ArgumentGroup) -> None:
         "--optimizer-step",
         choices=IMPLEMENTATIONS,
         default=FUSED,
-        help="how torch's optimizer goes over weights on the device: fused takes nothing more "
-        "(transformers' default), foreach as much as all weights (torch's), for-loop as much as "
-        "the two largest (default: fused)",
+        help="torch's implementation of the optimizer on the device. fused allocates nothing more "
+        "(transformers' default), foreach as much as all weights (torch's default), for-loop as "
+        "much as the two largest weights (default: fused)",
     )
     what.add_argument(
         "--deterministic",
