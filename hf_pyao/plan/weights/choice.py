@@ -49,14 +49,14 @@ class StreamingChoice:
     with all settings.
 
     Args:
-        resident: chooses plan and levers for the step with all weights on the device.
-        host_limit_bytes: most bytes on the host, masters and activations together.
+        resident: chooses plan and levers for the step with all weights on the device. What its
+            planner allows on the host is for masters and activations together.
     """
 
-    def __init__(self, resident: LeverChoice, host_limit_bytes: float) -> None:
+    def __init__(self, resident: LeverChoice) -> None:
         self._resident = resident
         self._sizes = block_bytes(resident.configured.program)
-        self._host_limit_bytes = host_limit_bytes
+        self._host_limit_bytes = resident.configured.host_limit_bytes
         self._planners: dict[tuple[Levers, int], Planner] = {}
 
     @property
@@ -185,7 +185,7 @@ def _fewest_of_the_fastest(step_ms: Mapping[int, float]) -> int:
 
 
 def choose_streaming(
-    resident: LeverChoice, stream_weights: int | str, limit_bytes: float, host_limit_bytes: float
+    resident: LeverChoice, stream_weights: int | str, limit_bytes: float
 ) -> ChosenStreaming:
     """Return the plan with streamed weights.
 
@@ -193,12 +193,11 @@ def choose_streaming(
         resident: chooses for the step with all weights on the device.
         stream_weights: ``"auto"``, or how many blocks stay.
         limit_bytes: what the device may hold.
-        host_limit_bytes: what the host may hold.
 
     Raises:
         ConfigError: no layer has frozen weights.
     """
-    choice = StreamingChoice(resident, host_limit_bytes)
+    choice = StreamingChoice(resident)
     if not choice.num_blocks:
         raise ConfigError("no layer has frozen weights, so that none can be streamed.")
     if isinstance(stream_weights, str):

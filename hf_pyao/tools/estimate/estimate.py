@@ -7,7 +7,6 @@ Steps are recorded on fake tensors at a few sizes (``recorded_step``), and recko
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -319,7 +318,7 @@ class Estimator:
         if way.is_auto:
             choice, weights = self._choice(program, family, micro_batch), None
             if way.streams:
-                streaming = StreamingChoice(choice, math.inf).best(self.limit_bytes)
+                streaming = StreamingChoice(choice).best(self.limit_bytes)
                 chosen, weights = streaming.levers.candidate, streaming.weights
             else:
                 chosen = choice.best(self.limit_bytes).candidate

@@ -382,7 +382,7 @@ def _best(
         if stream_weights == OFF:
             chosen = choice.best(limit_bytes)
         else:
-            chosen = choose_streaming(choice, stream_weights, limit_bytes, host_bytes).levers
+            chosen = choose_streaming(choice, stream_weights, limit_bytes).levers
         found = sized_plan(chosen, request.levers, limit_bytes)
         later_bytes = training.optimizer_step_bytes(step_with(request.levers))
         later_bytes -= chosen.planner.program.streamed.saved_bytes

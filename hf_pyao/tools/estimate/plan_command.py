@@ -243,7 +243,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         if stream_weights == OFF:
             chosen = choice.best(limit_bytes)
         else:
-            streaming = choose_streaming(choice, stream_weights, limit_bytes, host)
+            streaming = choose_streaming(choice, stream_weights, limit_bytes)
             chosen, figures = streaming.levers, figures_of(streaming.weights)
             facts = dataclasses.replace(NO_FACTS, resident_blocks=streaming.weights.num_resident)
     if training is not None:

@@ -34,9 +34,10 @@ def link_of(gib_per_s: float, copy_engines: int = 2) -> LinkModel:
     return LinkModel(d2h_gib_per_s=gib_per_s, h2d_gib_per_s=gib_per_s, copy_engines=copy_engines)
 
 
-def planner_of(program: StepProgram, link: LinkModel, device: DeviceModel = DEVICE) -> Planner:
+def planner_of(program: StepProgram, link: LinkModel, host_limit_bytes: float) -> Planner:
     conditions = Conditions(link=link, window_bytes=WINDOW, speed_ratios=MEASURED)
-    return Planner(program, operation_times_ms(program, device), conditions)
+    times_ms = operation_times_ms(program, DEVICE)
+    return Planner(program, times_ms, conditions, host_limit_bytes=host_limit_bytes)
 
 
 def choice_of(
@@ -45,8 +46,8 @@ def choice_of(
     def refused(levers: Levers) -> Planner:
         raise LeversRefusedError(f"{levers} is not looked at here")
 
-    resident = LeverChoice(NO_LEVERS, planner_of(program, link), refused)
-    return StreamingChoice(resident, host_limit_bytes)
+    resident = LeverChoice(NO_LEVERS, planner_of(program, link, host_limit_bytes), refused)
+    return StreamingChoice(resident)
 
 
 def replayed_ms(candidate: Candidate, link: LinkModel) -> float:
@@ -145,10 +146,13 @@ def test_masters_and_activations_share_the_host() -> None:
     (limit_bytes,) = limits_of(program, [0.3])
     link = link_of(25.0)
     free = choice_of(program, link).best(limit_bytes)
-    assert free.levers.candidate.host_bytes >= len(free.weights.streamed_layers) * block
+    found = free.levers.candidate
+    masters_bytes = len(free.weights.streamed_layers) * block
+    assert found.host_bytes == found.late.host_peak_bytes + masters_bytes
     bound = 6 * block + 2**20
     tight = choice_of(program, link, host_limit_bytes=bound).best(limit_bytes)
     assert len(tight.weights.streamed_layers) <= 6
+    assert tight.levers.candidate.host_bytes <= bound or not tight.levers.fits
     assert tight.weights.host_bytes == len(tight.weights.streamed_layers) * block
 
 
