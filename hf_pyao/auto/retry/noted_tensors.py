@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hf_pyao.engine.rerun.generators import accelerators_in
 from hf_pyao.engine.rerun.inventory import Inventory
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 
@@ -43,9 +44,7 @@ class ModelTensors:
         self.samples = WeightSamples()
         self.knows_changing = False
         """Whether a micro-batch has shown which tensors change in place."""
-        self.devices = sorted(
-            {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}, key=str
-        )
+        self.devices = sorted(accelerators_in(p.device for p in model.parameters()), key=str)
         """Those that the model is on, the CPU apart."""
 
 

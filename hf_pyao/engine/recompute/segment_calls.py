@@ -31,6 +31,7 @@ from hf_pyao.engine.recompute.inner_hooks import InnerHooks
 from hf_pyao.engine.recompute.kept_attention import GivenAttention, KernelCall
 from hf_pyao.engine.recompute.noted_caches import Held, NotedCache, hold, is_known_cache
 from hf_pyao.engine.recompute.operations import Rules
+from hf_pyao.engine.rerun.generators import accelerators_in
 from hf_pyao.engine.rerun.kinds import Kind, Kinds
 from hf_pyao.engine.rerun.layer_state import StateOfCall
 from hf_pyao.engine.rerun.surroundings import Surroundings
@@ -302,5 +303,4 @@ def record_call(
 
 def devices_of(values: Any) -> tuple[torch.device, ...]:
     """Return the accelerators that the tensors in *values* are on."""
-    found = {t.device for t in tensors_in(values)}
-    return tuple(device for device in found if device.type not in ("cpu", "meta"))
+    return accelerators_in(tensor.device for tensor in tensors_in(values))

@@ -79,18 +79,24 @@ def exclusive_draws() -> Iterator[None]:
         draws.stop()
 
 
+def accelerators_in(devices: Iterable[torch.device]) -> tuple[torch.device, ...]:
+    """Return those of *devices*, each once, that have a generator and kernels of their own."""
+    return tuple(d for d in dict.fromkeys(devices) if d.type not in ("cpu", "meta"))
+
+
 class RandomState:
     """Where the default generators of torch, Python and numpy are.
 
     Args:
-        devices: accelerators whose generators count, beside the CPU's.
+        devices: those whose generators count, beside the CPU's; a CPU among them changes nothing.
         torch_only: leave out those of Python and numpy.
     """
 
     def __init__(self, devices: Iterable[torch.device], *, torch_only: bool = False) -> None:
         self._torch = torch.get_rng_state()
         self._devices = [
-            (device, torch.get_device_module(device).get_rng_state(device)) for device in devices
+            (device, torch.get_device_module(device).get_rng_state(device))
+            for device in accelerators_in(devices)
         ]
         self._torch_only = torch_only
         self._python = None if torch_only else random.getstate()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_pyao.engine.rerun.generators import RandomState, may_be_disturbed
+from hf_pyao.engine.rerun.generators import RandomState, accelerators_in, may_be_disturbed
 from hf_pyao.engine.rerun.modes import default_device, modes_of_forward
 from hf_pyao.engine.rerun.settings import apply_settings, current_settings
 
@@ -71,12 +71,12 @@ class Surroundings:
     """Those in which a call begins.
 
     Args:
-        devices: accelerators that its tensors are on.
+        devices: those that its tensors are on; a CPU counts in any case.
         with_random: note random states too.
     """
 
     def __init__(self, devices: Iterable[torch.device], *, with_random: bool = True) -> None:
-        devices = tuple(devices)
+        devices = accelerators_in(devices)
         self.autocast = Autocast(("cpu", *(device.type for device in devices)))
         self._settings = current_settings()
         self._kernels = _kernels_now()

@@ -30,7 +30,7 @@ def choose_batch(trainer: Any, config: PyAOConfig) -> ChosenBatch:
     error: Exception | None = None
     try:
         device = trainer.args.device
-        random_state = RandomState([] if device.type == "cpu" else [device])
+        random_state = RandomState([device])
         try:
             chosen = MicroBatchChooser(trainer, config).choose()
         finally:

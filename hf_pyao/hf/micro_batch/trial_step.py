@@ -154,7 +154,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with RandomState([] if device.type == "cpu" else [device]).kept():
+        with RandomState([device]).kept():
             yield
     finally:
         reason = state.reason_not_undone()

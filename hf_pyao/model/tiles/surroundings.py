@@ -23,7 +23,7 @@ class RandomStates:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._devices = [] if tensor.device.type in ("cpu", "meta") else [tensor.device]
+        self._devices = [tensor.device]
         self._has_values = not isinstance(tensor, FakeTensor)  # fake tensors draw nothing
         self._states: list[RandomState] = []
 

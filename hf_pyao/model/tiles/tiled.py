@@ -146,9 +146,7 @@ class _RunTiles(torch.autograd.Function):
         inputs = tensors[:num_inputs]
         ctx.set_materialize_grads(False)
         ctx.saved, ctx.call, ctx.versions = saved, call, versions
-        device = inputs[0].device
-        devices = () if device.type in ("cpu", "meta") else (device,)
-        ctx.surroundings = Surroundings(devices, with_random=False)
+        ctx.surroundings = Surroundings([inputs[0].device], with_random=False)
         ctx.states = RandomStates(inputs[0])
         ctx.state = call.state()
         ctx.noted = []
