@@ -318,6 +318,8 @@ class Estimator:
         if way.is_auto:
             choice, weights = self._choice(program, family, micro_batch), None
             if way.streams:
+                # Levers as they are: each number of blocks has plans of its own to look at.
+                choice = LeverChoice(choice.levers, choice.configured, choice.planner_for)
                 streaming = StreamingChoice(choice).best(self.limit_bytes)
                 chosen, weights = streaming.levers.candidate, streaming.weights
             else:
