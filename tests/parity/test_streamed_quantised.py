@@ -32,7 +32,7 @@ def check(model: Any, what: str, autocast: Any = None, **settings: Any) -> Any:
         ring = offloader.weights.ring
     assert_same_trajectory(found, expected, what)
     assert ring.num_uploads > 0
-    assert ring.num_left == 0, f"{what}: someone held a slot"
+    assert ring.counts.num_left == 0, f"{what}: someone held a slot"
     return ring
 
 

@@ -29,7 +29,7 @@ from hf_pyao.model.weights.places import StayingParameters, move_others
 from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight
 from hf_pyao.model.weights.streamable import streamable_layers
 from hf_pyao.plan.documents.plan import Plan
-from hf_pyao.training_engines import is_compiled, is_moved_by_accelerate, package_of
+from hf_pyao.training_engines import ENGINES, is_compiled, is_moved_by_accelerate, package_of
 
 _LAYER = "_pyao_streamed_layer"
 _CAST = "_pyao_streamed_cast"
@@ -368,12 +368,8 @@ def _check_model(model: nn.Module, label: str) -> None:
         what = ""
         if parameter.is_meta:
             what = "is on the meta device: it has no bytes yet"
-        elif hasattr(parameter, "ds_id"):
-            what = "is divided among ranks by DeepSpeed ZeRO-3"
-        elif type(parameter.data) is not torch.Tensor and hasattr(parameter, "device_mesh"):
-            what = "is a DTensor (FSDP2 or tensor parallelism), divided among ranks"
-        elif type(parameter).__name__ == "FlatParameter":
-            what = "is a flat parameter of FSDP"
+        elif engine := next((each for each in ENGINES if each.has(parameter)), None):
+            what = f"is divided among ranks, by {engine.name}"
         if what:
             raise ConflictError(
                 f"{label}: {name!r} {what}. Weights are streamed where each process has all of "

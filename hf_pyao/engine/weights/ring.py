@@ -7,7 +7,7 @@
 - Weights are handed out as views of the slot, made anew for each upload. Before a slot is used
   again, the ring looks whether anyone still holds a view (an autograd function that keeps it on
   ``ctx``, a reference of the user's). Then that memory is left to its holder, with the bytes that
-  it had, and the slot gets other memory: :attr:`WeightRing.num_left` counts it.
+  it had, and the slot gets other memory: :attr:`UploadFigures.num_left` counts it.
 - A saved tensor that lies in a slot is known by its storage, and becomes a block and a layout. In
   backward the block is brought again, into whichever slot, and viewed in the same way.
 - Under autocast the cast of a weight has a storage of its own. It is known only if it was made here

@@ -6,11 +6,18 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from hf_pyao.plan.documents.plan import ACTIONS, LeverSetting, Plan, PlannedSlot
+from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING
 from hf_pyao.quantities import ABSENT, MIB, fact_text, number
 from hf_pyao.tools.report.views.view import Table, View
 
 MOST_LAYERS = 100_000
 """Most layers that a plan is taken to be for: a file may say anything."""
+
+_LABELS = {
+    "kept_step_ms": f"step_ms/{KEEP_EVERYTHING}",
+    "kept_peak_bytes": f"peak_bytes/{KEEP_EVERYTHING}",
+}
+"""Figures that are shown beside those of the other plans that were looked at, and like them."""
 
 
 def plan_view(plan: Plan) -> View:
@@ -22,7 +29,10 @@ def plan_view(plan: Plan) -> View:
             _front_rows(plan),
         ),
         Table(["levers that were looked at", *_LEVER_COLUMNS], _lever_rows(plan), 2),
-        Table(["figure", "value"], [[name, number(v)] for name, v in plan.numbers().items()]),
+        Table(
+            ["figure", "value"],
+            [[_LABELS.get(name, name), number(v)] for name, v in plan.numbers().items()],
+        ),
         Table(["made for", ""], [[name, fact_text(v)] for name, v in plan.model.items()], 2),
     ]
     return View(
@@ -117,7 +127,10 @@ def plans_side_by_side(plans: Mapping[str, Plan]) -> View:
     rows = [[name, *(_actions_of(plans[each], name) for each in names)] for name in slots]
     numbers = {name: plan.numbers() for name, plan in plans.items()}
     values = [
-        [name, *(number(of[name]) if name in of else ABSENT for of in numbers.values())]
+        [
+            _LABELS.get(name, name),
+            *(number(of[name]) if name in of else ABSENT for of in numbers.values()),
+        ]
         for name in dict.fromkeys(name for of in numbers.values() for name in of)
     ]
     differing = [row for row in rows if len(set(row[1:])) > 1]
