@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_pyao.auto.install.conflicts import check_engine_of_streaming, check_training_arguments
-from hf_pyao.auto.install.weights import check_can_stream
+from hf_pyao.auto.install.streaming_checks import check_can_stream
 from hf_pyao.auto.retry.repeatable_inputs import RepeatableInputs
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.auto.install.streaming_checks import check_model, no_room, nothing_frozen
+from hf_pyao.config import GIB
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.stores import Store
 from hf_pyao.engine.transfer.link import LinkContext
@@ -20,42 +19,20 @@ from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.engine.weights.ring import WeightRing
-from hf_pyao.engine.weights.tables import StreamedTable, put_on, take_off
-from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.model.map.module_map import FoundLayers, find_layers
+from hf_pyao.engine.weights.tables import put_on, take_off
+from hf_pyao.errors import ConfigError
+from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.patching.exchanged_forwards import has_forward_of_its_own
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
 from hf_pyao.model.weights.places import StayingParameters, move_others
 from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight
 from hf_pyao.model.weights.streamable import streamable_layers
-from hf_pyao.plan.documents.plan import Plan
-from hf_pyao.training_engines import ENGINES, is_compiled, is_moved_by_accelerate, package_of
+from hf_pyao.training_engines import package_of
 
 _LAYER = "_pyao_streamed_layer"
 _CAST = "_pyao_streamed_cast"
 _QUANTISED = "_pyao_streamed_quantised"
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamingSettings:
-    """Whether frozen weights are streamed."""
-
-    value: int | str
-    """``"off"``, ``"auto"``, or how many layers stay on the device."""
-    label: str
-    """How messages call the field."""
-
-    @classmethod
-    def of(cls, config: PyAOConfig) -> StreamingSettings:
-        """Return what *config* says."""
-        return cls(value=config.stream_weights, label=config.label("stream_weights"))
-
-    def as_planned(self, plan: Plan | None) -> StreamingSettings:
-        """Return the same with the layers that stay under *plan*, where that was left to it."""
-        if self.value != "auto" or plan is None or plan.facts.resident_blocks is None:
-            return self
-        return dataclasses.replace(self, value=plan.facts.resident_blocks)
 
 
 class LayerForward(LeftBehind):
@@ -130,7 +107,7 @@ class StreamedLayers:
         link: LinkContext,
         device: torch.device,
     ) -> None:
-        _check_model(model, label)
+        check_model(model, label)
         self._model = weakref.ref(model)
         self.device = device
         self._link = link
@@ -144,7 +121,7 @@ class StreamedLayers:
         """Bytes of the streamed layers' parameters that stay on the device, by reason."""
         layers = streamable_layers(model, found.layers)
         if not any(layer.nbytes for layer in layers):
-            raise _nothing_frozen(label, num_resident)
+            raise nothing_frozen(label, num_resident)
         stay = resident_layers(len(layers), num_resident)
         self._block_of_layer: list[int | None] = []
         self._quantised: list[QuantisedWeight] = []
@@ -167,7 +144,7 @@ class StreamedLayers:
         before = sum(block.host_bytes_before for block in self.blocks)
         room = self._store.room_to_reserve(before)
         if self.nbytes > room:
-            raise _no_room(label, len(self.blocks), self.nbytes, room)
+            raise no_room(label, len(self.blocks), self.nbytes, room)
 
     # ---- installing ----------------------------------------------------------------------------
 
@@ -279,102 +256,6 @@ class StreamedLayers:
             reasons = ", ".join(f"{n / GIB:.3f} GiB {reason}" for reason, n in left.items())
             sentence += f"; of these layers stay on the device: {reasons}"
         return sentence
-
-
-def check_can_stream(model: nn.Module, config: PyAOConfig) -> None:
-    """Refuse a model whose weights cannot be streamed as *config* asks for; nothing is changed.
-
-    For whoever prepares data, or moves the model, before it is attached.
-
-    Raises:
-        ConfigError: no layer has frozen weights, or they take more than the given host memory.
-        ConflictError: something else moves, shards or compiles the weights.
-        NoLayersFoundError: no layers were found.
-    """
-    if config.stream_weights in ("off", "auto"):
-        return
-    label = config.label("stream_weights")
-    _check_model(model, label)
-    found = find_layers(model, config.layers)
-    layers = streamable_layers(model, found.layers)
-    if not any(layer.nbytes for layer in layers):
-        raise _nothing_frozen(label, config.stream_weights)
-    stay = resident_layers(len(layers), int(config.stream_weights))
-    nbytes = sum(layer.nbytes for index, layer in enumerate(layers) if index not in stay)
-    if config.host_memory_gib is not None and nbytes > config.host_memory_gib * GIB:
-        raise _no_room(label, len(layers) - len(stay), nbytes, int(config.host_memory_gib * GIB))
-
-
-def _nothing_frozen(label: str, value: int | str) -> ConfigError:
-    return ConfigError(
-        f"{label} is {value}, and no layer has frozen weights: all are trained, or none can be "
-        f"streamed. Freeze the base model and train adapters (PEFT), or give {label}='off'."
-    )
-
-
-def _no_room(label: str, num_layers: int, nbytes: int, room: int) -> ConfigError:
-    return ConfigError(
-        f"{label}: the weights of {num_layers} layers take {nbytes / GIB:.3f} GiB of host memory, "
-        f"and there is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the machine "
-        "has more, or let more layers stay on the device."
-    )
-
-
-def streaming_of(
-    model: nn.Module,
-    found: FoundLayers,
-    settings: StreamingSettings,
-    link: LinkContext,
-    device: torch.device,
-) -> StreamedLayers | None:
-    """Return what streams the weights that ``PyAOConfig.stream_weights`` asks for; None for none.
-
-    Raises:
-        ConfigError: as :class:`StreamedLayers`.
-        ConflictError: as :class:`StreamedLayers`.
-    """
-    stream_weights, label = settings.value, settings.label
-    if stream_weights == "off":
-        return None
-    if stream_weights == "auto":
-        if device.type == "cpu":
-            return None  # everything fits: the device is the host
-        raise ConfigError(
-            f"{label} is 'auto', and no plan says how many layers stay. Give a plan that does "
-            "(`pyao plan MODEL --lora --stream-weights auto --save plan.json`, policy 'plan'), a "
-            "number of layers, such as 0, or 'off'."
-        )
-    assert isinstance(stream_weights, int)
-    layers = StreamedLayers(model, found, stream_weights, label, link, device)
-    return layers if layers.blocks else None
-
-
-def _check_model(model: nn.Module, label: str) -> None:
-    """Refuse a model whose weights someone else moves, shards, compiles, or has not loaded."""
-    for name, module in model.named_modules():
-        what = ""
-        if is_compiled(module):
-            what = "is compiled: compiled code reads weights by itself"
-        elif is_moved_by_accelerate(module):
-            what = "has a device map: Accelerate moves its weights by itself"
-        elif isinstance(module._parameters, StreamedTable):
-            what = "is streamed already, by another offloader"
-        if what:
-            raise ConflictError(
-                f"{label}: {name or type(model).__name__!r} {what}. Load and attach the plain "
-                f"model, or give {label}='off'."
-            )
-    for name, parameter in model.named_parameters():
-        what = ""
-        if parameter.is_meta:
-            what = "is on the meta device: it has no bytes yet"
-        elif engine := next((each for each in ENGINES if each.has(parameter)), None):
-            what = f"is divided among ranks, by {engine.name}"
-        if what:
-            raise ConflictError(
-                f"{label}: {name!r} {what}. Weights are streamed where each process has all of "
-                f"them on its host: use DDP or one process, or give {label}='off'."
-            )
 
 
 def _dtype_of(module: nn.Module, name: str) -> torch.dtype | None:

@@ -1,0 +1,82 @@
+"""What is refused of a model whose frozen weights are to be streamed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.engine.transfer.ring_schedule import resident_layers
+from hf_pyao.engine.weights.tables import StreamedTable
+from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.model.weights.streamable import streamable_layers
+from hf_pyao.training_engines import ENGINES, is_compiled, is_moved_by_accelerate
+
+
+def check_can_stream(model: nn.Module, config: PyAOConfig) -> None:
+    """Refuse a model whose weights cannot be streamed as *config* asks for; nothing is changed.
+
+    For whoever prepares data, or moves the model, before it is attached.
+
+    Raises:
+        ConfigError: no layer has frozen weights, or they take more than the given host memory.
+        ConflictError: something else moves, shards or compiles the weights.
+        NoLayersFoundError: no layers were found.
+    """
+    if config.stream_weights in ("off", "auto"):
+        return
+    label = config.label("stream_weights")
+    check_model(model, label)
+    found = find_layers(model, config.layers)
+    layers = streamable_layers(model, found.layers)
+    if not any(layer.nbytes for layer in layers):
+        raise nothing_frozen(label, config.stream_weights)
+    stay = resident_layers(len(layers), int(config.stream_weights))
+    nbytes = sum(layer.nbytes for index, layer in enumerate(layers) if index not in stay)
+    if config.host_memory_gib is not None and nbytes > config.host_memory_gib * GIB:
+        raise no_room(label, len(layers) - len(stay), nbytes, int(config.host_memory_gib * GIB))
+
+
+def nothing_frozen(label: str, value: int | str) -> ConfigError:
+    """Return the error for a model in which nothing can be streamed."""
+    return ConfigError(
+        f"{label} is {value}, and no layer has frozen weights: all are trained, or none can be "
+        f"streamed. Freeze the base model and train adapters (PEFT), or give {label}='off'."
+    )
+
+
+def no_room(label: str, num_layers: int, nbytes: int, room: int) -> ConfigError:
+    """Return the error for *nbytes* of weights where the host has *room*."""
+    return ConfigError(
+        f"{label}: the weights of {num_layers} layers take {nbytes / GIB:.3f} GiB of host memory, "
+        f"and there is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the machine "
+        "has more, or let more layers stay on the device."
+    )
+
+
+def check_model(model: nn.Module, label: str) -> None:
+    """Refuse a model whose weights someone else moves, shards, compiles, or has not loaded."""
+    for name, module in model.named_modules():
+        what = ""
+        if is_compiled(module):
+            what = "is compiled: compiled code reads weights by itself"
+        elif is_moved_by_accelerate(module):
+            what = "has a device map: Accelerate moves its weights by itself"
+        elif isinstance(module._parameters, StreamedTable):
+            what = "is streamed already, by another offloader"
+        if what:
+            raise ConflictError(
+                f"{label}: {name or type(model).__name__!r} {what}. Load and attach the plain "
+                f"model, or give {label}='off'."
+            )
+    for name, parameter in model.named_parameters():
+        what = ""
+        if parameter.is_meta:
+            what = "is on the meta device: it has no bytes yet"
+        elif engine := next((each for each in ENGINES if each.has(parameter)), None):
+            what = f"is divided among ranks, by {engine.name}"
+        if what:
+            raise ConflictError(
+                f"{label}: {name!r} {what}. Weights are streamed where each process has all of "
+                f"them on its host: use DDP or one process, or give {label}='off'."
+            )
