@@ -35,7 +35,6 @@ from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers, check_roles, find_layers
 from hf_pyao.plan.documents.plan import Plan
-from hf_pyao.plan.documents.run import check_report_path
 from hf_pyao.plan.options.plan_levers import levers_of_plan
 from hf_pyao.plan.policies.by_name import given_plan
 
@@ -77,7 +76,8 @@ def attach(
         The offloader, usable as a context manager that detaches at its end.
 
     Raises:
-        ConfigError: a role or module name in *config* is unknown to this model.
+        ConfigError: a role or module name in *config* is unknown to this model, or no report can
+            be written to the path that it gives.
         ConflictError: something else moves or recomputes the same tensors, or the model is attached
             with another configuration.
         NoLayersFoundError: no layers were found.
@@ -92,8 +92,6 @@ def attach(
     levers = parts.levers.levers if plan is None else levers_of_plan(plan, parts.levers)
     if levers.checkpoint_every:
         check_other_checkpointing(model, levers.checkpoint_every)
-    check_report_path(config.report, config.label("report"))
-    check_report_path(parts.measuring.path, parts.measuring.label)
     attached = _attached_already(model, config, found)
     if attached is not None:
         return attached

@@ -113,8 +113,10 @@ class Measuring:
         """Make ready to measure from :meth:`start` on; *for_plans* is told of the profile.
 
         Raises:
+            ConfigError: no profile can be written to the path that was given.
             ReportError: a profile that is there already cannot be read.
         """
+        check_report_path(self._settings.path, self._settings.label)
         path, steps = self._settings.path, self._settings.num_micro_batches
         asked = self._asked(path, num_profiled(steps) if path is None else steps)
         self.writer = self._writer(model, found, asked, identity, for_plans)

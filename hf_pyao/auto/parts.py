@@ -64,18 +64,19 @@ def parts_of(config: PyAOConfig) -> Parts:
     def names(field: str, given: Sequence[str]) -> Names:
         return Names(names=tuple(given), label=config.label(field))
 
+    levers = GivenLevers.of(config)
     return Parts(
         layers=names("layers", config.layers),
         link=LinkSettings.of(config),
         streaming=StreamingSettings.of(config),
-        levers=GivenLevers.of(config),
+        levers=levers,
         policy=PolicySettings.of(config),
         modules=names("modules", config.modules),
         fixed=FixedSettings.of(config),
         codec=config.codec,
         verify_recompute=config.verify_recompute,
         measuring=MeasuringSettings.of(config),
-        auto=AutoSettings.of(config),
-        binds=PlanRequest.of_config(config),
+        auto=AutoSettings.of(config, levers),
+        binds=PlanRequest.of_config(config, levers=levers),
         remedies=Remedies.of(config),
     )

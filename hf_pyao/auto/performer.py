@@ -58,7 +58,7 @@ class AutoActions:
     Args:
         engine: what is timed; held weakly.
         device: where the model is.
-        config: what policy ``auto`` takes from the configuration.
+        settings: what policy ``auto`` takes from the configuration.
         maker: makes plans.
         files: where the plan is kept.
         view: what is seen of the model.
@@ -70,7 +70,7 @@ class AutoActions:
         self,
         engine: OffloadEngine,
         device: torch.device,
-        config: AutoSettings,
+        settings: AutoSettings,
         maker: PlanMaker,
         files: PlanFiles,
         view: ModelView,
@@ -80,7 +80,7 @@ class AutoActions:
         self._num_sampled = num_sampled
         self._engine = weakref.ref(engine)
         self._device = device
-        self._config = config
+        self._settings = settings
         self._maker = maker
         self._files = files
         self._view = view
@@ -137,9 +137,9 @@ class AutoActions:
         engine = self._engine()
         if engine is None:
             return
-        number = num_bare(self._config.profile_steps)
+        number = num_bare(self._settings.profile_steps)
         if is_of_plan:
-            number = NUM_UNCOUNTED + max(LEAST_TIMED, self._config.profile_steps)
+            number = NUM_UNCOUNTED + max(LEAST_TIMED, self._settings.profile_steps)
         check = PlanCheck(engine, self._device, number, self._num_sampled)
         self._check = check
         check.start()
@@ -183,7 +183,7 @@ class AutoActions:
         )
 
     def _answer(self, draft: Draft, how: str, **more: Any) -> on.Planned:
-        ready = ready_of(draft.plan, self._config.given, keeps_all=draft.keeps_all)
+        ready = ready_of(draft.plan, self._settings.given, keeps_all=draft.keeps_all)
         return on.Planned(ready, draft, how, **more)
 
     def _plan_measured(self, state: State) -> on.Event:
@@ -216,7 +216,7 @@ class AutoActions:
         if found is None:
             return on.NotPlanned(profile.why_no_program, is_error=False)
         plan, how = found
-        ready = ready_of(plan, self._config.given, keeps_all=True)
+        ready = ready_of(plan, self._settings.given, keeps_all=True)
         return on.Planned(ready, None, how, source=Source.UNRECORDED)
 
     def _larger(
@@ -228,7 +228,7 @@ class AutoActions:
     ) -> Draft:
         """Record the step of a larger batch, take times in proportion, and plan for it."""
         recorded = self._recorded(steps)
-        recorder = None if steps is None else LeverRecorder(steps, self._config.layers)
+        recorder = None if steps is None else LeverRecorder(steps, self._settings.layers)
         room = self._view.room()
         return self._maker.larger(
             draft, recorded, num_elements, recorder, room, cap_bytes=cap_bytes
@@ -238,7 +238,7 @@ class AutoActions:
         if steps is None:
             raise CopyError("the model is not watched any more.")
         recorded, _ = record_fake_step(
-            steps(), levers=self._config.given.levers, layers=self._config.layers
+            steps(), levers=self._settings.given.levers, layers=self._settings.layers
         )
         return recorded
 
@@ -267,7 +267,7 @@ class AutoActions:
             return None
         after, is_another = self._maker.corrected(draft, found.correction)
         return on.Corrected(
-            ready_of(after.plan, self._config.given, keeps_all=after.keeps_all),
+            ready_of(after.plan, self._settings.given, keeps_all=after.keeps_all),
             after,
             found.words,
             found.causes,
@@ -291,7 +291,7 @@ class AutoActions:
             if other is None or lost is None:
                 continue
             after = self._maker.fall_back(draft, other)
-            ready = ready_of(after.plan, self._config.given, keeps_all=after.keeps_all)
+            ready = ready_of(after.plan, self._settings.given, keeps_all=after.keeps_all)
             return on.Lost(ready, after, name, plan_ms=lost[0], fallback_ms=lost[1])
         return None
 

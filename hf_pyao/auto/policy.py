@@ -61,7 +61,7 @@ class AutoPolicy:
         engine: what follows the plan.
         driver: of the machine.
         device: where the model is.
-        config: what it takes from the configuration.
+        settings: what it takes from the configuration.
         request: what binds its plans.
         identity: what tells the model.
         switch: sets the levers of plans.
@@ -75,7 +75,7 @@ class AutoPolicy:
         engine: OffloadEngine,
         driver: Driver,
         device: torch.device,
-        config: AutoSettings,
+        settings: AutoSettings,
         request: PlanRequest,
         *,
         identity: dict[str, Any],
@@ -85,15 +85,15 @@ class AutoPolicy:
         num_sampled: Callable[[], int] = lambda: 0,
     ) -> None:
         self._device = device
-        self._config = config
+        self._settings = settings
         self._request = request
         self.driver = driver
         """Whose ``state`` is all that was decided."""
-        self._files = PlanFiles(config, device, check_plan)
-        self._view = ModelView(config, request.room, switch)
-        maker = PlanMaker(device, config, request, identity, self._view.parameters)
+        self._files = PlanFiles(settings, device, check_plan)
+        self._view = ModelView(settings, request.room, switch)
+        maker = PlanMaker(device, settings, request, identity, self._view.parameters)
         self._actions = AutoActions(
-            engine, device, config, maker, self._files, self._view, measurer, num_sampled
+            engine, device, settings, maker, self._files, self._view, measurer, num_sampled
         )
         driver.perform_with(self._actions)
         self._ear: RankExchange | None = None
@@ -137,12 +137,12 @@ class AutoPolicy:
         """
         kept = self._files.kept()
         if kept is not None:
-            ready = ready_of(kept, self._config.given)
+            ready = ready_of(kept, self._settings.given)
             self.driver.send(on.PlanGiven(ready, f"the plan of {self._files.path}"))
-        elif device_limit(self._device, self._config.device_memory_gib) is None:
+        elif device_limit(self._device, self._settings.device_memory_gib) is None:
             # A profile that is asked for is made first: of everything offloaded.
-            keeps_all = self._device.type == "cpu" and not self._config.makes_profile
-            label = self._config.label("device_memory_gib")
+            keeps_all = self._device.type == "cpu" and not self._settings.makes_profile
+            label = self._settings.label("device_memory_gib")
             summary = f"policy {NAME!r} {why_unlimited(self._device, label)}"
             self.driver.send(on.Unlimited(summary, keeps_all))
         else:
@@ -154,7 +154,7 @@ class AutoPolicy:
         Raises:
             PlanError: it needs other levers than were given.
         """
-        self.driver.send(on.PlanGiven(ready_of(plan, self._config.given), how))
+        self.driver.send(on.PlanGiven(ready_of(plan, self._settings.given), how))
 
     def start(self, model: nn.Module, owner: object) -> None:
         """Watch what *model* is called with, until :meth:`end`."""
@@ -248,7 +248,7 @@ class AutoPolicy:
             if why:
                 logger.warning("policy 'auto' does not follow the first process's plan: %s", why)
                 return
-            ready = ready_of(plan, self._config.given)
+            ready = ready_of(plan, self._settings.given)
         self.driver.send(on.Heard(ready))
 
     # ---- reports and checkpoints ---------------------------------------------------------------

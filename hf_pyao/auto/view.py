@@ -22,13 +22,13 @@ class ModelView:
     """Looks at one model before its forwards; it does not hold it.
 
     Args:
-        config: what policy ``auto`` takes from the configuration.
+        settings: what policy ``auto`` takes from the configuration.
         room: levers that may be chosen as far as the configuration goes.
         switch: knows why layers do not run again.
     """
 
-    def __init__(self, config: AutoSettings, room: LeverRoom, switch: LeverSwitch) -> None:
-        self._config = config
+    def __init__(self, settings: AutoSettings, room: LeverRoom, switch: LeverSwitch) -> None:
+        self._settings = settings
         self._room_given = room
         self._switch = switch
         self._model: weakref.ref[nn.Module] | None = None
@@ -89,7 +89,7 @@ class ModelView:
     def recorder(self) -> LeverRecorder | None:
         """Return what records the measured step with other levers; None if it cannot be."""
         steps = self.steps()
-        return None if steps is None else LeverRecorder(steps, self._config.layers)
+        return None if steps is None else LeverRecorder(steps, self._settings.layers)
 
     # ---- trained parameters --------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class ModelView:
         model = self.model
         if model is None:
             return FIXED
-        room, why = room_for(self._room_given, model, self._config.layers), self._switch.refused
+        room, why = room_for(self._room_given, model, self._settings.layers), self._switch.refused
         if room.segments and why:
             return dataclasses.replace(room, segments=False, why_no_segments=why)
         return room
@@ -140,7 +140,7 @@ class ModelView:
         """
         if not plan.levers.get("checkpoint_every"):
             return ""
-        if "checkpoint_every" not in self._config.given.free:
+        if "checkpoint_every" not in self._settings.given.free:
             return ""
         room = self.room()
         return "" if room.segments else f"layers would run again, and {room.why_no_segments}"

@@ -24,7 +24,7 @@ from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.options.lever_choice import LeverChoice
-from hf_pyao.plan.options.plan_request import room_of
+from hf_pyao.plan.options.plan_request import PlanRequest
 from tests.auto.test_auto_policy import (
     NUM_MEASURED,
     assert_same,
@@ -184,7 +184,7 @@ def test_others_checkpointing_leaves_no_room_and_takes_it_back(
     wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("llama").train()
-    room = room_for(room_of(config_of()), model)
+    room = room_for(PlanRequest.of_config(config_of()).room, model)
     assert room.segments
     wanted.update(checkpoint_every=1)
     with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
@@ -193,8 +193,11 @@ def test_others_checkpointing_leaves_no_room_and_takes_it_back(
         assert lifecycle_of(offloader).length == 1
         expected = step(model, None, offloader)
         enable_checkpointing(model, use_reentrant=False)
-        assert not room_for(room_of(config_of()), model).segments
-        assert "checkpointed already" in room_for(room_of(config_of()), model).why_no_segments
+        assert not room_for(PlanRequest.of_config(config_of()).room, model).segments
+        assert (
+            "checkpointed already"
+            in room_for(PlanRequest.of_config(config_of()).room, model).why_no_segments
+        )
         assert_same(step(model, None, offloader), expected)
         assert lifecycle_of(offloader).length == 0
     assert any("checkpointed already" in line for line in warnings_in(caplog))
@@ -203,7 +206,7 @@ def test_others_checkpointing_leaves_no_room_and_takes_it_back(
 def test_layers_that_no_one_checkpoints_do_not_run_again_by_themselves() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     layers = ("0", "1", "2")
-    room = room_for(room_of(PyAOConfig(layers=layers)), model, layers)
+    room = room_for(PlanRequest.of_config(PyAOConfig(layers=layers)).room, model, layers)
     assert not room.segments
     assert "not known to be made for checkpointing" in room.why_no_segments
 
@@ -211,15 +214,20 @@ def test_layers_that_no_one_checkpoints_do_not_run_again_by_themselves() -> None
 @pytest.mark.thorough
 def test_a_hook_of_a_user_is_not_called_twice_without_being_asked() -> None:
     model = tiny_model("llama").train()
-    assert room_for(room_of(config_of()), model).segments
+    assert room_for(PlanRequest.of_config(config_of()).room, model).segments
     handle = model.get_decoder().layers[1].mlp.register_forward_hook(lambda *_: None)
-    assert "would be called twice" in room_for(room_of(config_of()), model).why_no_segments
+    assert (
+        "would be called twice"
+        in room_for(PlanRequest.of_config(config_of()).room, model).why_no_segments
+    )
     with attach(model, config_of(device_memory_gib=1e-5), transport=transport()) as offloader:
         for _ in range(NUM_MEASURED + 1):
             step(model, None, offloader)
         assert lifecycle_of(offloader).length == 0
         handle.remove()
-        assert room_for(room_of(config_of()), model).segments  # hooks of ours are none of a user's
+        assert room_for(
+            PlanRequest.of_config(config_of()).room, model
+        ).segments  # hooks of ours are none of a user's
 
 
 def hook_on_an_mlp(model: nn.Module) -> list[int]:

@@ -27,7 +27,7 @@ from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.options.auto_plan import plan_of_choice
 from hf_pyao.plan.options.plan_levers import free_levers
-from hf_pyao.plan.options.plan_request import PlanRequest, room_of
+from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
@@ -224,12 +224,12 @@ def test_what_is_written_out_binds_and_what_is_open_does_not() -> None:
     ):
         request = PlanRequest.of_config(PyAOConfig(**{name: value}))
         assert request == dataclasses.replace(free, **bound), name
-    every = room_of(PyAOConfig(checkpoint_every=0))
+    every = PlanRequest.of_config(PyAOConfig(checkpoint_every=0)).room
     assert not (every.segments or every.nested or every.attention)
     assert every.groups
-    assert not room_of(PyAOConfig(save_attention=False)).attention
-    assert not room_of(PyAOConfig(checkpoint_nested=False)).nested
-    assert not room_of(PyAOConfig(attention_groups="off")).groups
+    assert not PlanRequest.of_config(PyAOConfig(save_attention=False)).room.attention
+    assert not PlanRequest.of_config(PyAOConfig(checkpoint_nested=False)).room.nested
+    assert not PlanRequest.of_config(PyAOConfig(attention_groups="off")).room.groups
 
 
 def test_effective_values_leave_nothing_to_choose() -> None:

@@ -15,7 +15,12 @@ from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.levers import Levers
 from hf_pyao.metrics import describe_totals, format_bytes, nothing_moved, select_metrics
-from hf_pyao.plan.documents.run import UNKNOWN, outcome_of, write_run_report
+from hf_pyao.plan.documents.run import (
+    UNKNOWN,
+    check_report_path,
+    outcome_of,
+    write_run_report,
+)
 from hf_pyao.ranks import process_rank
 
 logger = logging.getLogger(__name__)
@@ -29,6 +34,9 @@ class RunRecord:
 
     It leads neither to the model nor to its offloader, so that it can outlive both for a last word:
     see :meth:`end_unseen`.
+
+    Raises:
+        ConfigError: no report can be written to the path that *config* gives.
     """
 
     def __init__(
@@ -43,6 +51,7 @@ class RunRecord:
         auto_summary: Callable[[], str],
         levers: Callable[[], Levers],
     ) -> None:
+        check_report_path(config.report, config.label("report"))
         self.config = config
         """What was given."""
         self.engine = engine

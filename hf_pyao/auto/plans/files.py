@@ -32,19 +32,19 @@ class PlanFiles:
     """Reads and writes the plans of one attached model.
 
     Args:
-        config: names the file of the plan that is kept, and what a plan may do.
+        settings: the file of the plan that is kept, and what a plan may do.
         device: where the model is.
         check_model: refuses a plan that is for another model, by a ``PlanError``.
     """
 
     def __init__(
-        self, config: AutoSettings, device: torch.device, check_model: Callable[[Plan], None]
+        self, settings: AutoSettings, device: torch.device, check_model: Callable[[Plan], None]
     ) -> None:
-        self._config = config
+        self._settings = settings
         self._device = device
         self._check_model = check_model
         # Wherever the script goes meanwhile.
-        self.path = None if config.plan is None else Path(os.path.abspath(config.plan))
+        self.path = None if settings.plan is None else Path(os.path.abspath(settings.plan))
         """Of the plan that is kept; None if none is."""
 
     def kept(self) -> Plan | None:
@@ -60,7 +60,7 @@ class PlanFiles:
         plan = Plan.from_json_file(self.path)
         self._check(plan)
         try:
-            levers_of_plan(plan, self._config.given)
+            levers_of_plan(plan, self._settings.given)
         except PlanError as error:
             logger.warning("the plan of %s is made anew: %s", echo(str(self.path)), error)
             return None
@@ -75,7 +75,7 @@ class PlanFiles:
         try:
             plan = Plan.from_json_file(path)
             self._check(plan)
-            levers_of_plan(plan, self._config.given)
+            levers_of_plan(plan, self._settings.given)
         except PyAOError as error:
             logger.warning("the plan in the checkpoint is not followed: %s", error)
             return None
@@ -95,11 +95,11 @@ class PlanFiles:
 
     def _check(self, plan: Plan) -> None:
         self._check_model(plan)
-        label = self._config.label("allow_lossy")
+        label = self._settings.label("allow_lossy")
         for slot in plan.slots:
-            if slot.codec is None or self._config.allow_lossy:
+            if slot.codec is None or self._settings.allow_lossy:
                 continue
-            if not get_codec(slot.codec).is_lossless and slot.codec != self._config.codec:
+            if not get_codec(slot.codec).is_lossless and slot.codec != self._settings.codec:
                 raise PlanError(
                     f"the plan writes slot {echo(slot.name)} in {echo(slot.codec)}, which is "
                     f"lossy, and {label} is not set. Set it, or delete the plan to have it made "
@@ -107,8 +107,8 @@ class PlanFiles:
                 )
 
     def _limit(self) -> DeviceLimit | None:
-        given = self._config.device_memory_gib
-        return device_limit(self._device, given, self._config.label("device_memory_gib"))
+        given = self._settings.device_memory_gib
+        return device_limit(self._device, given, self._settings.label("device_memory_gib"))
 
     def _is_for(self, limit: DeviceLimit, plan: Plan, what: str) -> bool:
         """Say whether *plan* is for a device with this *limit*: not too large, nor too cautious.

@@ -57,7 +57,7 @@ class PlanMaker:
 
     Args:
         device: where the model is.
-        config: what binds the plan, and the limit that is given.
+        settings: what policy ``auto`` takes from the configuration.
         request: the same for the planner.
         identity: what tells the model.
         parameters: returns the model's parameters.
@@ -66,13 +66,13 @@ class PlanMaker:
     def __init__(
         self,
         device: torch.device,
-        config: AutoSettings,
+        settings: AutoSettings,
         request: PlanRequest,
         identity: Mapping[str, Any],
         parameters: Callable[[], Iterable[nn.Parameter]],
     ) -> None:
         self._device = device
-        self._config = config
+        self._settings = settings
         self._request = request
         self._identity = dict(identity)
         self._parameters = parameters
@@ -215,7 +215,7 @@ class PlanMaker:
             trained: which parameters are trained, as ``PlanFacts.trained``.
         """
         limit = self._device_limit()
-        if limit is None or self._config.recomputes:
+        if limit is None or self._settings.recomputes:
             return None
         kept_bytes = kept_peak_bytes(profile, self._parameters(), num_elements)
         facts = PlanFacts(num_elements=num_elements, trained=trained)
@@ -223,8 +223,8 @@ class PlanMaker:
         return None if plan is None else (plan, explain(limit, plan, profile.why_no_program))
 
     def _device_limit(self) -> DeviceLimit | None:
-        given = self._config.device_memory_gib
-        return device_limit(self._device, given, self._config.label("device_memory_gib"))
+        given = self._settings.device_memory_gib
+        return device_limit(self._device, given, self._settings.label("device_memory_gib"))
 
     def _limits(self, program: StepProgram, cap_bytes: float) -> Limits:
         limit = self._device_limit()

@@ -35,10 +35,10 @@ class AutoSettings:
     """By field of the configuration, how messages call it."""
 
     @classmethod
-    def of(cls, config: PyAOConfig) -> AutoSettings:
-        """Return what *config* holds of it."""
+    def of(cls, config: PyAOConfig, given: GivenLevers) -> AutoSettings:
+        """Return what *config* holds of it, with the levers that are *given* in it."""
         return cls(
-            given=GivenLevers.of(config),
+            given=given,
             profile_steps=config.profile_steps,
             layers=tuple(config.layers),
             plan=None if config.plan is None else str(config.plan),

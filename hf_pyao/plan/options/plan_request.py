@@ -16,7 +16,7 @@ from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.options.lever_choice import FIXED, LeverChoice, LeverRoom
-from hf_pyao.plan.options.plan_levers import free_levers
+from hf_pyao.plan.options.plan_levers import GivenLevers
 from hf_pyao.plan.predict.calibration import times_like
 from hf_pyao.plan.predict.forecast import Forecast
 from hf_pyao.plan.predict.predict import operation_times_ms
@@ -101,6 +101,7 @@ class PlanRequest:
         cls,
         config: PyAOConfig,
         *,
+        levers: GivenLevers | None = None,
         recomputed_paths: tuple[str, ...] = (),
         host_limit_bytes: float = math.inf,
         window: WindowOwner | None = None,
@@ -110,11 +111,13 @@ class PlanRequest:
 
         Args:
             config: the configuration.
+            levers: its levers; None: they are read from it.
             recomputed_paths: what its ``recompute_modules`` stand for in a layer.
             host_limit_bytes: most bytes on the host.
             window: that of the link; None: none that other models share.
             allocator: settings of the device's caching allocator; None: it has none.
         """
+        given = GivenLevers.of(config) if levers is None else levers
         effective = config.effective()
         configured = effective.window
         codec = config.codec if isinstance(config.codec, str) else config.codec.name
@@ -122,8 +125,8 @@ class PlanRequest:
             min_bytes=int(config.min_bytes),
             window_bytes=None if isinstance(configured, str) else configured,
             keep_last_layers=effective.keep_last_layers,
-            levers=Levers.of(config),
-            room=room_of(config),
+            levers=given.levers,
+            room=_room_of(config, given),
             may_shrink_window="window" in config.left_open,
             may_keep_fewer="keep_last_layers" in config.left_open,
             codec=codec,
@@ -289,16 +292,16 @@ class PlanRequest:
         return is_forced
 
 
-def room_of(config: PyAOConfig) -> LeverRoom:
-    """Return which levers policy ``auto`` may choose for *config*."""
-    free = free_levers(config) if config.policy == "auto" else frozenset()
-    given, why = Levers.of(config).checkpoint_every, ""
+def _room_of(config: PyAOConfig, given: GivenLevers) -> LeverRoom:
+    """Return which levers policy ``auto`` may choose for *config*, whose levers are *given*."""
+    free = given.free if config.policy == "auto" else frozenset()
+    may_run_again, why = "checkpoint_every" in free, ""
     if config.recompute_modules:
         why = f"{config.label('recompute_modules')} is given"
-    elif config.policy == "auto" and "checkpoint_every" not in free and not given:
+    elif config.policy == "auto" and not (may_run_again or given.levers.checkpoint_every):
         why = f"{config.label('checkpoint_every')} is 0"
     return LeverRoom(
-        segments="checkpoint_every" in free,
+        segments=may_run_again,
         nested="checkpoint_nested" in free,
         attention="save_attention" in free,
         tiles="mlp_tiles" in free,

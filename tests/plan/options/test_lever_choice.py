@@ -22,7 +22,7 @@ from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.options.auto_plan import describe, plan_of_choice
 from hf_pyao.plan.options.lever_choice import GAIN, WORTH, ChosenLevers, LeverChoice, LeverRoom
 from hf_pyao.plan.options.plan_levers import GivenLevers, levers_of_plan
-from hf_pyao.plan.options.plan_request import PlanRequest, room_of
+from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import times_like
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, NoPlanFitsError, Planner
@@ -270,7 +270,7 @@ def test_groups_are_taken_where_memory_needs_them(
     ],
 )
 def test_groups_that_were_given_are_not_changed(config: PyAOConfig, is_free: bool) -> None:
-    assert room_of(config).groups == is_free
+    assert PlanRequest.of_config(config).room.groups == is_free
 
 
 def test_no_setting_but_the_free_ones_is_looked_at() -> None:
@@ -315,7 +315,7 @@ def test_no_setting_but_the_free_ones_is_looked_at() -> None:
 def test_what_was_given_is_not_free(
     config: PyAOConfig, segments: bool, attention: bool, tiles: bool, why: str
 ) -> None:
-    room = room_of(config)
+    room = PlanRequest.of_config(config).room
     assert (room.segments, room.attention, room.tiles) == (segments, attention, tiles)
     assert room.why_no_segments == why
 
