@@ -9,7 +9,7 @@ An engine distributes a model, shards it, or compiles it: DDP, FSDP, DeepSpeed, 
 - which features of hf_pyao do not work under it as they do without: what is done instead, and the
   reason that the user is given.
 
-README's table of engines is written from the rows by ``python tests/engine_table.py``.
+The table of engines in LIMITS.md is written from the rows by ``python tests/engine_table.py``.
 
 To add an engine, add a row to :data:`ENGINES`.
 """
@@ -26,7 +26,7 @@ from torch import nn
 
 
 class Feature(Enum):
-    """What hf_pyao can do; its value is what README's table calls it."""
+    """What hf_pyao can do; its value is what the table in LIMITS.md calls it."""
 
     OFFLOADING = "offloading"
     PLANNING = '`policy="auto"`'
@@ -339,7 +339,7 @@ ENGINES = (
     *(PLAIN, DDP, FSDP2, FSDP1, DEEPSPEED, ZERO_1_2, ZERO_3),
     *(DTENSOR, PIPELINE, DEVICE_MAP, COMPILED, DATA_PARALLEL),
 )
-"""All rows, in the order of README's table."""
+"""All rows, in the order of the table in LIMITS.md."""
 
 _BY_CLASS = {name: engine for engine in ENGINES for name in engine.classes}
 

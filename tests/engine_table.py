@@ -1,4 +1,4 @@
-"""Writes README's table of engines from the rows in ``hf_pyao/training_engines.py``.
+"""Writes the table of engines in hf_pyao/LIMITS.md from the rows in ``hf_pyao/training_engines.py``.
 
 Run it after a row has changed: ``python tests/engine_table.py``.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_pyao.training_engines import ENGINES, Answer, Feature, TrainingEngine
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "hf_pyao" / "LIMITS.md"
 BEGIN = "<!-- engines: python tests/engine_table.py -->\n"
 END = "<!-- end of engines -->\n"
 
@@ -25,11 +25,11 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def written(readme: str) -> str:
-    """Return *readme* with the table as it is now."""
-    head, _, rest = readme.partition(BEGIN)
+def written(page: str) -> str:
+    """Return *page* with the table as it is now."""
+    head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    assert tail, f"README.md has no {BEGIN.strip()} .. {END.strip()}"
+    assert tail, f"LIMITS.md has no {BEGIN.strip()} .. {END.strip()}"
     return f"{head}{BEGIN}{table()}{END}{tail}"
 
 
@@ -60,4 +60,4 @@ def _named(features: frozenset[Feature]) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

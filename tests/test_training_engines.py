@@ -38,7 +38,7 @@ from hf_pyao.training_engines import (
     engine_of_module,
     engine_of_trainer,
 )
-from tests.engine_table import README, written
+from tests.engine_table import PAGE, written
 from tests.test_ranks import process_group
 
 PACKAGE = Path(hf_pyao.__file__).parent
@@ -184,10 +184,10 @@ def test_a_choice_of_micro_batch_asks_the_row(stage: int | None) -> None:
         check_sharding(trainer)
 
 
-def test_the_table_in_readme_is_that_of_the_rows() -> None:
-    readme = README.read_text(encoding="utf-8")
-    assert written(readme) == readme, "run `python tests/engine_table.py`"
-    assert all(f"| {engine.name} |" in readme for engine in ENGINES)
+def test_the_table_of_engines_is_that_of_the_rows() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert written(page) == page, "run `python tests/engine_table.py`"
+    assert all(f"| {engine.name} |" in page for engine in ENGINES)
 
 
 def test_no_other_file_knows_how_an_engine_is_recognised() -> None:
