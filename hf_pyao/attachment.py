@@ -197,13 +197,19 @@ def _wire(
         levers=lambda: switch.levers,
     )
     guard = SecondRunGuard(check, weakly(deciding.without_second_runs, "nothing is offloaded"))
+
+    def before_forward() -> None:
+        guard.before_forward()
+        if streaming is not None:
+            streaming.rearrange()
+
     lifecycle = make_lifecycle(
         engine,
         found,
         levers,
         segments_may_come="checkpoint_every" in deciding.may_come,
         second_runs=SecondRuns(check, SEGMENT),
-        before_forward=guard.before_forward,
+        before_forward=before_forward,
     )
 
     def note_tightened(sentence: str) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_pyao.auto.install.streamed_forwards import (
+    CastingForward,
+    LayerForward,
+    is_cast_by_autocast,
+)
 from hf_pyao.auto.install.streaming_checks import check_model, no_room, nothing_frozen
 from hf_pyao.config import GIB
 from hf_pyao.engine.runtime.engine import OffloadEngine
@@ -18,66 +24,22 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.engine.weights.tables import put_on, take_off
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.module_map import FoundLayers
-from hf_pyao.model.patching.exchanged_forwards import has_forward_of_its_own
-from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+from hf_pyao.model.patching.lasting_forward import exchange, give_back
 from hf_pyao.model.weights.places import StayingParameters, move_others
-from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight
-from hf_pyao.model.weights.streamable import streamable_layers
-from hf_pyao.training_engines import package_of
+from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight, move_state
+from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
+
+logger = logging.getLogger(__name__)
 
 _LAYER = "_pyao_streamed_layer"
 _CAST = "_pyao_streamed_cast"
 _QUANTISED = "_pyao_streamed_quantised"
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-
-
-class LayerForward(LeftBehind):
-    """Has a layer's weights on the device while its forward runs."""
-
-    def __init__(self, ring: WeightRing, index: int) -> None:
-        self._ring = ring
-        self._index = index
-
-    def run(
-        self,
-        module: nn.Module,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Return what the layer's own forward returns."""
-        with self._ring.inside(self._index):
-            return own(*args, **kwargs)
-
-
-class CastingForward(LeftBehind):
-    """Casts the weight of a linear module as autocast would, so that the cast is known as its."""
-
-    def __init__(self, ring: WeightRing, device_type: str) -> None:
-        self._ring = ring
-        self._device_type = device_type
-
-    def run(
-        self,
-        module: nn.Module,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Return what the module's own forward returns."""
-        if not torch.is_autocast_enabled(self._device_type):
-            return own(*args, **kwargs)
-        weight = dict.get(module._parameters, "weight")
-        assert weight is not None
-        dtype = torch.get_autocast_dtype(self._device_type)
-        if weight.dtype == dtype:
-            return own(*args, **kwargs)
-        with self._ring.casts(weight, dtype):
-            return own(*args, **kwargs)
 
 
 class StreamedLayers:
@@ -112,8 +74,10 @@ class StreamedLayers:
         self.device = device
         self._link = link
         self._store: Store = link.tiers.stores[0]
-        self._layers = [weakref.ref(layer) for _, layer in found.layers]
+        self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in found.layers]
+        self._engine: weakref.ref[OffloadEngine] | None = None
         self.ring: WeightRing | None = None
+        self._counts = UploadFigures()
         self._owners: list[weakref.ref[nn.Module]] = []
         self._handles: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._staying: StayingParameters | None = None
@@ -122,17 +86,15 @@ class StreamedLayers:
         layers = streamable_layers(model, found.layers)
         if not any(layer.nbytes for layer in layers):
             raise nothing_frozen(label, num_resident)
-        stay = resident_layers(len(layers), num_resident)
-        self._block_of_layer: list[int | None] = []
+        self._homes = [layer.tensors[0][1].device if layer.tensors else device for layer in layers]
+        """Where each layer's frozen weights were before."""
         self._quantised: list[QuantisedWeight] = []
-        self.blocks: list[Block] = []
-        for index, layer in enumerate(layers):
-            is_streamed = index not in stay and bool(layer.parameters)
-            self._block_of_layer.append(len(self.blocks) if is_streamed else None)
-            if is_streamed:
-                self.blocks.append(Block(len(self.blocks), layer.fqn, layer.tensors))
-                self._quantised.extend(weight for _, weight in layer.quantised)
-                self.left_bytes.update(layer.left_bytes)
+        self._held: dict[int, Block] = {}
+        """By layer, the block whose memory its weights are in now."""
+        self._taken_bytes: dict[int, int] = {}
+        """By layer, what its block took of the host's capacity."""
+        self._wanted: int | None = num_resident
+        self.blocks: list[Block] = self._blocks_of(layers, self._to_stream(layers, num_resident))
         self._check_room(label)
 
     @property
@@ -140,11 +102,35 @@ class StreamedLayers:
         """Bytes of the streamed weights on the host."""
         return sum(block.nbytes for block in self.blocks)
 
+    @property
+    def num_resident(self) -> int:
+        """Layers that are not streamed, now or from :meth:`put_on` on."""
+        return len(self._layers) - len(self.blocks)
+
     def _check_room(self, label: str) -> None:
         before = sum(block.host_bytes_before for block in self.blocks)
         room = self._store.room_to_reserve(before)
         if self.nbytes > room:
             raise no_room(label, len(self.blocks), self.nbytes, room)
+
+    def _to_stream(self, layers: Sequence[StreamableLayer], num_resident: int) -> list[int]:
+        """Return which layers are streamed where *num_resident* stay."""
+        stay = resident_layers(len(layers), num_resident)
+        return [n for n, layer in enumerate(layers) if n not in stay and layer.parameters]
+
+    def _blocks_of(
+        self, layers: Sequence[StreamableLayer], streamed: Collection[int]
+    ) -> list[Block]:
+        """Return blocks of the *streamed* layers; those that are held keep their memory."""
+        blocks: list[Block] = []
+        for layer in sorted(streamed):
+            tensors = layers[layer].tensors
+            block = Block(len(blocks), layers[layer].fqn, tensors, home=self._homes[layer])
+            held = self._held.get(layer)
+            if held is not None and held.has(tensors):
+                block.memory = held.memory
+            blocks.append(block)
+        return blocks
 
     # ---- installing ----------------------------------------------------------------------------
 
@@ -153,27 +139,130 @@ class StreamedLayers:
 
         If it raises, :meth:`take_off` puts everything back.
         """
+        self._engine = weakref.ref(engine)
+        self._wanted = None
         model = self._model()
-        if model is None or not self.blocks:
+        if model is None:
             return
-        for block in self.blocks:
-            before = block.host_bytes_before
-            memory = self._store.reserve(block.nbytes, in_place_of_bytes=before)
-            if memory is None:
+        layers = self._streamable(model)
+        for layer, block in zip(self._numbers(self.blocks), self.blocks, strict=True):
+            if not self._move_to_host(layer, block):
                 raise ConfigError(
                     f"the machine refused {block.nbytes / GIB:.3f} GiB of host memory for the "
                     f"weights of layer {block.layer!r}. Let more layers stay on the device."
                 )
-            block.move_to(memory)
+        self._install(model, layers, engine)
+
+    def ask_for(self, num_resident: int) -> None:
+        """Let *num_resident* layers stay on the device from the next forward on."""
+        self._wanted = num_resident
+
+    def rearrange(self) -> None:
+        """Let as many layers stay as was asked for last; before a forward.
+
+        Graphs that were built before keep the blocks that they need. A layer for which there is no
+        room on the device is streamed; one for which the host has none stays.
+        """
+        wanted, self._wanted = self._wanted, None
+        model, engine = self._model(), None if self._engine is None else self._engine()
+        if wanted is None or model is None or engine is None:
+            return
+        layers = self._streamable(model)
+        streamed = self._to_stream(layers, wanted)
+        if streamed == sorted(self._held):
+            return
+        quantised = self._quantised
+        self._uninstall(engine)
+        try:
+            for block in self._blocks_of(layers, streamed):
+                layer = self._numbers([block])[0]
+                if block.memory is None and not self._move_to_host(layer, block):
+                    logger.warning(
+                        "the host has no room for the weights of layer %r: they stay on the "
+                        "device (%.3f GiB).",
+                        block.layer,
+                        block.nbytes / GIB,
+                    )
+            for layer in [each for each in self._held if each not in streamed]:
+                if not self._move_to_device(layer):
+                    logger.warning(
+                        "the device has no room for the weights of layer %r: they are streamed "
+                        "(%.3f GiB).",
+                        self._held[layer].layer,
+                        self._held[layer].nbytes / GIB,
+                    )
+        finally:
+            self._follow(quantised)
+            self._install(model, self._streamable(model), engine)
+
+    def _follow(self, quantised: Sequence[QuantisedWeight]) -> None:
+        """Let quantised layers refer to their weights where they are now, tables and all."""
+        for weight in quantised:
+            weight.follow()
+            module, parameter = weight.module, weight.parameter
+            if module is not None and parameter is not None and parameter.device == self.device:
+                move_state(module, parameter, self.device)
+
+    def _streamable(self, model: nn.Module) -> list[StreamableLayer]:
+        layers = [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
+        return streamable_layers(model, layers)
+
+    def _numbers(self, blocks: Sequence[Block]) -> list[int]:
+        numbers = {fqn: number for number, (fqn, _) in enumerate(self._layers)}
+        return [numbers[block.layer] for block in blocks]
+
+    def _move_to_host(self, layer: int, block: Block) -> bool:
+        """Let *block* have memory on the host; False if there is none."""
+        self._release(layer)
+        before, before_bytes = block.host_bytes_before, self._store.capacity_bytes
+        memory = self._store.reserve(block.nbytes, in_place_of_bytes=before)
+        if memory is None:
+            return False
+        self._taken_bytes[layer] = before_bytes - self._store.capacity_bytes
+        block.move_to(memory)
+        self._held[layer] = block
+        return True
+
+    def _move_to_device(self, layer: int) -> bool:
+        """Let the weights of a streamed layer stay on the device; False if there is no room."""
+        block = self._held[layer]
+        try:
+            copies = block.copies_on(self.device)
+        except torch.OutOfMemoryError:
+            return False
+        self._release(layer)
+        block.leave_for(copies)
+        return True
+
+    def _release(self, layer: int) -> None:
+        """Give the host memory of a layer back to the store, whoever still reads it."""
+        if self._held.pop(layer, None) is not None:
+            self._store.return_reserved(self._taken_bytes.pop(layer, 0))
+
+    def _install(
+        self, model: nn.Module, layers: Sequence[StreamableLayer], engine: OffloadEngine
+    ) -> None:
+        """Let layers find the weights that are held on the host, and move the rest."""
+        self.blocks = self._blocks_of(layers, self._held)
+        streamed = {id(p): p for b in self.blocks for w in b.weights if (p := w.ref()) is not None}
+        numbers = self._numbers(self.blocks)
+        self._held = dict(zip(numbers, self.blocks, strict=True))
+        self._quantised = [weight for n in numbers for _, weight in layers[n].quantised]
+        self.left_bytes = Counter()
+        for number in numbers:
+            self.left_bytes.update(layers[number].left_bytes)
+        move_others(model, lambda each: id(each) in streamed, self.device)
+        if not self.blocks:
+            return
+        of_layer = {number: index for index, number in enumerate(numbers)}
         self.ring = ring = WeightRing(
             self.blocks,
-            self._block_of_layer,
+            [of_layer.get(number) for number in range(len(self._layers))],
             self._link,
             self.device,
             on_forward=weakly(self._move_newcomers, None),
+            counts=self._counts,
         )
-        streamed = {id(p): p for b in self.blocks for w in b.weights if (p := w.ref()) is not None}
-        move_others(model, lambda each: id(each) in streamed, self.device)
         for weight in self._quantised:
             self._put_on_quantised(weight, ring)
         self._staying = StayingParameters(lambda each: ring.weight_of(each) is not None)
@@ -181,10 +270,10 @@ class StreamedLayers:
             if any(id(p) in streamed for p in module._parameters.values()):
                 self._owners.append(weakref.ref(module))
                 self._staying.put_on(module)
-                if _is_linear(module) and _dtype_of(module, "weight") == torch.float32:
+                if is_cast_by_autocast(module):
                     self._exchange(module, _CAST, CastingForward(ring, self.device.type))
                 put_on(module, ring)
-        for index, ref in enumerate(self._layers):
+        for index, (_, ref) in enumerate(self._layers):
             if (layer := ref()) is not None:
                 self._exchange(layer, _LAYER, LayerForward(ring, index))
         names = [name for name, p in model.named_parameters() if id(p) in streamed]
@@ -215,12 +304,8 @@ class StreamedLayers:
         self._handles.append((weakref.ref(module), key, handle))
         exchange(module, key, handle)
 
-    def take_off(self, engine: OffloadEngine) -> None:
-        """Put everything back. It may be called again, also where it was interrupted.
-
-        Graphs that were built before keep the blocks that they need. Parameters go back to the
-        device that they came from; those that were on the host stay where they are.
-        """
+    def _uninstall(self, engine: OffloadEngine) -> None:
+        """Let layers find their parameters as before. It may be called again."""
         engine.stream(None)
         for ref, key, handle in self._handles:
             if (module := ref()) is not None:
@@ -230,23 +315,39 @@ class StreamedLayers:
                 if self._staying is not None:
                     self._staying.take_off(module)
                 take_off(module)
+        self._handles, self._owners = [], []
         if self.ring is not None:
+            self.ring.figures()
             self.ring.stop()
-        for block in self.blocks:
-            block.move_back()
-        for weight in self._quantised:
-            weight.follow()
+            self.ring = None
         model = self._model()
         if model is not None:
             vars(model).pop(_DDP_IGNORES, None)
 
+    def take_off(self, engine: OffloadEngine) -> None:
+        """Put everything back. It may be called again, also where it was interrupted.
+
+        Graphs that were built before keep the blocks that they need. Parameters go back to the
+        device that they came from; those that were on the host stay where they are.
+        """
+        self._wanted = None
+        self._uninstall(engine)
+        for block in self.blocks:
+            block.move_back()
+        for weight in self._quantised:
+            weight.follow()
+
     def figures(self) -> dict[str, Any]:
-        """Return what the uploads came to, as plain values; empty before :meth:`put_on`."""
-        return {} if self.ring is None else self.ring.figures().as_dict()
+        """Return what the uploads came to, as plain values."""
+        if self.ring is not None:
+            self.ring.figures()
+        return self._counts.as_dict()
 
     def describe(self) -> str:
         """Say in a sentence what is streamed."""
-        num_layers = len(self._block_of_layer)
+        num_layers = len(self._layers)
+        if not self.blocks:
+            return f"stream_weights: the weights of all {num_layers} layers are on the device"
         sentence = (
             f"stream_weights: the frozen weights of {len(self.blocks)} of {num_layers} layers "
             f"({self.nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
@@ -256,18 +357,3 @@ class StreamedLayers:
             reasons = ", ".join(f"{n / GIB:.3f} GiB {reason}" for reason, n in left.items())
             sentence += f"; of these layers stay on the device: {reasons}"
         return sentence
-
-
-def _dtype_of(module: nn.Module, name: str) -> torch.dtype | None:
-    parameter = module._parameters.get(name)
-    return None if parameter is None else parameter.dtype
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Say whether autocast casts the weight of *module* for one product, in its own forward."""
-    if has_forward_of_its_own(module):
-        return False
-    kind = type(module)
-    if kind.forward is nn.Linear.forward:
-        return True
-    return kind.__name__ == "Conv1D" and package_of(kind) == "transformers"

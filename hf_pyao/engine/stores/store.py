@@ -146,7 +146,8 @@ class Store(abc.ABC):
     def reserve(self, nbytes: int, *, in_place_of_bytes: int = 0) -> torch.Tensor | None:
         """Reserve *nbytes* for good, apart from buffers; None if there is no room for them.
 
-        They are taken off :attr:`capacity_bytes` for good. Whoever has the tensor keeps the memory.
+        They are taken off :attr:`capacity_bytes`, until :meth:`return_reserved`. Whoever has the
+        tensor keeps the memory.
 
         Args:
             nbytes: how many, exactly.
@@ -157,6 +158,10 @@ class Store(abc.ABC):
             uint8, shape (nbytes,), on the host, page-locked where the store's memory is.
         """
         return None
+
+    def return_reserved(self, nbytes: int) -> None:
+        """Add *nbytes* to :attr:`capacity_bytes` again, which :meth:`reserve` took off it."""
+        self.capacity_bytes += nbytes
 
     def room_to_reserve(self, in_place_of_bytes: int = 0) -> int:
         """Return the most bytes that :meth:`reserve` may have, with the same argument."""

@@ -27,24 +27,27 @@ class Weight:
         name: qualified name in the model.
         parameter: held weakly.
         offset: first byte in the block.
+        home: the device that it goes back to.
     """
 
     __slots__ = (
-        *("block", "device", "dtype", "name", "nbytes", "offset", "ref", "size", "stand_in"),
+        *("block", "dtype", "home", "name", "nbytes", "offset", "ref", "size", "stand_in"),
         "stride",
     )
 
-    def __init__(self, block: int, name: str, parameter: torch.Tensor, offset: int) -> None:
+    def __init__(
+        self, block: int, name: str, parameter: torch.Tensor, offset: int, home: torch.device
+    ) -> None:
         self.block = block
         self.name = name
-        self.ref = weakref.ref(parameter)
+        self.ref: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
         self.offset = offset
         self.dtype = parameter.dtype
         self.size = parameter.size()
         self.stride = parameter.stride()
         self.nbytes = parameter.numel() * parameter.element_size()
-        self.device = parameter.device
-        """Where the parameter was before."""
+        self.home = home
+        """The device that the parameter goes back to."""
         self.stand_in: Callable[[], torch.Tensor | None] | None = None
         """Returns what is read on the device in place of a parameter of a class of its own."""
 
@@ -70,17 +73,23 @@ class Block:
         index: its number among the blocks, in forward order.
         layer: the layer's qualified name.
         parameters: name and parameter of each; frozen, dense, on any device.
+        home: the device that they go back to; None: the one that each is on.
     """
 
     def __init__(
-        self, index: int, layer: str, parameters: Sequence[tuple[str, torch.Tensor]]
+        self,
+        index: int,
+        layer: str,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        *,
+        home: torch.device | None = None,
     ) -> None:
         self.index = index
         self.layer = layer
         offset = 0
         weights = []
         for name, parameter in parameters:
-            weight = Weight(index, name, parameter, offset)
+            weight = Weight(index, name, parameter, offset, home or parameter.device)
             weights.append(weight)
             offset += -(-weight.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.weights = tuple(weights)
@@ -88,13 +97,24 @@ class Block:
         """Bytes that an upload copies."""
         self.memory: torch.Tensor | None = None
         """uint8, shape (:attr:`nbytes`,), on the host; None until :meth:`move_to`."""
+        self.host_bytes_before = sum(
+            weight.nbytes
+            for weight, (_, parameter) in zip(weights, parameters, strict=True)
+            if parameter.device.type == "cpu"
+        )
+        """Bytes that the parameters took on the host before they were moved here."""
         self._samples = WeightSamples()
         self._seen: tuple[list[int], list[torch.Tensor]] = ([], [])
 
-    @property
-    def host_bytes_before(self) -> int:
-        """Bytes that the parameters took on the host before they were moved here."""
-        return sum(weight.nbytes for weight in self.weights if weight.device.type == "cpu")
+    def has(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Say whether these are the block's weights, in its memory."""
+        if self.memory is None or len(parameters) != len(self.weights):
+            return False
+        key = self.memory.untyped_storage()._cdata
+        return all(
+            weight.ref() is parameter and parameter.untyped_storage()._cdata == key
+            for weight, (_, parameter) in zip(self.weights, parameters, strict=True)
+        )
 
     def move_to(self, memory: torch.Tensor) -> None:
         """Copy the parameters to *memory*, and let them be views of it.
@@ -108,7 +128,7 @@ class Block:
                 blank = torch.empty(0, dtype=weight.dtype, device=memory.device)
                 master = weight.view_of(storage, blank)
                 master.copy_(parameter.detach())
-                parameter.data = master
+                _exchange(weight, parameter, master)
 
     def move_back(self) -> None:
         """Return parameters to the device that they came from. It may be called again.
@@ -120,8 +140,24 @@ class Block:
         key = self.memory.untyped_storage()._cdata
         with torch.no_grad():
             for weight, parameter in self._living():
-                if weight.device.type != "cpu" and parameter.untyped_storage()._cdata == key:
-                    parameter.data = parameter.detach().to(weight.device)
+                if weight.home.type != "cpu" and parameter.untyped_storage()._cdata == key:
+                    _exchange(weight, parameter, parameter.detach().to(weight.home))
+
+    def copies_on(self, device: torch.device) -> list[torch.Tensor]:
+        """Return copies of the weights on *device*, for :meth:`leave_for`.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit.
+        """
+        with torch.no_grad():
+            return [p.detach().to(device, copy=True) for _, p in self._living()]
+
+    def leave_for(self, copies: Sequence[torch.Tensor]) -> None:
+        """Let the parameters have *copies* for data. Graphs may still read the block's memory."""
+        with torch.no_grad():
+            for (weight, parameter), copied in zip(self._living(), copies, strict=True):
+                _exchange(weight, parameter, copied)
+                weight.ref = _gone
 
     def note_content(self) -> None:
         """Remember what the weights hold, for :meth:`has_changed`."""
@@ -146,3 +182,18 @@ class Block:
 
     def _living(self) -> list[tuple[Weight, torch.Tensor]]:
         return [(weight, p) for weight in self.weights if (p := weight.ref()) is not None]
+
+
+def _exchange(weight: Weight, parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """Let *parameter*, which stays the same object, have *data*, also of another device."""
+    if torch._has_compatible_shallow_copy_type(parameter, data):
+        parameter.data = data
+        return
+    weight.ref = _gone  # tensors with weak references cannot be swapped
+    other = torch.nn.Parameter(data, parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    weight.ref = weakref.ref(parameter)
+
+
+def _gone() -> None:
+    """Return None: the weight has left the block."""

@@ -81,6 +81,7 @@ class WeightRing(RingSchedule):
         device: where the slots are.
         num_slots: how many.
         on_forward: called as a forward begins.
+        counts: what is counted further; None: anew.
     """
 
     def __init__(
@@ -91,13 +92,16 @@ class WeightRing(RingSchedule):
         device: torch.device,
         num_slots: int = NUM_SLOTS,
         on_forward: Callable[[], None] = lambda: None,
+        counts: UploadFigures | None = None,
     ) -> None:
         super().__init__(len(blocks), num_slots)
         self._on_forward = on_forward
         self.blocks = tuple(blocks)
         self.slot_bytes = max((block.nbytes for block in blocks), default=0)
-        self.counts = UploadFigures(pool_bytes=sum(block.nbytes for block in blocks))
+        self.counts = UploadFigures() if counts is None else counts
         """What was counted so far; :meth:`figures` brings it up to date."""
+        self.counts.pool_bytes = sum(block.nbytes for block in blocks)
+        self._counted_before = self.counts.num_uploads, self.counts.num_late_uploads
         self.times = LinkTimes()
         """What the uploads took, and compute's waits for them."""
         self._device = device
@@ -240,7 +244,9 @@ class WeightRing(RingSchedule):
     def figures(self) -> UploadFigures:
         """Return what the uploads came to. Copies that run still are counted, and not yet timed."""
         counts = self.counts
-        counts.num_uploads, counts.num_late_uploads = self.num_uploads, self.num_late_uploads
+        num_before, num_late_before = self._counted_before
+        counts.num_uploads = num_before + self.num_uploads
+        counts.num_late_uploads = num_late_before + self.num_late_uploads
         self._transport.collect(counts, self.times)
         return counts
 

@@ -20,8 +20,14 @@ from hf_pyao.levers import Levers
 from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
 from hf_pyao.plan.predict.speed_range import MEASURED
 from hf_pyao.plan.solve.planner import KEEP_ALL, NoPlanFitsError, Planner
-from hf_pyao.plan.step.streamed_step import block_bytes, streamed_layers
+from hf_pyao.plan.step.streamed_step import (
+    block_bytes,
+    streamed_layers,
+    with_streamed_blocks,
+)
 from hf_pyao.plan.weights.weight_plan import WeightPlan, weight_plan_of
+
+AUTO, OFF = "auto", "off"
 
 TIE = 1.002
 """Numbers of blocks are equally fast where their steps differ by no more than this factor."""
@@ -51,29 +57,52 @@ class StreamingChoice:
     Args:
         resident: chooses plan and levers for the step with all weights on the device. What its
             planner allows on the host is for masters and activations together.
+        stream_weights: as ``PyAOConfig.stream_weights``: ``"off"``, ``"auto"``, or how many stay.
     """
 
-    def __init__(self, resident: LeverChoice) -> None:
-        self._resident = resident
+    def __init__(self, resident: LeverChoice, stream_weights: int | str = AUTO) -> None:
+        self.resident = resident
+        self._stream_weights = stream_weights
         self._sizes = block_bytes(resident.configured.program)
         self._host_limit_bytes = resident.configured.host_limit_bytes
         self._planners: dict[tuple[Levers, int], Planner] = {}
+        self._choices: dict[int, LeverChoice] = {}
 
     @property
     def num_blocks(self) -> int:
         """Blocks that can be streamed."""
         return sum(nbytes > 0 for nbytes in self._sizes)
 
-    def best(self, limit_bytes: float) -> ChosenStreaming:
+    @property
+    def num_given(self) -> int | None:
+        """Blocks that are streamed as it was given; None where that is to be chosen."""
+        if not self.num_blocks or self._stream_weights == OFF:
+            return 0
+        if isinstance(self._stream_weights, int):
+            return max(0, self.num_blocks - self._stream_weights)
+        return None
+
+    @property
+    def least_resident_bytes(self) -> int:
+        """Bytes that are on the device throughout, with as few blocks resident as may be."""
+        number = self._most() if self.num_given is None else self.num_given
+        program = self.resident.configured.program
+        streamed = with_streamed_blocks(program, self._layers(number)).streamed
+        return program.resident_bytes - streamed.saved_bytes
+
+    def best(self, limit_bytes: float, least_streamed: int = 0) -> ChosenStreaming:
         """Return the fastest choice within *limit_bytes*.
 
         Where nothing fits: all blocks streamed that the host has room for, and the least peak.
 
         Args:
             limit_bytes: what the device may hold.
+            least_streamed: blocks that are streamed at least.
         """
-        most = self._most()
-        levers = self._resident.levers
+        if self.num_given is not None:
+            return self._chosen(self.at(self.num_given, limit_bytes), {})
+        most = max(self._most(), least_streamed)
+        levers = self.resident.levers
         if self._needed_bytes(levers, most, limit_bytes) > limit_bytes:
             chosen = self.at(most, limit_bytes)
             if not chosen.fits:
@@ -81,7 +110,7 @@ class StreamingChoice:
             levers = chosen.levers
         found: dict[int, float] = {}
         for number in self._numbers(levers, most, limit_bytes, found):
-            if number not in found:
+            if number not in found and number >= least_streamed:
                 planner = self._planner(levers, number)
                 # No plan is faster than the one that keeps all activations.
                 kept_ms = planner.simple()[KEEP_ALL].step_ms
@@ -91,15 +120,6 @@ class StreamingChoice:
         number = _fewest_of_the_fastest(found) if found else most
         return self._chosen(self.at(number, limit_bytes), found)
 
-    def with_resident(self, num_resident: int, limit_bytes: float) -> ChosenStreaming:
-        """Return the best plan with so many blocks on the device for good.
-
-        Args:
-            num_resident: blocks.
-            limit_bytes: what the device may hold.
-        """
-        return self._chosen(self.at(max(0, self.num_blocks - num_resident), limit_bytes), {})
-
     def at(self, num_streamed: int, limit_bytes: float) -> ChosenLevers:
         """Return the best plan with so many blocks streamed, of all settings of the levers.
 
@@ -107,15 +127,21 @@ class StreamingChoice:
             num_streamed: blocks.
             limit_bytes: what the device may hold.
         """
-        resident, layers = self._resident, self._layers(num_streamed)
+        return self.with_streamed(num_streamed).best(limit_bytes)
+
+    def with_streamed(self, num_streamed: int) -> LeverChoice:
+        """Return what chooses for the step with so many blocks streamed."""
+        resident, layers = self.resident, self._layers(num_streamed)
         if not layers:
-            return resident.best(limit_bytes)
-        return LeverChoice(
-            resident.levers,
-            resident.configured.streaming(layers),
-            lambda levers: resident.planner_for(levers).streaming(layers),
-            resident.room,
-        ).best(limit_bytes)
+            return resident
+        if num_streamed not in self._choices:
+            self._choices[num_streamed] = LeverChoice(
+                resident.levers,
+                resident.configured.streaming(layers),
+                lambda levers: resident.planner_for(levers).streaming(layers),
+                resident.room,
+            )
+        return self._choices[num_streamed]
 
     def _chosen(self, levers: ChosenLevers, found: Mapping[int, float]) -> ChosenStreaming:
         return ChosenStreaming(
@@ -152,7 +178,7 @@ class StreamingChoice:
 
     def _needed_bytes(self, levers: Levers, num_streamed: int, limit_bytes: float) -> int:
         """Return about the least that a step needs of the device."""
-        least = self._resident.planner_for(levers).least()
+        least = self.resident.planner_for(levers).least()
         # Weights are there throughout: whatever stays adds what it takes.
         saved_bytes = self._planner(levers, num_streamed).program.streamed.saved_bytes
         return least.memory.needed_within(limit_bytes + saved_bytes) - saved_bytes
@@ -173,7 +199,7 @@ class StreamingChoice:
         """Return the planner by which numbers of blocks are compared: at the speeds as given."""
         key = (levers, num_streamed)
         if key not in self._planners:
-            planner = self._resident.planner_for(levers)
+            planner = self.resident.planner_for(levers)
             self._planners[key] = planner.streaming(self._layers(num_streamed), MEASURED)
         return self._planners[key]
 
@@ -197,9 +223,7 @@ def choose_streaming(
     Raises:
         ConfigError: no layer has frozen weights.
     """
-    choice = StreamingChoice(resident)
+    choice = StreamingChoice(resident, stream_weights)
     if not choice.num_blocks:
         raise ConfigError("no layer has frozen weights, so that none can be streamed.")
-    if isinstance(stream_weights, str):
-        return choice.best(limit_bytes)
-    return choice.with_resident(stream_weights, limit_bytes)
+    return choice.best(limit_bytes)
