@@ -26,7 +26,9 @@ where everything else is on an accelerator."""
 LENGTH = 16
 
 
-def traces_of(model: nn.Module, config: PyAOConfig) -> tuple[dict[str, Any], dict[str, float]]:
+def traces_of(
+    model: nn.Module, config: PyAOConfig, **inputs: Any
+) -> tuple[dict[str, Any], dict[str, float]]:
     """Run a step; return each layer's trace and the metrics."""
     graphs = {}
     with attach(model, config) as offloader:
@@ -36,7 +38,7 @@ def traces_of(model: nn.Module, config: PyAOConfig) -> tuple[dict[str, Any], dic
                 graphs[layer] = graph_of(recomputation.trace)
 
         offloader.engine.observe(Notes())
-        model(**tiny_batch(length=LENGTH)).loss.backward()
+        model(**tiny_batch(length=LENGTH), **inputs).loss.backward()
         return graphs, offloader.metrics()
 
 
@@ -113,18 +115,29 @@ def held_after_forward(model_type: str, num_layers: int, config: PyAOConfig | No
     return ledger.live_bytes
 
 
+FINGERPRINT_BYTES = 8
+"""What a checked forward keeps of a tensor that it drops; see ``engine/recompute/fingerprints``."""
+
+
 @pytest.mark.thorough
+@pytest.mark.parametrize("verify", ["off", "always"])
 @pytest.mark.parametrize("names", [("pointwise",), ("*",)], ids=["pointwise", "everything"])
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_middle_layer_leaves_no_byte_on_the_device(
-    model_type: str, names: tuple[str, ...]
+def test_a_middle_layer_leaves_only_fingerprints_on_the_device(
+    model_type: str, names: tuple[str, ...], verify: str
 ) -> None:
-    """A model with one more layer holds not a byte more, by the allocator's own account."""
+    """One more layer adds no byte of a saved tensor, by the allocator's own account."""
     plain = [held_after_forward(model_type, count, None) for count in (3, 4)]
-    config = replace(EVERY_LAYER, recompute_modules=names)
+    config = replace(EVERY_LAYER, recompute_modules=names, verify_recompute=verify)
     ours = [held_after_forward(model_type, count, config) for count in (3, 4)]
     assert plain[1] - plain[0] > 2 * LENGTH * 32 * 4 * 5  # so there was something to free
-    assert ours[1] - ours[0] == 8 * NUM_SCALARS[model_type]
+    num_fingerprints = 0
+    if verify == "always":
+        graphs, _ = traces_of(tiny_model(model_type), config, use_cache=False)
+        values = graphs[sorted(graphs)[1]]["values"]
+        num_fingerprints = sum(value["state"] == "recomputed" for value in values)
+        assert num_fingerprints > 0
+    assert ours[1] - ours[0] == 8 * NUM_SCALARS[model_type] + FINGERPRINT_BYTES * num_fingerprints
 
 
 def peak_of_backward(model: nn.Module, *, retain_graph: bool) -> int:
