@@ -23,6 +23,12 @@ from hf_pyao.engine.rerun.settings import Settings
 from hf_pyao.engine.transfer.layout import bytes_view
 from hf_pyao.errors import SavedTensorModifiedError
 
+MAX_COPIED_BYTES = 64
+"""Constants up to this size (counters, scales) are copied: they may change at any time."""
+
+MAX_CONSTANT_BYTES = 1024
+"""Tensors up to this size that need no gradient are held as they are."""
+
 
 class Source(Protocol):
     """Where replay finds a value: kept, stored on the host, or there anyway."""
@@ -304,6 +310,19 @@ def copied_source(storage: torch.UntypedStorage, device: torch.device) -> Tensor
     """Copy the content of *storage* as it is now."""
     whole = bytes_view(storage, device, 0, storage.nbytes()).clone()
     return TensorSource(whole, version_of(whole), 0, False, True, whole.untyped_storage()._cdata)
+
+
+def hold(value: Value, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    """Have *value*, a small constant on *storage*, be there in backward."""
+    is_tiny = value.nbytes <= MAX_COPIED_BYTES
+    value.is_found_in(copied_source(storage, tensor.device) if is_tiny else source_of(tensor))
+
+
+def unreadable(tensor: torch.Tensor) -> Value:
+    """Return a value that cannot be had in backward: sparse and other tensors without strides."""
+    value = Value(None, 0, 0, tensor.device, weakref.ref(tensor))
+    value.block(is_readable=False)
+    return value
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ written. Such a value can be stored, never rebuilt.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,12 +25,16 @@ from torch.nn import Parameter
 from hf_pyao.engine.recompute.dispatch_modes import RemovableMode
 from hf_pyao.engine.recompute.operations import NOTHING, Kind, Rule, Rules, generator_for
 from hf_pyao.engine.recompute.trace_values import (
+    MAX_CONSTANT_BYTES,
+    MAX_COPIED_BYTES,
     Operation,
     Ref,
     TensorSource,
     Value,
     copied_source,
+    hold,
     source_of,
+    unreadable,
 )
 from hf_pyao.engine.rerun.generators import exclusive_draws, may_be_disturbed
 from hf_pyao.engine.rerun.settings import Settings, current_settings
@@ -38,12 +42,6 @@ from hf_pyao.engine.torch_hooks.custom_operators import runner_of
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.transfer.layout import has_bytes
 from hf_pyao.engine.transfer.watcher import CopyWatcher
-
-MAX_COPIED_BYTES = 64
-"""Constants up to this size (counters, scales) are copied: they may change at any time."""
-
-MAX_CONSTANT_BYTES = 1024
-"""Tensors up to this size that need no gradient are held as they are."""
 
 _NUMBERS = frozenset({bool, int, float, complex})
 
@@ -235,7 +233,7 @@ class Trace(RemovableMode):
     def _frozen(self, arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
             if arg.layout is not torch.strided:
-                return Ref(_unreadable(arg), arg)
+                return Ref(unreadable(arg), arg)
             storage = arg.untyped_storage()
             value = self.values.get(storage._cdata)
             return Ref(self._meet(arg, storage) if value is None else value, arg)
@@ -256,20 +254,34 @@ class Trace(RemovableMode):
             value.is_found_in(source_of(tensor, is_parameter=True))
         elif isinstance(base, Parameter):
             value.is_found_in(source_of(base, is_parameter=True))
-        elif value.nbytes <= MAX_COPIED_BYTES and not tensor.requires_grad:
-            value.is_found_in(copied_source(storage, tensor.device))
         elif value.nbytes <= MAX_CONSTANT_BYTES and not tensor.requires_grad:
-            value.is_found_in(source_of(owner))
+            hold(value, owner, storage)
         elif self._is_constant(tensor, storage._cdata):
             # Buffers, and casts of weights: these need gradients, and their graph is not held.
             value.is_found_in(source_of(tensor.detach() if tensor.requires_grad else owner))
         return value
 
+    def _made(self, tensor: torch.Tensor, *, is_constant: bool) -> Value:
+        """Make the value of what an operation made that cannot be replayed.
+
+        Its tensor has no gradient yet: autograd marks it after the operation.
+
+        Args:
+            tensor: not known so far.
+            is_constant: its content is final, and no gradient leads through it.
+        """
+        storage = tensor.untyped_storage()
+        value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(tensor))
+        self.values[cast(int, storage._weak_ref())] = value
+        if not has_bytes(tensor):
+            value.block(is_readable=False)
+        elif is_constant and value.nbytes <= MAX_CONSTANT_BYTES:
+            hold(value, tensor, storage)
+        return value
+
     def _keep_content(self, args: Any) -> None:
         """Keep what recipes read of *args*, which an operation is about to change."""
-        for tensor in tensors_in(args):
-            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-                continue
+        for tensor in _traceable(args):
             storage = tensor.untyped_storage()
             known = self.values.get(storage._cdata)
             if known is None or known.source is None or not has_bytes(tensor):
@@ -304,15 +316,18 @@ class Trace(RemovableMode):
         changed = (args, kwargs) if rule.is_mutable else args[rule.unannotated]
         self._keep_content(changed)
         out = run(*args, **kwargs)
-        for tensor in tensors_in(changed):
+        for tensor in _traceable(changed):
             self._forget(tensor, is_changed=True)
-        for tensor in tensors_in(out):
-            value = self._forget(tensor, only_new=True)
-            if value is not None:
-                if rule.kind is Kind.EMPTY:
-                    value.overwritten()  # by whom is not seen
-                if rule.is_reinterpreting or tensor.dtype.is_complex:
-                    value.block()
+        is_empty = rule.kind is Kind.EMPTY
+        has_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        for tensor in _traceable(out):
+            value = self.values.get(tensor.untyped_storage()._cdata)
+            if value is None:
+                value = self._made(tensor, is_constant=not (is_empty or has_gradient))
+            if is_empty:
+                value.overwritten()  # by whom is not seen
+            if rule.is_reinterpreting or tensor.dtype.is_complex:
+                value.block()
         return out
 
     def _run_unseen(
@@ -323,24 +338,25 @@ class Trace(RemovableMode):
         if is_changed:
             self._keep_content((args, kwargs))
         out = run(*args, **kwargs)
-        for tensor in tensors_in((args, kwargs, out)):
-            value = self._forget(tensor, is_changed=is_changed)
-            if value is not None and rule.is_reinterpreting:
+        for tensor in _traceable((args, kwargs)):
+            self._forget(tensor, is_changed=is_changed)
+        for tensor in _traceable(out):
+            if tensor.untyped_storage()._cdata in self.values:
+                value = self._forget(tensor, is_changed=is_changed)
+            else:  # what fills it may not be seen
+                value = self._made(tensor, is_constant=False)
+            if rule.is_reinterpreting:
                 value.block()
         return out
 
-    def _forget(
-        self, tensor: torch.Tensor, *, only_new: bool = False, is_changed: bool = False
-    ) -> Value | None:
+    def _forget(self, tensor: torch.Tensor, *, is_changed: bool) -> Value:
         """Make *tensor*'s storage one of unknown origin; return its value."""
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-            return None
         storage = tensor.untyped_storage()
         known = self.values.get(storage._cdata)
         if known is None:
             return self._meet(tensor, storage)
         source = known.source
-        if only_new or (type(source) is TensorSource and (source.is_parameter or not is_changed)):
+        if type(source) is TensorSource and (source.is_parameter or not is_changed):
             return known
         owner = tensor if tensor._base is None else tensor._base
         value = Value(None, 0, storage.nbytes(), tensor.device, weakref.ref(owner))
@@ -367,11 +383,11 @@ class Trace(RemovableMode):
         return operation.is_repeatable
 
 
-def _unreadable(tensor: torch.Tensor) -> Value:
-    """Return a value that cannot be had in backward: sparse and other tensors without strides."""
-    value = Value(None, 0, 0, tensor.device, weakref.ref(tensor))
-    value.block(is_readable=False)
-    return value
+def _traceable(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in *values* whose storages are values of a trace."""
+    for tensor in tensors_in(values):
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            yield tensor
 
 
 def _are_plain(types: Any) -> bool:

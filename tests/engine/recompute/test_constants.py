@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_pyao import ModuleMap, attach, register_module_map
 from hf_pyao.errors import SavedTensorModifiedError
@@ -160,6 +161,74 @@ def test_batches_of_operations_in_place_between_two_forwards() -> None:
             for loss in losses:
                 loss.backward()
     assert_same_tensors(gradients_of(model), gradients_of(plain), "foreach")
+
+
+class LargestOf(torch.autograd.Function):
+    """Writes its result with a kernel that torch's dispatcher does not see."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        largest = torch.empty(1)
+        largest.numpy()[:] = float(x.detach().max())
+        return largest
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> None:
+        return None
+
+
+def filled_in_a_function(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = nn.functional.gelu(layer.linear(x))
+    return ((hidden - LargestOf.apply(x)).exp() + 1).log()
+
+
+def filled_in_the_layer(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = nn.functional.gelu(layer.linear(x))
+    largest = torch.empty(1)
+    largest.numpy()[:] = float(x.detach().max())
+    return ((hidden - largest).exp() + 1).log()
+
+
+def chosen_by_an_opaque_operation(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
+    hidden = nn.functional.gelu(layer.linear(x))
+    largest = hidden.sort(dim=0).values[-1:].contiguous()
+    return ((hidden - largest).exp() + 1).log()
+
+
+@pytest.mark.parametrize("size", [16, 128])
+@pytest.mark.parametrize(
+    "function", [filled_in_a_function, filled_in_the_layer, chosen_by_an_opaque_operation]
+)
+def test_a_small_tensor_whose_writer_is_not_seen(
+    function: Callable[..., torch.Tensor], size: int
+) -> None:
+    model = ConstantsModel(size, function)
+    plain = copy.deepcopy(model)
+    x = torch.randn(64, size)
+    with attach(model, replace(POINTWISE, verify_recompute="off")) as offloader:
+        for each in (plain, model):
+            torch.full((1,), 7.5)  # what memory without content may hold
+            each(x).sum().backward()
+        assert offloader.metrics()["recomputed_bytes"] > 0
+    assert_same_tensors(gradients_of(model), gradients_of(plain), function.__name__)
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_a_small_tensor_with_gradients_leaves_the_device(size: int) -> None:
+    """An operation that is not replayed makes it; a recipe reads it; its bytes are on the host."""
+    noted = []
+
+    def chosen(layer: ConstantsLayer, x: torch.Tensor) -> torch.Tensor:
+        rows = layer.linear(x)[[0, 2]]  # not replayed: its result is an anchor
+        noted.append(StorageWeakRef(rows.untyped_storage()))
+        return (rows.exp() + 1).log().expand(32, *rows.shape).sigmoid().sum(0)[[0, 1, 0, 1]]
+
+    model = ConstantsModel(size, chosen)
+    with attach(model, POINTWISE) as offloader:
+        loss = model(torch.randn(4, size)).sum()
+        assert all(ref.expired() for ref in noted)
+        loss.backward()
+        assert offloader.metrics()["recomputed_bytes"] > 0
 
 
 def test_sparse_operations_in_a_traced_layer() -> None:

@@ -101,6 +101,28 @@ def test_peaks_are_the_engines_to_the_byte(architecture: str, tmp_path: Path) ->
     assert num_rebuilt
 
 
+def test_attention_that_runs_again_holds_nothing_of_what_it_reads(tmp_path: Path) -> None:
+    """Falcon indexes keys and values: 1 KiB a layer, made by an operation that is not replayed."""
+    config = AutoConfig.for_model("falcon", **{**SHAPES["falcon"], "num_hidden_layers": 3})
+    training = FakeTraining(config=config, training_state="device", optimizer_bytes=0)
+    planner = planner_of(training)
+    rebuilt = {"self_attention:6", "self_attention:7"}
+    actions = [
+        RECOMPUTE if slot.name in rebuilt else OFFLOAD if slot.nbytes >= MIN_BYTES else KEEP
+        for slot in planner.program.slots
+    ]
+    conditions = dataclasses.replace(planner.conditions, keep_last_layers=0, window_bytes=2**12)
+    drawn = planner._candidate(
+        "drawn",
+        actions,
+        ["self_attention"],
+        otherwise=[OFFLOAD] * len(actions),
+        conditions=conditions,
+    )
+    assert len(drawn.step.rebuilds) == 6
+    assert ran_bytes(training, planner, drawn, tmp_path / "plan.json") == drawn.peak_bytes
+
+
 def drawn_plans(architecture: str, num: int) -> list[Candidate]:
     config = AutoConfig.for_model(architecture, **SHAPES[architecture])
     planner = planner_of(FakeTraining(config=config, training_state="device"))
