@@ -2,11 +2,12 @@
 
 [Note: Running again]
 A try that fails leaves tensors behind: in the frames of its traceback, in the graph, in copies
-under way. All of it goes before the next: frames are cleared, the forward's tapes are closed
-(buffers go with the graph's nodes), autocast's casts and the allocator's cache are emptied. Then
-gradients, buffers and random numbers are what they were, and the next try computes the same bits:
-the tighter plan changes where saved tensors are, not what they hold. What cannot be undone (see
-``noted_tensors``), or not without other ranks (``collectives``), ends the run with a message.
+under way. All of it is released before the next try: frames are cleared, the forward's tapes are
+closed (buffers go with the graph's nodes), autocast's casts and the allocator's cache are emptied.
+Then gradients, buffers and random numbers are put back (``engine.rerun.micro_batch_state``), and
+the next try computes the same bits: the tighter plan changes where saved tensors are, not what they
+hold. A try that cannot be undone, or not without other ranks (``collectives``), ends the run with a
+message.
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ from hf_pyao.auto.ranks.collectives import (
     reason_of_wrappers,
 )
 from hf_pyao.auto.ranks.rank_alarm import RankAlarm
-from hf_pyao.auto.retry.added_gradients import AddedOnce
 from hf_pyao.auto.retry.memory_failure import MemoryFailure, Remedies
-from hf_pyao.auto.retry.noted_tensors import ModelTensors, NotedTensors
-from hf_pyao.auto.retry.other_gradients import find_other, newest_backward
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
 from hf_pyao.auto.retry.tightening import Tightening
-from hf_pyao.engine.rerun.generators import RandomState
+from hf_pyao.engine.rerun.added_gradients import AddedOnce
+from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, ModelTensors
+from hf_pyao.engine.rerun.other_gradients import find_other, newest_backward
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.transfer.graph_task import NO_TASK
 from hf_pyao.errors import PyAOError
@@ -252,8 +252,7 @@ class _Attempt:
         self._newest_backward = newest_backward
         self._writes_only_this_model = writes_only_this_model
         self._collectives = num_collectives()
-        self._random = RandomState(tensors.devices)
-        self._noted = NotedTensors(tensors)
+        self._state = MicroBatchState(tensors)
         self._has_run_backward = False
 
     def run(self, function: Callable[[], Result]) -> Result:
@@ -261,7 +260,7 @@ class _Attempt:
         if self.num_tries:  # a tighter plan may have recorded steps, with a backward each
             self._newest_backward = newest_backward()
         self.num_tries += 1
-        added = self._noted.added
+        added = self._state.added
         with AddedOnce(added) if added else contextlib.nullcontext() as once:
             result = function()
         if once is not None and once.is_amiss:
@@ -271,7 +270,7 @@ class _Attempt:
                 "forward and backward alone in it: neither zero_grad() nor anything else that "
                 "changes gradients, and nothing that differs from run to run."
             )
-        self._noted.learn()
+        self._state.learn()
         return result
 
     def reason_not_again(self, error: BaseException, model: nn.Module | None) -> str:
@@ -284,12 +283,12 @@ class _Attempt:
         num_backwards = newest - self._newest_backward - 1
         self._newest_backward = newest
         self._has_run_backward = in_backward or num_backwards > 0
-        of_tensors = self._noted.reason_not_undone(
+        of_tensors = self._state.reason_not_undone(
             after_backward=self._has_run_backward, in_backward=in_backward
         )
         return (
             reason_not_alone(self._collectives, trace)
-            or reason_of_wrappers(model, trace, has_written=self._noted.has_written)
+            or reason_of_wrappers(model, trace, has_written=self._state.has_written)
             or of_tensors
             or (WEIGHTS_CHANGED if self.have_weights_changed() else "")
             or self._reason_of_others(num_backwards, trace, in_backward=in_backward)
@@ -302,14 +301,14 @@ class _Attempt:
         if process_rank().num_ranks > 1 and num_collectives() != self._collectives:
             return "it has exchanged data with other ranks"
         self._has_run_backward = True
-        reason = self._noted.reason_not_undone(after_backward=True, in_backward=True)
-        if not reason and self._noted.added:
+        reason = self._state.reason_not_undone(after_backward=True, in_backward=True)
+        if not reason and self._state.added:
             reason = "gradients that were there before it have been added to"
         return reason or (WEIGHTS_CHANGED if self.have_weights_changed() else "")
 
     def have_weights_changed(self) -> bool:
         """Say whether a backward has changed weights without a version telling."""
-        return self._has_run_backward and self._noted.have_weights_changed()
+        return self._has_run_backward and self._state.have_weights_changed()
 
     def _reason_of_others(
         self, num_backwards: int, trace: TracebackType | None, *, in_backward: bool
@@ -317,7 +316,7 @@ class _Attempt:
         """Look for gradients of others that it may have written."""
         if self._writes_only_this_model:
             return ""
-        other = find_other(self._noted.known_ids, num_backwards, trace, in_backward=in_backward)
+        other = find_other(self._state.known_ids, num_backwards, trace, in_backward=in_backward)
         if other is None:
             return ""
         return (
@@ -327,9 +326,8 @@ class _Attempt:
         )
 
     def undo(self) -> None:
-        """Bring everything back to what it began with."""
-        self._noted.undo()
-        self._random.restore()
+        """Put everything back that it began with."""
+        self._state.undo()
 
 
 def _let_go(error: BaseException, outer: BaseException | None) -> None:

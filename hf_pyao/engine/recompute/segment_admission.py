@@ -54,7 +54,7 @@ class Admission:
         if not reason:
             state = self._states.get(module)
             if state is None:
-                state = self._states[module] = LayerState(module)
+                state = self._states[module] = LayerState(module, layer.fqn)
             found = state.now(objects_in((args, kwargs), self._kinds))
             reason = found.reason_unknown()
             if not reason:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 _DRAWS = threading.RLock()
 _MOST_WAIT_S = 60.0
@@ -134,6 +135,50 @@ class RandomState:
             yield
         finally:
             self.restore()
+
+
+class RandomStates:
+    """The state of torch's random numbers before each of several calls, if any were drawn.
+
+    Those of Python and numpy are left out: no function that draws from them runs in tiles.
+
+    Args:
+        tensor: what the calls are of; its device has the generator.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._devices = [tensor.device]
+        self._has_values = not isinstance(tensor, FakeTensor)  # fake tensors draw nothing
+        self._states: list[RandomState] = []
+
+    def note(self) -> None:
+        """Note the state; before each call, and after the last one."""
+        if self._has_values:
+            self._states.append(RandomState(self._devices, torch_only=True))
+
+    def forget_if_unchanged(self) -> None:
+        """Drop the states if nothing was drawn since the first."""
+        if self._states and self._states[0].is_equal(self._states[-1]):
+            self._states = []
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything was drawn."""
+        return bool(self._states)
+
+    def set(self, index: int) -> None:
+        """Make the state what it was before call *index*."""
+        if self._states:
+            self._states[index].restore()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Have the state at the end be that at the beginning, if it is set inside."""
+        if not self._states:
+            yield
+            return
+        with self._states[0].now().kept():
+            yield
 
 
 class GeneratorKind(NamedTuple):

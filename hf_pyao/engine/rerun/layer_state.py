@@ -12,22 +12,29 @@ from hf_pyao.errors import RecomputationError, SavedTensorModifiedError
 
 
 class LayerState:
-    """Knows what calls of a layer may change: in its modules, and in objects that it is given."""
+    """Knows what calls of a layer may change: in its modules, and in objects that it is given.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: the layer.
+        name: the layer, for messages.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._name = name
         self._of_modules = Inventory([module])
         self._of_arguments = Inventory(())
 
     def now(self, arguments: Sequence[object]) -> StateOfCall:
         """Note the state with which a call begins; *arguments* are the objects that it is given."""
         given = self._of_arguments.note(arguments) if arguments else None
-        return StateOfCall(self._of_modules.note(), given)
+        return StateOfCall(self._name, self._of_modules.note(), given)
 
 
 class StateOfCall:
     """What one call of a layer has found; see [Note: State of modules] in ``rerun.inventory``."""
 
-    def __init__(self, modules: Noted, arguments: Noted | None) -> None:
+    def __init__(self, layer: str, modules: Noted, arguments: Noted | None) -> None:
+        self._layer = layer
         self._modules = modules
         self._arguments = arguments
 
@@ -46,7 +53,7 @@ class StateOfCall:
         return self._modules.reason_not_again() or given
 
     @contextlib.contextmanager
-    def put_back(self, layer: str) -> Iterator[None]:
+    def put_back(self) -> Iterator[None]:
         """Have the layer find the same again; nothing that it changes lasts.
 
         Raises:
@@ -55,14 +62,14 @@ class StateOfCall:
         """
         changed = self._modules.changed_parameter()
         if changed:
-            raise _changed_since(layer, f"{changed}, a parameter,")
+            raise _changed_since(self._layer, f"{changed}, a parameter,")
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._modules.put_back())
                 if self._arguments is not None:
                     stack.enter_context(self._arguments.put_back())
             except RecomputationError as error:
-                raise _changed_since(layer, str(error)) from error
+                raise _changed_since(self._layer, str(error)) from error
             yield
 
 

@@ -30,11 +30,8 @@ def choose_batch(trainer: Any, config: PyAOConfig) -> ChosenBatch:
     error: Exception | None = None
     try:
         device = trainer.args.device
-        random_state = RandomState([device])
-        try:
+        with RandomState([device]).kept():
             chosen = MicroBatchChooser(trainer, config).choose()
-        finally:
-            random_state.restore()
     except Exception as caught:  # the other ranks wait to hear of it
         error = caught
     return _agreed(trainer, chosen, error)

@@ -18,9 +18,8 @@ from torch import nn
 from hf_pyao.attachment import attach
 from hf_pyao.auto.recording.model_copy import loss_of
 from hf_pyao.config import PyAOConfig
-from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.rerun.inventory import Inventory
-from hf_pyao.engine.rerun.weight_samples import WeightSamples
+from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, ModelTensors
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.fake_cuda.quiet import quiet
 
@@ -59,7 +58,7 @@ def try_step(
     """
     device = next(model.parameters()).device
     check_undoable(model)
-    with undisturbed(model, device):
+    with undisturbed(model):
         has_run, peak_bytes = False, None
         try:
             peak_bytes = _run(model, config, batch, autocast, num_runs, reserved_bytes, device)
@@ -141,27 +140,20 @@ def _cannot_try(reason: str) -> ConflictError:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave gradients, the state of modules and random numbers as they were.
 
     Raises:
         ConflictError: at the end: something was changed that cannot be put back.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    weights = WeightSamples()
-    samples = weights.take(list(model.parameters()))
-    state = Inventory([model]).note(copies_all=True)
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with RandomState([device]).kept():
+    state = MicroBatchState(ModelTensors(model))
+    with state.without_gradients():
+        try:
             yield
-    finally:
-        reason = state.reason_not_undone()
-        state.undo()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-    if weights.have_changed(list(model.parameters()), samples):
+        finally:
+            reason = state.reason_not_undone(after_backward=True, in_backward=False)
+            state.undo()
+    if state.have_weights_changed():
         reason = "weights were changed in backward"
     if reason:
         raise _cannot_try(reason)

@@ -22,12 +22,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_pyao.engine.rerun.generators import exclusive_draws
+from hf_pyao.engine.rerun.first_run import FirstRun
+from hf_pyao.engine.rerun.generators import RandomStates, exclusive_draws
 from hf_pyao.engine.rerun.inventory import Inventory, Noted
-from hf_pyao.engine.rerun.surroundings import Surroundings
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.tiles.endings import Ending, NeedsValuesError, SeenEnding
-from hf_pyao.model.tiles.surroundings import NoTensorHooks, RandomStates, without_hooks
+from hf_pyao.model.tiles.tensor_hooks import NoTensorHooks, without_hooks
 from hf_pyao.model.tiles.weight_sums import SummedProducts, WeightSums
 from hf_pyao.plan.options.tile_plan import TilePlan
 
@@ -146,15 +146,14 @@ class _RunTiles(torch.autograd.Function):
         inputs = tensors[:num_inputs]
         ctx.set_materialize_grads(False)
         ctx.saved, ctx.call, ctx.versions = saved, call, versions
-        ctx.surroundings = Surroundings([inputs[0].device], with_random=False)
+        ctx.first = FirstRun(call.state(), [inputs[0].device], with_random=False)
         ctx.states = RandomStates(inputs[0])
-        ctx.state = call.state()
         ctx.noted = []
         try:
             with exclusive_draws():
                 return _run_forward(call, ctx.states, inputs, ctx.noted)
         finally:
-            if ctx.surroundings.autocast.is_on:
+            if ctx.first.is_cast:
                 # What autocast casts here has no graph: nobody else may find it in its cache.
                 torch.clear_autocast_cache()
 
@@ -186,7 +185,7 @@ def _run_backward(
 ) -> list[Tensor | None]:
     """Return the gradients of inputs and trained weights, None where none is needed."""
     call: TiledCall = ctx.call
-    with ctx.state.put_back():
+    with exclusive_draws(), ctx.states.kept(), ctx.first.put_back():
         weights = list(call.weights())
         if versions_of(weights) != ctx.versions:
             raise SavedTensorModifiedError(
@@ -197,12 +196,7 @@ def _run_backward(
         trained = [weight for weight in weights if weight.requires_grad]
         backward = _Backward(call, inputs, trained, needs, ctx.states, ctx.noted)
         run = torch.enable_grad()(without_hooks(backward.run))
-        with (
-            NoTensorHooks(trained),
-            exclusive_draws(),
-            ctx.surroundings.put_back(),
-            ctx.states.kept(),
-        ):
+        with NoTensorHooks(trained):
             run(grad_output)
     return backward.results()
 

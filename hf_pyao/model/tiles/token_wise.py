@@ -240,35 +240,25 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
     weights = [p for module in everything for p in module._parameters.values() if p is not None]
     fake = next((weight.fake_mode for weight in weights if isinstance(weight, FakeTensor)), None)
     fake_mode = fake or FakeTensorMode(allow_non_fake_inputs=True)
-    before = [(module, dict(vars(module))) for module in everything]
-    tables = [
-        (vars(m)[n], dict(vars(m)[n])) for m in everything for n in ("_parameters", "_buffers")
-    ]
     device_types = {"cpu", *(weight.device.type for weight in weights)}
     inventory = Inventory(everything, copies=False)
     state = inventory.note(shared_generators())
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(_disable_current_modes())
-            stack.enter_context(state.put_back())
-            for device_type in device_types - {"meta"}:
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-            for module in everything:
-                vars(module)["training"] = True
-                for name, weight in module._parameters.items():
-                    if weight is not None and (shape := whole_shape(weight)) is not None:
-                        with fake_mode:
-                            whole = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-                        whole.requires_grad_(weight.requires_grad)
-                        module._parameters[name] = whole  # type: ignore[assignment]
-            as_run = inventory.note()
-            yield fake_mode
-            changed, has_drawn = as_run.first_change(), state.drew()
-    finally:
-        for table, kept in (*tables, *((vars(module), kept) for module, kept in before)):
-            table.update(kept)
-            for name in table.keys() - kept.keys():
-                del table[name]
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(state.put_back())
+        for device_type in device_types - {"meta"}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        for module in everything:
+            vars(module)["training"] = True
+            for name, weight in module._parameters.items():
+                if weight is not None and (shape := whole_shape(weight)) is not None:
+                    with fake_mode:
+                        whole = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+                    whole.requires_grad_(weight.requires_grad)
+                    module._parameters[name] = whole  # type: ignore[assignment]
+        as_run = inventory.note()
+        yield fake_mode
+        changed, has_drawn = as_run.first_change(), state.drew()
     if changed:
         raise NotTokenWise(f"it changes its attribute {changed}, which is a state")
     if has_drawn:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, attach
-from hf_pyao.auto.retry.noted_tensors import ModelTensors, NotedTensors
+from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, ModelTensors
 from hf_pyao.errors import ConflictError
 from hf_pyao.hf.micro_batch.trial_step import check_undoable, undisturbed
 from tests.helpers import EVERY_LAYER, FunctionLayer, Stack, assert_same_tensors, gradients_of
@@ -79,7 +79,7 @@ def test_a_trial_leaves_lists_tuples_hooks_and_modules_as_they_were() -> None:
     model = Stack(iterates, iterates)
     layer = model.layers[0]
     layer.seen, layer.pair = [{"n": 1}], Pair(torch.zeros(2, 3), 0)
-    with undisturbed(model, torch.device("cpu")):
+    with undisturbed(model):
         layer.seen[0]["n"] = 2
         layer.seen.append(3)
         layer.pair.first.add_(1)
@@ -108,7 +108,7 @@ def steps_in_a_module_s_backward(model: Stack) -> None:
 
 def test_weights_that_are_stepped_without_a_version_end_the_run() -> None:
     model = Stack(lambda layer, x: torch.sin(x @ layer.weight), cosine)
-    noted = NotedTensors(ModelTensors(model))
+    noted = MicroBatchState(ModelTensors(model))
     assert not noted.have_weights_changed()
     steps_in_a_module_s_backward(model)
     micro_batch(model)

@@ -1,4 +1,7 @@
-"""Records what a micro-batch may change in a model, and undoes it where that is possible.
+"""Notes what a micro-batch may change, and undoes it where that is possible.
+
+A micro-batch that did not fit is undone before it runs again; a step that is only tried is undone
+at its end.
 
 [Note: What can be undone]
 - A gradient that did not exist when the micro-batch began is removed.
@@ -6,25 +9,27 @@
 - A sum that backward has added to cannot be undone. It is already right, if the next try adds
   nothing to it: see ``added_gradients``.
 - What modules hold besides (attributes, buffers, generators, hooks) is put back: see [Note: State
-  of modules] in ``rerun.inventory``. Of tensors, those are copied that are known to change: which
-  these are is seen by comparing all of them over the first micro-batch, since kernels (batch
-  norm's) change some without a version telling. One that changes later for the first time cannot
-  be brought back.
-- Parameters never change in a micro-batch. Where they did (an optimizer that steps in backward),
-  nothing can be undone. Their versions tell, and a few of their elements. Hooks on parameters may
-  take gradients away, or step by them; where there are any, no backward can be undone.
+  of modules] in ``inventory``. Of their tensors, only those that change are copied. The first
+  micro-batch shows which these are: all tensors are copied before it and compared after it, since
+  some kernels (batch norm's) change a tensor without changing its version. A tensor that changes
+  for the first time in a later micro-batch cannot be put back.
+- The default random generators are put back.
+- A micro-batch changes no parameters. If it did (by an optimizer that steps in backward), nothing
+  can be undone. Versions and a few elements of the parameters show it. Hooks on parameters may take
+  gradients away, or step by them; if there are any, no backward can be undone.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from hf_pyao.engine.rerun.generators import accelerators_in
+from hf_pyao.engine.rerun.generators import RandomState, accelerators_in
 from hf_pyao.engine.rerun.inventory import Inventory
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 
@@ -48,10 +53,10 @@ class ModelTensors:
         """Those that the model is on, the CPU apart."""
 
 
-class NotedTensors:
-    """A model's state when a micro-batch began.
+class MicroBatchState:
+    """What a micro-batch begins with: gradients, state of modules, random numbers.
 
-    Made before every micro-batch, so that what it does is written for speed.
+    One is made before every micro-batch, so making it must be quick.
 
     Args:
         tensors: the model's.
@@ -59,6 +64,7 @@ class NotedTensors:
 
     def __init__(self, tensors: ModelTensors) -> None:
         self._tensors = tensors
+        self._random = RandomState(tensors.devices)
         self._state = tensors.inventory.note(copies_all=not tensors.knows_changing)
         self._parameters = [each for each in self._state.parameters if each.is_leaf]
         self._gradients, self._gradient_versions = _note(list(map(_GRADIENT, self._parameters)))
@@ -75,7 +81,19 @@ class NotedTensors:
             self._tensors.knows_changing = True
             self._state.learn()
 
-    # ---- after a failure -----------------------------------------------------------------------
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Hold the gradients meanwhile, and let the parameters have none."""
+        gradients = list(map(_GRADIENT, self._parameters))
+        try:
+            for parameter in self._parameters:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    # ---- undoing it ----------------------------------------------------------------------------
 
     def reason_not_undone(self, *, after_backward: bool, in_backward: bool) -> str:
         """Look at what has changed; say why it cannot be undone, or return an empty string.
@@ -141,12 +159,13 @@ class NotedTensors:
         return {id(parameter) for parameter in self._parameters}
 
     def undo(self) -> None:
-        """Bring gradients and the state of modules back, as far as they can be."""
+        """Put back gradients, the state of modules and random numbers, as far as possible."""
         for parameter, noted in zip(self._parameters, self._gradients, strict=True):
             before = None if noted is None else noted()
             if parameter.grad is not before and (noted is None or before is not None):
                 parameter.grad = before
         self._state.undo()
+        self._random.restore()
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
