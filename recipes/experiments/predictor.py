@@ -21,17 +21,11 @@ from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.estimate import (
-    AUTO,
-    LONG_CONTEXT,
-    WAYS,
-    Estimator,
-    PredictedWay,
-    Way,
-)
+from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import UNLIMITED_HOST_GIB, FakeTraining
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.search import largest_on_a_line
+from hf_pyao.tools.estimate.ways import AUTO, LONG_CONTEXT, WAYS, PredictedWay, Way
 from hf_pyao.tools.simulation.late_transport import LateTransport
 
 HALF_BYTES = 2

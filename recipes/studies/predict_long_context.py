@@ -30,8 +30,9 @@ from tqdm import tqdm
 from hf_pyao.levers import Levers
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.tools.estimate.assumptions import ASSUMPTIONS
-from hf_pyao.tools.estimate.estimate import LONG_CONTEXT, WAYS, Estimator, Way
+from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
+from hf_pyao.tools.estimate.ways import LONG_CONTEXT, WAYS, Way
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -197,8 +197,7 @@ def estimate_report(
     from hf_pyao.tools.estimate.assumptions import assumptions_for
     from hf_pyao.tools.estimate.card_memory import card_memory
     from hf_pyao.tools.estimate.jobs import all_jobs, run_jobs
-    from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-    from hf_pyao.tools.estimate.positions import check_sequence_length
+    from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
     from hf_pyao.tools.estimate.verdict import verdict
 
     spec = parse_model(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hf_pyao.config import (
@@ -46,10 +46,10 @@ from hf_pyao.plan.weights.hiding import tokens_by_clock, tokens_by_formula
 from hf_pyao.plan.weights.weight_plan import WeightPlan
 from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.fake_step import FakeTraining
-from hf_pyao.tools.estimate.positions import most_positions
+from hf_pyao.tools.estimate.model_specs import most_positions
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.search import largest_fitting, largest_on_a_line
-from hf_pyao.tools.estimate.verdict import CHUNKED
+from hf_pyao.tools.estimate.ways import Family, PredictedWay, Way
 
 LONGEST = 2**24
 """Where the search for the longest sequence ends."""
@@ -59,87 +59,6 @@ LENGTH_STEP = 64
 
 STORED_BYTES = 2.0
 """Of each parameter of a model that is estimated with adapters: bfloat16."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to train, without or with the chunked loss."""
-
-    name: str
-    checkpointing: bool = False
-    offloads: bool = False
-    is_pyao: bool = False
-    """Recomputes what PyAO's rule flags."""
-    is_budget: bool = False
-    """Offloads as much as forward compute hides."""
-    is_auto: bool = False
-    """Plans, see ``plan/solve/planner.py``."""
-    streams: bool = False
-    """Streams frozen weights too, as many as is fastest."""
-    levers: Levers | None = None
-    """What changes the step itself; None: only the loss that is asked for does."""
-
-    def levers_with(self, head_loss: str) -> Levers:
-        """Return what changes the step, with *head_loss* where nothing is said of it."""
-        return Levers(head_loss=head_loss) if self.levers is None else self.levers
-
-    def name_with(self, head_loss: str) -> str:
-        """Return what rows call it."""
-        is_plain = head_loss == "off" or self.levers is not None
-        return self.name if is_plain else self.name + CHUNKED
-
-
-WAYS = (
-    Way("none"),
-    Way("checkpointing", checkpointing=True),
-    Way("policy all", offloads=True),
-    Way("policy pyao", offloads=True, is_pyao=True),
-    Way("policy budget", offloads=True, is_budget=True),
-)
-"""What is recorded and predicted as it is named."""
-
-AUTO = Way("policy auto", offloads=True, is_auto=True)
-"""The fastest plan that fits."""
-
-STREAMED = Way("policy auto, streamed weights", offloads=True, is_auto=True, streams=True)
-"""The same where frozen weights may be streamed."""
-
-ALL_WAYS = (*WAYS, AUTO)
-"""What is compared, without and with the chunked loss."""
-
-LONG_CONTEXT = Way(
-    "long context", offloads=True, levers=Levers.of(PyAOConfig(policy="all", long_context=True))
-)
-"""``PyAOConfig.long_context``: chunked loss, tiled MLPs, layer inputs and attention offloaded."""
-
-
-@dataclass(frozen=True)
-class PredictedWay:
-    """A step of one way to train, at one size."""
-
-    program: StepProgram
-    timed: Prediction
-    """On the card and its link."""
-    late: Prediction
-    """With copies as late as can be: its peak holds for every link."""
-    memory: StepMemory
-    """What the allocator reserves for it."""
-    flagged: tuple[str, ...]
-    """What PyAO's rule recomputes."""
-    weights: WeightPlan | None = None
-    """What is streamed; None: nothing was to be."""
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Steps that run the same operations, whatever is offloaded of them."""
-
-    checkpointing: bool
-    levers: Levers
-    follows_rule: bool = False
-    """PyAO's rule recomputes something."""
-    is_other: bool = False
-    """Its levers are looked at beside those that were asked for."""
 
 
 class Estimator:
@@ -179,8 +98,8 @@ class Estimator:
         """What of the card may be reserved for a step, and what the rest is for."""
         self.limit_bytes = self.card_memory.limit_bytes
         self._training = FakeTraining(config=config, training_state=training_state, **more)
-        self._recorded: dict[tuple[_Family, int, int], StepProgram] = {}
-        self._lines: dict[tuple[_Family, str, int], Callable[[int], StepProgram] | None] = {}
+        self._recorded: dict[tuple[Family, int, int], StepProgram] = {}
+        self._lines: dict[tuple[Family, str, int], Callable[[int], StepProgram] | None] = {}
         self._flagged: tuple[str, ...] | None = None
         self._rule_plan: Plan | None = None
         positions = most_positions(config)
@@ -331,9 +250,9 @@ class Estimator:
         memory = StepMemory(program, late, self._early(way, program), self.allocator)
         return PredictedWay(program, timed, late, memory, self.flagged() if way.is_pyao else ())
 
-    def _family(self, way: Way, head_loss: str) -> _Family:
+    def _family(self, way: Way, head_loss: str) -> Family:
         follows_rule = way.is_pyao and bool(self.rule_plan().slots)
-        return _Family(way.checkpointing, way.levers_with(head_loss), follows_rule)
+        return Family(way.checkpointing, way.levers_with(head_loss), follows_rule)
 
     def flagged(self) -> tuple[str, ...]:
         """Return the sub-modules that PyAO's rule flags, timed as the paper times them."""
@@ -344,7 +263,7 @@ class Estimator:
     def rule_plan(self) -> Plan:
         """Return the plan that PyAO's rule comes to."""
         if self._rule_plan is None:
-            program = self._record(_Family(False, NO_LEVERS), 1, self.sequence_length)
+            program = self._record(Family(False, NO_LEVERS), 1, self.sequence_length)
             layer = min(1, program.num_layers - 1)
             rates = by_pack_intervals(program, self.hardware.device, layer)
             self._flagged = find_outliers(rates, self.hardware.link.d2h_gib_per_s).flagged
@@ -353,12 +272,12 @@ class Estimator:
 
     # ---- programs ------------------------------------------------------------------------------
 
-    def program(self, family: _Family, micro_batch: int, length: int) -> StepProgram:
+    def program(self, family: Family, micro_batch: int, length: int) -> StepProgram:
         """Return the step at a size: recorded there, or reckoned from recordings at others."""
         line = None if micro_batch == 1 else self._line(family, "micro-batch", length)
         return line(micro_batch) if line else self._record(family, micro_batch, length)
 
-    def _line(self, family: _Family, what: str, fixed: int) -> Callable[[int], StepProgram] | None:
+    def _line(self, family: Family, what: str, fixed: int) -> Callable[[int], StepProgram] | None:
         """Return the step as a function of one size; None if it runs other operations then."""
         key = (family, what, fixed)
         if key not in self._lines:
@@ -373,7 +292,7 @@ class Estimator:
                     self._lines[key] = interpolate(points)
         return self._lines[key]
 
-    def _record(self, family: _Family, micro_batch: int, length: int) -> StepProgram:
+    def _record(self, family: Family, micro_batch: int, length: int) -> StepProgram:
         key = (family, micro_batch, length)
         if key not in self._recorded:
             self.num_recordings += 1
@@ -425,7 +344,7 @@ class Estimator:
 
     # ---- plans ---------------------------------------------------------------------------------
 
-    def _choice(self, program: StepProgram, family: _Family, micro_batch: int) -> LeverChoice:
+    def _choice(self, program: StepProgram, family: Family, micro_batch: int) -> LeverChoice:
         """Return what finds the fastest plan, of all settings of the levers that are free."""
 
         def planner_with(levers: Levers) -> Planner:

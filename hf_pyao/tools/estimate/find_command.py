@@ -230,7 +230,7 @@ def _micro_batch(
     """Return the choice of a micro-batch, and how many steps were recorded."""
     from hf_pyao.plan.micro_batch.choice import choose_micro_batch, divisors_of
     from hf_pyao.plan.micro_batch.sized_steps import SizedLevers, SizedSteps
-    from hf_pyao.tools.estimate.positions import check_sequence_length
+    from hf_pyao.tools.estimate.model_specs import check_sequence_length
 
     length = args.sequence_length or DEFAULT_LENGTH
     check_sequence_length(config, length)
@@ -270,7 +270,7 @@ def _longest(
     """Return the choice of a length, and how many steps were recorded."""
     from hf_pyao.plan.micro_batch.choice import LENGTH_STEP, longest_sequence
     from hf_pyao.plan.micro_batch.sized_steps import SizedLevers, SizedSteps
-    from hf_pyao.tools.estimate.positions import most_positions
+    from hf_pyao.tools.estimate.model_specs import most_positions
 
     micro_batch = args.micro_batch or 1
     most = most_positions(config)

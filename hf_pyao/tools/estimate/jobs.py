@@ -14,7 +14,8 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.text import describe_error
-from hf_pyao.tools.estimate.estimate import ALL_WAYS, LONG_CONTEXT, STREAMED, Estimator, Way
+from hf_pyao.tools.estimate.estimate import Estimator
+from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED, Way
 
 HEAD_LOSSES = ("off", "chunked")
 

@@ -10,9 +10,10 @@ from hf_pyao.plan.documents.estimate import EstimateReport, EstimateRow
 from hf_pyao.plan.documents.step import StepReport
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.predict.step_view import predicted_step
-from hf_pyao.tools.estimate.estimate import ALL_WAYS, LONG_CONTEXT, STREAMED, Estimator
+from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.jobs import METHODS
 from hf_pyao.tools.estimate.verdict import CHUNKED, named_row
+from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED
 
 
 def check_method(method: str | None) -> None:

@@ -27,8 +27,7 @@ from hf_pyao.tools.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.common_arguments import training_fields
 from hf_pyao.tools.estimate.fake_step import FakeTraining
-from hf_pyao.tools.estimate.model_specs import ModelSpec, config_of
-from hf_pyao.tools.estimate.positions import check_sequence_length
+from hf_pyao.tools.estimate.model_specs import ModelSpec, check_sequence_length, config_of
 from hf_pyao.tools.estimate.recorded_step import record_step
 
 PEAK = "predicted peak of device memory, with copies at the link's speed"

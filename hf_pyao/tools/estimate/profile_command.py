@@ -105,8 +105,7 @@ def _predicted(args: argparse.Namespace) -> Profile:
     from hf_pyao.plan.hardware.presets import find_hardware
     from hf_pyao.tools.estimate.common_arguments import training_fields_of
     from hf_pyao.tools.estimate.fake_step import FakeTraining
-    from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-    from hf_pyao.tools.estimate.positions import check_sequence_length
+    from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
     from hf_pyao.tools.estimate.predicted_profile import predict_profile
 
     hardware = find_hardware(args.device or "rtx4070")

@@ -14,8 +14,9 @@ from hf_pyao.plan.hardware.caching_allocator import (
 )
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.step.prediction import FREED
-from hf_pyao.tools.estimate.estimate import WAYS, Estimator
+from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
+from hf_pyao.tools.estimate.ways import WAYS
 
 NUM_OFFLOADED = 10
 """Steps with everything offloaded, as policy `auto` runs them before it has a plan."""

@@ -20,12 +20,13 @@ from hf_pyao.plan.predict.peak_cause import peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.estimate import WAYS, Estimator, Way
+from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.model_sizes import PAPER_SIZES, build_config, find_size
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.replayed_step import replay_step
 from hf_pyao.tools.estimate.simulated_step import simulate_step
+from hf_pyao.tools.estimate.ways import WAYS, Way
 
 LENGTH = 64
 SLOW = Hardware(

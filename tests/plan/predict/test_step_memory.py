@@ -26,10 +26,11 @@ from hf_pyao.plan.step.step_program import (
     Segment,
     StepProgram,
 )
-from hf_pyao.tools.estimate.estimate import WAYS, Estimator
+from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
+from hf_pyao.tools.estimate.ways import WAYS
 
 MIB = 2**20
 DEFAULT = AllocatorSettings()

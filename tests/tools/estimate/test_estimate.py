@@ -17,10 +17,11 @@ from hf_pyao.plan.hardware.presets import HARDWARE, Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.common_arguments import ENGINES
-from hf_pyao.tools.estimate.estimate import WAYS, Estimator
+from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
 from hf_pyao.tools.estimate.verdict import verdict
+from hf_pyao.tools.estimate.ways import WAYS
 from tests.helpers.documents import PROVENANCE
 
 SMALL = Hardware(

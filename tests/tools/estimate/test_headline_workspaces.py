@@ -17,8 +17,9 @@ from hf_pyao.plan.hardware.attention_workspaces import AttentionShape
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.step_program import BACKWARD, OUTSIDE, StepProgram
-from hf_pyao.tools.estimate.estimate import LONG_CONTEXT, Estimator, PredictedWay
+from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
+from hf_pyao.tools.estimate.ways import LONG_CONTEXT, PredictedWay
 
 FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"
 MULTIPROCESSORS = {"rtx4070": 46, "rtx4090": 128, "h200": 132}

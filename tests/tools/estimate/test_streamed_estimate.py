@@ -12,8 +12,9 @@ from hf_pyao.cli import main
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.step.streamed_step import block_bytes
-from hf_pyao.tools.estimate.estimate import STREAMED, WAYS, Estimator
+from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.jobs import all_jobs
+from hf_pyao.tools.estimate.ways import STREAMED, WAYS
 from tests.helpers.lora_steps import lora_config, lora_step
 
 pytestmark = pytest.mark.filterwarnings(

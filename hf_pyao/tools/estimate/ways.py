@@ -1,0 +1,94 @@
+"""The ways to train that are estimated, and what is predicted of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_pyao.config import PyAOConfig
+from hf_pyao.levers import Levers
+from hf_pyao.plan.predict.step_memory import StepMemory
+from hf_pyao.plan.step.prediction import Prediction
+from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.plan.weights.weight_plan import WeightPlan
+from hf_pyao.tools.estimate.verdict import CHUNKED
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train, without or with the chunked loss."""
+
+    name: str
+    checkpointing: bool = False
+    offloads: bool = False
+    is_pyao: bool = False
+    """Recomputes what PyAO's rule flags."""
+    is_budget: bool = False
+    """Offloads as much as forward compute hides."""
+    is_auto: bool = False
+    """Plans, see ``plan/solve/planner.py``."""
+    streams: bool = False
+    """Streams frozen weights too, as many as is fastest."""
+    levers: Levers | None = None
+    """What changes the step itself; None: only the loss that is asked for does."""
+
+    def levers_with(self, head_loss: str) -> Levers:
+        """Return what changes the step, with *head_loss* where nothing is said of it."""
+        return Levers(head_loss=head_loss) if self.levers is None else self.levers
+
+    def name_with(self, head_loss: str) -> str:
+        """Return what rows call it."""
+        is_plain = head_loss == "off" or self.levers is not None
+        return self.name if is_plain else self.name + CHUNKED
+
+
+WAYS = (
+    Way("none"),
+    Way("checkpointing", checkpointing=True),
+    Way("policy all", offloads=True),
+    Way("policy pyao", offloads=True, is_pyao=True),
+    Way("policy budget", offloads=True, is_budget=True),
+)
+"""What is recorded and predicted as it is named."""
+
+AUTO = Way("policy auto", offloads=True, is_auto=True)
+"""The fastest plan that fits."""
+
+STREAMED = Way("policy auto, streamed weights", offloads=True, is_auto=True, streams=True)
+"""The same where frozen weights may be streamed."""
+
+ALL_WAYS = (*WAYS, AUTO)
+"""What is compared, without and with the chunked loss."""
+
+LONG_CONTEXT = Way(
+    "long context", offloads=True, levers=Levers.of(PyAOConfig(policy="all", long_context=True))
+)
+"""``PyAOConfig.long_context``: chunked loss, tiled MLPs, layer inputs and attention offloaded."""
+
+
+@dataclass(frozen=True)
+class PredictedWay:
+    """A step of one way to train, at one size."""
+
+    program: StepProgram
+    timed: Prediction
+    """On the card and its link."""
+    late: Prediction
+    """With copies as late as can be: its peak holds for every link."""
+    memory: StepMemory
+    """What the allocator reserves for it."""
+    flagged: tuple[str, ...]
+    """What PyAO's rule recomputes."""
+    weights: WeightPlan | None = None
+    """What is streamed; None: nothing was to be."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Steps that run the same operations, whatever is offloaded of them."""
+
+    checkpointing: bool
+    levers: Levers
+    follows_rule: bool = False
+    """PyAO's rule recomputes something."""
+    is_other: bool = False
+    """Its levers are looked at beside those that were asked for."""
