@@ -221,7 +221,7 @@ class PyAOPlugin(PluginFields):
 
         So evaluation's logs are left alone.
         """
-        totals = [offloader.engine.totals for offloader in self.offloaders]
+        totals = [offloader.engine.figures.totals for offloader in self.offloaders]
         num_micro_batches = sum(total.num_micro_batches for total in totals)
         if num_micro_batches != self._num_logged:
             self._num_logged = num_micro_batches

@@ -414,7 +414,7 @@ class Clock:
         """Know all times at once."""
 
     def __init__(self) -> None:
-        self.link = self.transport = self
+        self.link = self.transport = self.figures = self
         self.num_forwards = 0
         self.now = 0.0
 

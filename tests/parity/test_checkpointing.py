@@ -52,7 +52,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 def check_only_inputs_moved(offloader: Offloader, num_inputs: int) -> None:
     """Check that one input per layer moved; what else was packed is the same for all, or empty."""
-    stats = offloader.engine.last_stats
+    stats = offloader.engine.figures.last
     assert stats is not None
     assert stats.offloaded_bytes == num_inputs * INPUT_BYTES
     assert stats.reloaded_bytes == stats.offloaded_bytes
@@ -278,7 +278,7 @@ def test_checkpoint_wrapper(mode: CheckpointImpl, is_attached_first: bool) -> No
     assert_same_trajectory(found, expected)
     if is_attached_first:
         # The hooks sit inside the checkpoint: they stand back rather than defeat it.
-        assert offloader.engine.last_stats is None
+        assert offloader.engine.figures.last is None
     else:
         check_only_inputs_moved(offloader, NUM_LAYERS)
     offloader.detach()

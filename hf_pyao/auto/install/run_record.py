@@ -86,18 +86,18 @@ class RunRecord:
 
         Where everything is left to autograd, what moved is 0, and what is held is not known.
         """
-        stats = self.engine.last_stats
+        stats = self.engine.figures.last
         if stats is None:
             return {}
         if self.engine.rests:
             return nothing_moved()
-        self.engine.settle_times()
+        self.engine.figures.settle_times()
         return stats.as_dict()
 
     def totals(self) -> dict[str, float]:
         """Return sums (sizes held at once: peaks) over all micro-batches since attaching."""
-        self.engine.settle_times()
-        return self.engine.totals.as_dict()
+        self.engine.figures.settle_times()
+        return self.engine.figures.totals.as_dict()
 
     def logged_metrics(self) -> dict[str, float]:
         """Return what of :meth:`metrics` goes to the logs, as the configuration says."""
@@ -161,7 +161,7 @@ class RunRecord:
 
     def describe_shortly(self) -> str:
         """Say in a few words what is offloaded and what the last micro-batch came to."""
-        stats = self.engine.last_stats
+        stats = self.engine.figures.last
         moved = (
             "no micro-batch yet"
             if stats is None
@@ -198,7 +198,7 @@ class RunRecord:
     def describe_end(self) -> str:
         """Say in one line what the run came to."""
         written = "" if self.report_path is None else f" Report: {self.report_path}"
-        if self.engine.rests and not self.engine.totals.num_micro_batches:
+        if self.engine.rests and not self.engine.figures.totals.num_micro_batches:
             return (
                 f"hf_pyao offloaded nothing, as policy {self.engine.policy.name!r} said.{written}"
             )

@@ -143,7 +143,7 @@ class PlanCheck(Observer):
             torch.accelerator.synchronize(self._device)
         engine = self._engine()
         if engine is not None:
-            engine.settle_times()
+            engine.figures.settle_times()
         return [self._timed(span) for span in counted]
 
     def _timed(self, span: _Span) -> TimedMicroBatch:

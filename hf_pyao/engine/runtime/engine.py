@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Container, Sequence
 
 import torch
@@ -22,6 +21,7 @@ from hf_pyao.engine.runtime.packing import Packer
 from hf_pyao.engine.runtime.parameters import FrozenShapes, is_parameter
 from hf_pyao.engine.runtime.policy import LayerRun, Policy, as_policy
 from hf_pyao.engine.runtime.recomputation import Recomputer
+from hf_pyao.engine.runtime.run_figures import RunFigures
 from hf_pyao.engine.runtime.saved_tensor import Handle, SavedTensor
 from hf_pyao.engine.runtime.streamed_weights import StreamedWeights
 from hf_pyao.engine.runtime.tape import Layer, LayerCall, MicroBatch, Tape
@@ -31,12 +31,8 @@ from hf_pyao.engine.transfer.layout import reason_not_movable
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.profiler_ranges import named_range
-from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weak_calls import weakly
-from hf_pyao.metrics import MicroBatchStats, RunTotals
-
-_MOST_LATE = 4
-"""Micro-batches by which a host may run ahead of its device."""
+from hf_pyao.metrics import MicroBatchStats
 
 
 class _Here(threading.local):
@@ -75,10 +71,6 @@ class OffloadEngine:
     ) -> None:
         self.codec = codec
         self.link = link
-        self.totals = RunTotals()
-        self.last_stats: MicroBatchStats | None = None
-        self._late_times: deque[tuple[MicroBatchStats, LinkTimes]] = deque(maxlen=_MOST_LATE)
-        """Micro-batches that were counted, some of whose copies may not be timed yet."""
         self.num_layer_calls = 0
         self.idle_warnings = IdleWarnings()
         self.passed_over = ""
@@ -103,6 +95,7 @@ class OffloadEngine:
         """Those that are some thread's newest."""
         self._num_packs_before = 0
         self.mover = Mover(link)
+        self.figures = RunFigures(self.mover)
         self.packer = Packer(codec=codec, mover=self.mover)
         self._expect_codecs_of(policy)
         # The unpacker may outlive the engine, in a graph: [Note: Who owns whom] in `weak_calls`.
@@ -434,27 +427,12 @@ class OffloadEngine:
         stats = micro_batch.publish()
         if stats is None:
             return
-        self.settle_times()
-        times = self.mover.collect(stats)
-        self.last_stats = stats
-        self.totals.add(stats)
-        self._late_times.append((stats, times))
+        self.figures.count(stats)
         if self.observer is not None:
             self.observer.on_micro_batch(stats)
         is_meant = self.policy.name == "off" or self.policy.rests
         if not (stats.offloaded_bytes or stats.recomputed_bytes or is_meant):
             self.idle_warnings.nothing_moved(stats)
-
-    def settle_times(self) -> None:
-        """Add to the newest micro-batches what their copies are known by now to have taken.
-
-        The host counts a micro-batch when it has queued its backward, long before the device runs
-        it. After a synchronization the figures of the last micro-batch are complete.
-        """
-        for stats, times in self._late_times:
-            before = stats.link_times_ms
-            self.mover.collect_times(stats, times)
-            self.totals.add_link_times(before, stats.link_times_ms)
 
     # ---- what happened -------------------------------------------------------------------------
 

@@ -101,9 +101,9 @@ class Packer:
         stats = call.stats
         stats.num_packs += 1
         if self.weights is not None:
-            give = self.weights.find(tensor)
-            if give is not None:
-                return StreamedTensor(give, call, call.layer.unnamed(call.paths[-1]))
+            streamed = self._streamed(call, tensor, call.paths[-1])
+            if streamed is not None:
+                return streamed
         kind = type(tensor)
         if kind is Parameter:
             return self._keep_parameter(call, tensor)
@@ -186,6 +186,11 @@ class Packer:
                 call.casts[key] = weakref.ref(new)
         return handle
 
+    def _streamed(self, call: LayerCall, tensor: torch.Tensor, path: str) -> StreamedTensor | None:
+        """Return what stands for *tensor* if it is a streamed weight; None otherwise."""
+        give = None if self.weights is None else self.weights.find(tensor)
+        return None if give is None else StreamedTensor(give, call, call.layer.unnamed(path))
+
     # ---- what was seen -------------------------------------------------------------------------
 
     def _find(self, call: LayerCall, tensor: torch.Tensor, entries: Entries) -> Handle | None:
@@ -247,9 +252,7 @@ class Packer:
         stays = self._reason_to_stay(call, tensor, storage, nbytes)
         if entry.policy is not call.policy or entry.stays is not stays or decision is None:
             decision = self._decide(call, entry, stays)
-        if self.observer is not None:
-            self.observer.on_slot(entry.slot, stays, decision)
-        return self._carry_out(call, tensor, storage, entry.slot, decision)
+        return self._carry_out(call, tensor, storage, entry.slot, stays, decision)
 
     def _keep_shared(
         self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
@@ -257,9 +260,7 @@ class Packer:
         """Keep what other layers get too; the policy only hears of it."""
         slot = call.shared(nbytes, tensor.dtype)
         call.policy.decide(slot, Situation(call.is_last_run, None, SHARED_BY_LAYERS))
-        if self.observer is not None:
-            self.observer.on_slot(slot, SHARED_BY_LAYERS, _KEEP_SHARED)
-        return self._keep(call, tensor, storage, slot, _KEEP_SHARED)
+        return self._carry_out(call, tensor, storage, slot, SHARED_BY_LAYERS, _KEEP_SHARED)
 
     def _reason_to_stay(
         self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
@@ -277,11 +278,9 @@ class Packer:
 
     def _decide(self, call: LayerCall, entry: SlotEntry, stays: str | None) -> Decision:
         """Ask the policy; if its answer holds from call to call, remember it."""
-        policy = call.policy
-        decision = policy.decide(entry.slot, Situation(call.is_last_run, None, stays))
-        decision = _unless_it_stays(decision, stays)
-        if policy.is_static:
-            entry.remember(policy, stays, decision)
+        decision = _ask(call, entry.slot, None, stays)
+        if call.policy.is_static:
+            entry.remember(call.policy, stays, decision)
         return decision
 
     def _place_traced(
@@ -297,9 +296,7 @@ class Packer:
             return self._keep_shared(call, tensor, storage, nbytes)
         slot = call.next_entry(nbytes, tensor.dtype).slot
         stays = self._reason_to_stay(call, tensor, storage, nbytes)
-        producer = call.recomputation.producer_of(storage)
-        decision = call.policy.decide(slot, Situation(call.is_last_run, producer, stays))
-        decision = _unless_it_stays(decision, stays)
+        decision = _ask(call, slot, call.recomputation.producer_of(storage), stays)
         if isinstance(decision, Recompute):
             dropped = self._drop(call, tensor, storage, slot)
             if dropped is not None:
@@ -307,9 +304,7 @@ class Packer:
                     self.observer.on_slot(slot, stays, decision)
                 return dropped
             decision = decision.otherwise
-        if self.observer is not None:
-            self.observer.on_slot(slot, stays, decision)
-        return self._carry_out(call, tensor, storage, slot, decision)
+        return self._carry_out(call, tensor, storage, slot, stays, decision)
 
     def _drop(
         self,
@@ -345,10 +340,9 @@ class Packer:
     def _store(self, call: LayerCall, anchor: Anchor) -> KeptTensor | SavedStorage | StreamedTensor:
         """Store *anchor*, which autograd did not save; return what reads it in backward."""
         tensor = anchor.tensor
-        if self.weights is not None:
-            give = self.weights.find(tensor)
-            if give is not None:
-                return StreamedTensor(give, call, call.layer.unnamed(anchor.path))
+        streamed = self._streamed(call, tensor, anchor.path)
+        if streamed is not None:
+            return streamed
         storage = tensor.untyped_storage()
         key = storage._cdata
         entries = call.table.entries.get(key)
@@ -362,13 +356,10 @@ class Packer:
                 if source is not None:
                     return source
         stays = self._reason_to_stay(call, tensor, storage, nbytes)
-        decision = call.policy.decide(slot, Situation(call.is_last_run, anchor.path, stays))
-        decision = _unless_it_stays(decision, stays)
+        decision = _ask(call, slot, anchor.path, stays)
         if isinstance(decision, Recompute):
             decision = decision.otherwise
-        if self.observer is not None:
-            self.observer.on_slot(slot, stays, decision)
-        handle = self._carry_out(call, tensor, storage, slot, decision)
+        handle = self._carry_out(call, tensor, storage, slot, stays, decision)
         if isinstance(handle, KeptTensor):
             return handle
         assert isinstance(handle, SavedTensor)
@@ -381,9 +372,12 @@ class Packer:
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
         slot: Slot,
+        stays: str | None,
         decision: Decision,
     ) -> Handle:
-        """Move or keep *tensor*'s storage, as *decision* says."""
+        """Move or keep *tensor*'s storage, as *decision* says, and tell the observer."""
+        if self.observer is not None:
+            self.observer.on_slot(slot, stays, decision)
         while type(decision) is Recompute:  # of a layer that is not traced
             call.stats.not_recomputed_bytes[NOT_TRACED] += slot.nbytes
             decision = decision.otherwise
@@ -486,8 +480,9 @@ NOT_TRACED = "not traced"
 """Why something was not recomputed: nothing of its layer call was seen."""
 
 
-def _unless_it_stays(decision: Decision, stays: str | None) -> Decision:
-    """Return *decision*, or to keep what stays in any case."""
+def _ask(call: LayerCall, slot: Slot, producer: str | None, stays: str | None) -> Decision:
+    """Return what the policy decides; to keep what stays in any case."""
+    decision = call.policy.decide(slot, Situation(call.is_last_run, producer, stays))
     if stays is None or (type(decision) is Keep and stays == ELSEWHERE):
         return decision
     return Keep(stays)

@@ -165,7 +165,7 @@ def test_what_would_be_held_is_what_autograd_saves_without_parameters(
     assert metrics["would_hold_bytes"] == expected
     accounted = ("offloaded_bytes", "held_bytes", "duplicate_bytes")
     assert sum(metrics[key] for key in accounted) == expected
-    assert set(offloader.engine.last_stats.kept_bytes) <= {"shared by layers"}
+    assert set(offloader.engine.figures.last.kept_bytes) <= {"shared by layers"}
 
 
 # ---- witness two: a transport that keeps what it copied

@@ -73,9 +73,9 @@ def test_detaching_leaves_the_model_as_it_was() -> None:
     assert {p: set(vars(m)) for p, m in model.named_modules()} == attributes
     assert not offloader.is_attached
     offloader.detach()  # twice is fine
-    packs = offloader.engine.last_stats.num_packs
+    packs = offloader.engine.figures.last.num_packs
     step(model)
-    assert offloader.engine.last_stats.num_packs == packs
+    assert offloader.engine.figures.last.num_packs == packs
 
 
 def test_attaching_again() -> None:

@@ -107,7 +107,7 @@ def test_compiled_code_packs(compile_: Callable[[Any], Any], compiles_first: boo
         assert offloader.is_attached
     for _ in range(2):
         assert_same_tensors(step(model), expected, compile_.__name__)
-        stats = offloader.engine.last_stats
+        stats = offloader.engine.figures.last
         assert stats is not None
         assert stats.num_packs > 0
         assert stats.offloaded_bytes > 0

@@ -89,7 +89,7 @@ def probe(
     transport = transport or RecordingTransport()
     with attach(model, EVERY_LAYER, transport=transport) as offloader:
         model(torch.randn(4, 4)).sum().backward()
-        stats = offloader.engine.last_stats
+        stats = offloader.engine.figures.last
         assert offloader.host_pool.settle() == 0
     (tensor,) = sink[0]
     return original[0], tensor, stats, transport.sources
