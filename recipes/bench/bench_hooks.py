@@ -271,6 +271,7 @@ def measure(kind: str, length: int, rounds: int) -> dict[str, float | str]:
             num_packs_before = engine.num_packs
             run(nullcontext())
             num_packs = engine.num_packs - num_packs_before
+            num_slots = int(offloader.metrics()["num_slots"])
     per_tensor = {way: statistics.median(times[way]) / num_packs for way in WAYS}
     above = [t / num_packs - per_tensor["attached"] for t in times["hf_pyao"]]
     quartiles = statistics.quantiles(above, n=4)
@@ -285,8 +286,8 @@ def measure(kind: str, length: int, rounds: int) -> dict[str, float | str]:
         "least_us": round(per_tensor["least"] - per_tensor["attached"], 3),
         "quartile_distance_us": round(quartiles[2] - quartiles[0], 3),
         "num_rounds": rounds,
-        "num_saved_tensors": stats.num_packs,
-        "num_slots": stats.num_slots,
+        "num_saved_tensors": num_packs,
+        "num_slots": num_slots,
     }
 
 
