@@ -40,7 +40,7 @@ from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.profile import Profile
-from hf_pyao.plan.hardware.device_limit import device_limit, why_unlimited
+from hf_pyao.plan.hardware.device_limit import why_unlimited
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.ranks import process_rank
 from hf_pyao.text import describe_error
@@ -139,7 +139,7 @@ class AutoPolicy:
         if kept is not None:
             ready = ready_of(kept, self._settings.given)
             self.driver.send(on.PlanGiven(ready, f"the plan of {self._files.path}"))
-        elif device_limit(self._device, self._settings.device_memory_gib) is None:
+        elif self._settings.device_limit(self._device) is None:
             # A profile that is asked for is made first: of everything offloaded.
             keeps_all = self._device.type == "cpu" and not self._settings.makes_profile
             label = self._settings.label("device_memory_gib")

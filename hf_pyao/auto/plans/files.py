@@ -15,7 +15,7 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.plan import KEEP, Plan
 from hf_pyao.plan.documents.plan_facts import PlanError
-from hf_pyao.plan.hardware.device_limit import DeviceLimit, device_limit
+from hf_pyao.plan.hardware.device_limit import DeviceLimit
 from hf_pyao.plan.options.lever_choice import WORTH
 from hf_pyao.plan.options.plan_levers import levers_of_plan
 from hf_pyao.ranks import process_rank
@@ -64,7 +64,7 @@ class PlanFiles:
         except PlanError as error:
             logger.warning("the plan of %s is made anew: %s", echo(str(self.path)), error)
             return None
-        limit = self._limit()
+        limit = self._settings.device_limit(self._device)
         what = f"the plan of {echo(str(self.path))}"
         return plan if limit is None or self._is_for(limit, plan, what) else None
 
@@ -79,7 +79,7 @@ class PlanFiles:
         except PyAOError as error:
             logger.warning("the plan in the checkpoint is not followed: %s", error)
             return None
-        limit = self._limit()
+        limit = self._settings.device_limit(self._device)
         if limit is None:  # nothing is offloaded on a CPU then, whatever the plan was made for
             return None if self._device.type == "cpu" else plan
         return plan if self._is_for(limit, plan, "the plan in the checkpoint") else None
@@ -105,10 +105,6 @@ class PlanFiles:
                     f"lossy, and {label} is not set. Set it, or delete the plan to have it made "
                     "anew."
                 )
-
-    def _limit(self) -> DeviceLimit | None:
-        given = self._settings.device_memory_gib
-        return device_limit(self._device, given, self._settings.label("device_memory_gib"))
 
     def _is_for(self, limit: DeviceLimit, plan: Plan, what: str) -> bool:
         """Say whether *plan* is for a device with this *limit*: not too large, nor too cautious.

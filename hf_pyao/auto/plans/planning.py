@@ -21,7 +21,7 @@ from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
-from hf_pyao.plan.hardware.device_limit import DeviceLimit, beside_bytes, device_limit
+from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.options.auto_plan import plan_of_choice
 from hf_pyao.plan.options.lever_choice import FIXED, ChosenLevers, LeverChoice, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
@@ -214,7 +214,7 @@ class PlanMaker:
             num_elements: of the batches that were measured.
             trained: which parameters are trained, as ``PlanFacts.trained``.
         """
-        limit = self._device_limit()
+        limit = self._settings.device_limit(self._device)
         if limit is None or self._settings.recomputes:
             return None
         kept_bytes = kept_peak_bytes(profile, self._parameters(), num_elements)
@@ -222,12 +222,8 @@ class PlanMaker:
         plan = plan_if_all_fits(limit, kept_bytes, self._identity, facts)
         return None if plan is None else (plan, explain(limit, plan, profile.why_no_program))
 
-    def _device_limit(self) -> DeviceLimit | None:
-        given = self._settings.device_memory_gib
-        return device_limit(self._device, given, self._settings.label("device_memory_gib"))
-
     def _limits(self, program: StepProgram, cap_bytes: float) -> Limits:
-        limit = self._device_limit()
+        limit = self._settings.device_limit(self._device)
         assert limit is not None, "nothing is measured where no limit is known"
         nbytes = beside_bytes(limit, program.resident_bytes, self._parameters())
         limit_bytes = min(limit.nbytes - nbytes, cap_bytes)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from hf_pyao.config import PyAOConfig
+from hf_pyao.plan.hardware.device_limit import DeviceLimit, device_limit
 from hf_pyao.plan.options.plan_levers import GivenLevers
 
 
@@ -49,6 +52,10 @@ class AutoSettings:
             device_memory_gib=config.device_memory_gib,
             labels={name: config.label(name) for name in ("device_memory_gib", "allow_lossy")},
         )
+
+    def device_limit(self, device: torch.device) -> DeviceLimit | None:
+        """Return what plans may take of *device*; None if it has no limit."""
+        return device_limit(device, self.device_memory_gib, self.label("device_memory_gib"))
 
     def label(self, name: str) -> str:
         """Return how messages call a field of the configuration."""

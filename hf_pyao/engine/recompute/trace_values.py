@@ -20,6 +20,7 @@ import torch
 
 from hf_pyao.engine.recompute.operations import Kind, Rule
 from hf_pyao.engine.rerun.settings import Settings
+from hf_pyao.engine.rerun.values import version_of
 from hf_pyao.engine.transfer.layout import bytes_view
 from hf_pyao.errors import SavedTensorModifiedError
 
@@ -323,8 +324,3 @@ def unreadable(tensor: torch.Tensor) -> Value:
     value = Value(None, 0, 0, tensor.device, weakref.ref(tensor))
     value.block(is_readable=False)
     return value
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return *tensor*'s version; 0 for what inference mode made, which has none."""
-    return 0 if tensor.is_inference() else tensor._version

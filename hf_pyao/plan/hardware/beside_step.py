@@ -133,18 +133,3 @@ def optimizer_temporaries(
     elif gradient_sizes and implementation == FOR_LOOP:
         nbytes = max(gradient_sizes) * (2 * has_moments + decays_gradients)
     return Beside(f"temporaries of the optimizer's step ({implementation})", nbytes)
-
-
-def clipping_temporaries(gradient_elements: Sequence[int]) -> Beside:
-    """Return what ``clip_grad_norm_`` takes: partial norms, and a norm for each gradient.
-
-    Source: ``torch/nn/utils/clip_grad.py``, ``_get_total_norm``; pytorch/pytorch,
-    ``aten/src/ATen/native/cuda/ForeachReduceOp.cu``, ``foreach_tensor_norm_cuda``.
-
-    Args:
-        gradient_elements: elements of each gradient.
-    """
-    if not gradient_elements:
-        return Beside("temporaries of clipping", 0)
-    chunks = -(-max(gradient_elements) // CHUNK_ELEMENTS)
-    return Beside("temporaries of clipping", len(gradient_elements) * 4 * (chunks + 2))

@@ -137,7 +137,6 @@ class Proposals:
         self._elsewhere_ms: dict[tuple[int, float], float] = {}
         self._candidates_elsewhere: list[Candidate] = []
         self.num_solved = 0
-        self.num_predicted = 0
 
     @property
     def may_lose(self) -> bool:
@@ -294,7 +293,6 @@ class Proposals:
         if otherwise is None:
             otherwise = [OFFLOAD if conditions.may_offload else KEEP] * num_slots
         step = self.stepper.plan(actions, products, otherwise, self._coded(actions, codecs))
-        self.num_predicted += 1
         predict_timed = partial(
             predict,
             step.program,
@@ -374,7 +372,6 @@ class Proposals:
         key = (id(candidate), ratio)
         if key not in self._elsewhere_ms:
             self._candidates_elsewhere.append(candidate)  # so that no other gets its id
-            self.num_predicted += 1
             step, link = candidate.step, scaled(self.conditions.link, ratio)
             is_blocking = self.conditions.is_blocking
             found = predict(

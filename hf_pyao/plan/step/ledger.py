@@ -123,21 +123,21 @@ class NotingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation and note what it returns."""
         kwargs = kwargs or {}
-        with self._without_cache_for(func):
+        with without_cache_for(self._fake_mode, func):
             result = func(*args, **kwargs)
         inside_bytes = workspace_of(call_of(func, args, kwargs), self._kernels)
         self.ledger.note(tensors_in(result), inside_bytes)
         return result
 
-    @contextmanager
-    def _without_cache_for(self, func: Any) -> Iterator[None]:
-        # The cache of fake results would keep the storages that `set_` is called with.
-        fake_mode = self._fake_mode
-        if fake_mode is None or func._overloadpacket is not torch.ops.aten.set_:
-            yield
-            return
-        was_enabled, fake_mode.cache_enabled = fake_mode.cache_enabled, False
-        try:
-            yield
-        finally:
-            fake_mode.cache_enabled = was_enabled
+
+@contextmanager
+def without_cache_for(fake_mode: FakeTensorMode | None, func: Any) -> Iterator[None]:
+    """Run ``set_`` without the cache of fake results, which would keep its storages."""
+    if fake_mode is None or func._overloadpacket is not torch.ops.aten.set_:
+        yield
+        return
+    was_enabled, fake_mode.cache_enabled = fake_mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        fake_mode.cache_enabled = was_enabled

@@ -7,8 +7,7 @@ and the transport of ``recording_mode``. It takes real tensors and fake ones.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +25,7 @@ from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.hardware.kernel_workspaces import call_of, workspace_of
 from hf_pyao.plan.hardware.operation_costs import cost_of, is_question
 from hf_pyao.plan.step.layer_graph import INPUT, MADE, PARAMETER, GraphRecorder, LayerGraph
+from hf_pyao.plan.step.ledger import without_cache_for
 from hf_pyao.plan.step.step_program import (
     BACKWARD,
     FORWARD,
@@ -168,7 +168,7 @@ class StepRecorder:
         if self.is_paused or is_question(func):
             return func(*args, **kwargs)
         self._sweep()
-        with self._without_cache_for(func):
+        with without_cache_for(self._fake_mode, func):
             result = func(*args, **kwargs)
         outputs = list(tensors_in(result))
         cost = cost_of(func, args, kwargs, result, tensors_in((args, kwargs)), outputs)
@@ -259,19 +259,6 @@ class StepRecorder:
         for key in [key for key in self._alive if expired(key)]:
             self._deaths[self._alive.pop(key)] = self.now
             self._free_weak_ref(key)
-
-    @contextmanager
-    def _without_cache_for(self, func: Any) -> Iterator[None]:
-        # The cache of fake results would keep the storages that `set_` is called with.
-        fake_mode = self._fake_mode
-        if fake_mode is None or func._overloadpacket is not torch.ops.aten.set_:
-            yield
-            return
-        was_enabled, fake_mode.cache_enabled = fake_mode.cache_enabled, False
-        try:
-            yield
-        finally:
-            fake_mode.cache_enabled = was_enabled
 
     def __del__(self) -> None:
         """Let go of the weak references."""

@@ -10,7 +10,6 @@ from hf_pyao.plan.hardware.beside_step import (
     FOREACH,
     FUSED,
     blas_workspace_bytes,
-    clipping_temporaries,
     ddp_buckets,
     optimizer_temporaries,
     zero_bucket,
@@ -91,9 +90,3 @@ def test_an_optimizers_step_makes_what_the_table_has(implementation: str, name: 
     ).nbytes
     scalars = 8 * 8 * len(SHAPES)  # numbers of steps, learning rates
     assert expected <= peak_beside(optimizer) <= expected + scalars
-
-
-def test_clipping_takes_a_partial_norm_for_each_block() -> None:
-    # The largest of 3 gradients has 2 blocks of 65,536 elements, and all get as many.
-    assert clipping_temporaries([70_000, 10, 1]).nbytes == 3 * 4 * (2 + 2)
-    assert clipping_temporaries([]).nbytes == 0
