@@ -40,28 +40,6 @@ class LinkSettings:
         )
 
 
-def make_link(
-    device: torch.device,
-    transport: Transport | None,
-    host_pool: Store | None,
-    *,
-    window_bytes: int | None,
-    host_memory_gib: float | None,
-) -> LinkContext:
-    """Return a link for *device*.
-
-    Args:
-        device: where the model is.
-        transport: None picks by device.
-        host_pool: where bytes go; None makes a pool of host memory.
-        window_bytes: bound on bytes in flight; None: compute and copies meet at each layer's end.
-        host_memory_gib: ``PyAOConfig.host_memory_gib``, for host memory that is made.
-    """
-    transport = transport or transport_for(device)
-    pool = host_pool or _make_pool(host_memory_gib, transport, device)
-    return LinkContext(transport, pool, window_bytes)
-
-
 def link_for(
     device: torch.device,
     transport: Transport | None,
@@ -73,8 +51,8 @@ def link_for(
 
     Args:
         device: where the model is.
-        transport: as in :func:`make_link`.
-        host_pool: as in :func:`make_link`.
+        transport: None picks by device.
+        host_pool: where bytes go; None makes a pool of host memory.
         shared: what :func:`~hf_pyao.attach` was given as ``link``.
         settings: the window, and how much of the host.
 
@@ -82,13 +60,9 @@ def link_for(
         ConfigError: the link is given together with its parts, or has another window.
     """
     if shared is None:
-        return make_link(
-            device,
-            transport,
-            host_pool,
-            window_bytes=settings.window_bytes,
-            host_memory_gib=settings.host_memory_gib,
-        )
+        transport = transport or transport_for(device)
+        store = host_pool or _make_pool(settings, transport, device)
+        return LinkContext(transport, store, settings.window_bytes)
     if transport is not None or host_pool is not None:
         raise ConfigError(
             "link is given together with transport or host_pool, which are a part of it. Pass "
@@ -114,15 +88,13 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _make_pool(
-    host_memory_gib: float | None, transport: Transport, device: torch.device
-) -> HostPool:
-    if host_memory_gib is None:
+def _make_pool(settings: LinkSettings, transport: Transport, device: torch.device) -> HostPool:
+    if settings.host_memory_gib is None:
         share = HostShare.of_this_process(os.environ)
         capacity = share.capacity_bytes
     else:
         share = None
-        capacity = int(host_memory_gib * GIB)
+        capacity = int(settings.host_memory_gib * GIB)
     return HostPool(
         capacity,
         pin=transport.needs_pinned_memory,
