@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_pyao.auto.recording.held_interrupts import HeldInterrupts
+from hf_pyao.auto.recording.quantised_copies import note_stand_ins
 from hf_pyao.auto.recording.seen_forward import SeenForward, with_tensors
 from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
@@ -72,6 +73,7 @@ class CopiedStep:
             what, memo = "the model", dict[int, Any]()
             try:
                 with torch.no_grad(), FakeCopyMode(fake_mode):
+                    note_stand_ins(self._model, memo)
                     fake = copy.deepcopy(self._model, memo)
                     what = "what the model is called with"
                     self._arguments = copy.deepcopy((self._seen.args, self._seen.kwargs), memo)

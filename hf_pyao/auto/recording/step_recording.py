@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_pyao.auto.install.fixed_slots import FixedSettings, FixedSlots
 from hf_pyao.auto.install.installed_parts import InstalledParts
 from hf_pyao.auto.install.wiring import make_engine, make_lifecycle
+from hf_pyao.auto.recording.quantised_copies import tensors_beside
 from hf_pyao.auto.recording.shrunk_model import remove_equal_layers
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.stores import HostPool
@@ -192,6 +193,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in known:
             yield plain_path(name), tensor
+    for name, tensor in tensors_beside(model):
+        yield plain_path(name), tensor
 
 
 def _all_leaves(plan: Plan) -> Plan:

@@ -4,7 +4,7 @@ What autograd and the dispatcher see of an operation are its arguments and resul
 take more while they run, through torch's allocator: sums in float32, copies, what a sort needs. A
 step's peak is at such an operation as often as not. :func:`call_of` notes the sizes of a call,
 :func:`workspace_of` returns the bytes; formulas and their sources are in ``attention_workspaces``
-and here.
+and here. Products of bitsandbytes are one operator each, whatever runs inside.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from hf_pyao.plan.hardware.attention_workspaces import ATTENTION, FLOAT_BYTES, A
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 
 EMBEDDING = "embedding_dense_backward"
+FOUR_BIT = "gemm_4bit"
+EIGHT_BIT = ("int8_scaled_mm", "int8_mixed_scaled_mm")
+
+HALF_BYTES = 2
 
 FEW_INDICES = 3072
 """Up to so many tokens an embedding's backward sorts nothing."""
@@ -29,8 +33,9 @@ class KernelCall(NamedTuple):
     kernel: str
     """The name of torch's operator."""
     sizes: tuple[int, ...]
-    """An :class:`~hf_pyao.plan.hardware.attention_workspaces.AttentionShape`, or an
-    :class:`EmbeddingShape`. Each grows in proportion to batch and length, or does not."""
+    """An :class:`~hf_pyao.plan.hardware.attention_workspaces.AttentionShape`, an
+    :class:`EmbeddingShape`, or a :class:`ProductShape`. Each grows in proportion to batch and
+    length, or does not."""
 
 
 class EmbeddingShape(NamedTuple):
@@ -44,6 +49,47 @@ class EmbeddingShape(NamedTuple):
     copied_bytes: int = 0
     """A copy of the gradient, if it is not contiguous."""
     scales_by_frequency: int = 0
+
+
+class ProductShape(NamedTuple):
+    """Sizes of a product with a quantised weight."""
+
+    num_outputs: int
+    """Elements of the result."""
+    num_weights: int
+    """Elements of the weight; 0 for 8 bits, where they are not dequantised."""
+    itemsize: int
+    """Bytes of an element that is dequantised. With 8 bits, of a float16 result that is cast to
+    another dtype; 0 for none."""
+    num_nested_scales: int = 0
+    """Scales that are quantised themselves."""
+
+
+def four_bit_product(shape: ProductShape) -> Parts:
+    """Return what a product with a 4-bit weight allocates inside.
+
+    The weight is dequantised as a whole where there are many rows; bitsandbytes has fused kernels
+    for few, which this does not count on.
+
+    Source: bitsandbytes 0.50, ``backends/default/ops.py``, ``_gemm_4bit_default_impl``.
+    """
+    parts = {"dequantized weight": shape.num_weights * shape.itemsize}
+    if shape.num_nested_scales:  # dequantised, and with their offset
+        parts["scales"] = 2 * FLOAT_BYTES * shape.num_nested_scales
+    return parts
+
+
+def eight_bit_product(shape: ProductShape) -> Parts:
+    """Return what a product of 8-bit integers allocates inside.
+
+    Source: bitsandbytes 0.50, ``backends/default/ops.py`` and ``backends/cuda/ops.py``,
+    ``int8_scaled_mm`` and ``int8_mm_dequant``: sums in 32 bits, and a result in float16 before it
+    is cast.
+    """
+    parts = {"int32 sums": FLOAT_BYTES * shape.num_outputs}
+    if shape.itemsize:
+        parts["float16 result"] = shape.itemsize * shape.num_outputs
+    return parts
 
 
 def embedding_backward(shape: EmbeddingShape) -> Parts:
@@ -74,6 +120,10 @@ def parts_of(call: KernelCall, settings: KernelSettings) -> Parts:
     """Return what a call allocates inside, in bytes by the name that the source gives it."""
     if call.kernel == EMBEDDING:
         return embedding_backward(EmbeddingShape(*call.sizes))
+    if call.kernel == FOUR_BIT:
+        return four_bit_product(ProductShape(*call.sizes))
+    if call.kernel in EIGHT_BIT:
+        return eight_bit_product(ProductShape(*call.sizes))
     return ATTENTION[call.kernel](AttentionShape(*call.sizes), settings)
 
 
@@ -94,10 +144,14 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kern
         kwargs: its keyword arguments.
     """
     name = func._overloadpacket.__name__
-    if func.namespace != "aten" or (name != EMBEDDING and name not in ATTENTION):
+    is_product = func.namespace == "bitsandbytes" and name in (FOUR_BIT, *EIGHT_BIT)
+    is_known = func.namespace == "aten" and (name == EMBEDDING or name in ATTENTION)
+    if not is_product and not is_known:
         return None
     names = (argument.name for argument in func._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if is_product:
+        return KernelCall(name, tuple(_product_shape(name, given)))
     shape = _embedding_shape(given) if name == EMBEDDING else _attention_shape(name, given)
     return KernelCall(name, tuple(shape))
 
@@ -112,6 +166,21 @@ def _embedding_shape(given: Mapping[str, Any]) -> EmbeddingShape:
         copied_bytes=0 if gradient.is_contiguous() else gradient.nbytes,
         scales_by_frequency=int(given["scale_grad_by_freq"]),
     )
+
+
+def _product_shape(name: str, given: Mapping[str, Any]) -> ProductShape:
+    inputs = given["A"]
+    num_rows = inputs.numel() // inputs.shape[-1]
+    if name == FOUR_BIT:
+        width, depth = given["shapeB"]
+        scales = given.get("absmax_8bit")
+        num_nested = 0 if scales is None else scales.numel()
+        return ProductShape(num_rows * width, width * depth, inputs.element_size(), num_nested)
+    weight = given["CB" if "CB" in given else "B"]
+    is_plain = name == EIGHT_BIT[0]
+    dtype = given.get("dtype") or (torch.float16 if is_plain else inputs.dtype)
+    is_cast = dtype != torch.float16
+    return ProductShape(num_rows * weight.shape[0], 0, HALF_BYTES if is_cast else 0)
 
 
 def _attention_shape(name: str, given: Mapping[str, Any]) -> AttentionShape:

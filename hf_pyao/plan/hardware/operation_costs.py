@@ -40,7 +40,10 @@ def cost_of(
     count = flop_registry.get(func._overloadpacket)
     # Products with sums in another dtype: formulas do not know that argument.
     known = [arg for arg in _with_all_heads(func, args) if not isinstance(arg, torch.dtype)]
-    flops = 0.0 if count is None else float(count(*known, **kwargs, out_val=result))
+    if func.name() in _QUANTISED_PRODUCTS:
+        flops = 2.0 * next(iter(outputs)).numel() * args[0].shape[-1]
+    else:
+        flops = 0.0 if count is None else float(count(*known, **kwargs, out_val=result))
     if flops and _is_causal(func, args, kwargs):
         flops /= 2  # kernels skip the half of the scores that is masked; formulas count it
     overwritten = _overwritten_by(func, args, kwargs)
@@ -90,6 +93,15 @@ def is_question(func: Any) -> bool:
     name = func._overloadpacket.__name__
     return bool(func.namespace == "prim" or name.startswith("sym_") or name == "_fused_sdp_choice")
 
+
+_QUANTISED_PRODUCTS = frozenset(
+    {
+        *("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"),
+        *("bitsandbytes::int8_linear_matmul", "bitsandbytes::int8_scaled_mm"),
+        "bitsandbytes::int8_mixed_scaled_mm",
+    }
+)
+"""Products with a quantised weight, for which torch has no formula; inputs come first."""
 
 _OVERWRITING = frozenset(
     {

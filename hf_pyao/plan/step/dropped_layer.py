@@ -52,6 +52,14 @@ class DroppedLayer:
         self.recipe = recipe
         self.draft = draft
         self.search = layers.search
+        self.makers = {
+            value: making
+            for makings in recipe.order.values()
+            for making in makings
+            for value in making.makes
+        }
+        """What makes each value again; also one that nothing could make for a later slot, since
+        code without gradients touched it meanwhile."""
         slots = layers.program.slots
         self.by_name = {slots[number].name: number for number in layers.slots_of(layer)}
         asked = [slots[self.by_name[name]].unpacked_at for name in recipe.order]
@@ -109,8 +117,7 @@ class DroppedLayer:
             buffer = draft.slots[self.by_name[slot]].reloaded
             draft.buffers[buffer] = Buffer(nbytes, birth, death)
             return buffer
-        maker = search.maker(value)
-        assert maker is not None
+        maker = self.makers[value]
         name = self.layers.program.operations[maker.number].name
         where = " ".join(filter(None, (self.layers.program.layer_names[self.layer], maker.path)))
         return draft.new_buffer(nbytes, birth, death, f"{where} ({name}, run again)")

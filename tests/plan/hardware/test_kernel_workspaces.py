@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.plan.hardware import attention_workspaces
 from hf_pyao.plan.hardware.attention_workspaces import ATTENTION, AttentionShape
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings, settings_of
 from hf_pyao.plan.hardware.kernel_workspaces import call_of, parts_of, workspace_of
+from hf_pyao.plan.hardware.operation_costs import cost_of
+from tests.helpers.ledger import AllocationLedger
 
 ADA = KernelSettings(num_multiprocessors=46, capability=89)
 HOPPER = KernelSettings(num_multiprocessors=132, capability=90)
@@ -186,3 +190,76 @@ def test_settings_follow_the_process() -> None:
         assert settings_of(cpu).is_deterministic
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def recorded(run: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Run *run*; return the one call of an operator of bitsandbytes in it."""
+    found = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "bitsandbytes":
+                found.append((func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        run()
+    (call,) = found
+    return call
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_four_bit_product_takes_what_the_allocator_hands_out(
+    nested: bool, dtype: torch.dtype
+) -> None:
+    """Without its result; a result, and what is dequantised of it, are as large as here or less."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight, state = functional.quantize_4bit(
+        torch.randn(192, 256), quant_type="nf4", compress_statistics=nested
+    )
+    inputs = torch.randn(5, 256, dtype=dtype)
+    scales = (
+        {
+            "absmax_8bit": state.absmax,
+            "absmax_code": state.state2.code,
+            "absmax_offset": state.offset,
+        }
+        if nested
+        else {}
+    )
+    absmax = state.state2.absmax if nested else state.absmax
+
+    def run() -> Any:
+        return torch.ops.bitsandbytes.gemm_4bit.default(
+            inputs, weight, state.shape, absmax, state.blocksize, state.quant_type, **scales
+        )
+
+    func, args, kwargs = recorded(run)
+    call = call_of(func, args, kwargs)
+    assert call is not None
+    parts = parts_of(call, ADA)
+    assert parts["dequantized weight"] == 192 * 256 * dtype.itemsize
+    assert parts.get("scales", 0) == (2 * 4 * (192 * 256 // 64) if nested else 0)
+    run()
+    with AllocationLedger() as ledger:
+        result = run()
+    assert ledger.largest_bytes >= parts["dequantized weight"]
+    assert ledger.peak_bytes - result.nbytes >= parts["dequantized weight"]
+    assert cost_of(func, args, kwargs, result, args[:2], [result]).flops == 2 * 5 * 192 * 256
+
+
+def test_an_eight_bit_product_sums_in_32_bits() -> None:
+    pytest.importorskip("bitsandbytes")
+    inputs, weight = (torch.randint(-5, 5, (n, 64), dtype=torch.int8) for n in (3, 16))
+    rows, columns = torch.rand(3), torch.rand(16)
+    for dtype, half in ((torch.float16, 0), (torch.bfloat16, 2 * 3 * 16)):
+        func, args, kwargs = recorded(
+            lambda dtype=dtype: torch.ops.bitsandbytes.int8_scaled_mm.default(
+                inputs, weight, rows, columns, dtype=dtype
+            )
+        )
+        call = call_of(func, args, kwargs)
+        assert workspace_of(call, ADA) == 4 * 3 * 16 + half
