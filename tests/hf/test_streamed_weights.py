@@ -1,4 +1,4 @@
-"""Streamed weights under Trainer, the plugin and TRL: the same bits, and nothing moved as a whole."""
+"""Streamed weights under Trainer and the plugin: the same bits, and nothing moved as a whole."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainerMixin
+from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer
 from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.errors import ConfigError, ConflictError
 from tests.helpers import VOCAB, tiny_batch, tiny_model
@@ -116,41 +113,6 @@ def test_the_plugin_attaches_before_accelerate_moves_the_model() -> None:
     assert losses[:3] == losses[3:]
     assert_same(model, plain)
     assert not is_streamed(model)
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")
-def test_trl_trains_as_without(tmp_path: Path) -> None:
-    """TRL switches gradient checkpointing on by default."""
-    trl = pytest.importorskip("trl")
-    tokens = [[int(each) for each in row["input_ids"]] for row in examples()]
-    data = Dataset.from_dict({"input_ids": tokens, "labels": tokens})
-    model = tiny_lora("llama")
-    plain = copy.deepcopy(model)
-    ours = type("OurSFT", (PyAOTrainerMixin, trl.SFTTrainer), {})
-    more: dict[str, Any] = {"pyao_config": STREAMED}
-    for each, base, options in ((plain, trl.SFTTrainer, {}), (model, ours, more)):
-        args = trl.SFTConfig(
-            output_dir=str(tmp_path / base.__name__),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
-            dataset_kwargs={"skip_prepare_dataset": True},
-        )
-        tokenizer = tiny_tokenizer()
-        base(
-            model=each, args=args, train_dataset=data, processing_class=tokenizer, **options
-        ).train()
-    assert_same(model, plain)
-
-
-def tiny_tokenizer() -> Any:
-    words = {f"w{i}": i for i in range(VOCAB)}
-    backend = Tokenizer(WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1")
 
 
 def test_what_cannot_be_streamed_is_refused_as_the_trainer_is_made(tmp_path: Path) -> None:

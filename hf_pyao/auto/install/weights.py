@@ -20,6 +20,7 @@ from hf_pyao.auto.install.streaming_checks import check_model, no_room, nothing_
 from hf_pyao.config import GIB
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.stores import Store
+from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weak_calls import weakly
@@ -74,6 +75,7 @@ class StreamedLayers:
         self.device = device
         self._link = link
         self._store: Store = link.tiers.stores[0]
+        self._mapped_files = MappedFiles()
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in found.layers]
         self._engine: weakref.ref[OffloadEngine] | None = None
         self.ring: WeightRing | None = None
@@ -219,7 +221,7 @@ class StreamedLayers:
         if memory is None:
             return False
         self._taken_bytes[layer] = before_bytes - self._store.capacity_bytes
-        block.move_to(memory)
+        block.move_to(memory, self._mapped_files.let_go)
         self._held[layer] = block
         return True
 

@@ -116,10 +116,16 @@ class Block:
             for weight, (_, parameter) in zip(self.weights, parameters, strict=True)
         )
 
-    def move_to(self, memory: torch.Tensor) -> None:
+    def move_to(
+        self, memory: torch.Tensor, let_go: Callable[[torch.Tensor], None] = lambda _: None
+    ) -> None:
         """Copy the parameters to *memory*, and let them be views of it.
 
         It may be interrupted, and undone by :meth:`move_back`.
+
+        Args:
+            memory: uint8, shape (:attr:`nbytes`,), on the host.
+            let_go: gets what each parameter was before, once that is copied.
         """
         self.memory = memory
         storage = memory.untyped_storage()
@@ -127,8 +133,11 @@ class Block:
             for weight, parameter in self._living():
                 blank = torch.empty(0, dtype=weight.dtype, device=memory.device)
                 master = weight.view_of(storage, blank)
-                master.copy_(parameter.detach())
+                before = parameter.detach()
+                master.copy_(before)
                 _exchange(weight, parameter, master)
+                let_go(before)
+                del before  # one weight at a time is there twice
 
     def move_back(self) -> None:
         """Return parameters to the device that they came from. It may be called again.

@@ -20,6 +20,7 @@ LEAST_DIMENSIONS = 2
 """Vectors (norms, biases) stay: they are a few kB of a layer, and are read by many operations."""
 
 TRAINED = "trained"
+ADAPTER = "of adapters"
 VECTOR = "vectors"
 SUBCLASS = "of a class of their own"
 NOT_DENSE = "not dense"
@@ -67,6 +68,7 @@ def streamable_layers(
     """
     owners = _owners(model)
     wrapped = _wrapped_by_peft(model)
+    adapters = _of_adapters(model)
     found = []
     for fqn, layer in layers:
         inside = {id(module) for module in layer.modules()}
@@ -79,6 +81,8 @@ def streamable_layers(
                     continue
                 weight = None if type(parameter) is Parameter else quantised(module, parameter)
                 reason = _reason_to_stay(module, parameter, is_known=weight is not None)
+                if not reason and id(parameter) in adapters:
+                    reason = ADAPTER
                 if not reason and (id(module), name) in wrapped:
                     reason = PARAMETRIZED
                 if not reason and _is_tied(parameter, owners, inside):
@@ -115,6 +119,25 @@ def _reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool) 
     if parametrize.is_parametrized(module) or isinstance(module, parametrize.ParametrizationList):
         return PARAMETRIZED
     return ""
+
+
+def _of_adapters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of PEFT's adapters, and of what they take the place of.
+
+    PEFT freezes and thaws both as adapters are switched, as DPO does for its reference.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        names = getattr(type(module), "adapter_layer_names", None)
+        if not isinstance(names, tuple):
+            continue
+        parts = [getattr(module, name, None) for name in names]
+        if not hasattr(module, "get_base_layer"):  # modules_to_save, whose original comes back
+            parts.append(getattr(module, "original_module", None))
+        for part in parts:
+            if isinstance(part, nn.Module | nn.ParameterDict):
+                found.update(map(id, part.parameters()))
+    return found
 
 
 def _wrapped_by_peft(model: nn.Module) -> set[tuple[int, str]]:

@@ -490,3 +490,40 @@ def test_what_is_tied_or_hooked_stays() -> None:
         assert offloader.weights.left_bytes["tied with others"] == 2 * first.weight.nbytes
         assert "tied with others" in offloader.describe()
         loss_of(model).backward()
+
+
+def test_adapters_that_are_frozen_by_now_stay_since_they_may_be_switched_on() -> None:
+    """DPO has a second, frozen adapter for its reference, and switches between the two."""
+    model, plain = llama(), llama()
+    for each in (model, plain):
+        anything: Any = each
+        torch.manual_seed(2)
+        anything.add_adapter("ref", LoraConfig(target_modules="all-linear", r=2))
+        anything.set_adapter("default")
+    with streamed(model) as offloader:
+        assert offloader.weights is not None
+        assert offloader.weights.left_bytes["of adapters"] > 0
+        for name in ("default", "ref", "default"):
+            for each in (model, plain):
+                anything = each
+                anything.set_adapter(name)
+                loss_of(each).backward()
+    found = gradients_of(model)
+    assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+
+
+def test_what_modules_to_save_takes_the_place_of_stays() -> None:
+    """PEFT thaws it where adapters are switched off."""
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}
+    model, plain = llama(adapters=options), llama(adapters=options)
+    with streamed(model):
+        losses = []
+        for each in (model, plain):
+            loss_of(each).backward()
+            anything: Any = each
+            with anything.disable_adapter():
+                losses.append(loss_of(each))
+            loss_of(each).backward()
+        assert torch.equal(*losses)
+    found = gradients_of(model)
+    assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())

@@ -1,0 +1,134 @@
+"""TRL's trainers with streamed weights: losses and final weights of the resident run."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from hf_pyao import PyAOConfig, PyAOTrainerMixin
+from tests.helpers import VOCAB, tiny_model
+from tests.helpers.adapters import tiny_lora
+
+trl = pytest.importorskip("trl")
+
+STREAMED = PyAOConfig(policy="all", min_bytes=0, host_memory_gib=0.1, stream_weights=0)
+ADAPTERS: dict[str, Any] = {"target_modules": "all-linear", "r": 2, "lora_dropout": 0.1}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tokenizer() -> Any:
+    words = {f"w{i}": i for i in range(VOCAB)}
+    backend = Tokenizer(WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1")
+
+
+def words(seed: int, count: int = 6) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(f"w{int(i)}" for i in torch.randint(3, VOCAB, (count,), generator=generator))
+
+
+def pairs() -> Any:
+    rows = [
+        {"prompt": words(i), "chosen": words(50 + i), "rejected": words(90 + i)} for i in range(8)
+    ]
+    return Dataset.from_list(rows)
+
+
+def texts() -> Any:
+    return Dataset.from_list([{"text": words(i, 10)} for i in range(8)])
+
+
+def trained(base: Any, config: Any, data: Any, model: nn.Module, folder: Path, **more: Any) -> Any:
+    """Return the trainer after three steps of two micro-batches."""
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 3,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+        **more.pop("options", {}),
+    }
+    torch.manual_seed(11)  # adapters that the trainer adds
+    trainer = base(
+        model=model,
+        args=config(**options),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        **more,
+    )
+    trainer.train()
+    return trainer
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "SFT": ("SFTTrainer", "SFTConfig", {}),
+    "SFT, adapters by the trainer, bf16": (
+        "SFTTrainer",
+        "SFTConfig",
+        {"peft_config": True, "options": {"bf16": True}},
+    ),
+    "SFT without checkpointing": (
+        "SFTTrainer",
+        "SFTConfig",
+        {"options": {"gradient_checkpointing": False, "bf16": False}},
+    ),
+    "DPO, reference by disabled adapter": ("DPOTrainer", "DPOConfig", {"peft_config": True}),
+    "DPO, reference by a second adapter": ("DPOTrainer", "DPOConfig", {}),
+    "DPO, reference computed before": (
+        "DPOTrainer",
+        "DPOConfig",
+        {"peft_config": True, "options": {"precompute_ref_log_probs": True, "bf16": False}},
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_final_weights_are_those_of_the_resident_run(case: str, tmp_path: Path) -> None:
+    trainer_name, config_name, more = CASES[case]
+    base, config = getattr(trl, trainer_name), getattr(trl, config_name)
+    data = texts() if trainer_name == "SFTTrainer" else pairs()
+    model = tiny_model("llama") if more.get("peft_config") else tiny_lora("llama", dropout=0.1)
+    plain = copy.deepcopy(model)
+    ours = type("Ours", (PyAOTrainerMixin, base), {})
+
+    def options() -> dict[str, Any]:
+        given = copy.deepcopy(more)
+        if given.get("peft_config"):
+            given["peft_config"] = LoraConfig(**ADAPTERS)
+        return given
+
+    expected = trained(base, config, data, plain, tmp_path / "plain", **options())
+    found = trained(ours, config, data, model, tmp_path / "ours", pyao_config=STREAMED, **options())
+    assert losses_of(found) == losses_of(expected)
+    assert len(losses_of(found)) == 3
+    assert found.offload_metrics["offloaded_bytes"] > 0
+    parameters = dict(found.model.named_parameters())
+    trained_names = [name for name, p in expected.model.named_parameters() if p.requires_grad]
+    assert trained_names
+    for name, value in expected.model.named_parameters():
+        assert torch.equal(parameters[name], value), name
+    start = dict(plain.named_parameters())
+    assert any(start[n].abs().max() > 0 for n in start if "lora_B" in n), "adapters were trained"
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
