@@ -1,10 +1,11 @@
-"""Fake copies of weights of other libraries, for a step that is recorded on fake tensors.
+"""Fake copies of quantised weights, for a step that is recorded on fake tensors.
 
 bitsandbytes' ``Params4bit`` and ``Int8Params`` are parameters with attributes beside their tensor:
 scales, code books, the layer that they belong to. ``copy.deepcopy`` of one makes a real tensor, or
 fails under a fake mode. A stand-in is a plain fake parameter with fake copies of these attributes.
 That is what the library's kernels look at: their operators have fake implementations
-(``bitsandbytes._ops``), so that a recorded step has the shapes of the real one.
+(``bitsandbytes._ops``), so that a recorded step has the shapes of the real one. Weights of other
+libraries have no stand-in: what their layers do with another class is not known.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import nn
 
 from hf_pyao.training_engines import package_of
 
+_LIBRARY = "bitsandbytes"
+
 
 def note_stand_ins(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Have ``copy.deepcopy(model, memo)`` take stand-ins for the weights of other libraries.
+    """Have ``copy.deepcopy(model, memo)`` take stand-ins for quantised weights.
 
     Call it under ``FakeCopyMode``, with the *memo* that the copy of the model is made with: what
     attributes share with the model, their copies share with its copy.
@@ -39,12 +42,8 @@ def note_stand_ins(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def holds_more(parameter: nn.Parameter) -> bool:
-    """Say whether *parameter* is of a class of another library that is one dense tensor and more.
-
-    A class that handles operations on it by itself (``__torch_dispatch__``) is not.
-    """
-    handles = type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return package_of(type(parameter)) not in ("torch", "hf_pyao") and not handles
+    """Say whether *parameter* is of a class for which a stand-in runs the library's own kernels."""
+    return package_of(type(parameter)) == _LIBRARY
 
 
 def tensors_beside(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
