@@ -149,7 +149,7 @@ def _refused(part: Feature, instead: str, reason: str = "") -> dict[Feature, Out
     return {part: Outcome(Answer.REFUSED, instead, reason)}
 
 
-_ALL = "offloads everything, or nothing where everything fits"
+_ALL = "keeps what fits by measured sizes, offloads the rest"
 _ENDS = "the run ends with a message on all ranks"
 _EACH_LAYER = "every layer's input is saved, as with 1"
 

@@ -34,6 +34,7 @@ from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.plan.documents.plan import KEEP
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.text import describe_error
 
@@ -207,7 +208,7 @@ class AutoActions:
         return self._answer(draft, draft.limits.how, key=key)
 
     def _plan_unrecorded(self, state: State) -> on.Event:
-        """Keep everything if it fits, without a recorded step."""
+        """Keep what fits, without a recorded step."""
         profile = state.now.profile
         if profile is None:
             return on.NotPlanned("nothing was measured", is_error=False)
@@ -216,7 +217,8 @@ class AutoActions:
         if found is None:
             return on.NotPlanned(profile.why_no_program, is_error=False)
         plan, how = found
-        ready = ready_of(plan, self._settings.given, keeps_all=True)
+        keeps_all = plan.otherwise == KEEP
+        ready = ready_of(plan, self._settings.given, keeps_all=keeps_all)
         return on.Planned(ready, None, how, source=Source.UNRECORDED)
 
     def _larger(

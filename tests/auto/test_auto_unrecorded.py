@@ -160,3 +160,35 @@ def test_what_was_kept_is_followed_again_where_it_fits(
             for _ in range(3):
                 step(model, call)
             assert offloader.engine.rests is (gib == 1.0)
+
+
+def test_a_part_is_kept_where_not_all_fits(caplog: pytest.LogCaptureFixture) -> None:
+    """As much as the limit allows, from the last layer backwards; bits stay."""
+    caplog.set_level(logging.INFO)
+    model, call, cause = plain()
+    reference = copy.deepcopy(model)
+    with attach(model, config(1e-5)) as offloader:
+        for _ in range(4):
+            step(model, call)
+        moved_bytes = offloader.metrics()["offloaded_bytes"]
+    with attach(model, config(1000.0)) as offloader:
+        for _ in range(4):
+            step(model, call)
+        assert offloader.plan is not None
+        bound = offloader.plan.facts.kept_bound_bytes
+    model.zero_grad()
+    assert bound is not None
+    kept: list[float] = []
+    for share in (0.25, 0.5, 0.75, 0.95):
+        limit_gib = (bound - (1 - share) * moved_bytes) / 2**30
+        caplog.clear()
+        with attach(model, config(limit_gib)) as offloader:
+            for _ in range(4):
+                assert_same_tensors(step(model, call), step(reference, reference), str(share))
+            kept.append(moved_bytes - offloader.metrics()["offloaded_bytes"])
+        (line,) = lines(caplog)
+        assert "tensors kept" in line
+        assert cause in line
+    assert kept == sorted(kept)
+    for share, found in zip((0.25, 0.5, 0.75, 0.95), kept, strict=True):
+        assert 0.6 * share * moved_bytes < found <= share * moved_bytes

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_pyao.auto.plans.draft import Draft, Limits, Record, dtypes_of
 from hf_pyao.auto.plans.settings import AutoSettings
-from hf_pyao.auto.plans.unrecorded import explain, kept_peak_bytes, plan_if_all_fits
+from hf_pyao.auto.plans.unrecorded import explain, kept_peak_bytes, plan_that_fits
 from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanFacts
@@ -207,7 +207,7 @@ class PlanMaker:
     def plan_unrecorded(
         self, profile: Profile, num_elements: int, trained: int | None = None
     ) -> tuple[Plan, str] | None:
-        """Return the plan that keeps everything, and its limit, if all fits; None if not.
+        """Return the plan that keeps what fits, and its limit; None if nothing may be kept.
 
         Args:
             profile: without a step in it.
@@ -219,7 +219,9 @@ class PlanMaker:
             return None
         kept_bytes = kept_peak_bytes(profile, self._parameters(), num_elements)
         facts = PlanFacts(num_elements=num_elements, trained=trained)
-        plan = plan_if_all_fits(limit, kept_bytes, self._identity, facts)
+        levers = self._settings.given.levers
+        kept = levers.kept_layers(len(profile.layer_names), self._request.keep_last_layers)
+        plan = plan_that_fits(limit, kept_bytes, profile, kept, self._identity, facts)
         return None if plan is None else (plan, explain(limit, plan, profile.why_no_program))
 
     def _limits(self, program: StepProgram, cap_bytes: float) -> Limits:

@@ -1,8 +1,9 @@
-"""What policy ``auto`` does where the step cannot be recorded: nothing, if everything fits.
+"""What policy ``auto`` does where the step cannot be recorded: it keeps what fits.
 
-Without a recorded step nothing is predicted, so that no plan is chosen among others. What the
-measured micro-batches came to still bounds the peak of keeping everything. Where that bound is
-within the limit, no other plan is better.
+Without a recorded step nothing is predicted, so that no plan is chosen by its time. What the
+measured micro-batches came to still bounds the peak of keeping everything, or a part of what was
+moved. To keep more never takes longer. So tensors are kept from the last layer backwards, as far as
+the bound is within the limit: those are the first that backward wants.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 from torch import nn
 
 from hf_pyao.metrics import format_bytes
-from hf_pyao.plan.documents.plan import KEEP, Plan
+from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, Plan, PlannedSlot
 from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING, PlanFacts
-from hf_pyao.plan.documents.profile import Profile
+from hf_pyao.plan.documents.profile import Profile, ProfiledSlot
 from hf_pyao.plan.hardware.device_limit import DeviceLimit
 from hf_pyao.plan.options.auto_plan import SOURCE
 
@@ -59,35 +60,82 @@ def kept_peak_bytes(
     return nbytes + LOGITS_COPIES * 4 * widest * num_elements
 
 
-def plan_if_all_fits(
+def plan_that_fits(
     limit: DeviceLimit,
     kept_bytes: int | None,
+    profile: Profile,
+    keep_last_layers: int,
     identity: Mapping[str, Any],
     facts: PlanFacts,
 ) -> Plan | None:
-    """Return the plan that keeps everything; None if that may not fit.
+    """Return the plan that keeps everything, or as much as fits; None if nothing may be kept.
 
     Args:
         limit: of the device.
-        kept_bytes: the bound on the peak.
+        kept_bytes: the bound on the peak of keeping everything.
+        profile: of the measured micro-batches, in which everything was offloaded.
+        keep_last_layers: layers whose tensors were not.
         identity: what tells the model.
         facts: of the run that the plan is for.
     """
-    if kept_bytes is None or kept_bytes > limit.nbytes:
+    if kept_bytes is None:
         return None
-    return Plan(
-        source=f"{SOURCE}: {KEEP_EVERYTHING}",
-        model=dict(identity),
-        slots=[],
-        otherwise=KEEP,
-        facts=dataclasses.replace(
-            facts,
-            kept_bound_bytes=kept_bytes,
-            needed_bytes=kept_bytes,
-            limit_bytes=limit.nbytes,
-            device_limit_bytes=limit.nbytes,
-        ),
+    facts = dataclasses.replace(
+        facts,
+        kept_bound_bytes=kept_bytes,
+        limit_bytes=limit.nbytes,
+        device_limit_bytes=limit.nbytes,
     )
+    if kept_bytes <= limit.nbytes:
+        return Plan(
+            source=f"{SOURCE}: {KEEP_EVERYTHING}",
+            model=dict(identity),
+            slots=[],
+            otherwise=KEEP,
+            facts=dataclasses.replace(facts, needed_bytes=kept_bytes),
+        )
+    least_bytes = profile.peak_allocated_bytes
+    if least_bytes is None:  # on a CPU, where what was moved is still there
+        least_bytes = kept_bytes - int(profile.metrics.get("offloaded_bytes", 0))
+    kept, more_bytes = _last_slots(profile, keep_last_layers, limit.nbytes - least_bytes)
+    if not more_bytes:
+        return None
+    slots = [
+        PlannedSlot(name=slot.name, action=KEEP, layers=layers, nbytes=slot.nbytes)
+        for slot, layers in kept
+    ]
+    return Plan(
+        source=SOURCE,
+        model=dict(identity),
+        slots=slots,
+        otherwise=OFFLOAD,
+        facts=dataclasses.replace(facts, needed_bytes=least_bytes + more_bytes),
+    )
+
+
+def _last_slots(
+    profile: Profile, keep_last_layers: int, room_bytes: int
+) -> tuple[list[tuple[ProfiledSlot, list[int]]], int]:
+    """Return which measured slots are kept, in which layers, and the bytes that this takes.
+
+    The last layers keep theirs as before. A slot that not all layers have counts as if they had it.
+    """
+    leaving = sorted(
+        (slot for slot in profile.slots if slot.stays is None and slot.nbytes > 0),
+        key=lambda slot: slot.nbytes,
+        reverse=True,
+    )
+    num_layers = len(profile.layer_names)
+    first_kept = num_layers - keep_last_layers
+    found = {slot.name: list(range(first_kept, num_layers)) for slot in leaving}
+    more_bytes = 0
+    for layer in reversed(range(first_kept)):
+        for slot in leaving:
+            if more_bytes + slot.nbytes <= room_bytes:
+                found[slot.name].append(layer)
+                more_bytes += slot.nbytes
+    slots = [(slot, sorted(found[slot.name])) for slot in leaving if found[slot.name]]
+    return slots, more_bytes
 
 
 def explain(limit: DeviceLimit, plan: Plan, why_no_program: str) -> str:
