@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import reprlib
 import sys
+import traceback
 import unicodedata
+from pathlib import Path
 from typing import TextIO
 
 _LONGEST_ECHO = 120
@@ -44,8 +46,13 @@ def say(text: str, stream: TextIO | None = None) -> None:
 def describe_error(error: BaseException) -> str:
     """Return an error of others in one line: its class, and the first line of what it says.
 
-    Without that line's full stop: it goes into a sentence.
+    Without that line's full stop: it goes into a sentence. An error that says nothing is told by
+    the line that raised it.
     """
     lines = str(error).strip().splitlines()
     name = type(error).__name__
-    return one_line(f"{name}: {lines[0].rstrip('.')}")[:300] if lines else name
+    if lines:
+        return one_line(f"{name}: {lines[0].rstrip('.')}")[:300]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    return f"{name}{where}"

@@ -20,6 +20,7 @@ from hf_pyao.auto.machine.table import next_state
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.policy import Policy
 from hf_pyao.levers import Levers
+from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
 
@@ -167,9 +168,9 @@ class Driver:
                 "to": state.mode.name,
             }
         )
-        logger.debug(
-            "%s: %s -> %s, %s", type(event).__name__, before.mode.name, state.mode.name, event
-        )
+        if logger.isEnabledFor(logging.DEBUG):
+            modes = f"{before.mode.name} -> {state.mode.name}"
+            logger.debug("%s: %s, %s", type(event).__name__, modes, echo(event))
 
     def _perform_all(self, actions: tuple[do.Action, ...]) -> None:
         for number, action in enumerate(actions):

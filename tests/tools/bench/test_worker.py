@@ -242,5 +242,9 @@ def test_a_link_is_duplex_if_both_directions_add_up(both: float, is_duplex: bool
 def test_errors_are_told_in_one_line() -> None:
     assert describe_error(KeyError()) == "KeyError"
     assert describe_error(ValueError("a.\nb")) == "ValueError: a"
+    with pytest.raises(AssertionError) as silent:
+        raise AssertionError
+    line = silent.traceback[-1].lineno + 1
+    assert describe_error(silent.value) == f"AssertionError in test_worker.py, line {line}"
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("no memory format"))
