@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import _python_dispatch
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
@@ -142,8 +143,13 @@ def _log_level() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small_heap() -> Iterator[None]:
-    """Set aside what is there already, so that counting and collecting objects is quick."""
+    """Set aside what is there already, so that counting and collecting objects is quick.
+
+    Clear torch's note of a dispatch mode, too. It is of the whole process: two threads that leave
+    modes at once, in a test before, may leave it set.
+    """
     gc.collect()
     gc.freeze()
+    _python_dispatch._is_in_torch_dispatch_mode = False
     yield
     gc.unfreeze()

@@ -215,8 +215,6 @@ def clear(case: Case) -> None:
 @pytest.fixture(autouse=True)
 def _small(small_heap: None) -> None:
     gc.collect()
-    # Of the whole process: two threads that leave modes at once, in a test before, may leave it.
-    _python_dispatch._is_in_torch_dispatch_mode = False
 
 
 def first_and_last(lines: list[Line], known: set[Line]) -> set[int]:
