@@ -195,7 +195,6 @@ DATA_PARALLEL = TrainingEngine(
 )
 
 _FSDP_OUTCOMES = {
-    **_instead(Feature.PLANNING, _ALL),
     **_instead(
         Feature.SEGMENTS,
         _EACH_LAYER,
@@ -216,7 +215,7 @@ FSDP1 = TrainingEngine(
     shards=Sharded.WEIGHTS,
     gathers_per_layer=True,
     has_half_way_state=True,
-    outcomes=_FSDP_OUTCOMES,
+    outcomes={**_instead(Feature.PLANNING, _ALL), **_FSDP_OUTCOMES},
 )
 
 FSDP2 = TrainingEngine(
@@ -388,6 +387,15 @@ def whole_shape(weight: torch.Tensor) -> torch.Size | None:
     if DTENSOR.has(weight):
         return weight.shape
     return getattr(weight, "ds_shape", None)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of *tensor*: its shard, or all of what is not sharded."""
+    if not DTENSOR.has(tensor):
+        return tensor
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local
 
 
 def compiled_inner(module: nn.Module) -> nn.Module | None:

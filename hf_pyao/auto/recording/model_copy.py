@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_leaves
 from hf_pyao.auto.recording.held_interrupts import HeldInterrupts
 from hf_pyao.auto.recording.quantised_copies import note_stand_ins
 from hf_pyao.auto.recording.seen_forward import SeenForward, with_tensors
+from hf_pyao.auto.recording.sharded_copy import CopyError as CopyError
+from hf_pyao.auto.recording.sharded_copy import ShardedUnits
 from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
-from hf_pyao.errors import PyAOError
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings, settings_of
 from hf_pyao.text import describe_error
 
@@ -38,10 +39,6 @@ _HOOKS = (
 """Tables of a module's hooks; ``_global_`` in front are those of all modules."""
 
 
-class CopyError(PyAOError, RuntimeError):
-    """The model cannot be run on fake tensors; says why."""
-
-
 class CopiedStep:
     """One step of a fake copy of a model, as its forward was called."""
 
@@ -49,17 +46,32 @@ class CopiedStep:
         self._model = model
         self._seen = seen
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._units = ShardedUnits(model)
         self._interrupts = HeldInterrupts()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        if self._units:
+            return self._units.device
+        first = next(self._model.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
 
     @property
     def kernels(self) -> KernelSettings:
         """The device that the model is on, and this process's settings."""
-        first = next(self._model.parameters(), None)
-        return settings_of(torch.device("cpu") if first is None else first.device)
+        settings = settings_of(self.device)
+        return settings._replace(has_gloo=bool(self._units) and self._units.has_gloo)
+
+    @property
+    def runs_all_layers(self) -> bool:
+        """True where layers that stand for others would not do: units of FSDP2 gather others by
+        name, or hold gradients from one micro-batch to the next."""
+        return bool(self._units) and (self._units.prefetches or self._units.accumulates)
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
-        """Make the copy.
+        """Make the copy; what FSDP2 has sharded is sharded anew in it.
 
         Raises:
             CopyError: the model has what cannot be copied so.
@@ -74,9 +86,12 @@ class CopiedStep:
             try:
                 with torch.no_grad(), FakeCopyMode(fake_mode):
                     note_stand_ins(self._model, memo)
+                    self._units.unshard_into(memo, fake_mode)
                     fake = copy.deepcopy(self._model, memo)
                     what = "what the model is called with"
                     self._arguments = copy.deepcopy((self._seen.args, self._seen.kwargs), memo)
+            except CopyError:
+                raise
             except Exception as error:  # of whatever the model holds
                 raise CopyError(
                     f"{what} cannot be copied to fake tensors: "
@@ -84,12 +99,20 @@ class CopiedStep:
                 ) from error
             _check_apart(fake, self._model)
             _forget_hooks(fake)
+            meshes = stack.enter_context(self._units.meshes())
             stack.enter_context(fake_mode)
             stack.enter_context(_answers(self._seen.has_padding))
+            self._units.shard_anew(meshes)
             yield fake, fake_mode
 
     def let_gradients_go(self, model: nn.Module) -> None:
         """Gradients stay, as in a loop by hand."""
+
+    def before(self, model: nn.Module) -> Sequence[Tensor]:
+        """Run the micro-batches before, where they leave gradients that are not reduced."""
+        if not self._units.accumulates:
+            return ()
+        return self._units.accumulate(lambda: self.run(model, lambda tensor, name: None))
 
     def state_bytes(self, model: nn.Module) -> int:
         """Return 0: an optimizer's states are not known of."""
@@ -106,7 +129,7 @@ class CopiedStep:
         guard = _OnlyTheCopy(self._interrupts)
         try:
             with guard:
-                with self._autocast(model):
+                with self._autocast():
                     outputs = model(*args, **kwargs)
                     loss = loss_of(outputs)
                 if guard.error is not None:
@@ -121,11 +144,10 @@ class CopiedStep:
                 f"{describe_error(error)}"
             ) from error
 
-    def _autocast(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[Any]:
         if self._seen.autocast_dtype is None:
             return nullcontext()
-        device = next(model.parameters()).device.type
-        return torch.autocast(device, dtype=self._seen.autocast_dtype)
+        return torch.autocast(self.device.type, dtype=self._seen.autocast_dtype)
 
 
 class _OnlyTheCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from torch import nn
 from hf_pyao.auto.recording.quantised_copies import tensors_beside
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.step.stretch import NUM_RECORDED
+from hf_pyao.training_engines import local_part
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 def _bytes_of(model: nn.Module) -> int:
-    tensors = [*model.parameters(), *model.buffers(), *(each for _, each in tensors_beside(model))]
+    own = (*model.parameters(), *model.buffers())
+    tensors = [*map(local_part, own), *(each for _, each in tensors_beside(model))]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())

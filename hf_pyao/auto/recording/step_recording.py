@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, Protocol
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,7 +34,9 @@ from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.recording_mode import RECORDING, RecordingMode, RecordingTransport
+from hf_pyao.plan.step.resizes import sees_resizes
 from hf_pyao.plan.step.step_recorder import StepRecorder
+from hf_pyao.training_engines import local_part
 
 NUM_SHOWN_CHUNKS = 3
 """Chunks of the head loss, and tiles of an MLP, that are run; more are equal to the second."""
@@ -51,12 +54,26 @@ class FakeStep(Protocol):
         """The device and the process that workspaces of kernels are reckoned for."""
         ...
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the step computes; None: all its tensors are there."""
+        ...
+
+    @property
+    def runs_all_layers(self) -> bool:
+        """True where no layer may stand for others."""
+        ...
+
     def model(self) -> AbstractContextManager[tuple[nn.Module, FakeTensorMode]]:
         """Make the model; everything of it happens in here."""
         ...
 
     def let_gradients_go(self, model: nn.Module) -> None:
         """Have gradients leave the device as they are complete, if they do."""
+        ...
+
+    def before(self, model: nn.Module) -> Sequence[Tensor]:
+        """Run what runs before the step; return tensors that are there since then."""
         ...
 
     def state_bytes(self, model: nn.Module) -> int:
@@ -132,10 +149,12 @@ def record_fake_step(
         recomputes = bool(recompute_modules) or plan is not None
         # So are segments of one layer; those of several end where the model says.
         runs_all = is_whole or bool(layers) or levers.checkpoint_every > 1
+        runs_all = runs_all or step.runs_all_layers
         runs_all = runs_all or (recomputes and keep_last_layers > 1)
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
-        recorder = StepRecorder(fake_mode, step.kernels)
+        recorder = StepRecorder(fake_mode, step.kernels, step.device)
+        recorder.note_held(step.before(model))
         pool = HostPool(UNLIMITED_BYTES, pin=False)
         link = LinkContext(RecordingTransport(recorder), pool, 0)
         found = find_layers(model, layers)
@@ -156,7 +175,7 @@ def record_fake_step(
             recorder.begin(names, pool.owns, with_graph=not levers.checkpoint_every)
             engine.observe(recorder.observer)
             resident_bytes = recorder.note_residents(_named_tensors(model))
-            with RecordingMode(recorder), _few_parts(recorder):
+            with RecordingMode(recorder), sees_resizes(recorder.resized), _few_parts(recorder):
                 step.run(model, recorder.label)
         except Exception as error:
             if removed is None:
@@ -189,10 +208,10 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     known: set[int] = set()
     for name, tensor in (*plain.named_parameters(remove_duplicate=False), *plain.named_buffers()):
         known.add(id(tensor))
-        yield plain_path(name), tensor
+        yield plain_path(name), local_part(tensor)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in known:
-            yield plain_path(name), tensor
+            yield plain_path(name), local_part(tensor)
     for name, tensor in tensors_beside(model):
         yield plain_path(name), tensor
 

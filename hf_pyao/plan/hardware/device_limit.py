@@ -12,6 +12,7 @@ from hf_pyao.config import GIB
 from hf_pyao.errors import ConfigError
 from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
+from hf_pyao.training_engines import local_part
 
 MARGIN = 0.01
 """Share of what is free that is left alone: modules that the CUDA context loads when a kernel first
@@ -109,7 +110,5 @@ def beside_bytes(
     Optimizer states, master weights, batches that were made ahead: not the weights and buffers
     (*resident_bytes*), and not gradients, which a recorded step has of its own.
     """
-    gradients = sum(
-        each.grad.numel() * each.grad.element_size() for each in parameters if each.grad is not None
-    )
+    gradients = sum(local_part(each.grad).nbytes for each in parameters if each.grad is not None)
     return max(0, limit.allocated_bytes - resident_bytes - gradients)

@@ -23,6 +23,8 @@ EIGHT_BIT = ("int8_scaled_mm", "int8_mixed_scaled_mm")
 
 HALF_BYTES = 2
 
+REDUCE_SCATTER = "_reduce_scatter_base_"
+
 FEW_INDICES = 3072
 """Up to so many tokens an embedding's backward sorts nothing."""
 
@@ -34,8 +36,8 @@ class KernelCall(NamedTuple):
     """The name of torch's operator."""
     sizes: tuple[int, ...]
     """An :class:`~hf_pyao.plan.hardware.attention_workspaces.AttentionShape`, an
-    :class:`EmbeddingShape`, or a :class:`ProductShape`. Each grows in proportion to batch and
-    length, or does not."""
+    :class:`EmbeddingShape`, a :class:`ProductShape`, or the bytes that are reduced. Each grows in
+    proportion to batch and length, or does not."""
 
 
 class EmbeddingShape(NamedTuple):
@@ -116,6 +118,16 @@ def embedding_backward(shape: EmbeddingShape) -> Parts:
     }
 
 
+def reduce_scatter(nbytes: int, settings: KernelSettings) -> Parts:
+    """Return what a reduce-scatter of *nbytes* allocates inside.
+
+    Gloo has none of its own: torch reduces a clone of the input on all ranks. NCCL's buffers are
+    not torch's. Source: pytorch/pytorch, ``torch/csrc/distributed/c10d/ProcessGroupGloo.cpp``,
+    ``_reduce_scatter_base``.
+    """
+    return {"clone of the input": nbytes} if settings.has_gloo else {}
+
+
 def parts_of(call: KernelCall, settings: KernelSettings) -> Parts:
     """Return what a call allocates inside, in bytes by the name that the source gives it."""
     if call.kernel == EMBEDDING:
@@ -124,6 +136,8 @@ def parts_of(call: KernelCall, settings: KernelSettings) -> Parts:
         return four_bit_product(ProductShape(*call.sizes))
     if call.kernel in EIGHT_BIT:
         return eight_bit_product(ProductShape(*call.sizes))
+    if call.kernel == REDUCE_SCATTER:
+        return reduce_scatter(call.sizes[0], settings)
     return ATTENTION[call.kernel](AttentionShape(*call.sizes), settings)
 
 
@@ -146,6 +160,8 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kern
     name = func._overloadpacket.__name__
     is_product = func.namespace == "bitsandbytes" and name in (FOUR_BIT, *EIGHT_BIT)
     is_known = func.namespace == "aten" and (name == EMBEDDING or name in ATTENTION)
+    if func.namespace == "c10d" and name == REDUCE_SCATTER:
+        return KernelCall(name, (args[1].nbytes,))
     if not is_product and not is_known:
         return None
     names = (argument.name for argument in func._schema.arguments)

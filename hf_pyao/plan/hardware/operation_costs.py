@@ -89,9 +89,13 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def is_question(func: Any) -> bool:
-    """Say whether an operation only asks about tensors, such as their device, which modes see."""
+    """Say whether an operation computes nothing, and modes see it all the same.
+
+    It asks about tensors, such as their device, or marks a range for a profiler.
+    """
     name = func._overloadpacket.__name__
-    return bool(func.namespace == "prim" or name.startswith("sym_") or name == "_fused_sdp_choice")
+    is_mark = func.namespace in ("prim", "profiler")
+    return bool(is_mark or name.startswith("sym_") or name == "_fused_sdp_choice")
 
 
 _QUANTISED_PRODUCTS = frozenset(

@@ -79,6 +79,14 @@ class MemoryLedger:
             self._peak_of_phase_bytes = max(self._peak_of_phase_bytes, peak_bytes)
             self.peak_bytes = max(self.peak_bytes, self._peak_of_phase_bytes)
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count what a storage holds now that it was resized, if it is counted at all."""
+        key = storage._cdata
+        if key in self._bytes_by_key:
+            self._counted_bytes += storage.nbytes() - self._bytes_by_key[key]
+            self._bytes_by_key[key] = storage.nbytes()
+            self.note(())
+
     def end_phase(self, name: str) -> None:
         """Write the peak since the last call down under *name*; the next one starts from here."""
         self.phase_peak_bytes[name] = self._peak_of_phase_bytes

@@ -44,6 +44,10 @@ NUM_PACKED_LAYERS = 2
 """Layers of which every saved tensor is noted, those that were saved before too."""
 
 
+_WITHOUT_MEMORY = -2
+"""In place of a buffer, for a storage whose memory was freed and which lives on."""
+
+
 class _OpenSlot:
     """A slot whose use is not known to its end."""
 
@@ -69,13 +73,19 @@ class StepRecorder:
     Args:
         fake_mode: the mode that the operations run in, if they are on fake tensors.
         kernels: the device and the process that the step is recorded for.
+        device: where the step computes: tensors of other devices do not count, as shards that FSDP2
+            keeps on the host. None: all count.
     """
 
     def __init__(
-        self, fake_mode: FakeTensorMode | None = None, kernels: KernelSettings = ANY_DEVICE
+        self,
+        fake_mode: FakeTensorMode | None = None,
+        kernels: KernelSettings = ANY_DEVICE,
+        device: torch.device | None = None,
     ) -> None:
         self.observer: Observer = _Listener(self)
         self._kernels = kernels
+        self._device = device
         self.is_paused = False
         self.num_runs = 1
         """How often what is seen now is to run, where it is shown once."""
@@ -87,7 +97,10 @@ class StepRecorder:
         self._births: list[tuple[int, int]] = []
         self._deaths: dict[int, int] = {}
         self._alive: dict[int, int] = {}
-        """Weak reference to a storage -> its buffer; -1 for what was there before."""
+        """Weak reference to a storage -> its buffer; -1 for what was there before, and
+        :data:`_WITHOUT_MEMORY`."""
+        self._gathered: set[int] = set()
+        """Storages of parameters that are there for a call, see :meth:`_note_gathered`."""
         self._open: dict[tuple[int, str], _OpenSlot] = {}
         self._slots: list[_OpenSlot] = []
         self._segments: list[tuple[str, int, int]] = [(FORWARD, OUTSIDE, 0)]
@@ -139,6 +152,8 @@ class StepRecorder:
         """
         numbers: dict[int, int] = {}
         for name, tensor in tensors:
+            if self._is_elsewhere(tensor):
+                continue
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
                 self._alive[cast(int, storage._weak_ref())] = -1
@@ -154,6 +169,12 @@ class StepRecorder:
                     num_names=known.num_names + 1
                 )
         return sum(each.nbytes for each in self._residents)
+
+    def note_held(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record what is there before the step and may go in it, as from its first operation on."""
+        for storage in self._new_storages(tensors):
+            self._alive[cast(int, storage._weak_ref())] = len(self._births)
+            self._births.append((storage.nbytes(), 0))
 
     def _layer_of(self, name: str) -> int:
         """Return the layer that has the tensor *name*."""
@@ -206,6 +227,8 @@ class StepRecorder:
         first_made = next((n for n, (_, birth) in enumerate(self._births) if birth >= start), None)
 
         def values_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+            tensors = list(tensors)
+            self._note_gathered(tensors)
             found = dict.fromkeys(
                 self._value_of(tensor.untyped_storage(), first_made) for tensor in tensors
             )
@@ -225,13 +248,19 @@ class StepRecorder:
         makes = [value for value in values_of(outputs) if value not in reads]
         self._graph.add(func, number, reads, list(dict.fromkeys((*written, *makes))))
 
+    def _note_gathered(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note parameters that are gathered for a call: they are there again when it runs again."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.nn.Parameter):
+                self._gathered.add(tensor.untyped_storage()._cdata)
+
     def _value_of(self, storage: torch.UntypedStorage, first_made: int | None) -> int | None:
         """Return the graph's number of a storage; None for the host's."""
         assert self._graph is not None
         buffer = self._alive.get(storage._cdata)
         if buffer is None:
             return None
-        if buffer == -1:
+        if buffer < 0 or storage._cdata in self._gathered:
             return self._graph.value(-1 - storage._cdata, storage.nbytes(), PARAMETER)
         is_made = first_made is not None and buffer >= first_made
         return self._graph.value(buffer, storage.nbytes(), MADE if is_made else INPUT)
@@ -243,11 +272,30 @@ class StepRecorder:
         """
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
+            if self._is_elsewhere(tensor):
+                continue
             storage = tensor.untyped_storage()
             is_new = storage._cdata not in self._alive and storage.nbytes() > 0
             if is_new and not self._is_host(storage):
                 found[storage._cdata] = storage
         return list(found.values())
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        return self._device is not None and tensor.device.type != self._device.type
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage was given other memory, or none: the buffer in it ends."""
+        buffer = self._alive.get(storage._cdata)
+        if buffer is None and self._fake_mode is not None and storage.device.type == "meta":
+            self._alive[cast(int, storage._weak_ref())] = buffer = _WITHOUT_MEMORY
+        if buffer is None or buffer == -1:
+            return  # another thread's, or there before the step
+        nbytes = storage.nbytes()
+        if buffer != _WITHOUT_MEMORY:
+            self._deaths[buffer] = self.now
+        self._alive[storage._cdata] = len(self._births) if nbytes else _WITHOUT_MEMORY
+        if nbytes:
+            self._births.append((nbytes, self.now))
 
     def buffer_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the buffer that *tensor* lies in; -1 if it was there before."""
@@ -257,7 +305,10 @@ class StepRecorder:
         """Record which storages have been freed."""
         expired = torch.UntypedStorage._expired
         for key in [key for key in self._alive if expired(key)]:
-            self._deaths[self._alive.pop(key)] = self.now
+            buffer = self._alive.pop(key)
+            self._gathered.discard(key)
+            if buffer >= 0:
+                self._deaths[buffer] = self.now
             self._free_weak_ref(key)
 
     def __del__(self) -> None:

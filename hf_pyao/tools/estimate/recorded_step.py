@@ -31,11 +31,22 @@ class _StepOf:
     def kernels(self) -> KernelSettings:
         return self.training.kernels
 
+    @property
+    def device(self) -> None:
+        return None
+
+    @property
+    def runs_all_layers(self) -> bool:
+        return False
+
     def model(self) -> AbstractContextManager[tuple[nn.Module, FakeTensorMode]]:
         return self.training.model()
 
     def let_gradients_go(self, model: nn.Module) -> None:
         self.training.let_gradients_go(model)
+
+    def before(self, model: nn.Module) -> Sequence[Tensor]:
+        return ()
 
     def state_bytes(self, model: nn.Module) -> int:
         return self.training.state_bytes(model)
