@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from hf_pyao.auto.deciding import Deciding
+from hf_pyao.auto.effects.watch import compare_effects, watch_effects
 from hf_pyao.auto.install.installed_parts import InstalledParts, forget_compiled_code
 from hf_pyao.auto.install.run_record import RunRecord
 from hf_pyao.auto.install.weights import StreamedLayers
@@ -25,6 +26,7 @@ from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.recompute.verification import TILES, SecondRunCheck, SecondRuns
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
+from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.errors import ConflictError
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers, find_layers
@@ -113,6 +115,8 @@ class Offloader:
             lifecycle.install(self)
             self._deciding.start(model, self)
             self._guard.start()
+            compare = weakly(self.compare_effects, None)
+            watch_effects(self.engine.effects, self.config, model, compare)
             if self.record.report_path is not None:
                 # It holds the engine, which therefore goes a collection later than its cycle with
                 # us: only where there is something to write.
@@ -281,6 +285,12 @@ class Offloader:
             self.engine.warn_idle()
         self._num_packs_seen = num_packs
 
+    def compare_effects(self) -> None:
+        """Note in ``engine.effects`` which settings have shown no effect so far."""
+        model, lifecycle = self._model(), self._lifecycle
+        if model is not None and lifecycle is not None:
+            compare_effects(self.config, model, lifecycle, self._installed)
+
     def detach(self, outcome: str | None = None) -> None:
         """Remove everything that was installed; the model is as before. Twice is fine.
 
@@ -298,6 +308,8 @@ class Offloader:
         has_run = self._is_attached
         if has_run and (advice := self._explain(error)):
             logger.error("%s", advice)
+        if has_run and error is None and self.engine.num_forwards:
+            self.engine.effects.compare_now()
         self._is_attached = False
         try:
             self._take_down()

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from hf_pyao.auto.install.conflicts import check_other_offloaders
 from hf_pyao.config import SETTINGS, PyAOConfig, file_labels, read_settings
+from hf_pyao.effects import EffectLedger, NoEffect
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.flags import flag_of, flag_text
 from hf_pyao.hf.micro_batch.checks import check_auto_micro_batch
@@ -21,6 +22,16 @@ logger = logging.getLogger(__name__)
 
 _HEAD_LOSS_ALONE = (
     "--activation_offload --activation_offload_policy off --activation_offload_head_loss"
+)
+
+
+_NOT_HEEDED = NoEffect(
+    setting="activation_offload",
+    expected="what the layers save for backward leaves the device",
+    seen="training begins, and nothing of hf_pyao is attached",
+    reason="the trainer does not know this flag",
+    remedy="train with PyAOTrainer instead of Trainer, or with a class that has PyAOTrainerMixin "
+    "first among its bases; or add a PyAOCallback",
 )
 
 
@@ -110,11 +121,7 @@ class PyAOArguments(ArgumentFields):
         that time one of ours has read its arguments.
         """
         if self.activation_offload and not self.is_heeded:
-            logger.warning(
-                "activation_offload is on, and the trainer does not know this flag: nothing is "
-                "offloaded (unless a PyAOCallback was added to it). Train with PyAOTrainer instead "
-                "of Trainer, or with a class that has PyAOTrainerMixin first among its bases."
-            )
+            EffectLedger().note(_NOT_HEEDED)
         num_steps: int = super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
         return num_steps
 

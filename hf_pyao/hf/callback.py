@@ -10,10 +10,10 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_pyao.attachment import attach
+from hf_pyao.auto.effects.arguments import look_at_arguments
 from hf_pyao.auto.install.conflicts import (
     check_checkpointing_arguments,
     check_training_arguments,
-    uses_checkpointing,
 )
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
@@ -52,7 +52,6 @@ class PyAOCallback(TrainerCallback):
         self.config = config
         self.offloader: Offloader | None = None
         self._last_totals: dict[str, float] = {}
-        self._has_warned_checkpointing = False
         self._state: TrainerState | None = None
         self._is_attached_early = False
         """True from an attachment before training until training begins."""
@@ -106,9 +105,15 @@ class PyAOCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note in the training arguments, if they have flags of ours, that they are heeded."""
+        """Note in the training arguments, if they have flags of ours, that they are heeded.
+
+        Raises:
+            ConflictError: see ``../auto/install/conflicts.py``.
+            ConfigError: only a Trainer of ours can do what is asked for.
+        """
         if isinstance(args, PyAOArguments):
             args.is_heeded = True
+        self._checked_config(args)
 
     def on_train_begin(
         self,
@@ -129,22 +134,12 @@ class PyAOCallback(TrainerCallback):
             self._is_attached_early = False
         else:
             self.detach(UNKNOWN)
-        check_training_arguments(args)
-        config = self.config or _config_of(args)
-        if not self.trainer_chooses_micro_batch:
-            refuse_without_trainer(config, "a callback")
-        check_checkpointing_arguments(args, config.effective().checkpoint_every)
-        if uses_checkpointing(args) and not self._has_warned_checkpointing:
-            self._has_warned_checkpointing = True
-            logger.warning(
-                "gradient checkpointing is on: autograd then saves only each layer's input, and "
-                "only that is offloaded. To offload instead of recomputing, set "
-                "gradient_checkpointing=False (activation_checkpointing=False from transformers "
-                "5.23 on); TRL's configs switch it on by default."
-            )
+        config = self._checked_config(args)
         assert model is not None, "Trainer passes the model to every event"
         self._state = state
         self.offloader = attach(model, config, device=args.device)
+        for fact in look_at_arguments(args, config):
+            self.offloader.engine.effects.note(fact)
         if self.offloader.auto is not None:
             self.offloader.auto.show_on(lambda line: log_and_show(line, args, state))
             if self.resumed_from is not None:
@@ -195,6 +190,15 @@ class PyAOCallback(TrainerCallback):
         self.detach(FINISHED)
         if offloader is not None:
             _show(offloader.record.describe_end(), args, state)
+
+    def _checked_config(self, args: TrainingArguments) -> PyAOConfig:
+        """Return what is to be done, after a look whether *args* allow it."""
+        config = self.config or _config_of(args)
+        check_training_arguments(args)
+        if not self.trainer_chooses_micro_batch:
+            refuse_without_trainer(config, "a callback")
+        check_checkpointing_arguments(args, config.effective().checkpoint_every)
+        return config
 
     def _note_steps(self, offloader: Offloader) -> None:
         if self._state is not None:

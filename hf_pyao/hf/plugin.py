@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_pyao.attachment import attach
+from hf_pyao.auto.effects.arguments import look_at_accelerator
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
 from hf_pyao.config import SETTINGS, PyAOConfig
@@ -204,6 +205,9 @@ class PyAOPlugin(PluginFields):
             name = f"{path.stem}.model{index}{path.suffix}"
             offloader.record.report_path = str(path.with_name(name))
         self.offloaders.append(offloader)
+        if self._accelerator is not None:
+            for fact in look_at_accelerator(self._accelerator.state):
+                offloader.engine.effects.note(fact)
         if offloader.auto is not None:
             offloader.auto.show_on(self._log_and_show)
         self._show(offloader.describe())

@@ -10,7 +10,11 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_pyao.auto.install.conflicts import check_engine_of_streaming, check_training_arguments
+from hf_pyao.auto.install.conflicts import (
+    check_checkpointing_arguments,
+    check_engine_of_streaming,
+    check_training_arguments,
+)
 from hf_pyao.auto.install.streaming_checks import check_can_stream
 from hf_pyao.auto.retry.repeatable_inputs import RepeatableInputs
 from hf_pyao.config import PyAOConfig
@@ -78,6 +82,7 @@ class PyAOTrainerMixin(_TrainerBase):
         if config is not None and training_args is not None:
             check_training_arguments(training_args)
             check_auto_micro_batch(training_args, config)
+            check_checkpointing_arguments(training_args, config.effective().checkpoint_every)
         self._pyao_streams = config is not None and config.stream_weights != "off"
         if self._pyao_streams:
             assert config is not None

@@ -270,17 +270,17 @@ def test_reporters_get_the_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_checkpointing_is_warned_about_once(
+def test_checkpointing_is_warned_about_once_a_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = arguments(tmp_path, **{CHECKPOINTING: True})
     trainer = trainer_for(PyAOTrainer, tiny_opt(), args, pyao_config=EVERYTHING)
-    with caplog.at_level(logging.WARNING, logger="hf_pyao.hf.callback"):
-        trainer.train()
-        trainer.train()
-    warned = [r for r in caplog.records if r.name == "hf_pyao.hf.callback"]
-    (record,) = warned
-    assert "only each layer's input" in record.getMessage()
+    with caplog.at_level(logging.WARNING, logger="hf_pyao.effects"):
+        for num_trainings in (1, 2):
+            trainer.train()
+            warned = [r for r in caplog.records if r.name == "hf_pyao.effects"]
+            assert len(warned) == num_trainings
+    assert "only each layer's input" in warned[0].getMessage()
 
 
 @pytest.mark.thorough
@@ -575,7 +575,9 @@ def test_conflicts_are_found_when_the_trainer_is_made(tmp_path: Path) -> None:
     )
     with pytest.raises(ConflictError, match="offload=True"):
         trainer_for(PyAOTrainer, tiny_opt(), args)
-    trainer = trainer_for(Trainer, tiny_opt(), args, callbacks=[PyAOCallback()])
+    with pytest.raises(ConflictError, match="offload=True"):
+        trainer_for(Trainer, tiny_opt(), args, callbacks=[PyAOCallback()])
+    trainer = trainer_for(Trainer, tiny_opt(), args)
     with pytest.raises(ConflictError, match="offload=True"):
         PyAOCallback().on_train_begin(args, trainer.state, trainer.control, model=trainer.model)
 

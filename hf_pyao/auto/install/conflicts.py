@@ -56,8 +56,8 @@ def check_engine_of_streaming(args: object, label: str) -> None:
         ConflictError: FSDP, DeepSpeed or ``torch_compile`` is on.
     """
     is_on = {
-        "FSDP": getattr(args, "fsdp", None) or _is_set("ACCELERATE_USE_FSDP"),
-        "DeepSpeed": getattr(args, "deepspeed", None) or _is_set("ACCELERATE_USE_DEEPSPEED"),
+        "FSDP": getattr(args, "fsdp", None) or is_set("ACCELERATE_USE_FSDP"),
+        "DeepSpeed": getattr(args, "deepspeed", None) or is_set("ACCELERATE_USE_DEEPSPEED"),
         "torch_compile": getattr(args, "torch_compile", False),
     }
     for engine, value in is_on.items():
@@ -69,8 +69,13 @@ def check_engine_of_streaming(args: object, label: str) -> None:
             )
 
 
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes")
+def is_set(variable: str) -> bool:
+    """Say whether a variable of the environment is true."""
+    return _is_true(os.environ.get(variable, ""))
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() in ("1", "true", "yes")
 
 
 def check_other_offloaders(args: object) -> None:
@@ -101,20 +106,33 @@ def uses_checkpointing(args: object) -> bool:
     return any(getattr(args, flag, None) for flag in _CHECKPOINTING_FLAGS)
 
 
+def fsdp_checkpoints(args: object) -> bool:
+    """Say whether FSDP's own checkpointing is asked for, by ``fsdp_config`` or by Accelerate."""
+    given = getattr(args, "fsdp_config", None)
+    values = given if isinstance(given, dict) else {}
+    keys = ("activation_checkpointing", "fsdp_activation_checkpointing")
+    return any(_is_true(values.get(key)) for key in keys) or is_set("FSDP_ACTIVATION_CHECKPOINTING")
+
+
 def check_other_checkpointing(model: nn.Module, length: int) -> None:
     """Refuse a model whose layers are checkpointed, where ``checkpoint_every`` is *length*.
 
     Raises:
         ConflictError: they are.
     """
+    what = other_checkpointing(model)
+    if what:
+        raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=length))
+
+
+def other_checkpointing(model: nn.Module) -> str:
+    """Say what runs layers of *model* again in backward; empty if nothing does."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
-            what = "gradient checkpointing is on in the model"
-        elif type(module).__name__ == "CheckpointWrapper":
-            what = f"{name!r} is wrapped in torch's CheckpointWrapper"
-        else:
-            continue
-        raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=length))
+            return "gradient checkpointing is on in the model"
+        if type(module).__name__ == "CheckpointWrapper":
+            return f"{name!r} is wrapped in torch's CheckpointWrapper"
+    return ""
 
 
 def check_checkpointing_arguments(args: object, length: int) -> None:
@@ -123,7 +141,7 @@ def check_checkpointing_arguments(args: object, length: int) -> None:
     Raises:
         ConflictError: they do.
     """
-    if length and uses_checkpointing(args):
+    if length and (uses_checkpointing(args) or fsdp_checkpoints(args)):
         what = "the training arguments switch gradient checkpointing on"
         raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=length))
 

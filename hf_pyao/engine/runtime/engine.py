@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 
+from hf_pyao.effects import EffectLedger
 from hf_pyao.engine.codecs import Codec
 from hf_pyao.engine.runtime.backward_order import BackwardOrder, Reversed
 from hf_pyao.engine.runtime.idle_warnings import IdleWarnings
@@ -72,7 +73,9 @@ class OffloadEngine:
         self.codec = codec
         self.link = link
         self.num_layer_calls = 0
-        self.idle_warnings = IdleWarnings()
+        self.effects = EffectLedger()
+        """Settings that turned out to do nothing."""
+        self.idle_warnings = IdleWarnings(self.effects)
         self.passed_over = ""
         """Why hooks stayed off when a layer was entered last in vain; empty if that never was."""
         self.observer: Observer | None = None
@@ -433,6 +436,7 @@ class OffloadEngine:
         is_meant = self.policy.name == "off" or self.policy.rests
         if not (stats.offloaded_bytes or stats.recomputed_bytes or is_meant):
             self.idle_warnings.nothing_moved(stats)
+        self.effects.micro_batch_is_over(stats)
 
     # ---- what happened -------------------------------------------------------------------------
 

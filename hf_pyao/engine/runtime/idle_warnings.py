@@ -1,14 +1,11 @@
-"""Warnings that offloading is on and does nothing: each says why, and what to do."""
+"""Facts that offloading is on and moves nothing: each says why, and what to do."""
 
 from __future__ import annotations
 
-import logging
-
+from hf_pyao.effects import OFFLOADING, EffectLedger, NoEffect
 from hf_pyao.engine.runtime.policy import BELOW_MIN_BYTES, LAST_LAYER, NOT_SELECTED
 from hf_pyao.engine.stores import HOST_FULL
 from hf_pyao.metrics import MicroBatchStats, format_bytes
-
-logger = logging.getLogger(__name__)
 
 _REMEDIES = {
     BELOW_MIN_BYTES: "lower min_bytes, or give the device more to do: a larger micro-batch",
@@ -18,52 +15,57 @@ _REMEDIES = {
 }
 """By reason for keeping; other reasons lie in the model."""
 
+_EXPECTED = "what the layers save for backward leaves the device"
+
 
 class IdleWarnings:
-    """Warns, once in all, about the first way in which an engine turns out to do nothing."""
+    """Notes in *effects* the first way in which an engine turns out to move nothing."""
 
-    def __init__(self) -> None:
-        self._has_warned = False
+    def __init__(self, effects: EffectLedger) -> None:
+        self._effects = effects
         self._has_waited = False
 
     def all_layers_kept(self, setting: str, num_layers: int) -> None:
-        """Warn that ``keep_last_layers``, whose name and value are *setting*, leaves no layer."""
-        self._warn(
-            f"{setting} keeps on the device what all {num_layers} layers save: nothing is "
-            "offloaded, unless a layer runs several times in a forward. Lower that number."
+        """Note that ``keep_last_layers``, whose name and value are *setting*, leaves no layer."""
+        self._note(
+            seen=f"{setting} keeps on the device what all {num_layers} layers save",
+            reason="only a layer that runs several times in a forward is offloaded, but for its "
+            "last run",
+            remedy="lower that number",
         )
 
     def eval_mode(self) -> None:
-        """Warn that a forward with gradients on ran in eval mode before any training."""
-        self._warn(
-            "hf_pyao has nothing to offload: the model is in eval mode, as `from_pretrained` "
-            "returns it, while gradients are on. Call model.train() before training, or use "
-            "torch.no_grad() to evaluate."
+        """Note that a forward with gradients on ran in eval mode before any training."""
+        self._note(
+            seen="the model is in eval mode, while gradients are on",
+            reason="`from_pretrained` returns models in eval mode, in which nothing is offloaded",
+            remedy="call model.train() before training, or use torch.no_grad() to evaluate",
         )
 
     def nothing_packed(self, *, have_layers_run: bool, passed_over: str = "") -> None:
-        """Warn that a step went by in which autograd saved nothing in a layer.
+        """Note that a step went by in which autograd saved nothing in a layer.
 
         *passed_over* says why hooks stayed off where layers ran.
         """
         if passed_over and not have_layers_run:
-            self._warn(f"hf_pyao had nothing to offload in this step: {passed_over}.")
+            self._note(
+                seen="no saved tensor reached hf_pyao in this step",
+                reason=passed_over,
+                remedy="change what the reason names, or train without hf_pyao",
+            )
             return
-        seen = (
-            "the layers ran, and autograd saved nothing in them"
+        self._note(
+            seen="the layers ran, and autograd saved nothing in them"
             if have_layers_run
-            else "no layer was seen running in training mode"
-        )
-        self._warn(
-            f"hf_pyao had nothing to offload in this step: {seen}. Compiled code may bypass hooks "
-            "(call torch._dynamo.reset() and attach before the first compiled step), the model may "
-            "be in eval mode (call model.train()), it may run `layer.forward` itself, which goes "
-            "around hooks (name the modules inside the layers with PyAOConfig(layers=...)), or all "
-            "its layers may be frozen."
+            else "no layer was seen running in training mode in this step",
+            reason="compiled code may bypass hooks, the model may be in eval mode, it may run "
+            "`layer.forward` itself, which goes around hooks, or all its layers may be frozen",
+            remedy="call torch._dynamo.reset() and attach before the first compiled step; call "
+            "model.train(); name the modules inside the layers with PyAOConfig(layers=...)",
         )
 
     def nothing_moved(self, stats: MicroBatchStats) -> None:
-        """Warn that a micro-batch has ended, and all that its layers saved stayed."""
+        """Note that a micro-batch has ended, and all that its layers saved stayed."""
         reasons = sorted(stats.kept_bytes, key=lambda reason: -stats.kept_bytes[reason])
         if not stats.would_hold_bytes or not reasons:  # parameters and buffers alone
             return
@@ -71,18 +73,18 @@ class IdleWarnings:
             # Which layers run several times in a forward is known from the second one on.
             self._has_waited = True
             return
-        remedies = {r: f" ({_REMEDIES[r]})" for r in reasons if r in _REMEDIES}
-        if reasons[0] != LAST_LAYER:
-            remedies.pop(LAST_LAYER, None)  # it is as it should be
-        listed = "; ".join(
-            f"{format_bytes(stats.kept_bytes[r])} {r!r}{remedies.get(r, '')}" for r in reasons
-        )
-        self._warn(
-            "hf_pyao offloads nothing: all that the layers saved in this micro-batch "
-            f"({format_bytes(stats.would_hold_bytes)}) stays on the device. Reasons: {listed}."
+        named = reasons if reasons[0] == LAST_LAYER else [r for r in reasons if r != LAST_LAYER]
+        remedies = [_REMEDIES[reason] for reason in named if reason in _REMEDIES]
+        self._note(
+            seen=f"all that the layers saved in this micro-batch "
+            f"({format_bytes(stats.would_hold_bytes)}) stays on the device",
+            reason="; ".join(f"{format_bytes(stats.kept_bytes[r])} {r!r}" for r in reasons),
+            remedy="; ".join(remedies) or "train without hf_pyao",
         )
 
-    def _warn(self, message: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s", message)
+    def _note(self, *, seen: str, reason: str, remedy: str) -> None:
+        self._effects.note(
+            NoEffect(
+                setting=OFFLOADING, expected=_EXPECTED, seen=seen, reason=reason, remedy=remedy
+            )
+        )

@@ -118,6 +118,15 @@ class Lifecycle:
         self._pack_uncompiled = uncompiled(engine.pack)
         self._unpack_uncompiled = uncompiled(engine.unpack)
 
+    def saved_in(self) -> dict[str, frozenset[str]]:
+        """Return, by layer, the sub-modules in which its newest calls saved something."""
+        return {
+            layer.fqn: frozenset(
+                entry.slot.path for is_last in (True, False) for entry in layer.entries(is_last)
+            )
+            for layer in list(self._layers.values())
+        }
+
     @property
     def refused(self) -> str:
         """Why a layer did not run again, where it should have; empty if none was refused."""

@@ -161,6 +161,11 @@ class HeadLoss(LeftBehind):
             give_back(target, _HANDLE, self)
         self._target = None
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What was said about it so far, such as why the model keeps its own loss."""
+        return tuple(self._notes.said)
+
     def stand_back(self, reason: str) -> None:
         """Say once that the model keeps its own loss, and why."""
         self._notes.stand_back(reason)

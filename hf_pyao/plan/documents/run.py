@@ -92,6 +92,9 @@ class RunReport(JsonDocument):
     provenance: Provenance
     extra: dict[str, Any] = field(default_factory=dict)
     """What the caller added: losses, steps, a run's name."""
+    no_effect: list[dict[str, str]] = field(default_factory=list)
+    """Settings that were switched on and did nothing: ``setting``, ``expected``, ``seen``,
+    ``reason`` and ``remedy`` of each, see :class:`hf_pyao.effects.NoEffect`."""
     outcome: str = UNKNOWN
     """How the run ended: ``"finished"``, ``"interrupted"``, ``"failed: <type of the error>"``;
     ``"running"`` if it had not, ``"unknown"`` if no one said."""
@@ -131,6 +134,7 @@ def make_run_report(offloader: ReportedOffloader, outcome: str = RUNNING) -> Run
         versions=provenance.versions,
         provenance=provenance,
         extra=dict(offloader.report_extra),
+        no_effect=[fact.to_dict() for fact in offloader.engine.effects.facts],
         outcome=outcome,
     )
 

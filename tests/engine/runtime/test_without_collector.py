@@ -23,6 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pyao import PyAOCallback, PyAOConfig, PyAOPlugin, PyAOTrainer, attach
+from hf_pyao.engine.recompute.segments import Segment
+from hf_pyao.engine.transfer.moved_bytes import MovedBytes
+from hf_pyao.tools.simulation.late_transport import LateTransport
 from tests.helpers import VOCAB, Batch, tiny_batch, tiny_model
 from tests.helpers.live_storages import LiveStorages, num_objects_of_hf_pyao
 
@@ -316,6 +319,27 @@ def test_hidden_states_are_gone_with_their_step(settings: dict[str, Any]) -> Non
             plain(model, tiny_batch(index), [])
             assert all(each.expired() for each in seen)
     assert len(seen) == 8
+
+
+@pytest.mark.parametrize(
+    "settings", [{"window": 2**30}, {"checkpoint_every": 2}], ids=["window", "segment"]
+)
+def test_nothing_waits_for_a_backward_that_never_comes(settings: dict[str, Any]) -> None:
+    """The graph is dropped while copies are in flight, and while a segment may go on."""
+    model: Any = tiny_model("llama")  # of three layers: the second segment is not full
+    config = PyAOConfig(policy="all", keep_last_layers=0, **{**SMALL, **settings})
+    with attach(model, config, transport=LateTransport()) as offloader:
+        for index in range(2):
+            plain(model, tiny_batch(index), [])
+        assert offloader.totals()["offloaded_bytes"] > 0
+        loss = model(**tiny_batch(1)).loss
+        assert num_alive(MovedBytes, Segment) > 0
+        del loss
+        assert num_alive(MovedBytes, Segment) == 0
+
+
+def num_alive(*kinds: type) -> int:
+    return sum(isinstance(each, kinds) for each in gc.get_objects())
 
 
 def test_a_kept_output_keeps_one_step() -> None:

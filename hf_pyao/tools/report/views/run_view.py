@@ -46,7 +46,7 @@ RUN_PEAKS = (
 
 
 def run_tables(report: RunReport) -> list[Table]:
-    """Return a run's tables; the last only if it has rows."""
+    """Return a run's tables; those behind the first two only if they have rows."""
     tables = [
         Table(["per micro-batch", "mean over the run", "last"], run_rows(report)),
         Table(["kept on the device because", "mean over the run"], kept_rows(report)),
@@ -55,6 +55,10 @@ def run_tables(report: RunReport) -> list[Table]:
     if not_recomputed:
         header = ["to be recomputed, but kept or moved because", "mean over the run"]
         tables.append(Table(header, not_recomputed))
+    if report.no_effect:
+        keys = ("setting", "seen", "reason", "remedy")
+        rows = [[fact.get(key, ABSENT) for key in keys] for fact in report.no_effect]
+        tables.append(Table(["without effect", "seen", "reason", "remedy"], rows))
     return tables
 
 
