@@ -69,8 +69,7 @@ class _AttentionInGroups(torch.autograd.Function):
         if grad is None:
             return (None,) * 4
         found = _Gradients.apply(ctx.call, grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        needs = ctx.needs_input_grad[1:]
-        return None, *(each if need else None for each, need in zip(found, needs, strict=True))
+        return None, *found  # autograd drops those of inputs that need none
 
 
 class _Gradients(torch.autograd.Function):

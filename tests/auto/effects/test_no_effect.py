@@ -272,6 +272,26 @@ def test_what_has_an_effect_is_not_said(given: dict[str, Any]) -> None:
     assert facts_of(llama(), **given) == ()
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        SimpleNamespace(use_liger_kernel=True),
+        SimpleNamespace(fsdp_config={"activation_checkpointing": False}),
+        SimpleNamespace(
+            fsdp="full_shard",
+            fsdp_config={"activation_checkpointing": True},
+            distributed_state=SimpleNamespace(distributed_type="FSDP"),
+        ),
+        SimpleNamespace(deepspeed={"zero_optimization": {"stage": 2}}),
+        SimpleNamespace(deepspeed="a file that is not there"),
+    ],
+    ids=["liger alone", "FSDP's off", "FSDP's on", "ZeRO", "no file"],
+)
+@pytest.mark.sampled(every=1)
+def test_arguments_that_have_an_effect_are_not_said(args: Any) -> None:
+    assert [*look_at_arguments(args, PyAOConfig())] == []
+
+
 def test_a_forward_that_is_not_compared_is_compared_at_the_end() -> None:
     assert [fact.setting for fact in facts_of(llama(), num_steps=1, window=2**30)] == [
         "window=1073741824"
