@@ -414,6 +414,21 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, COMPILED.inner_attribute) or is_compiled_in_place(module)
 
 
+def compiled_part(model: nn.Module) -> nn.Module | None:
+    """Return a part of *model* that was compiled, or the model; None if nothing was.
+
+    It is asked before each forward, hence written out: a millisecond for some thousand modules.
+    """
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        children = module._modules
+        if is_compiled_in_place(module) or COMPILED.inner_attribute in children:
+            return module
+        waiting.extend(child for child in children.values() if child is not None)
+    return None
+
+
 def is_moved_by_accelerate(module: nn.Module) -> bool:
     """Say whether Accelerate's hooks are on *module*, which move its weights for each call."""
     return hasattr(module, "_hf_hook")

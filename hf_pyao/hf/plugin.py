@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_pyao.attachment import attach
 from hf_pyao.auto.effects.arguments import look_at_accelerator
+from hf_pyao.auto.install.conflicts import check_accelerator_of_streaming
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
 from hf_pyao.config import SETTINGS, PyAOConfig
@@ -167,7 +168,11 @@ class PyAOPlugin(PluginFields):
         }
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.config().stream_weights != "off":  # before Accelerate moves the models
+        config = self.config()
+        if config.stream_weights != "off":  # before Accelerate moves the models
+            if self._accelerator is not None:
+                label = config.label("stream_weights")
+                check_accelerator_of_streaming(self._accelerator, label)
             self._attach_models([item for item in args if isinstance(item, nn.Module)])
         prepared = prepare(*args, **kwargs)
         objects = prepared if isinstance(prepared, tuple | list) else (prepared,)

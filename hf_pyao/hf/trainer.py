@@ -196,8 +196,9 @@ def _check_streaming(
     if training_args is not None:
         check_engine_of_streaming(training_args, label)
     model = next((v for v in (*args, kwargs.get("model")) if isinstance(v, nn.Module)), None)
-    if model is not None and kwargs.get("peft_config") is None:  # TRL adds the adapters itself
-        check_can_stream(model, config)
+    if model is not None:  # with `peft_config`, TRL adds the adapters itself
+        has_adapters_to_come = kwargs.get("peft_config") is not None
+        check_can_stream(model, config, will_be_frozen=has_adapters_to_come)
 
 
 def _checkpoint_of(resume: object, output_dir: str | None) -> str | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from hf_pyao.engine.recompute.segment_lifecycle import OTHER_CHECKPOINTING
 from hf_pyao.errors import ConflictError
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import TrainingArguments
 
 # transformers 5.23 renamed the first to the second and keeps the old name as an alias.
@@ -55,11 +57,35 @@ def check_engine_of_streaming(args: object, label: str) -> None:
     Raises:
         ConflictError: FSDP, DeepSpeed or ``torch_compile`` is on.
     """
-    is_on = {
-        "FSDP": getattr(args, "fsdp", None) or is_set("ACCELERATE_USE_FSDP"),
-        "DeepSpeed": getattr(args, "deepspeed", None) or is_set("ACCELERATE_USE_DEEPSPEED"),
-        "torch_compile": getattr(args, "torch_compile", False),
-    }
+    _refuse_engines(
+        {
+            "FSDP": getattr(args, "fsdp", None) or is_set("ACCELERATE_USE_FSDP"),
+            "DeepSpeed": getattr(args, "deepspeed", None) or is_set("ACCELERATE_USE_DEEPSPEED"),
+            "torch_compile": getattr(args, "torch_compile", False),
+        },
+        label,
+    )
+
+
+def check_accelerator_of_streaming(accelerator: Accelerator, label: str) -> None:
+    """Refuse an accelerator under which another engine has the weights; *label*: the setting.
+
+    Raises:
+        ConflictError: FSDP or DeepSpeed is on, or models are compiled as they are prepared.
+    """
+    state: Any = accelerator.state
+    dynamo = getattr(state, "dynamo_plugin", None)
+    _refuse_engines(
+        {
+            "FSDP": getattr(state, "fsdp_plugin", None),
+            "DeepSpeed": getattr(state, "deepspeed_plugin", None),
+            "torch.compile": dynamo is not None and dynamo.backend.value != "NO",
+        },
+        label,
+    )
+
+
+def _refuse_engines(is_on: Mapping[str, object], label: str) -> None:
     for engine, value in is_on.items():
         if value:
             raise ConflictError(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 from torch import nn
 
 from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.engine.stores.host_share import HostShare
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.errors import ConfigError, ConflictError
@@ -13,10 +18,15 @@ from hf_pyao.model.weights.streamable import streamable_layers
 from hf_pyao.training_engines import ENGINES, is_compiled, is_moved_by_accelerate
 
 
-def check_can_stream(model: nn.Module, config: PyAOConfig) -> None:
+def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bool = False) -> None:
     """Refuse a model whose weights cannot be streamed as *config* asks for; nothing is changed.
 
     For whoever prepares data, or moves the model, before it is attached.
+
+    Args:
+        model: on whatever device.
+        config: what is asked for.
+        will_be_frozen: all its parameters will be, since adapters are yet to be added.
 
     Raises:
         ConfigError: no layer has frozen weights, or they take more than the given host memory.
@@ -28,13 +38,34 @@ def check_can_stream(model: nn.Module, config: PyAOConfig) -> None:
     label = config.label("stream_weights")
     check_model(model, label)
     found = find_layers(model, config.layers)
-    layers = streamable_layers(model, found.layers)
+    with _frozen(model) if will_be_frozen else contextlib.nullcontext():
+        layers = streamable_layers(model, found.layers)
     if not any(layer.nbytes for layer in layers):
         raise nothing_frozen(label, config.stream_weights)
     stay = resident_layers(len(layers), int(config.stream_weights))
-    nbytes = sum(layer.nbytes for index, layer in enumerate(layers) if index not in stay)
-    if config.host_memory_gib is not None and nbytes > config.host_memory_gib * GIB:
-        raise no_room(label, len(layers) - len(stay), nbytes, int(config.host_memory_gib * GIB))
+    streamed = [layer for index, layer in enumerate(layers) if index not in stay]
+    nbytes = sum(layer.nbytes for layer in streamed)
+    if config.host_memory_gib is None:
+        tensors = [tensor for layer in streamed for _, tensor in layer.tensors]
+        on_host = sum(each.nbytes for each in tensors if each.device.type == "cpu")
+        room = HostShare.of_this_process(os.environ).capacity_bytes + on_host
+    else:
+        room = int(config.host_memory_gib * GIB)
+    if nbytes > room:
+        raise no_room(label, len(streamed), nbytes, room)
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze the parameters of *model* meanwhile."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def nothing_frozen(label: str, value: int | str) -> ConfigError:

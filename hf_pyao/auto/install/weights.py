@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -26,7 +27,7 @@ from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.weights.ring import WeightRing
+from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
 from hf_pyao.engine.weights.tables import put_on, take_off
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.module_map import FoundLayers
@@ -34,6 +35,7 @@ from hf_pyao.model.patching.lasting_forward import exchange, give_back
 from hf_pyao.model.weights.places import StayingParameters, move_others
 from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight, move_state
 from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
+from hf_pyao.training_engines import compiled_part
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +264,7 @@ class StreamedLayers:
             [of_layer.get(number) for number in range(len(self._layers))],
             self._link,
             self.device,
-            on_forward=weakly(self._move_newcomers, None),
+            on_forward=weakly(self._before_forward, None),
             counts=self._counts,
         )
         for weight in self._quantised:
@@ -282,13 +284,21 @@ class StreamedLayers:
         vars(model)[_DDP_IGNORES] = [*vars(model).get(_DDP_IGNORES, ()), *names]
         engine.stream(ring)
 
-    def _move_newcomers(self) -> None:
+    def _before_forward(self) -> None:
         """Move what has come since to the device, such as adapters that were added.
 
         PEFT puts them where the base layer's weight is, which for it is the host.
+
+        Raises:
+            ConflictError: a part of the model was compiled meanwhile.
         """
         model, ring = self._model(), self.ring
-        if model is not None and ring is not None and self.device.type != "cpu":
+        if model is None or ring is None:
+            return
+        if "torch._dynamo" in sys.modules:  # else nothing was compiled
+            if (compiled := compiled_part(model)) is not None:
+                raise compiled_by_now(f"a part of the model ({type(compiled).__name__})")
+        if self.device.type != "cpu":
             move_others(model, lambda each: ring.weight_of(each) is not None, self.device)
 
     def _put_on_quantised(self, weight: QuantisedWeight, ring: WeightRing) -> None:

@@ -219,6 +219,19 @@ class Lifecycle:
         elif torch.is_grad_enabled() and not self.engine.num_layer_calls:
             self.engine.idle_warnings.eval_mode()
 
+    def begin_compiled(self, stack: nn.Module) -> None:
+        """Note that the stack of layers starts a forward in compiled code.
+
+        Raises:
+            ConflictError: weights are streamed.
+        """
+        self._check_compiled()
+        self.begin_forward(stack)
+
+    def _check_compiled(self) -> None:
+        if self.engine.weights is not None and not self._is_removed:
+            self.engine.weights.refuse_compiled()
+
     def enter(
         self,
         module: nn.Module,
@@ -233,6 +246,8 @@ class Lifecycle:
         Returns:
             The arguments that it is to get in place of its own; None: it gets its own.
         """
+        if is_compiling:
+            self._check_compiled()
         if not self._is_to_enter(module):
             return None
         layer = self._layers.get(module)

@@ -44,6 +44,10 @@ class Driver(Protocol):
         """Note that the stack of layers starts a forward."""
         ...
 
+    def begin_compiled(self, stack: nn.Module) -> None:
+        """Note that the stack of layers starts a forward in compiled code."""
+        ...
+
     def enter(
         self,
         module: nn.Module,
@@ -116,7 +120,7 @@ class BeginHook(ModelHook):
 
     def __init__(self, lifecycle: Driver) -> None:
         super().__init__(lifecycle)
-        self._begin_uncompiled = uncompiled(lifecycle.begin_forward)
+        self._begin_uncompiled = uncompiled(lifecycle.begin_compiled)
 
     @property
     def owner(self) -> Any:

@@ -29,6 +29,10 @@ class StreamedWeights(Protocol):
         """Note that a forward begins; *trains*: with gradients."""
         ...
 
+    def refuse_compiled(self) -> None:
+        """Refuse to go on in compiled code, which reads weights by itself."""
+        ...
+
     def begin_backward(self, layer: int) -> None:
         """Have the weights of layer number *layer* on the device, whose backward begins."""
         ...

@@ -296,6 +296,14 @@ class WeightRing(RingSchedule):
             self.current = None
             self.ahead()
 
+    def refuse_compiled(self) -> None:
+        """Refuse to go on in compiled code, which reads weights by itself.
+
+        Raises:
+            ConflictError: always.
+        """
+        raise compiled_by_now("the model, or a layer of it,")
+
     def begin_backward(self, layer: int) -> None:
         """Bring the block of layer number *layer*, whose backward begins.
 
@@ -457,6 +465,15 @@ def _meet(slot: _Slot) -> None:
     visitor = None if home is None else home.visitor()
     if visitor is not None and home is not None:
         home.receive(visitor)
+
+
+def compiled_by_now(what: str) -> ConflictError:
+    """Return the error for *what*, which was compiled after the weights were put on the host."""
+    return ConflictError(
+        f"{what} was compiled after it was attached, and its frozen weights are streamed: compiled "
+        "code reads weights by itself. Train without torch.compile, or detach and give "
+        "stream_weights='off'."
+    )
 
 
 @contextlib.contextmanager
