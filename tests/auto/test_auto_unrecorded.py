@@ -104,7 +104,7 @@ def test_it_offloads_nothing_where_everything_fits(
     model, call, cause = CASES[name]()
     reference = copy.deepcopy(model) if name == "values" else None
     offloader: Offloader
-    with attach(call, config(1000.0)) as offloader:  # type: ignore[arg-type]
+    with attach(model, config(1000.0)) as offloader:  # type: ignore[arg-type]
         for _ in range(5):
             found = step(model, call)
             if reference is not None:
@@ -124,7 +124,7 @@ def test_it_goes_on_and_says_why_where_it_may_not_fit(
 ) -> None:
     caplog.set_level(logging.INFO)
     model, call, cause = CASES[name]()
-    with attach(call, config(1e-5)) as offloader:  # type: ignore[arg-type]
+    with attach(model, config(1e-5)) as offloader:  # type: ignore[arg-type]
         for _ in range(4):
             step(model, call)
         assert offloader.metrics()["offloaded_bytes"] > 0
@@ -162,18 +162,20 @@ def test_what_was_kept_is_followed_again_where_it_fits(
             assert offloader.engine.rests is (gib == 1.0)
 
 
-def test_a_part_is_kept_where_not_all_fits(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["values", "compiled layers"])
+def test_a_part_is_kept_where_not_all_fits(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """As much as the limit allows, from the last layer backwards; bits stay."""
     caplog.set_level(logging.INFO)
-    model, call, cause = plain()
-    reference = copy.deepcopy(model)
+    model, _, cause = CASES[name]()
+    reference = CASES[name]()[0]
     with attach(model, config(1e-5)) as offloader:
         for _ in range(4):
-            step(model, call)
+            step(model, model)
         moved_bytes = offloader.metrics()["offloaded_bytes"]
     with attach(model, config(1000.0)) as offloader:
         for _ in range(4):
-            step(model, call)
+            step(model, model)
         assert offloader.plan is not None
         bound = offloader.plan.facts.kept_bound_bytes
     model.zero_grad()
@@ -184,7 +186,7 @@ def test_a_part_is_kept_where_not_all_fits(caplog: pytest.LogCaptureFixture) -> 
         caplog.clear()
         with attach(model, config(limit_gib)) as offloader:
             for _ in range(4):
-                assert_same_tensors(step(model, call), step(reference, reference), str(share))
+                assert_same_tensors(step(model, model), step(reference, reference), str(share))
             kept.append(moved_bytes - offloader.metrics()["offloaded_bytes"])
         (line,) = lines(caplog)
         assert "tensors kept" in line
