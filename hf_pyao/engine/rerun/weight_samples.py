@@ -55,12 +55,19 @@ class WeightSamples:
         )
 
 
+def _fills_its_bytes(tensor: Tensor) -> bool:
+    """Say whether the elements lie side by side, in whatever order."""
+    sizes, strides = tensor.size(), tensor.stride()
+    span = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    return span == tensor.numel()
+
+
 def _views_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for each in parameters:
-        if each.layout is not torch.strided or not each.is_contiguous() or not each.numel():
+        if each.layout is not torch.strided or not each.numel() or not _fills_its_bytes(each):
             continue
         step = max(1, each.numel() // _NUM_ELEMENTS)
-        view = each.detach().view(-1)[::step]
+        view = each.detach().as_strided((each.numel(),), (1,))[::step]
         kinds.setdefault((each.device, each.dtype), []).append(view)
     return list(kinds.values())

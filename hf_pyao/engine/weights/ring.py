@@ -260,6 +260,8 @@ class WeightRing(RingSchedule):
         """Return what gives *tensor* again, if it lies in a slot or in a cast; else None."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
+        if tensor.is_conj() or tensor.is_neg():
+            return None  # which a layout does not tell: the graph holds the slot's memory
         key = tensor.untyped_storage()._cdata
         slot = self._slot_of_storage.get(key)
         if slot is not None:
@@ -479,16 +481,20 @@ def compiled_by_now(what: str) -> ConflictError:
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
     """Have what the ring does be no part of a layer's trace, of its graph, or of inference mode."""
-    paused = [mode for mode in modes_on() if isinstance(mode, Trace) and not mode.is_paused]
-    with contextlib.ExitStack() as stack:
-        for trace in paused:
+    traces = [mode for mode in modes_on() if isinstance(mode, Trace) and not mode.is_paused]
+    has_gradients = torch.is_grad_enabled()
+    is_inference = torch.is_inference_mode_enabled()
+    # What was on is read first and set again, rather than left: an interrupt may come anywhere.
+    try:
+        for trace in traces:
             trace.pause()
-            stack.callback(trace.go_on)
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        if torch.is_grad_enabled():
-            stack.enter_context(torch.no_grad())
-        yield
+        with torch.inference_mode(False) if is_inference else contextlib.nullcontext():
+            torch.set_grad_enabled(False)
+            yield
+    finally:
+        for trace in traces:
+            trace.go_on()
+        torch.set_grad_enabled(has_gradients)
 
 
 def _retire(transport: Transport, slots: Sequence[_Slot], blocks: Sequence[Block]) -> None:

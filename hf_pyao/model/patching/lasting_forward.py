@@ -22,6 +22,7 @@ from torch import nn
 Method = Callable[..., Any]
 
 _PREVIOUS = "_pyao_previous_"
+_KEYS = "_pyao_handles_"
 _IS_OURS = "_is_pyao_forward"
 
 
@@ -49,12 +50,17 @@ class LeftBehind:
 
 
 def exchange(module: nn.Module, key: str, handle: Handle, name: str = "forward") -> None:
-    """Let calls of *module*'s method *name* go to *handle*, which is kept under *key*."""
+    """Let calls of *module*'s method *name* go to *handle*, which is kept under *key*.
+
+    Of several handles the one that came last is called first; its own method is the one before.
+    """
     module.__dict__[key] = handle
+    keys = module.__dict__.get(_KEYS + name, ())
+    module.__dict__[_KEYS + name] = (*(each for each in keys if each != key), key)
     if is_exchanged(module, name):
         return
     previous = module.__dict__[_PREVIOUS + name] = module.__dict__.get(name)
-    method = _make(key, name, inspect.signature(getattr(module, name)), previous)
+    method = _make(name, inspect.signature(getattr(module, name)), previous)
     module.__dict__[name] = types.MethodType(method, module)
 
 
@@ -63,6 +69,11 @@ def give_back(module: nn.Module, key: str, handle: Handle, name: str = "forward"
     if module.__dict__.get(key, handle) is not handle:
         return
     module.__dict__.pop(key, None)
+    keys = tuple(each for each in module.__dict__.get(_KEYS + name, ()) if each != key)
+    if keys:
+        module.__dict__[_KEYS + name] = keys
+        return
+    module.__dict__.pop(_KEYS + name, None)
     function = getattr(module.__dict__.get(name), "__func__", None)
     if getattr(function, _IS_OURS, False):
         previous = module.__dict__.get(_PREVIOUS + name)
@@ -84,17 +95,32 @@ def is_exchanged(module: nn.Module, name: str = "forward") -> bool:
     return _PREVIOUS + name in module.__dict__ and method is not module.__dict__[_PREVIOUS + name]
 
 
-def _make(key: str, name: str, own: inspect.Signature, previous: Method | None) -> Method:
+class _Below:
+    """The method that a handle finds below it, where another handle is."""
+
+    def __init__(self, handle: Handle, module: nn.Module, own: Method) -> None:
+        self._handle = handle
+        self._module = module
+        self._own = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._handle.run(self._module, self._own, args, kwargs)
+
+
+def _make(name: str, own: inspect.Signature, previous: Method | None) -> Method:
     """Return the function that becomes the method; see [Note: Lasting forwards]."""
-    before = _PREVIOUS + name
+    before, keys = _PREVIOUS + name, _KEYS + name
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         wrapped = self.__dict__.get(before)
         # In these few lines compilers follow; compiled code runs what was there before.
-        handle = None if torch.compiler.is_compiling() else self.__dict__.get(key)
-        if handle is not None:
+        present = () if torch.compiler.is_compiling() else self.__dict__.get(keys, ())
+        handles = [each for key in present if (each := self.__dict__.get(key)) is not None]
+        if handles:
             own_method = wrapped or types.MethodType(getattr(type(self), name), self)
-            return handle.run(self, own_method, args, kwargs)
+            for handle in handles[:-1]:
+                own_method = _Below(handle, self, own_method)
+            return handles[-1].run(self, own_method, args, kwargs)
         if wrapped is not None:
             return wrapped(*args, **kwargs)
         return getattr(type(self), name)(self, *args, **kwargs)

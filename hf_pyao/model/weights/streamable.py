@@ -27,6 +27,8 @@ NOT_DENSE = "not dense"
 TIED = "tied with others"
 HOOKED = "with hooks"
 PARAMETRIZED = "parametrized"
+HELD = "held by their module"
+"""Recurrent cells keep references to their weights, and so the memory of a slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,8 @@ def streamable_layers(
                 if not reason and _is_tied(parameter, owners, inside):
                     reason = TIED
                 if reason:
-                    left[reason] += parameter.nbytes
+                    is_strided = parameter.layout is torch.strided
+                    left[reason] += parameter.nbytes if is_strided else 0
                 else:
                     whole = ".".join(part for part in (fqn, path, name) if part)
                     parameters[id(parameter)] = whole, parameter
@@ -114,6 +117,8 @@ def _reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool) 
         return VECTOR
     if parameter.layout is not torch.strided or not parameter.numel() or not _is_dense(parameter):
         return NOT_DENSE
+    if isinstance(module, nn.RNNBase):
+        return HELD
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         return HOOKED
     if parametrize.is_parametrized(module) or isinstance(module, parametrize.ParametrizationList):
@@ -174,7 +179,9 @@ def _owners(model: nn.Module) -> _Owners:
     owners: _Owners = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and type(parameter) is Parameter and not parameter.is_meta:
+            if type(parameter) is not Parameter or parameter.is_meta:
+                continue
+            if parameter.layout is torch.strided:
                 key = parameter.untyped_storage()._cdata
                 owners.setdefault(key, {})[id(module), name] = parameter
     return owners

@@ -1,0 +1,202 @@
+"""Streamed weights in layers and loops that do what transformers models do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+from tests.engine.weights.test_streaming import ring_of, streamed
+from tests.helpers import Stack
+
+Function = Callable[[Any, torch.Tensor], torch.Tensor]
+Edit = Callable[[Stack], None]
+
+
+def stack(function: Function, dtype: torch.dtype = torch.float32) -> Stack:
+    """Return four layers with a frozen weight and a trained scale each."""
+
+    def scaled(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(function(layer, x)) * layer.scale
+
+    model = Stack(*[scaled] * 4)
+    for layer in model.layers:
+        if dtype.is_complex:
+            layer.weight = nn.Parameter(torch.randn(4, 4, dtype=dtype) / 2)
+        layer.weight.requires_grad_(False)
+        layer.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+    return model.train()
+
+
+def step(model: Stack, seed: int = 0) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    loss = model(x).square().sum()
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    differing = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert not differing
+
+
+def check(function: Function, edit: Edit | None = None, dtype: torch.dtype = torch.float32) -> None:
+    """Three steps with streamed weights, *edit* between them, against the same steps without."""
+    model, expected = stack(function, dtype), stack(function, dtype)
+    if dtype.is_complex:
+        expected.load_state_dict(model.state_dict())
+    with streamed(model, 0):
+        for seed in range(3):
+            assert_same(step(model, seed), step(expected, seed))
+            if edit is not None:
+                edit(model)
+                edit(expected)
+    for found, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, other)
+
+
+def product(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x @ layer.weight
+
+
+def by_conjugate(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x.to(torch.complex64) @ layer.weight.conj()).real
+
+
+def by_imaginary(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x @ layer.weight.conj().imag
+
+
+@pytest.mark.parametrize("function", [by_conjugate, by_imaginary])
+@pytest.mark.sampled(every=1)
+def test_conjugate_views(function: Function) -> None:
+    check(function, dtype=torch.complex64)
+
+
+def test_two_handles_of_one_forward() -> None:
+    """Both are called, the last one first, and each is given back by itself."""
+
+    class Says(LeftBehind):
+        def __init__(self, word: str) -> None:
+            self.word = word
+
+        def run(self, module: nn.Module, own: Any, args: Any, kwargs: Any) -> Any:
+            return f"{self.word}({own(*args, **kwargs)})"
+
+    class Module(nn.Module):
+        def forward(self, x: str) -> str:
+            return x
+
+    module = Module()
+    handles = [Says("a"), Says("b"), Says("c")]
+    for number, handle in enumerate(handles):
+        exchange(module, f"_key{number}", handle)
+    assert module("x") == "c(b(a(x)))"
+    give_back(module, "_key1", handles[1])
+    assert module("x") == "c(a(x))"
+    give_back(module, "_key2", handles[2])
+    give_back(module, "_key0", handles[0])
+    assert module("x") == "x"
+    assert not [name for name in vars(module) if "pyao" in name or "_key" in name]
+
+
+def test_linear_layers_that_are_layers_themselves() -> None:
+    """A cast and a layer's weights are two handles of one forward."""
+
+    class Linear(nn.Linear):
+        pass
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(4, 4)
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+            self.layers.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    model, expected = Model(), Model()
+    with streamed(model, 0, layers=("layers.*",)) as offloader:
+        for _ in range(2):
+            results = []
+            for each in (model, expected):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = each(torch.ones(2, 4)).float().sum()
+                each.zero_grad()
+                loss.backward()
+                results.append((loss.detach(), each.first.weight.grad))
+            assert all(map(torch.equal, *results))
+        assert ring_of(offloader).counts.kept_cast_bytes == 0
+        assert ring_of(offloader).num_uploads > 0
+
+
+def edit_transposed(model: Stack) -> None:
+    for layer in model.layers:
+        layer.weight.data[1, 2] += 0.25
+        layer.weight.data.mul_(0.75)
+
+
+def test_writes_through_data_into_a_transposed_weight() -> None:
+    def transposed() -> Stack:
+        model = stack(product)
+        for layer in model.layers:
+            layer.weight = nn.Parameter(layer.weight.detach().clone().t(), requires_grad=False)
+        return model
+
+    model, expected = transposed(), transposed()
+    with streamed(model, 0):
+        references = [layer.weight for layer in model.layers]
+        for seed in range(3):
+            assert_same(step(model, seed), step(expected, seed))
+            for weight, layer in zip(references, expected.layers, strict=True):
+                weight.data.mul_(0.75)
+                layer.weight.data.mul_(0.75)
+
+
+def test_what_recurrent_cells_hold_stays() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRU(4, 4, batch_first=True)
+            self.out = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+            self.cell.requires_grad_(False)
+            self.out.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.cell(x)[0]) * self.scale
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Layer() for _ in range(4)])
+    with streamed(model, 0, layers=("0", "1", "2", "3")) as offloader:
+        for _ in range(2):
+            model(torch.ones(2, 3, 4)).sum().backward()
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(2, 3, 4))
+            model.train()
+        assert ring_of(offloader).counts.num_left == 0
+        assert offloader.weights is not None
+        assert offloader.weights.left_bytes["held by their module"] > 0
+
+
+def test_a_sparse_parameter_stays() -> None:
+    model = stack(product)
+    for layer in model.layers:
+        sparse = torch.eye(4).to_sparse()
+        layer.table = nn.Parameter(sparse, requires_grad=False)
+    with streamed(model, 0) as offloader:
+        step(model)
+        assert ring_of(offloader).num_uploads > 0
