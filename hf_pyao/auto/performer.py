@@ -28,13 +28,13 @@ from hf_pyao.auto.plans.fit import LARGER, ready_of
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.trained import mark_of
-from hf_pyao.auto.ranks.rank_exchange import RankExchange
+from hf_pyao.auto.ranks.plan_rounds import Proposer
 from hf_pyao.auto.recording.lever_recording import LeverRecorder
 from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
-from hf_pyao.plan.documents.plan import KEEP
+from hf_pyao.plan.documents.plan import KEEP, Plan
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.text import describe_error
 
@@ -87,6 +87,14 @@ class AutoActions:
         self._view = view
         self._measurer = measurer
         self._check: PlanCheck | None = None
+        self.proposer: Proposer | None = None
+        """Asks other processes whether they can follow a plan; None where there are none."""
+        self.number = 0
+        """Of the micro-batch that is about to run."""
+        self._held: on.Event | None = None
+        """An answer that leads to another plan, until the others have said that they follow it."""
+        self._agreed: Plan | None = None
+        """The plan that they have agreed to last."""
         self.recorded_key: bytes | None = None
         """Which parameters were trained when the step of the newest profile was recorded."""
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
@@ -95,9 +103,10 @@ class AutoActions:
     def perform(self, action: do.Action, state: State) -> on.Event | None:
         """Perform *action*; return the event that answers it, if there is one."""
         if isinstance(action, do.MakePlan):
-            return self._make_plan(action.purpose, state)
+            answer = self._make_plan(action.purpose, state)
+            return answer if action.purpose in _AT_ONCE else self._if_all_follow(answer)
         if isinstance(action, do.Judge):
-            return self._judge(state.now)
+            return self._if_all_follow(self._judge(state.now))
         if isinstance(action, do.TimeMicroBatches):
             self._time(is_of_plan=action.is_of_plan)
         elif isinstance(action, do.StopTiming):
@@ -299,18 +308,69 @@ class AutoActions:
 
     # ---- telling -------------------------------------------------------------------------------
 
-    def _tell(self, ready: Ready | None) -> None:
-        """Tell the other processes of a plan, or that there is none.
+    @property
+    def asks(self) -> bool:
+        """True while a plan is proposed to other processes, and not decided on."""
+        return self._held is not None
 
-        A round begins only when there is something to tell: the others wait for each in turn.
+    def _if_all_follow(self, answer: on.Event) -> on.Event | None:
+        """Return *answer*; None where it leads to a plan that others are asked about first.
+
+        See [Note: One plan on all ranks] in ``plan_rounds``.
         """
-        RankExchange("plan").tell("" if ready is None else json.dumps(ready.plan.to_dict()))
+        plan = _plan_of(answer)
+        if self.proposer is None or plan is None:
+            return answer
+        self.proposer.propose(json.dumps(plan.to_dict()), self.number)
+        self._held = answer
+        return None
+
+    def decided(self, state: State) -> on.Event | None:
+        """Return the answer that was held, or that its plan is not followed; None: not yet."""
+        why = None if self.proposer is None else self.proposer.decide(self.number)
+        held = self._held
+        if why is None or held is None:
+            return None
+        self._held = None
+        is_over = isinstance(held, on.Planned) and state.mode is not Mode.RECORDING
+        if is_over:
+            return None  # the device ran out of memory meanwhile, or it was detached
+        if why:
+            logger.warning("policy 'auto' keeps what it does, instead of another plan: %s.", why)
+            return on.Interrupted(why) if isinstance(held, on.Planned) else None
+        self._agreed = _plan_of(held)
+        return held
+
+    def _tell(self, ready: Ready | None) -> None:
+        """Tell other processes of a plan that is followed already, or that there is none."""
+        if self.proposer is None or (ready is not None and ready.plan is self._agreed):
+            return
+        text = "" if ready is None else json.dumps(ready.plan.to_dict())
+        self.proposer.propose(text, self.number)
 
     def _show(self, action: do.Say) -> None:
         if action.is_warning:
             logger.warning("%s", action.line)
         else:
             self.say(action.line)
+
+
+_AT_ONCE = (Purpose.LARGER, Purpose.MEMORY, Purpose.ONCE)
+"""Purposes of plans that this process needs for its next micro-batch, which would not fit or not be
+right without. Others take such a plan together, two micro-batches later."""
+
+
+def _plan_of(answer: on.Event) -> Plan | None:
+    """Return the plan that *answer* leads to; None: it leads to no other."""
+    ready: Ready | None = None
+    if isinstance(answer, on.Planned):
+        ready = answer.ready
+    elif isinstance(answer, on.Judged):
+        if answer.lost is not None:
+            ready = answer.lost.ready
+        elif answer.corrected is not None and answer.corrected.is_another:
+            ready = answer.corrected.ready
+    return None if ready is None else ready.plan
 
 
 def _mark(key: bytes | None) -> int | None:

@@ -33,6 +33,7 @@ from hf_pyao.auto.plans.fit import NAME, holds, ready_of
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.trained import mark_of
+from hf_pyao.auto.ranks.plan_rounds import LATE, Listener, Proposer
 from hf_pyao.auto.ranks.rank_exchange import RankExchange
 from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.auto.recording.seen_forward import SeenForward
@@ -96,8 +97,11 @@ class AutoPolicy:
             engine, device, settings, maker, self._files, self._view, measurer, num_sampled
         )
         driver.perform_with(self._actions)
-        self._ear: RankExchange | None = None
-        """Where the first process's next plan is heard; None in that process, and before any."""
+        self._listener: Listener | None = None
+        """Hears the first process's plans; None in that process, and before the first forward."""
+        self._proposed: Ready | None = None
+        """The plan that was heard and agreed to, until it is decided on."""
+        self._num_forwards = 0
 
     @property
     def plan(self) -> Plan | None:
@@ -163,7 +167,7 @@ class AutoPolicy:
 
     def end(self) -> None:
         """Take everything off. Twice is fine."""
-        self._view.end()
+        self._leave()
         self.driver.send(on.Detached())
 
     # ---- what was measured ---------------------------------------------------------------------
@@ -171,10 +175,10 @@ class AutoPolicy:
     def profiled(self, profile: Profile | None) -> None:
         """Take what was measured; before a forward."""
         if process_rank().is_told:  # the first process plans
-            self._ear = self._ear or RankExchange("plan")
             self._send(on.Profiled(None, is_recorded=False, is_first_rank=False))
             return
         self._actions.recorded_key = self._view.key_now()
+        self._actions.number = self._num_forwards + 1
         is_recorded = profile is not None and profile.program is not None
         self._send(on.Profiled(profile, is_recorded))
 
@@ -192,6 +196,15 @@ class AutoPolicy:
 
     def _before_forward(self, seen: SeenForward, *, is_first: bool) -> None:
         num_elements = self._view.note_batch(is_first=is_first)
+        self._num_forwards += 1
+        self._actions.number = self._num_forwards
+        if self._num_forwards == 1:
+            self._meet_others()
+        decided = self._actions.decided(self.driver.state)
+        if decided is not None:
+            self._send(decided)
+        if self._actions.asks:
+            return  # all goes on as it was, until others have answered
         if self.driver.state.mode is Mode.RECORDING:
             self._send(on.Interrupted())
         try:
@@ -200,14 +213,20 @@ class AutoPolicy:
             self.driver.send(on.Failed(describe_error(error)))
             self._tell_of_size(num_elements)
         if self.driver.state.mode in _ENDED:
-            self._view.end()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._view.end()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.leave()
 
     def _tell_of_forward(self, num_elements: int) -> None:
         driver = self.driver
         self._tell_of_parameters()
         self._actions.note_size(num_elements)
-        if self._ear is not None:
-            self._hear_of_plan(self._ear)
+        if self._listener is not None:
+            self._hear_of_plan(self._listener)
         self._tell_of_size(num_elements)
         timed = self._actions.timed(driver.state)
         if timed is not None:
@@ -234,22 +253,45 @@ class AutoPolicy:
             return True
         return plan.facts.trained == mark_of(key)
 
-    def _hear_of_plan(self, ear: RankExchange) -> None:
-        text = ear.heard_from(0)
-        if text is None:
+    def _meet_others(self) -> None:
+        """Make what tells of plans, or hears of them; the first forward of each rank does."""
+        if process_rank().num_ranks == 1:
             return
-        self._ear = RankExchange("plan")  # for the next one
-        ready: Ready | None = None
-        if text:
+        name = f"plan {RankExchange('plans').number}"
+        if process_rank().is_first:
+            self._actions.proposer = Proposer(name)
+        else:
+            self._listener = Listener(name)
+
+    def _hear_of_plan(self, listener: Listener) -> None:
+        """Answer a plan that the first process proposes, and follow it if all can."""
+        text = listener.hear(self._num_forwards)
+        if text == "":
+            self.driver.send(on.Heard(None))
+        elif text is not None:
+            self._proposed, why = self._judged(text)
+            listener.answer(why)
+        why_not = listener.decided(self._num_forwards)
+        if why_not is None:
+            return
+        ready, self._proposed = self._proposed, None
+        if why_not or ready is None:
+            logger.warning("policy 'auto' keeps what it does, instead of a plan: %s.", why_not)
+            return
+        self.driver.send(on.Heard(ready))
+
+    def _judged(self, text: str) -> tuple[Ready | None, str]:
+        """Return a plan as one that may be followed here, or why it cannot be."""
+        if self.driver.state.mode is Mode.MEASURING:
+            return None, LATE  # it is too early here, which comes to the same
+        try:
             plan = Plan.from_dict(json.loads(text))
             if not self._is_of(self.driver.state.key, plan):
-                return
+                return None, "other parameters are trained there"
             why = self._view.why_not_again(plan)
-            if why:
-                logger.warning("policy 'auto' does not follow the first process's plan: %s", why)
-                return
-            ready = ready_of(plan, self._settings.given)
-        self.driver.send(on.Heard(ready))
+            return (None, why) if why else (ready_of(plan, self._settings.given), "")
+        except Exception as error:  # no reason to end a training
+            return None, describe_error(error)
 
     # ---- reports and checkpoints ---------------------------------------------------------------
 

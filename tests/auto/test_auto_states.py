@@ -15,9 +15,6 @@ from hf_pyao.auto import (
     deciding,
 )
 from hf_pyao.auto import (
-    performer as auto_actions,
-)
-from hf_pyao.auto import (
     policy as auto_policy,
 )
 from hf_pyao.auto.machine.states import Mode
@@ -136,7 +133,10 @@ def test_a_plan_that_is_refused_or_not_found_leaves_no_trace(
             auto.follow(replace(plan, levers={"mlp_tiles": 4}), "a plan that may not be followed")
         assert offloader.plan is plan
         begun: list[str] = []
-        monkeypatch.setattr(auto_actions, "RankExchange", begun.append)
+        asked = SimpleNamespace(
+            propose=lambda text, number: begun.append(text), decide=lambda number: None
+        )
+        monkeypatch.setattr(auto._actions, "proposer", asked)
         monkeypatch.setattr(PlanMaker, "larger", lambda *_, **__: 1 / 0)
         run_larger = step(model, batch_of(16), offloader)
         assert not begun, "the other ranks would wait for it"
@@ -151,8 +151,13 @@ def test_another_process_says_that_the_first_one_has_no_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auto_policy, "process_rank", lambda: ProcessRank(1, 2))
-    silent = SimpleNamespace(heard_from=lambda rank: "")
-    monkeypatch.setattr(auto_policy, "RankExchange", lambda name: silent)
+    monkeypatch.setattr(auto_policy, "RankExchange", lambda name: SimpleNamespace(number=1))
+    silent = SimpleNamespace(
+        hear=lambda number: "" if number == NUM_MEASURED else None,
+        decided=lambda number: None,
+        leave=lambda: None,
+    )
+    monkeypatch.setattr(auto_policy, "Listener", lambda name: silent)
     model = llama(num_frozen=0)
     with attached(model) as offloader:
         auto = offloader.auto

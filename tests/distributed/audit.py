@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from hf_pyao.engine.runtime.packing import Packer
 from hf_pyao.engine.runtime.parameters import is_parameter
@@ -55,6 +56,8 @@ class RecogniserAudit:
         copy = BlockingTransport.offload
 
         def offload(transport: Any, src: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if is_fake(src):  # a step that is recorded
+                return copy(transport, src, *args, **kwargs)
             self._payloads.append(layout.bytes_of(src).numpy().tobytes())
             self.offloaded_bytes += src.nbytes
             self.offloaded_layers.add(str(kwargs["label"]).split()[0])
@@ -102,6 +105,8 @@ class RecogniserAudit:
         return verdict
 
     def _note(self, tensor: torch.Tensor, verdict: bool) -> None:
+        if is_fake(tensor):
+            return
         truth = [
             name
             for name, form in self._by_shape.get(tensor.shape, ())

@@ -172,7 +172,9 @@ class GivesUp:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """An interrupt came while a plan was being made."""
+    """A plan that was being made did not come to be followed, and is forgotten."""
+
+    why: str = "planning was interrupted"
 
 
 @dataclass(frozen=True)

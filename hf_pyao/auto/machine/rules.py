@@ -169,7 +169,7 @@ def not_planned(state: State, event: on.NotPlanned) -> Result:
 def interrupted(state: State, event: on.Interrupted) -> Result:
     if state.now.ready is not None:
         return update(state, mode=Mode.FOLLOWING), (do.StopTiming(),)
-    summary = f"policy {state.name!r} goes on offloading everything: planning was interrupted"
+    summary = f"policy {state.name!r} goes on offloading everything: {event.why}"
     back = do.Use(Target.CONFIGURED, Options.CONFIGURED)
     return give_up(state, summary, do.StopTiming(), back, do.Tell(None))
 

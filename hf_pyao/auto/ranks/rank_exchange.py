@@ -29,16 +29,18 @@ class RankExchange:
         self._store: Any = None
         own = process_rank()
         self.rank, self.num_ranks = own.rank, own.num_ranks
+        self.number = 0
+        """Which round of that name it is on this rank, from 1 on; 0 where there is one rank."""
         if self.num_ranks == 1:
             return
         try:
             self._store = torch.distributed.distributed_c10d._get_default_store()
-            number = self._store.add(f"hf_pyao/{name}/{self.rank}", 1)
+            self.number = int(self._store.add(f"hf_pyao/{name}/{self.rank}", 1))
         except Exception as error:  # a store of another kind, or gone
             logger.warning("the ranks do not hear of each other's figures: %s", error)
             self._store, self.num_ranks = None, 1
             return
-        self._prefix = f"hf_pyao/{name}/{number}"
+        self._prefix = f"hf_pyao/{name}/{self.number}"
 
     def tell(self, text: str) -> None:
         """Tell the other ranks."""
@@ -69,12 +71,19 @@ class RankExchange:
             logger.debug("nothing heard of the other ranks: %s", error)
             return None
 
-    def heard_from(self, rank: int) -> str | None:
-        """Return what one rank told; None if it has not yet."""
+    def heard_from(self, rank: int, *, wait_s: float = 0.0) -> str | None:
+        """Return what one rank told; None if it has not yet.
+
+        Args:
+            rank: which.
+            wait_s: how long to wait for it.
+        """
         if self._store is None:
             return None
         try:
-            if not self._store.check([self._key(rank)]):
+            if wait_s:
+                self._store.wait([self._key(rank)], timedelta(seconds=wait_s))
+            elif not self._store.check([self._key(rank)]):
                 return None
             text: str = self._store.get(self._key(rank)).decode("utf-8")
             return text

@@ -1,0 +1,129 @@
+"""Ranks go over to a plan at the same micro-batch, and only if all can; without processes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pyao.auto.ranks import plan_rounds, rank_exchange
+from hf_pyao.auto.ranks.plan_rounds import LATE, LEAD, Listener, Proposer
+from hf_pyao.ranks import ProcessRank
+
+NUM_RANKS = 3
+
+
+class Ranks:
+    """Three ranks in one process, which take turns; each has its side of the rounds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = 0
+        store = torch.distributed.HashStore()
+        store.set_timeout(timedelta(seconds=0.01))
+        monkeypatch.setattr(
+            rank_exchange, "process_rank", lambda: ProcessRank(self._now, NUM_RANKS)
+        )
+        world: Any = torch.distributed.distributed_c10d
+        monkeypatch.setattr(world, "_get_default_store", lambda: store)
+        monkeypatch.setattr(plan_rounds, "ANSWER_WAIT_S", 0.01)
+        monkeypatch.setattr(plan_rounds, "DECISION_WAIT_S", 0.01)
+        self.first = Proposer("plan 1")
+        self.others: dict[int, Listener] = {}
+        for rank in range(1, NUM_RANKS):
+            self._now = rank
+            self.others[rank] = Listener("plan 1")
+
+    def at(self, rank: int) -> None:
+        """Go on as *rank*."""
+        self._now = rank
+
+    def hears(self, rank: int, number: int, why: str = "") -> str | None:
+        """Have another rank hear of a plan before micro-batch *number*, and answer *why*."""
+        self.at(rank)
+        text = self.others[rank].hear(number)
+        if text:
+            self.others[rank].answer(why)
+        return text
+
+    def decides(self, number: int) -> str | None:
+        self.at(0)
+        return self.first.decide(number)
+
+    def decided(self, rank: int, number: int) -> str | None:
+        self.at(rank)
+        return self.others[rank].decided(number)
+
+    def proposes(self, text: str, number: int) -> None:
+        self.at(0)
+        self.first.propose(text, number)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch)
+
+
+def test_all_follow_a_plan_at_the_same_micro_batch(ranks: Ranks) -> None:
+    ranks.proposes("a plan", 5)
+    assert ranks.hears(1, 5) == "a plan"  # it came to its fifth micro-batch later
+    assert ranks.decides(6) is None
+    assert ranks.hears(2, 6) == "a plan"
+    assert ranks.decided(1, 6) is None
+    assert ranks.decides(5 + LEAD) == ""
+    assert [ranks.decided(rank, 5 + LEAD) for rank in (1, 2)] == ["", ""]
+    assert ranks.decides(8) is None  # it is over
+
+
+def test_one_that_cannot_keeps_all_from_it(ranks: Ranks) -> None:
+    ranks.proposes("a plan", 5)
+    ranks.hears(1, 6)
+    ranks.hears(2, 6, "its layers may not run again")
+    why = ranks.decides(7)
+    assert why is not None and "process 2" in why and "run again" in why
+    assert [ranks.decided(rank, 7) for rank in (1, 2)] == [why, why]
+    ranks.proposes("another plan", 9)
+    assert [ranks.hears(rank, 10) for rank in (1, 2)] == ["another plan"] * 2
+    assert ranks.decides(11) == ""
+
+
+def test_a_plan_that_one_heard_of_too_late_is_proposed_again(ranks: Ranks) -> None:
+    ranks.proposes("a plan", 5)
+    ranks.hears(1, 6)
+    assert ranks.hears(2, 8) is None  # it is ahead of the first process
+    assert ranks.decides(7) is None
+    assert ranks.decided(1, 7) == f"process 2 does not follow it: {LATE}"
+    assert ranks.decided(2, 8) is not None
+    assert [ranks.hears(rank, 9) for rank in (1, 2)] == ["a plan", "a plan"]
+    assert ranks.decides(7 + 2 * LEAD - 1) is None
+    assert ranks.decides(7 + 2 * LEAD) == ""
+    assert [ranks.decided(rank, 7 + 2 * LEAD) for rank in (1, 2)] == ["", ""]
+
+
+def test_that_there_is_no_plan_is_heard_at_once(ranks: Ranks) -> None:
+    ranks.proposes("", 5)
+    assert ranks.hears(1, 6) == ""
+    assert ranks.decides(7) is None
+    ranks.proposes("a plan", 8)
+    assert ranks.hears(1, 9) == "a plan"
+
+
+def test_one_that_has_left_keeps_all_from_it(ranks: Ranks) -> None:
+    ranks.at(2)
+    ranks.others[2].leave()
+    ranks.proposes("a plan", 5)
+    ranks.hears(1, 6)
+    why = ranks.decides(7)
+    assert why is not None and "process 2" in why
+    assert ranks.decided(1, 7) == why
+
+
+def test_ranks_that_never_answer_are_not_waited_for_ever(ranks: Ranks) -> None:
+    ranks.proposes("a plan", 5)
+    number, found = 5, None
+    while found is None and number < 1000:
+        number += 1
+        found = ranks.decides(number)
+    assert found == LATE
+    assert number < 200

@@ -1,0 +1,209 @@
+"""One of two ranks that train under FSDP2 with policy auto, case by case.
+
+Called as ``python -m tests.distributed.sharded_worker RANK FOLDER CASE...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.auto.offloader import Offloader
+from hf_pyao.config import GIB
+from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.plan.step.resizes import sees_resizes
+from hf_pyao.training_engines import local_part
+from tests.distributed.audit import RecogniserAudit
+from tests.distributed.models import batch_of, build_model, layers_of
+from tests.distributed.wrapping import full_parameters
+
+NUM_MEASURED = 2
+NUM_STEPS = 10
+LARGER_AT = 8
+"""The step from which on rank 0 has batches twice as large, where batches differ."""
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "mixed precision": ({"mp_policy": HALF}, {}),
+    "shards on the host": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
+    "resident": ({"reshard_after_forward": False}, {}),
+    "no recomputation": ({"mp_policy": HALF}, {"checkpoint_every": 0}),
+    "chunked loss": ({"mp_policy": HALF}, {"head_loss": "chunked"}),
+    "segments": ({"mp_policy": HALF}, {"checkpoint_every": 1}),
+    "batches differ": ({}, {}),
+}
+"""By name: arguments of ``fully_shard``, and fields of the configuration."""
+
+CAPS_KIB = {"plain": 420, "batches differ": 420, "resident": 480, "shards on the host": 420}
+"""Least limits of the device under which a plan offloads or recomputes something."""
+
+
+def batch(case: str, step: int) -> dict[str, torch.Tensor]:
+    """Return a micro-batch of this rank: no two are equal, and some ranks have longer ones."""
+    found = batch_of(dist.get_rank(), step)
+    if case == "batches differ" and step >= LARGER_AT and dist.get_rank() == 0:
+        found = {name: torch.cat([value, value]) for name, value in found.items()}
+    return {**found, "use_cache": False}  # type: ignore[dict-item]
+
+
+def shard(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    for layer in layers_of(model, "llama"):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    layers = layers_of(model, "llama")
+    assert len(layers) == 3
+    assert all(isinstance(layer, FSDPModule) for layer in layers)
+    return model
+
+
+def step_of(case: str, model: nn.Module, step: int) -> list[Any]:
+    """Train one step; return the loss and the bits of this rank's gradients."""
+    torch.manual_seed(step)
+    outputs = model(**batch(case, step))
+    outputs.loss.backward()
+    return [outputs.loss.detach().clone()]
+
+
+def bits_of(model: nn.Module, loss: list[Any]) -> list[Any]:
+    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+    return [each.clone() for each in (*loss, *gradients)]
+
+
+def counted(
+    case: str, model: nn.Module, step: int, offloader: Offloader | None
+) -> tuple[int, list[Any]]:
+    """Train one step; return the most bytes that were on the device, and the bits."""
+    ledger = MemoryLedger(None if offloader is None else offloader.link.tiers.owns)
+    ledger.note([local_part(each) for each in (*model.parameters(), *model.buffers())])
+    with NotingMode(ledger), sees_resizes(ledger.resized):
+        loss = step_of(case, model, step)
+    return ledger.peak_bytes, bits_of(model, loss)
+
+
+def tracked(case: str, model: nn.Module) -> int:
+    """Return the peak of a plain step that torch's own tracker counts."""
+    tracker = FSDPMemTracker(model)
+    with tracker:
+        step_of(case, model, 0)
+    peak: Any = tracker.get_tracker_snapshot("peak")
+    return max(int(each["Total"]) for each in peak.values())
+
+
+def train(case: str, config: PyAOConfig | None) -> dict[str, Any]:
+    """Train some steps; return what they gave, with hf_pyao if there is a configuration."""
+    model = shard(build_model("llama", "full", ""), CASES[case][0])
+    offloader = None if config is None else attach(model, config)
+    audit = RecogniserAudit()
+    found: dict[str, Any] = {}
+    with audit.watching() if offloader is not None else contextlib.nullcontext():
+        if offloader is not None:
+            audit.learn(full_parameters(model))
+        bits = []
+        for step in range(NUM_STEPS):
+            model.zero_grad()
+            run: Callable[[], tuple[int, list[Any]]] = partial(
+                counted, case, model, step, offloader
+            )
+            if step == NUM_STEPS - 1:
+                found["counted"], newest = run()
+            else:
+                newest = bits_of(model, step_of(case, model, step))
+            bits.append(newest)
+    if offloader is None:
+        model.zero_grad()
+        found["tracked"] = tracked(case, model)
+    else:
+        plan = offloader.plan
+        assert offloader.auto is not None
+        found |= {
+            "summary": offloader.auto.summary,
+            "plan": None if plan is None else plan.to_dict()["slots"],
+            "levers": None if plan is None else plan.levers,
+            "window": None if plan is None else plan.facts.window_bytes,
+            "predicted": None if plan is None else plan.facts.peak_bytes,
+            "changes": [
+                [each["forward"], each["to"]] for each in offloader.auto.report()["transitions"]
+            ],
+            **audit.findings(),
+        }
+        offloader.detach()
+    return found | {"bits": bits}
+
+
+def compare(case: str) -> dict[str, Any]:
+    settings = {
+        "policy": "auto",
+        "profile_steps": NUM_MEASURED,
+        "min_bytes": 0,
+        "host_memory_gib": 0.25,
+        "device_memory_gib": CAPS_KIB.get(case, 250) * 1024 / GIB,
+        **CASES[case][1],
+    }
+    chunked = settings["head_loss"] if "head_loss" in settings else None
+    reference: PyAOConfig | None = None
+    if chunked:  # which has bits of its own: it is compared with the same loss and no offloading
+        reference = PyAOConfig(policy="off", head_loss=chunked)
+    plain = train_reference(case, reference)
+    planned = train(case, PyAOConfig(**settings))
+    bits = plain.pop("bits"), planned.pop("bits")
+    different = [
+        step
+        for step, (left, right) in enumerate(zip(*bits, strict=True))
+        if len(left) != len(right) or not all(map(torch.equal, left, right))
+    ]
+    return {"plain": plain, "planned": planned, "different": different, "num": len(bits[0][0])}
+
+
+def train_reference(case: str, config: PyAOConfig | None) -> dict[str, Any]:
+    """Train without plans; with nothing but a head loss, if that is given."""
+    if config is None:
+        return train(case, None)
+    model = shard(build_model("llama", "full", ""), CASES[case][0])
+    with attach(model, config):
+        bits = []
+        for step in range(NUM_STEPS):
+            model.zero_grad()
+            bits.append(bits_of(model, step_of(case, model, step)))
+    return {"bits": bits}
+
+
+def main(rank: int, folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    found: dict[str, Any] = {}
+    for case in cases:
+        try:
+            found[case] = compare(case)
+        except Exception:
+            found[case] = {"error": traceback.format_exc()}
+    (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # gloo's threads may abort the interpreter while it shuts down

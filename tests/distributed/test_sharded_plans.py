@@ -1,0 +1,93 @@
+"""Policy auto on two ranks that FSDP2 shards a model over: plans, bits, bytes.
+
+Each rank asserts that its layers are units of FSDP2; see ``sharded_worker.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.sharded_worker import CASES
+from tests.recipes.conftest import REPOSITORY
+
+pytestmark = pytest.mark.distributed
+
+MOST_OVER = 1.09
+"""By what factor the predicted peak of a plan may be above the counted one: a plan with tensors that
+are recomputed is predicted with more of them at once than there are."""
+
+
+def run(cases: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Run *cases* on two ranks; return what each saw."""
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("PYAO_")}
+    environment |= {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", "tests.distributed.sharded_worker"]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder), *cases],
+            cwd=REPOSITORY,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            _, errors = worker.communicate(timeout=300)
+            assert worker.returncode == 0, errors
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def check(case: str, ranks: list[dict[str, Any]]) -> None:
+    """Check what the two *ranks* saw of a case."""
+    for rank in ranks:
+        assert "error" not in rank, rank["error"]
+        assert rank["different"] == []
+        assert rank["num"] > 20, "a loss, and a gradient of each parameter"
+        planned, plain = rank["planned"], rank["plain"]
+        assert planned["parameters_moved"] == planned["misses"] == planned["false_positives"] == []
+        assert planned["plan"], planned["summary"]
+        if case != "batches differ":
+            assert planned["counted"] <= planned["predicted"] <= MOST_OVER * planned["counted"]
+        if case not in ("chunked loss", "batches differ"):
+            assert plain["tracked"] == plain["counted"] > planned["counted"]
+    first, second = (rank["planned"] for rank in ranks)
+    changed = [
+        next(at for at, mode in each["changes"] if mode in FOLLOWS) for each in (first, second)
+    ]
+    assert changed[0] == changed[1]
+    if case == "batches differ":  # the first process takes a plan for larger ones at once
+        return
+    for what in ("plan", "levers", "window", "offloaded_bytes"):
+        assert first[what] == second[what]
+
+
+FOLLOWS = ("CHECKING", "FOLLOWING")
+
+
+def test_ranks_follow_one_plan_and_gradients_keep_their_bits(tmp_path: Path) -> None:
+    case = "mixed precision"
+    check(case, [rank[case] for rank in run([case], tmp_path)])
+
+
+@pytest.mark.thorough
+def test_each_way_to_train_keeps_its_bits(tmp_path: Path) -> None:
+    found = run(list(CASES), tmp_path)
+    for case in CASES:
+        check(case, [rank[case] for rank in found])
