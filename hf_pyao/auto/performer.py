@@ -87,9 +87,9 @@ class AutoActions:
         self._view = view
         self._measurer = measurer
         self._check: PlanCheck | None = None
-        self.proposer: Proposer | None = None
+        self._proposer: Proposer | None = None
         """Asks other processes whether they can follow a plan; None where there are none."""
-        self.number = 0
+        self._number = 0
         """Of the micro-batch that is about to run."""
         self._held: on.Event | None = None
         """An answer that leads to another plan, until the others have said that they follow it."""
@@ -124,6 +124,16 @@ class AutoActions:
         elif isinstance(action, do.Say):
             self._show(action)
         return None
+
+    # ---- other processes -----------------------------------------------------------------------
+
+    def ask_others(self, proposer: Proposer) -> None:
+        """Have other processes asked whether they can follow a plan."""
+        self._proposer = proposer
+
+    def note_number(self, number: int) -> None:
+        """Note the number of the micro-batch that is about to run, from 1 on."""
+        self._number = number
 
     # ---- timing --------------------------------------------------------------------------------
 
@@ -319,15 +329,15 @@ class AutoActions:
         See [Note: One plan on all ranks] in ``plan_rounds``.
         """
         plan = _plan_of(answer)
-        if self.proposer is None or plan is None:
+        if self._proposer is None or plan is None:
             return answer
-        self.proposer.propose(json.dumps(plan.to_dict()), self.number)
+        self._proposer.propose(json.dumps(plan.to_dict()), self._number)
         self._held = answer
         return None
 
     def decided(self, state: State) -> on.Event | None:
         """Return the answer that was held, or that its plan is not followed; None: not yet."""
-        why = None if self.proposer is None else self.proposer.decide(self.number)
+        why = None if self._proposer is None else self._proposer.decide(self._number)
         held = self._held
         if why is None or held is None:
             return None
@@ -343,10 +353,10 @@ class AutoActions:
 
     def _tell(self, ready: Ready | None) -> None:
         """Tell other processes of a plan that is followed already, or that there is none."""
-        if self.proposer is None or (ready is not None and ready.plan is self._agreed):
+        if self._proposer is None or (ready is not None and ready.plan is self._agreed):
             return
         text = "" if ready is None else json.dumps(ready.plan.to_dict())
-        self.proposer.propose(text, self.number)
+        self._proposer.propose(text, self._number)
 
     def _show(self, action: do.Say) -> None:
         if action.is_warning:

@@ -178,7 +178,7 @@ class AutoPolicy:
             self._send(on.Profiled(None, is_recorded=False, is_first_rank=False))
             return
         self._actions.recorded_key = self._view.key_now()
-        self._actions.number = self._num_forwards + 1
+        self._actions.note_number(self._num_forwards + 1)
         is_recorded = profile is not None and profile.program is not None
         self._send(on.Profiled(profile, is_recorded))
 
@@ -197,7 +197,7 @@ class AutoPolicy:
     def _before_forward(self, seen: SeenForward, *, is_first: bool) -> None:
         num_elements = self._view.note_batch(is_first=is_first)
         self._num_forwards += 1
-        self._actions.number = self._num_forwards
+        self._actions.note_number(self._num_forwards)
         if self._num_forwards == 1:
             self._meet_others()
         decided = self._actions.decided(self.driver.state)
@@ -257,9 +257,12 @@ class AutoPolicy:
         """Make what tells of plans, or hears of them; the first forward of each rank does."""
         if process_rank().num_ranks == 1:
             return
-        name = f"plan {RankExchange('plans').number}"
+        exchange = RankExchange("plans")
+        if exchange.num_ranks == 1:  # no store to tell each other in: each for itself
+            return
+        name = f"plan {exchange.number}"
         if process_rank().is_first:
-            self._actions.proposer = Proposer(name)
+            self._actions.ask_others(Proposer(name))
         else:
             self._listener = Listener(name)
 

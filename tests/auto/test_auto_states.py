@@ -136,7 +136,7 @@ def test_a_plan_that_is_refused_or_not_found_leaves_no_trace(
         asked = SimpleNamespace(
             propose=lambda text, number: begun.append(text), decide=lambda number: None
         )
-        monkeypatch.setattr(auto._actions, "proposer", asked)
+        monkeypatch.setattr(auto._actions, "_proposer", asked)
         monkeypatch.setattr(PlanMaker, "larger", lambda *_, **__: 1 / 0)
         run_larger = step(model, batch_of(16), offloader)
         assert not begun, "the other ranks would wait for it"
@@ -151,7 +151,9 @@ def test_another_process_says_that_the_first_one_has_no_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auto_policy, "process_rank", lambda: ProcessRank(1, 2))
-    monkeypatch.setattr(auto_policy, "RankExchange", lambda name: SimpleNamespace(number=1))
+    monkeypatch.setattr(
+        auto_policy, "RankExchange", lambda name: SimpleNamespace(number=1, num_ranks=2)
+    )
     silent = SimpleNamespace(
         hear=lambda number: "" if number == NUM_MEASURED else None,
         decided=lambda number: None,

@@ -194,6 +194,7 @@ class StepRecorder:
         outputs = list(tensors_in(result))
         cost = cost_of(func, args, kwargs, result, tensors_in((args, kwargs)), outputs)
         self._enter_head()
+        self._note_gathered(tensors_in((args, kwargs)))
         made = self._new_storages(outputs)
         if cost is None and not made:
             return result  # a view, or the host's
@@ -227,8 +228,6 @@ class StepRecorder:
         first_made = next((n for n, (_, birth) in enumerate(self._births) if birth >= start), None)
 
         def values_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-            tensors = list(tensors)
-            self._note_gathered(tensors)
             found = dict.fromkeys(
                 self._value_of(tensor.untyped_storage(), first_made) for tensor in tensors
             )
