@@ -33,7 +33,10 @@ from tests.distributed.wrapping import full_parameters
 
 NUM_MEASURED = 2
 NUM_STEPS = 10
-LARGER_AT = 8
+NUM_COUNTED = 2
+"""Steps whose bytes are counted. Threads of gloo let go of a collective's tensors when they come to
+it, so that a count may be of one buffer too many: the lower one is taken."""
+LARGER_AT = 7
 """The step from which on rank 0 has batches twice as large, where batches differ."""
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -120,8 +123,9 @@ def train(case: str, config: PyAOConfig | None) -> dict[str, Any]:
             run: Callable[[], tuple[int, list[Any]]] = partial(
                 counted, case, model, step, offloader
             )
-            if step == NUM_STEPS - 1:
-                found["counted"], newest = run()
+            if step >= NUM_STEPS - NUM_COUNTED:
+                nbytes, newest = run()
+                found["counted"] = min(nbytes, found.get("counted", nbytes))
             else:
                 newest = bits_of(model, step_of(case, model, step))
             bits.append(newest)
