@@ -31,6 +31,7 @@ from hf_pyao import (
 from hf_pyao.auto.effects.arguments import look_at_accelerator, look_at_arguments
 from hf_pyao.effects import OFFLOADING, EffectLedger, NoEffect
 from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.plan.documents.run import RunReport
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
 
@@ -296,6 +297,14 @@ def test_a_forward_that_is_not_compared_is_compared_at_the_end() -> None:
     assert [fact.setting for fact in facts_of(llama(), num_steps=1, window=2**30)] == [
         "window=1073741824"
     ]
+
+
+def test_the_comparison_waits_for_micro_batches_that_save() -> None:
+    effects, called = EffectLedger(), []
+    effects.compare_after(2, lambda: called.append(True))
+    for num_packs, expected in ((3, 0), (0, 0), (3, 1), (3, 1)):
+        effects.micro_batch_is_over(MicroBatchStats(num_packs=num_packs))
+        assert len(called) == expected
 
 
 def test_the_report_has_the_facts(tmp_path: Path) -> None:
