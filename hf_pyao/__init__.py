@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_pyao.hf.arguments import PyAOTrainingArguments as PyAOTrainingArguments
     from hf_pyao.hf.callback import PyAOCallback as PyAOCallback
     from hf_pyao.hf.plugin import PyAOPlugin as PyAOPlugin
+    from hf_pyao.hf.shared_loading import one_copy_per_node as one_copy_per_node
     from hf_pyao.hf.trainer import PyAOTrainer as PyAOTrainer
     from hf_pyao.hf.trainer import PyAOTrainerMixin as PyAOTrainerMixin
     from hf_pyao.model.map.module_map import ModuleMap as ModuleMap
@@ -40,6 +41,7 @@ _HOMES = {
     "PyAOTrainerMixin": "hf_pyao.hf.trainer",
     "PyAOTrainingArguments": "hf_pyao.hf.arguments",
     "attach": "hf_pyao.attachment",
+    "one_copy_per_node": "hf_pyao.hf.shared_loading",
     "register_module_map": "hf_pyao.model.map.module_map",
 }
 

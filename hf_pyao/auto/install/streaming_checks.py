@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -14,7 +15,8 @@ from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.model.map.module_map import find_layers
-from hf_pyao.model.weights.streamable import streamable_layers
+from hf_pyao.model.weights.shared_weights import shared_weights_of
+from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
 from hf_pyao.training_engines import ENGINES, is_compiled, is_moved_by_accelerate
 
 
@@ -41,10 +43,12 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
     with _frozen(model) if will_be_frozen else contextlib.nullcontext():
         layers = streamable_layers(model, found.layers)
     if not any(layer.nbytes for layer in layers):
-        raise nothing_frozen(label, config.stream_weights)
+        raise nothing_frozen(label, config.stream_weights, layers)
     stay = resident_layers(len(layers), int(config.stream_weights))
     streamed = [layer for index, layer in enumerate(layers) if index not in stay]
     nbytes = sum(layer.nbytes for layer in streamed)
+    if (shared := shared_weights_of(model)) is not None:
+        nbytes = -(-nbytes // shared.num_processes)
     if config.host_memory_gib is None:
         tensors = [tensor for layer in streamed for _, tensor in layer.tensors]
         on_host = sum(each.nbytes for each in tensors if each.device.type == "cpu")
@@ -68,11 +72,16 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def nothing_frozen(label: str, value: int | str) -> ConfigError:
-    """Return the error for a model in which nothing can be streamed."""
+def nothing_frozen(label: str, value: int | str, layers: Sequence[StreamableLayer]) -> ConfigError:
+    """Return the error for *layers* of which nothing can be streamed."""
+    left: Counter[str] = Counter()
+    for layer in layers:
+        left.update(layer.left_bytes)
+    found = ", ".join(f"{nbytes / GIB:.3f} GiB {reason}" for reason, nbytes in left.most_common())
     return ConfigError(
-        f"{label} is {value}, and no layer has frozen weights: all are trained, or none can be "
-        f"streamed. Freeze the base model and train adapters (PEFT), or give {label}='off'."
+        f"{label} is {value}, and no layer has frozen weights that can be streamed. Their "
+        f"parameters are: {found or 'none'}. Freeze the base model and train adapters (PEFT), or "
+        f"give {label}='off'."
     )
 
 

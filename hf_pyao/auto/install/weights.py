@@ -17,11 +17,11 @@ from hf_pyao.auto.install.streamed_forwards import (
     LayerForward,
     is_cast_by_autocast,
 )
-from hf_pyao.auto.install.streaming_checks import check_model, no_room, nothing_frozen
+from hf_pyao.auto.install.streaming_checks import check_model, nothing_frozen
+from hf_pyao.auto.install.weights_on_host import WeightsOnHost
 from hf_pyao.config import GIB
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.stores import Store
-from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weak_calls import weakly
@@ -34,6 +34,7 @@ from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.patching.lasting_forward import exchange, give_back
 from hf_pyao.model.weights.places import StayingParameters, move_others
 from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight, move_state
+from hf_pyao.model.weights.shared_weights import shared_weights_of
 from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
 from hf_pyao.training_engines import compiled_part
 
@@ -77,7 +78,7 @@ class StreamedLayers:
         self.device = device
         self._link = link
         self._store: Store = link.tiers.stores[0]
-        self._mapped_files = MappedFiles()
+        self._on_host = WeightsOnHost(self._store, shared_weights_of(model))
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in found.layers]
         self._engine: weakref.ref[OffloadEngine] | None = None
         self.ring: WeightRing | None = None
@@ -89,17 +90,15 @@ class StreamedLayers:
         """Bytes of the streamed layers' parameters that stay on the device, by reason."""
         layers = streamable_layers(model, found.layers)
         if not any(layer.nbytes for layer in layers):
-            raise nothing_frozen(label, num_resident)
+            raise nothing_frozen(label, num_resident, layers)
         self._homes = [layer.tensors[0][1].device if layer.tensors else device for layer in layers]
         """Where each layer's frozen weights were before."""
         self._quantised: list[QuantisedWeight] = []
         self._held: dict[int, Block] = {}
         """By layer, the block whose memory its weights are in now."""
-        self._taken_bytes: dict[int, int] = {}
-        """By layer, what its block took of the host's capacity."""
         self._wanted: int | None = num_resident
         self.blocks: list[Block] = self._blocks_of(layers, self._to_stream(layers, num_resident))
-        self._check_room(label)
+        self._on_host.check_room(label, self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -110,12 +109,6 @@ class StreamedLayers:
     def num_resident(self) -> int:
         """Layers that are not streamed, now or from :meth:`put_on` on."""
         return len(self._layers) - len(self.blocks)
-
-    def _check_room(self, label: str) -> None:
-        before = sum(block.host_bytes_before for block in self.blocks)
-        room = self._store.room_to_reserve(before)
-        if self.nbytes > room:
-            raise no_room(label, len(self.blocks), self.nbytes, room)
 
     def _to_stream(self, layers: Sequence[StreamableLayer], num_resident: int) -> list[int]:
         """Return which layers are streamed where *num_resident* stay."""
@@ -132,7 +125,7 @@ class StreamedLayers:
             block = Block(len(blocks), layers[layer].fqn, tensors, home=self._homes[layer])
             held = self._held.get(layer)
             if held is not None and held.has(tensors):
-                block.memory = held.memory
+                block.go_on_from(held)
             blocks.append(block)
         return blocks
 
@@ -218,12 +211,8 @@ class StreamedLayers:
     def _move_to_host(self, layer: int, block: Block) -> bool:
         """Let *block* have memory on the host; False if there is none."""
         self._release(layer)
-        before, before_bytes = block.host_bytes_before, self._store.capacity_bytes
-        memory = self._store.reserve(block.nbytes, in_place_of_bytes=before)
-        if memory is None:
+        if not self._on_host.take(block):
             return False
-        self._taken_bytes[layer] = before_bytes - self._store.capacity_bytes
-        block.move_to(memory, self._mapped_files.let_go)
         self._held[layer] = block
         return True
 
@@ -240,8 +229,8 @@ class StreamedLayers:
 
     def _release(self, layer: int) -> None:
         """Give the host memory of a layer back to the store, whoever still reads it."""
-        if self._held.pop(layer, None) is not None:
-            self._store.return_reserved(self._taken_bytes.pop(layer, 0))
+        if (held := self._held.pop(layer, None)) is not None:
+            self._on_host.give_back(held)
 
     def _install(
         self, model: nn.Module, layers: Sequence[StreamableLayer], engine: OffloadEngine
@@ -364,6 +353,8 @@ class StreamedLayers:
             f"stream_weights: the frozen weights of {len(self.blocks)} of {num_layers} layers "
             f"({self.nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
         )
+        if (num_processes := self._on_host.num_processes(self.blocks)) > 1:
+            sentence += f", in one copy for {num_processes} processes"
         left = {reason: nbytes for reason, nbytes in self.left_bytes.items() if nbytes}
         if left:
             reasons = ", ".join(f"{n / GIB:.3f} GiB {reason}" for reason, n in left.items())

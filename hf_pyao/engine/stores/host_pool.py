@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_pyao.engine.stores.host_share import HostShare
 from hf_pyao.engine.stores.slabs import ALIGNMENT_BYTES, Slab, SlabSource
@@ -87,6 +88,8 @@ class HostPool(Store):
         """Buffers of this pool's (:class:`HostBuffer`), and the last copy that reads each."""
         self._buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         """All that are cut from the slabs now; an interrupt may have lost some."""
+        self._reserved: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Memory apart from slabs, by storage, and what of the capacity it takes."""
         self._uses: weakref.WeakSet[HostUse] = weakref.WeakSet()
         self._has_several_users = False
         """Else what is used is that one's, and need not be counted twice."""
@@ -151,11 +154,50 @@ class HostPool(Store):
                 return None
             memory = self._source.reserve_exactly(nbytes)
             if memory is not None:
-                self.capacity_bytes -= self._taken(nbytes, in_place_of_bytes)
+                self._count_reserved(memory, self._taken(nbytes, in_place_of_bytes))
             return memory
+
+    def count_in(self, memory: torch.Tensor, nbytes: int, *, in_place_of_bytes: int = 0) -> bool:
+        """Count memory that is there already, as :meth:`Store.count_in`."""
+        with self._lock:
+            if self.counts(memory):
+                return True
+            if nbytes > self.room_to_reserve(in_place_of_bytes):
+                return False
+            self._count_reserved(memory, self._taken(nbytes, in_place_of_bytes))
+            return True
+
+    def counts(self, memory: torch.Tensor) -> bool:
+        """Say whether *memory* is counted already, as :meth:`Store.counts`."""
+        self._give_back_gone()
+        return memory.untyped_storage()._cdata in self._reserved
+
+    def return_reserved(self, memory: torch.Tensor) -> int:
+        """Count *memory* no longer, as :meth:`Store.return_reserved`."""
+        _, taken_bytes = self._reserved.pop(memory.untyped_storage()._cdata, (None, 0))
+        self.capacity_bytes += taken_bytes
+        return taken_bytes
+
+    def _count_reserved(self, memory: torch.Tensor, taken_bytes: int) -> None:
+        storage = memory.untyped_storage()
+        ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._reserved[storage._cdata] = ref, taken_bytes
+        self.capacity_bytes -= taken_bytes
+
+    def _give_back_gone(self) -> None:
+        """Have the capacity again of reserved memory that no one has any more."""
+        for key, (ref, taken_bytes) in list(self._reserved.items()):
+            if ref.expired():  # type: ignore[no-untyped-call]
+                del self._reserved[key]
+                self.capacity_bytes += taken_bytes
+
+    def page_lock(self, memory: torch.Tensor) -> bool:
+        """Page-lock *memory*, as :meth:`Store.page_lock`."""
+        return self._source.page_lock(memory)
 
     def room_to_reserve(self, in_place_of_bytes: int = 0) -> int:
         """Return the most bytes that :meth:`reserve` may have."""
+        self._give_back_gone()
         return self.capacity_bytes - self.pool_bytes + self._spared(in_place_of_bytes)
 
     def _spared(self, in_place_of_bytes: int) -> int:

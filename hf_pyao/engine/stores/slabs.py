@@ -120,6 +120,13 @@ class SlabSource:
                 _page_lock(memory)
         return memory
 
+    def page_lock(self, memory: torch.Tensor) -> bool:
+        """Page-lock *memory* for as long as that tensor lives; False where it cannot be.
+
+        CUDA alone registers memory that is there.
+        """
+        return torch.cuda.is_available() and _page_lock(memory)
+
     def _try_sizes(self, nbytes: int, least: int, *, pin: bool) -> tuple[torch.Tensor | None, str]:
         """Return the largest slab to be had, and what the machine said to the last larger one."""
         refusal = ""
@@ -149,15 +156,16 @@ class SlabSource:
             )
 
 
-def _page_lock(memory: torch.Tensor) -> None:
+def _page_lock(memory: torch.Tensor) -> bool:
     """Register *memory* with CUDA for as long as this tensor lives; say so where that fails."""
     address, nbytes = memory.data_ptr(), memory.numel()
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(address, nbytes, 0)
     if int(error):
         _warn_of_pageable(nbytes, f"cudaHostRegister: error {int(error)}")
-        return
+        return False
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return True
 
 
 def _warn_of_pageable(nbytes: int, refusal: str) -> None:

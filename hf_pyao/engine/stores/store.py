@@ -159,9 +159,30 @@ class Store(abc.ABC):
         """
         return None
 
-    def return_reserved(self, nbytes: int) -> None:
-        """Add *nbytes* to :attr:`capacity_bytes` again, which :meth:`reserve` took off it."""
-        self.capacity_bytes += nbytes
+    def count_in(self, memory: torch.Tensor, nbytes: int, *, in_place_of_bytes: int = 0) -> bool:
+        """Count *nbytes* for *memory*, which is there already, as if it had been reserved here.
+
+        What is counted already is not counted again.
+
+        Returns:
+            False if there is no room for them; then nothing is counted.
+        """
+        return False
+
+    def counts(self, memory: torch.Tensor) -> bool:
+        """Say whether *memory* was reserved here, or counted in."""
+        return False
+
+    def page_lock(self, memory: torch.Tensor) -> bool:
+        """Page-lock *memory* for as long as that tensor lives; False where it cannot be."""
+        return False
+
+    def return_reserved(self, memory: torch.Tensor) -> int:
+        """Add to :attr:`capacity_bytes` again what *memory* took of it, and return that.
+
+        Where no one has the memory any more, this happens by itself.
+        """
+        return 0
 
     def room_to_reserve(self, in_place_of_bytes: int = 0) -> int:
         """Return the most bytes that :meth:`reserve` may have, with the same argument."""

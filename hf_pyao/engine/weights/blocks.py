@@ -14,9 +14,7 @@ import torch
 
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import view_of_storage
-
-ALIGNMENT_BYTES = 512
-"""Weights start at multiples of this in a block; 64 keeps matrix products bit-identical."""
+from hf_pyao.engine.weights.host_bytes import HostBytes, places_of
 
 
 class Weight:
@@ -66,7 +64,7 @@ class Weight:
         return view_of_storage(blank, storage, first, self.size, self.stride)
 
 
-class Block:
+class Block(HostBytes):
     """The streamed weights of one layer.
 
     Args:
@@ -84,19 +82,16 @@ class Block:
         *,
         home: torch.device | None = None,
     ) -> None:
+        lies_in, offsets, nbytes = places_of([tensor for _, tensor in parameters])
+        super().__init__(lies_in)
         self.index = index
         self.layer = layer
-        offset = 0
-        weights = []
-        for name, parameter in parameters:
-            weight = Weight(index, name, parameter, offset, home or parameter.device)
-            weights.append(weight)
-            offset += -(-weight.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.weights = tuple(weights)
-        self.nbytes = offset
+        self.weights = weights = tuple(
+            Weight(index, name, parameter, offset, home or parameter.device)
+            for offset, (name, parameter) in zip(offsets, parameters, strict=True)
+        )
+        self.nbytes = nbytes
         """Bytes that an upload copies."""
-        self.memory: torch.Tensor | None = None
-        """uint8, shape (:attr:`nbytes`,), on the host; None until :meth:`move_to`."""
         self.host_bytes_before = sum(
             weight.nbytes
             for weight, (_, parameter) in zip(weights, parameters, strict=True)
@@ -127,7 +122,7 @@ class Block:
             memory: uint8, shape (:attr:`nbytes`,), on the host.
             let_go: gets what each parameter was before, once that is copied.
         """
-        self.memory = memory
+        self.memory, self._twin = memory, None
         storage = memory.untyped_storage()
         with torch.no_grad():
             for weight, parameter in self._living():

@@ -298,6 +298,11 @@ class WeightRing(RingSchedule):
             self.current = None
             self.ahead()
 
+    def forget(self, block: int) -> None:
+        """Bring *block* again where it is used next: the host's bytes may have changed."""
+        self.blocks[block].may_have_changed()
+        super().forget(block)
+
     def refuse_compiled(self) -> None:
         """Refuse to go on in compiled code, which reads weights by itself.
 
@@ -350,7 +355,7 @@ class WeightRing(RingSchedule):
             ).untyped_storage()
             place.home = self._streams.home_here(self._device)
             self._slot_of_storage[place.storage._cdata] = slot
-        assert meant.memory is not None
+        source = meant.to_upload()[: meant.nbytes]
         meant.note_content()
         home = place.home
         if home is not None:
@@ -358,7 +363,7 @@ class WeightRing(RingSchedule):
         try:
             with contextlib.nullcontext() if home is None else home.stream:
                 place.ticket = self._transport.reload(
-                    meant.memory,
+                    source,
                     bytes_view(place.storage, self._device, 0, meant.nbytes),
                     label=f"weights of {meant.layer!r}",
                     times=self.times,

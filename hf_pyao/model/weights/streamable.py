@@ -22,7 +22,7 @@ LEAST_DIMENSIONS = 2
 TRAINED = "trained"
 ADAPTER = "of adapters"
 VECTOR = "vectors"
-SUBCLASS = "of a class of their own"
+SUBCLASS = "of class {name} ({package})"
 NOT_DENSE = "not dense"
 TIED = "tied with others"
 HOOKED = "with hooks"
@@ -112,7 +112,8 @@ def _reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool) 
     if parameter.requires_grad:
         return TRAINED
     if type(parameter) is not Parameter and not is_known:
-        return SUBCLASS
+        kind = type(parameter)
+        return SUBCLASS.format(name=kind.__name__, package=package_of(kind))
     if parameter.dim() < LEAST_DIMENSIONS:
         return VECTOR
     if parameter.layout is not torch.strided or not parameter.numel() or not _is_dense(parameter):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
-from hf_pyao.engine.weights.blocks import ALIGNMENT_BYTES
+from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES
 from hf_pyao.plan.step.step_program import OUTSIDE, Resident, StepProgram
 from hf_pyao.plan.step.streamed_blocks import StreamedBlocks
 

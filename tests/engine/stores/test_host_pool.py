@@ -366,3 +366,69 @@ def test_a_buffer_remembers_how_it_was_viewed() -> None:
         again = buffer.view_like(layouts.of(other))
         assert (again.dtype, again.size()) == (other.dtype, other.size())
         assert again.data_ptr() == buffer.data.data_ptr()
+
+
+# ---- memory apart from slabs ---------------------------------------------------------------------
+
+
+class Registering:
+    """Stands for the part of the CUDA runtime that page-locks memory which is there."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.error:
+            self.registered[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.mark.parametrize("nbytes", [512 * 3, 33 * 2**20 + 512, 2**20])
+def test_reserved_memory_is_page_locked_at_its_exact_size(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Registering()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    pool = HostPool(2**26, pin=True)
+    memory = pool.reserve(nbytes)
+    assert memory is not None
+    assert memory.untyped_storage().nbytes() == nbytes
+    assert runtime.registered == {memory.data_ptr(): nbytes}
+    assert pool.capacity_bytes == 2**26 - nbytes
+    del memory
+    assert runtime.registered == {}
+    assert pool.room_to_reserve() == 2**26, "memory that is gone does not count"
+
+
+def test_memory_that_cannot_be_page_locked_is_pageable_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Registering(error=2))
+    pool = HostPool(2**20, pin=True)
+    assert pool.reserve(4096) is not None
+    assert "cudaHostRegister: error 2" in caplog.text
+    assert not pool.page_lock(torch.empty(512, dtype=torch.uint8))
+
+
+def test_memory_is_counted_once_and_until_it_is_returned_or_gone() -> None:
+    pool = HostPool(4096, pin=False)
+    first = pool.reserve(2048)
+    assert first is not None
+    assert pool.count_in(first, 2048)
+    other = torch.empty(1024, dtype=torch.uint8)
+    assert pool.count_in(other, 1024)
+    assert pool.count_in(other, 1024)
+    assert pool.room_to_reserve() == 1024
+    assert pool.reserve(1025) is None
+    assert not pool.count_in(torch.empty(2048, dtype=torch.uint8), 2048)
+    assert pool.return_reserved(first) == 2048
+    assert pool.return_reserved(first) == 0
+    del other
+    assert pool.room_to_reserve() == 4096

@@ -527,3 +527,56 @@ def test_what_modules_to_save_takes_the_place_of_stays() -> None:
         assert torch.equal(*losses)
     found = gradients_of(model)
     assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+
+
+class Packed(torch.Tensor):
+    """A weight of a class of its own, as libraries that quantise have."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Packed:
+        made: Packed = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, dtype=inner.dtype, device=inner.device, requires_grad=False
+        )
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        plain = torch.utils._pytree.tree_map_only(cls, lambda each: each.inner, args)
+        return function(*plain, **(kwargs or {}))
+
+
+def pack_(model: nn.Module, suffixes: tuple[str, ...]) -> nn.Module:
+    for name, module in model.named_modules():
+        if name.endswith(suffixes):
+            linear: Any = module
+            inner = linear.weight.detach()
+            linear.weight = nn.Parameter(Packed(inner), requires_grad=False)
+    return model
+
+
+def test_weights_of_an_unknown_class_stay_and_are_named() -> None:
+    suffixes = ("q_proj.base_layer", "down_proj.base_layer")
+    model, plain = pack_(llama(), suffixes), pack_(llama(), suffixes)
+    with streamed(model) as offloader:
+        reason = f"of class Packed ({__name__.partition('.')[0]})"
+        assert offloader.weights is not None
+        assert offloader.weights.left_bytes[reason] > 0
+        assert reason in offloader.describe()
+        loss_of(model).backward()
+        loss_of(plain).backward()
+        found = gradients_of(model)
+        assert all(torch.equal(found[n], g) for n, g in gradients_of(plain).items())
+        assert ring_of(offloader).num_uploads > 0
+
+
+def test_a_base_of_an_unknown_class_alone_is_refused_by_name() -> None:
+    model = pack_(llama(), ("proj.base_layer",))
+    with pytest.raises(ConfigError, match=r"GiB of class Packed \("):
+        streamed(model)

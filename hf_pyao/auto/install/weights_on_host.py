@@ -1,0 +1,116 @@
+"""Where the streamed weights of a model are on the host, and what that takes of the budget."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from hf_pyao.auto.install.streaming_checks import no_room
+from hf_pyao.config import GIB
+from hf_pyao.engine.stores import Store
+from hf_pyao.engine.stores.host_share import ranks_of_node
+from hf_pyao.engine.stores.mapped_files import MappedFiles
+from hf_pyao.engine.stores.shared_memory import SharedMemory
+from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.model.weights.shared_weights import SharedWeights
+from hf_pyao.ranks import process_rank
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsOnHost:
+    """Puts the weights of layers into host memory, and counts them.
+
+    Weights that lie together already stay where they are: those that were streamed before, and
+    those whose memory several processes share, which count by this process's part.
+
+    Args:
+        store: host memory.
+        shared: which of the model's memory is shared; None for none.
+    """
+
+    def __init__(self, store: Store, shared: SharedWeights | None) -> None:
+        self._store = store
+        self._shared = shared
+        self._mapped_files = MappedFiles()
+
+    def check_room(self, label: str, found: Sequence[Block]) -> None:
+        """Refuse weights for which there is no room; say what several copies of them come to.
+
+        Raises:
+            ConfigError: there is no room.
+        """
+        room = self._store.room_to_reserve(sum(each.host_bytes_before for each in found))
+        needed = sum(map(self._counted_bytes, found))
+        if needed > room:
+            raise no_room(label, len(found), needed, room)
+        num_ranks, counted_by = ranks_of_node(os.environ)
+        nbytes = sum(each.nbytes for each in found if self._file_of(each) is None)
+        if num_ranks > 1 and nbytes and process_rank().is_first:
+            logger.warning(
+                "each of the %d processes of this node (%s) holds its own copy of the streamed "
+                "weights: %.3f GiB of host memory each, %.3f GiB together. They have one copy if "
+                "the model is loaded inside of `with hf_pyao.one_copy_per_node():`.",
+                num_ranks,
+                counted_by,
+                nbytes / GIB,
+                nbytes * num_ranks / GIB,
+            )
+
+    def take(self, block: Block) -> bool:
+        """Let *block* have memory on the host; False if there is none."""
+        if not self._leave_in_place(block):
+            in_place = block.host_bytes_before
+            memory = self._store.reserve(block.nbytes, in_place_of_bytes=in_place)
+            if memory is None:
+                return False
+            block.move_to(memory, self._mapped_files.let_go)
+        return True
+
+    def give_back(self, block: Block) -> None:
+        """Count the memory of *block* no longer, whoever still reads it."""
+        if block.memory is not None:
+            self._store.return_reserved(block.memory)
+
+    def num_processes(self, found: Sequence[Block]) -> int:
+        """Return how many processes have one copy of the weights, this one included."""
+        if self._shared is None or not all(map(self._file_of, found)):
+            return 1
+        return self._shared.num_processes
+
+    def _leave_in_place(self, block: Block) -> bool:
+        """Let *block* stay where they lie, if uploads may read them there; else return False.
+
+        Where the device needs page-locked memory, uploads of shared weights read a mapping of
+        their own; see [Note: Shared weights] in ``../../model/weights/shared_weights.py``.
+        """
+        memory = block.lies_in
+        if memory is None:
+            return False
+        twin = None
+        if self._store.is_pinned and not memory.is_pinned():
+            file = self._file_of(block)
+            twin = None if file is None else file.shared()
+            if twin is None or not self._store.page_lock(twin):
+                return False
+        in_place = block.host_bytes_before
+        nbytes = self._counted_bytes(block)
+        if not self._store.count_in(memory, nbytes, in_place_of_bytes=in_place):
+            return False
+        block.stay(twin)
+        return True
+
+    def _file_of(self, block: Block) -> SharedMemory | None:
+        if self._shared is None or block.lies_in is None:
+            return None
+        return self._shared.file_of(block.lies_in.untyped_storage())
+
+    def _counted_bytes(self, block: Block) -> int:
+        """Return the bytes that are to count for this process, beside those that do already."""
+        if block.lies_in is not None and self._store.counts(block.lies_in):
+            return 0
+        shared = self._shared
+        if shared is None or self._file_of(block) is None:
+            return block.nbytes
+        return -(-block.nbytes // shared.num_processes)
