@@ -151,8 +151,6 @@ class Packer:
                     stats.would_hold_bytes += storage.nbytes()
                 return known
             nbytes = storage.nbytes()
-        if call.recomputation is not None:
-            return self._place_traced(call, tensor, storage, nbytes)
         return self._place(call, tensor, storage, entries, nbytes)
 
     def _pack_cast(
@@ -176,10 +174,7 @@ class Packer:
             call.table.add(storage, weakref.ref(record))
             call.stats.duplicate_bytes += nbytes
             return SavedTensor(record, layout, call)
-        if call.recomputation is not None:
-            handle = self._place_traced(call, tensor, storage, nbytes)
-        else:
-            handle = self._place(call, tensor, storage, None, nbytes)
+        handle = self._place(call, tensor, storage, None, nbytes)
         if key is not None and isinstance(handle, SavedTensor):
             new = handle.storage
             if isinstance(new, SavedStorage) and _is_whole_copy(new):
@@ -233,6 +228,8 @@ class Packer:
         if call.shared_keys and storage._cdata in call.shared_keys:
             return self._keep_shared(call, tensor, storage, nbytes)
         entry = call.next_entry(nbytes, tensor.dtype)
+        if call.recomputation is not None:
+            return self._place_traced(call, tensor, storage, entry.slot)
         decision = entry.decision
         if (
             entry.policy is call.policy  # mostly: what was decided before holds
@@ -244,7 +241,7 @@ class Packer:
                     call.stats.kept_bytes[decision.reason] += nbytes
                     call.table.entries[storage._weak_ref()] = slot  # type: ignore[index]
                     return KeptTensor(tensor.detach(), tensor._version, call, slot)
-                return self._keep(call, tensor, storage, slot, decision)
+                return self._keep(call, tensor, storage, slot, decision.reason)
             if type(decision) is Offload:
                 layout = self._layouts.of(tensor)
                 if layout in self._movable_layouts:
@@ -288,14 +285,11 @@ class Packer:
         call: LayerCall,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        nbytes: int,
+        slot: Slot,
     ) -> Handle:
         """Decide on a storage of a traced layer, which may be dropped too."""
         assert call.recomputation is not None
-        if call.shared_keys and storage._cdata in call.shared_keys:
-            return self._keep_shared(call, tensor, storage, nbytes)
-        slot = call.next_entry(nbytes, tensor.dtype).slot
-        stays = self._reason_to_stay(call, tensor, storage, nbytes)
+        stays = self._reason_to_stay(call, tensor, storage, slot.nbytes)
         decision = _ask(call, slot, call.recomputation.producer_of(storage), stays)
         if isinstance(decision, Recompute):
             dropped = self._drop(call, tensor, storage, slot)
@@ -386,7 +380,7 @@ class Packer:
             self._movable_layouts.add(layout)
             return self._move(call, tensor, storage, slot, decision, layout)
         assert isinstance(decision, Keep)
-        return self._keep(call, tensor, storage, slot, decision)
+        return self._keep(call, tensor, storage, slot, decision.reason)
 
     def _keep(
         self,
@@ -394,16 +388,11 @@ class Packer:
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
         slot: Slot,
-        decision: Keep,
+        reason: str | None,
     ) -> KeptTensor:
-        """Leave *tensor*'s storage where it is, for the reason of *decision*."""
-        call.stats.kept_bytes[decision.reason] += slot.nbytes
-        return self._stay(call, tensor, storage, slot)
-
-    def _stay(
-        self, call: LayerCall, tensor: torch.Tensor, storage: torch.UntypedStorage, slot: Slot
-    ) -> KeptTensor:
-        """Leave *tensor*'s storage where it is; why it stays is counted already."""
+        """Leave *tensor*'s storage where it is, for *reason*; None if it is counted already."""
+        if reason is not None:
+            call.stats.kept_bytes[reason] += slot.nbytes
         call.table.add_kept(storage, slot)
         kept = KeptTensor(tensor.detach(), tensor._version, call, slot)
         if call.recomputation is not None:
@@ -421,14 +410,14 @@ class Packer:
     ) -> Handle:
         """Move *tensor*'s storage off the device; where the mover finds no room, it stays."""
         if not has_bytes(tensor):
-            return self._keep(call, tensor, storage, slot, _KEEP_UNSUPPORTED)
+            return self._keep(call, tensor, storage, slot, UNSUPPORTED)
         codec = decision.codec or self._codec
         if not codec.is_lossless and self._is_row_statistic(call, tensor):
             codec = self._exact
         mover = self._mover
         moved = mover.offload(tensor.detach(), layout, slot.nbytes, codec, slot, call.stats)
         if moved is None:
-            return self._stay(call, tensor, storage, slot)
+            return self._keep(call, tensor, storage, slot, None)
         record = SavedStorage(call, slot, tensor, moved, mover)
         ref = weakref.ref(record)
         call.add(ref, moved)
@@ -474,7 +463,6 @@ class Packer:
 
 
 _KEEP_SHARED = Keep(SHARED_BY_LAYERS)
-_KEEP_UNSUPPORTED = Keep(UNSUPPORTED)
 
 NOT_TRACED = "not traced"
 """Why something was not recomputed: nothing of its layer call was seen."""
