@@ -1,4 +1,4 @@
-"""What decides on an attached model's saved tensors: a policy, and what follows measurements."""
+"""Decides on an attached model's saved tensors: engine, policy, machine and measurements."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Deciding:
             self.driver.send(on.GivesUp(""))
 
     def without_second_runs(self, wrong: Collection[Wrong], why: str) -> str:
-        """Have layers run once from the next forward on: nothing is recomputed, nor tiled.
+        """Run each layer once from the next forward on: nothing is recomputed or tiled.
 
         Policy ``auto`` makes another plan before that forward, without segments, if only these went
         *wrong*, and if the user did not ask for them.

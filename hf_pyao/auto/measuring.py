@@ -30,7 +30,7 @@ class ProfileListener(Protocol):
     """Plans from profiles: policy ``auto``."""
 
     def profiled(self, profile: Profile | None) -> None:
-        """Take the profile; None: none came of it. Called before a forward."""
+        """Take the profile; None: none could be made. Called before a forward."""
         ...
 
     def measured_nothing(self) -> None:

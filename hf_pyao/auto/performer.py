@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Measurer(Protocol):
-    """Measures micro-batches, and tells policy ``auto`` what came of it."""
+    """Measures micro-batches, and gives policy ``auto`` their profile."""
 
     def measure_anew(self) -> None:
         """Measure the next micro-batches."""

@@ -1,12 +1,12 @@
 """Policy ``auto``: measures the first micro-batches, plans, and goes on with the plan.
 
 Until then everything is offloaded. The plan is the fastest that the planner finds within the
-device's memory; where everything fits, hooks stay off. It is looked at again when a larger batch
-comes, and beside what the step then measures: see ``auto_check`` and ``auto_correction``. With
-several processes the first one plans, and the others take its plan.
+device's memory; where everything fits, hooks stay off. The plan is looked at again when a larger
+batch comes, and when the step has been timed under it: see ``plans.check`` and
+``plans.correction``. With several processes the first one plans, and the others take its plan.
 
-What is decided is in ``hf_pyao.auto.machine``: this module tells the machine there what happens to
-the model, and ``auto_actions`` performs what the machine asks for.
+The machine in ``hf_pyao.auto.machine`` decides. This module tells it what happens to the model, and
+``performer`` performs its actions.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ProfileSettings:
 
 
 class ProfileWriter:
-    """Has an engine's first micro-batches measured, and writes or hands on what came of it.
+    """Measures an engine's first micro-batches, and writes their profile or hands it on.
 
     Args:
         engine: what is measured.
@@ -337,7 +337,7 @@ class ProfileWriter:
             engine.stop_observing(self._profiler)
 
     def end(self) -> None:
-        """Do what is left, and take everything off. Twice is fine."""
+        """Finish the profile, and take everything off. Twice is fine."""
         try:
             if (
                 self.profile is None

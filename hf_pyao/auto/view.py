@@ -1,4 +1,4 @@
-"""What policy ``auto`` sees of the model: batches, trained parameters, and what may run again."""
+"""What policy ``auto`` sees of the model: batches, trained parameters, what may run again."""
 
 from __future__ import annotations
 

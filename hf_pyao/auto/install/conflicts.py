@@ -1,4 +1,4 @@
-"""What cannot go together with offloading, refused before training and with the remedy.
+"""Refuses, before training, what offloading cannot be combined with, and names the remedy.
 
 Everything here raises :class:`~hf_pyao.errors.ConflictError`. An ``nn.DataParallel`` around the
 model is refused where models are unwrapped (``../../model/map/wrappers.py``).

@@ -1,4 +1,4 @@
-"""``FixedSlots``: of ``recompute_modules`` and ``keep_last_layers``; policies decide on others."""
+"""``FixedSlots``: slots that ``recompute_modules`` and ``keep_last_layers`` decide on."""
 
 from __future__ import annotations
 

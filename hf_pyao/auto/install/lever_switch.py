@@ -53,7 +53,7 @@ class LeverSwitch:
         return self._refused or ("" if lifecycle is None else lifecycle.refused)
 
     def refuse_segments(self, reason: str) -> None:
-        """Have :attr:`refused` say from now on that layers do not run again, for *reason*."""
+        """Set :attr:`refused`: layers do not run again from now on, for *reason*."""
         self._refused = reason
 
     def _segments(self) -> SegmentLifecycle | None:
@@ -63,14 +63,14 @@ class LeverSwitch:
     def bind(
         self, lifecycle: Lifecycle, tiles: MLPTiles | None, groups: AttentionGroups | None = None
     ) -> None:
-        """Have what is given do what the levers say, now and after each change."""
+        """Apply the levers to these parts, now and after each change."""
         self._lifecycle = weakref.ref(lifecycle)
         self._groups = None if groups is None else weakref.ref(groups)
         self._tiles = None if tiles is None else weakref.ref(tiles)
         self.set(self._wanted)
 
     def set(self, levers: Levers) -> None:
-        """Have the next forward run with *levers*; the head loss stays as it is."""
+        """Run the next forward with *levers*; the head loss stays as it is."""
         self._wanted = levers
         lifecycle = self._segments()
         if lifecycle is not None:

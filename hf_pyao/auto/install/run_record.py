@@ -78,7 +78,7 @@ class RunRecord:
             self._levers_description += f" {sentence}."
 
     def note_tightened(self, sentence: str) -> None:
-        """Have the report say what was done where a micro-batch did not fit."""
+        """Add to the report what was done for a micro-batch that did not fit."""
         self.report_extra.setdefault("out_of_memory", []).append(sentence)
 
     def metrics(self) -> dict[str, float]:

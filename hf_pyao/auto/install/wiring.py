@@ -1,4 +1,4 @@
-"""Makes the engine and what drives it by hooks: for ``attach``, and for recordings of steps."""
+"""Makes the engine and the hooks that drive it, for ``attach`` and for recordings of steps."""
 
 from __future__ import annotations
 

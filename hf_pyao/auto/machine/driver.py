@@ -1,7 +1,7 @@
 """Performs what the machine decides: the only caller of ``engine.use``.
 
-It exchanges policies, windows and options of the step; what else an action asks for (measuring,
-planning, telling) is handed to a performer, whose answers are the machine's next events.
+It exchanges policies, windows and options of the step. A performer does the rest (measuring,
+planning, telling); its answers are the machine's next events.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Switch(Protocol):
         ...
 
     def set(self, levers: Levers) -> None:
-        """Have the next forward run with *levers*."""
+        """Run the next forward with *levers*."""
         ...
 
 
@@ -118,7 +118,7 @@ class Driver:
         self._transitions: deque[dict[str, Any]] = deque(maxlen=MOST_TRANSITIONS)
 
     def perform_with(self, performer: Performer) -> None:
-        """Have *performer* perform what is no exchange of the policy; it is held weakly."""
+        """Let *performer* perform the actions that exchange no policy. It is held weakly."""
         self._performer = weakref.ref(performer)
 
     def send(self, event: on.Event) -> str | None:

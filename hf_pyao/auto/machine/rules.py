@@ -1,4 +1,4 @@
-"""The rules of the machine: for a mode and an event, the next state and what is to be done."""
+"""The rules of the machine: for a mode and an event, the next state and the actions."""
 
 from __future__ import annotations
 

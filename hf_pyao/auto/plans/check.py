@@ -1,4 +1,4 @@
-"""What a plan comes to when it runs, beside what offloading everything came to."""
+"""Compares the step time under a plan with that of offloading everything."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PlanCheck(Observer):
         self._end: Any = None
         self._spans: list[_Span] = []
         self.num_elements = 0
-        """Of the batch that runs; whoever knows sets it."""
+        """Of the batch that runs; set by the code that sees the batch."""
         self.is_done = False
         """True when enough were timed."""
 

@@ -1,9 +1,9 @@
-"""Sets what micro-batches took under a plan beside what was predicted, and says what was off.
+"""Compares the times of micro-batches under a plan with the prediction, and says what was wrong.
 
-Three things may be: compute as such, what is rebuilt, and copies. Forward rebuilds nothing, so that
-it tells how fast compute is; what backward takes beyond that is the rebuilding's, if there is any.
-A single slow micro-batch says nothing: all that were timed must be off, in the same direction. Each
-cause is corrected once, so that plans do not swing.
+Three predictions may be wrong: of compute, of rebuilding, and of copies. Forward rebuilds nothing,
+so its time shows how fast compute is; what backward takes longer is due to rebuilding, if there is
+any. A single slow micro-batch shows nothing: all timed ones must differ in the same direction. Each
+cause is corrected once, so that plans do not oscillate.
 """
 
 from __future__ import annotations

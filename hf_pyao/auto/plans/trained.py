@@ -1,4 +1,4 @@
-"""Which of a model's parameters are trained: what is saved, and so the best plan, depends on it.
+"""Which of a model's parameters are trained. What autograd saves, and so the plan, depends on it.
 
 Layers may be frozen and thawed in the middle of a run, one after the other or in turns. Before each
 forward one parameter in eight is looked at, which takes some microseconds for 400 parameters. That

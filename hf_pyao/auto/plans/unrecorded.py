@@ -1,9 +1,9 @@
-"""What policy ``auto`` does where the step cannot be recorded: it keeps what fits.
+"""What policy ``auto`` does if the step cannot be recorded: it keeps what fits.
 
-Without a recorded step nothing is predicted, so that no plan is chosen by its time. What the
-measured micro-batches came to still bounds the peak of keeping everything, or a part of what was
-moved. To keep more never takes longer. So tensors are kept from the last layer backwards, as far as
-the bound is within the limit: those are the first that backward wants.
+Without a recorded step nothing can be predicted, so plans cannot be compared by their time. But the
+measured micro-batches give a bound on the peak of keeping everything, or a part of what was moved.
+Keeping more never takes longer. So tensors are kept from the last layer backwards, as far as the
+bound is within the limit: backward asks for those first.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Whether a micro-batch that failed can run again without its peers, or its wrappers, noticing.
+"""Whether one rank can run a failed micro-batch again without its peers and wrappers noticing.
 
 [Note: One rank of several]
-A rank may run a micro-batch again alone if its failed try has begun no collective: what it does
-next is what its peers wait for, and all they see is that it comes late. So no rank has to ask the
-others. Process groups count their collectives, which tells. Once one has begun, its peers are
-beyond it, and the run ends on all ranks: see ``rank_alarm``.
+A rank may run a micro-batch again alone if its failed try has begun no collective: its peers then
+wait for its next collective, and only see that it comes late. So no rank has to ask the others.
+Process groups count their collectives, which shows whether one has begun. Once one has begun, the
+peers have gone on, and the run ends on all ranks: see ``rank_alarm``.
 """
 
 from __future__ import annotations

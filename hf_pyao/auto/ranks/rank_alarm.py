@@ -1,12 +1,12 @@
-"""All ranks end where one of them cannot go on, instead of waiting for it until a timeout.
+"""Ends all ranks when one of them cannot go on, instead of letting them wait until a timeout.
 
 [Note: How the others hear of it]
-The rank that fails says why in the store that the process group met in, waits until the others have
-heard (or some seconds), and aborts its process groups. Over gloo its peers' collectives fail at
-once, since the connections close. Over NCCL a peer's collective would wait on: there the peer's own
-watcher, a thread that looks into the store every two seconds, logs what it heard and aborts that
-rank's groups, which ends the wait. Nothing of this is a collective, and none of it runs on the
-thread that trains.
+The rank that fails writes the reason into the process group's store, waits until the others have
+read it (or a few seconds), and aborts its process groups. Over gloo its peers' collectives fail at
+once, since the connections close. Over NCCL a peer's collective would go on waiting. There a thread
+of the peer, which looks into the store every two seconds, logs the reason and aborts that rank's
+groups, which ends the wait. None of this is a collective, and none of it runs on the training
+thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the ranks of a training tell each other, without any of them waiting.
+"""Texts that the ranks of a training send each other, without any of them waiting.
 
-Texts go through the store that torch's process group met in, and not through a collective: those
-would have to come in the same order on all ranks, between the gradients' own, and would wait.
+Texts go through the store of torch's process group, and not through a collective. Collectives would
+have to run in the same order on all ranks, between those of the gradients, and would wait.
 """
 
 from __future__ import annotations

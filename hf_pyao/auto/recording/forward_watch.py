@@ -1,4 +1,4 @@
-"""``ForwardWatch``: hears of a model's forwards before they run; an owner has one hook for all."""
+"""``ForwardWatch``: is called before a model's forwards; one hook serves all listeners."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class HeldInterrupts:
         self._came.append((number, frame))
 
     def let_in(self) -> None:
-        """Have the handlers run that wait; they may raise."""
+        """Run the handlers that wait; they may raise."""
         while self._came:
             number, frame = self._came.pop(0)
             self._handlers[number](number, frame)

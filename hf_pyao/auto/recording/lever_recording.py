@@ -1,4 +1,4 @@
-"""The step of a model that runs with other levers, recorded on a fake copy; and which may be."""
+"""Records a running model's step with other levers, on a fake copy, where that is possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step of a model that runs, on fake tensors: the same operations, and no memory.
+"""A training step of a running model on fake tensors: the same operations, and no memory.
 
 :class:`CopiedStep` runs a fake copy of a model, called as
 :class:`~hf_pyao.auto.recording.seen_forward.SeenForward` says. It changes neither the model's
@@ -199,7 +199,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 def _without_pointers(fake_mode: FakeTensorMode) -> FakeTensorMode:
-    """Have tensors refuse to tell an address: theirs is 0, and a kernel would go there.
+    """Make fake tensors refuse to return an address: theirs is 0, and a kernel would write there.
 
     Where torch does not know that yet, nothing can be done.
     """
@@ -247,7 +247,7 @@ def _same_random_numbers() -> AbstractContextManager[None]:
 
 
 def _no_global_hooks() -> AbstractContextManager[None]:
-    """Call no hooks that are on all modules: whoever put them on means real ones."""
+    """Call no hooks that are on all modules: they are meant for the real model."""
     from hf_pyao.model.fake_cuda.cuda_operations import Replacement, replaced
 
     place = nn.modules.module

@@ -1,4 +1,4 @@
-"""Takes equal layers out of a model that is only looked at: four of them tell of all."""
+"""Takes equal layers out of a model that is only recorded: four of them represent all."""
 
 from __future__ import annotations
 

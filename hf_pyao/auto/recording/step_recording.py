@@ -51,7 +51,7 @@ class FakeStep(Protocol):
 
     @property
     def kernels(self) -> KernelSettings:
-        """The device and the process that workspaces of kernels are reckoned for."""
+        """The device and the process that workspaces of kernels are computed for."""
         ...
 
     @property
@@ -69,7 +69,7 @@ class FakeStep(Protocol):
         ...
 
     def let_gradients_go(self, model: nn.Module) -> None:
-        """Have gradients leave the device as they are complete, if they do."""
+        """Move gradients off the device as they are complete, if training does."""
         ...
 
     def before(self, model: nn.Module) -> Sequence[Tensor]:
@@ -92,7 +92,7 @@ class _LayersAreMissingError(Exception):
 def _with_all_layers_if_it_must(
     record: Callable[Parameters, tuple[RecordedStep, int]],
 ) -> Callable[Parameters, tuple[RecordedStep, int]]:
-    """Have *record* run all layers where a step fails without: its code may count its layers."""
+    """Record again with all layers if a step fails without: its code may count its layers."""
 
     @functools.wraps(record)
     def recorded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> tuple[RecordedStep, int]:

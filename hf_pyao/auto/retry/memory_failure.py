@@ -1,4 +1,4 @@
-"""What is known of a micro-batch that did not fit, and what to do about it, in words."""
+"""Describes a micro-batch that did not fit, and what the user can do about it."""
 
 from __future__ import annotations
 

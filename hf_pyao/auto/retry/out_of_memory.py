@@ -167,7 +167,7 @@ class MicroBatchRunner:
         return not attempt.reason_not_again(error, self._model())
 
     def _take_back(self, error: Exception, attempt: _Attempt) -> None:
-        """Have layers run once, for the next try and afterwards."""
+        """Run each layer once, in the next try and afterwards."""
         attempt.has_run_without = True
         attempt.undo()
         self._guard.take_back()
@@ -215,7 +215,7 @@ class MicroBatchRunner:
             self._alarm.raise_it(message)
 
     def _look_for_alarm(self, error: Exception) -> None:
-        """Raise what another rank ended with, if *error* comes of that."""
+        """Raise the error that another rank ended with, if it caused *error*."""
         alarm = self._alarm if isinstance(error, RuntimeError) else None
         message = "" if alarm is None else alarm.heard()
         if message:

@@ -11,7 +11,7 @@ from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 
 
 class RepeatableInputs:
-    """Gives the same inputs to each try, though whoever gets them takes things out.
+    """Gives the same inputs to each try, even if a try removes entries from them.
 
     Args:
         inputs: a batch, mostly a mapping of names to tensors.

@@ -1,8 +1,7 @@
-"""Looks whether second runs gave backward other bits than first runs, or failed.
+"""Checks whether second runs failed, or gave backward other bits than first runs.
 
-Bits are looked at before an optimizer steps, failures before the next forward, and both after a
-micro-batch that can run again. What compares, and what notes failures, is in
-``recompute.verification``.
+Bits are checked before an optimizer steps, failures before the next forward, and both after a
+micro-batch that can run again. ``recompute.verification`` compares bits and notes failures.
 """
 
 from __future__ import annotations

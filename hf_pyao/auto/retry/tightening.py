@@ -1,9 +1,9 @@
-"""What may be done where a micro-batch does not fit: a tighter policy, for the rest of the run.
+"""The ladder for micro-batches that do not fit: tighter policies, for the rest of the run.
 
-The ladder: offload everything; then recompute all that can be; then wait for every copy. Where the
-user has chosen to offload less, or nothing, that gives way: the run would end otherwise. Codecs and
-the limit on host memory stay, so that what was lossless stays so. With policy ``auto`` tighter
-plans come first. The machine in ``hf_pyao.auto.machine`` decides; here is what it starts from.
+The rungs: offload everything; then recompute all that can be; then wait for every copy. They apply
+even where the user has chosen to offload less, or nothing, since the run would end otherwise.
+Codecs and the limit on host memory stay, so that a lossless run stays lossless. With policy
+``auto`` tighter plans come first. The machine in ``hf_pyao.auto.machine`` decides.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MachineTightening:
         self._switch = switch
 
     def tighter(self, error: torch.OutOfMemoryError) -> str | None:
-        """Have the machine decide; None behind the last rung."""
+        """Let the machine decide; None after the last rung."""
         runs_again = bool(self._switch.levers.checkpoint_every)
         return self._driver.send(on.OutOfMemory(runs_again))
 

@@ -1,8 +1,8 @@
-"""The cheapest way to have a value again in backward: what must be stored to rebuild it.
+"""The cheapest way to rebuild a value in backward: which other values must be stored for it.
 
 The engine searches the operations that it has just seen (``recipes``), the planner those of a
-recorded layer (``hf_pyao.plan.step.layer_recipes``). It is one search, over a graph that either of
-them describes, so that a plan is what the engine will do.
+recorded layer (``hf_pyao.plan.step.layer_recipes``). Both use this search, over a graph that they
+describe, so that the engine does what a plan says.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class DroppedStorage(RebuiltStorage):
         value.is_slot(weakref.ref(self))
 
     def live_at(self, home: Home, lingering: Lingering | None) -> None:
-        """Have its memory belong to *home*; *lingering* is its source, if others hold it yet."""
+        """Let its memory belong to *home*; *lingering* is its source, if others still hold it."""
         self.home = home
         self.lingering = lingering
         home.note_visitor()

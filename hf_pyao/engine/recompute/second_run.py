@@ -153,7 +153,7 @@ class PlaceHolder:
         self._tensor = None
 
     def keep(self, keep: Callable[[Tensor], Callable[[], Tensor]]) -> None:
-        """Have its call not run again: *keep* takes the tensor of forward, which is still held.
+        """Give up the second run of its call: *keep* takes forward's tensor, which is still held.
 
         It returns what gives the tensor back.
         """
@@ -250,7 +250,7 @@ class Collector(abc.ABC):
         self._num_seen = 0
 
     def on(self, layer: str) -> contextlib.AbstractContextManager[None]:
-        """Have it get what is saved inside of this context."""
+        """Collect what is saved inside of this context."""
         return _given_to(pack_hook(_collect, self, is_second_run=True), layer)
 
     def collect(self, tensor: Tensor) -> Tensor:
@@ -353,7 +353,7 @@ class Rehearsal(Collector):
 def for_no_one(
     layer: str, is_streamed: Callable[[Tensor], bool]
 ) -> contextlib.AbstractContextManager[None]:
-    """Have what *layer* saves inside of this context last as long as the graph there alone.
+    """Let what *layer* saves inside of this context live only as long as the graph there.
 
     Weights that are streamed do not last: no backward goes through that graph.
     """

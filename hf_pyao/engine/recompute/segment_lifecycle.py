@@ -1,9 +1,9 @@
 """Hooks that put the layers of a model into segments: see [Note: Segments] in ``segments``.
 
-A layer is entered as without segments, so that tape, policies and reports see a call of it; of the
+A layer is entered as without segments, so that tape, policies and reports see a call of it. Of the
 calls of one segment, the first saves one tensor, the others none. The model's own loop calls the
-layers. What it does in between is not seen, and nothing of it may be lost: a segment goes on only
-where a layer gets, unchanged, the very tensor that the layer before has returned.
+layers. The package does not see what the loop does between two layers, so a segment goes on only if
+a layer gets, unchanged, the very tensor that the layer before has returned.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class SegmentLifecycle(Lifecycle):
         is_checkpointed: bool = False,
         is_compiling: bool = False,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Have *module*'s layer join a segment, or begin one.
+        """Let *module*'s layer join a segment, or begin one.
 
         Raises:
             ConflictError: it runs inside the checkpointing of others.

@@ -9,8 +9,8 @@ through the first one.
 
 A place holder dies with the graph node that holds it, and its tensor with it, so that memory is
 freed as backward goes. A graph that is retained keeps its nodes: there, what was used is let go of
-when the next segment runs again, and everything at the end of the backward pass. Whoever asks once
-more, in the same pass or another, has the segment run again.
+when the next segment runs again, and everything at the end of the backward pass. If backward asks
+once more, in the same pass or another, the segment runs again.
 
 Parameters are held as they are, and have no number.
 
@@ -213,7 +213,7 @@ class Segment:
         return ""
 
     def _hand_over(self, part: Part) -> None:
-        """Have the engine keep what the newest call saved, which does not run again."""
+        """Let the engine keep what the newest call saved, which does not run again."""
         self._attention = None
         call, keeper = self._layer_calls[-1], self._keeper
 

@@ -5,7 +5,7 @@ A *value* is the content of one storage from one change to the next. Operations 
 values; views are no operations but geometry, kept with the argument (:class:`Ref`), so that several
 views of a tensor share one rebuilt storage. An operation in place makes a new value of the same
 storage: ``_version`` cannot tell them apart, as it still is the old one while a dispatch mode sees
-the operation. Neither values nor operations hold tensors, but for parameters, buffers and copies of
+the operation. Neither values nor operations hold tensors, except parameters, buffers and copies of
 tiny constants. A buffer that an operation is about to change is copied first.
 """
 

@@ -1,4 +1,4 @@
-"""Records how the tensors of a layer call come about, so that they can be dropped and rebuilt.
+"""Records how the tensors of a layer call are computed, so that they can be dropped and rebuilt.
 
 PyAO traces the operations before a recomputed layer back to activations that are cached (PyAO
 paper, sections 4.4 and 5.4). Here a dispatch mode, on for the layer call alone, sees every
@@ -7,9 +7,9 @@ operation.
 [Note: What is not seen]
 Kernels that do not go through torch's dispatcher are invisible: they fill what an ``empty``
 allocated, or change a tensor behind our back. They live inside of custom autograd functions, where
-gradient mode is off. So whatever an operation touches with gradient mode off, be it only to
-allocate beside it, is from then on of unknown origin; so is memory that was allocated without being
-written. Such a value can be stored, never rebuilt.
+gradient mode is off. So any value that an operation touches with gradient mode off, even only to
+allocate memory like it, is of unknown origin from then on. So is memory that was allocated without
+being written. Such a value can be stored, but not rebuilt.
 """
 
 from __future__ import annotations

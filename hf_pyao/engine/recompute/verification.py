@@ -1,18 +1,18 @@
 """Verifies second runs: what they give to backward must have the bits of the first run.
 
-A layer that runs again in backward may find another world than its first run did: state of its own
-in a place that nobody looks at, a clock, a file. Then it returns other tensors, and gradients are
-wrong without a message. So in some forwards a fingerprint is taken of each tensor that is dropped
-(see ``fingerprints``), and compared with that of the tensor that takes its place in backward. The
-comparison runs on the device; :meth:`SecondRunCheck.read` waits for it, once for each step that was
-checked.
+A layer that runs again in backward may depend on something that has changed since its first run:
+state in a place that this package does not look at, a clock, a file. Then it returns other tensors,
+and gradients are wrong without a message. So in some forwards a fingerprint is taken of each tensor
+that is dropped (see ``fingerprints``), and compared with that of the tensor that takes its place in
+backward. The comparison runs on the device; :meth:`SecondRunCheck.read` waits for it, once for each
+step that was checked.
 
 [Note: Second runs that fail]
 A second run may also end with an error: the layer raises, saves tensors of another shape, or finds
 a state that cannot be put back. The backward that asked for it is lost. So all kinds of second runs
-are watched by :meth:`SecondRuns.watch`, which notes the layer and lets the error pass. Whoever runs
-the micro-batch again, or the next forward, takes the note and has layers run once. Memory that runs
-out says nothing about the layer, and is not noted.
+are watched by :meth:`SecondRuns.watch`, which notes the layer and lets the error pass. The code
+that runs the micro-batch again, or the next forward, reads the note and runs each layer once.
+Out-of-memory errors say nothing about the layer, and are not noted.
 
 [Note: Unsteady layers]
 Some kernels do not give the same bits twice: they add with atomic operations, in whatever order

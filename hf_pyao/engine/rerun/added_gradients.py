@@ -35,7 +35,7 @@ class _Aside:
 class AddedOnce:
     """Puts gradients aside until the next backward comes to them; see [Note: Adding once].
 
-    Used as a context around the next try, whatever becomes of that.
+    Used as a context around the next try, whether that succeeds or not.
 
     Args:
         added: parameters, and the gradients to which backward has added.

@@ -1,4 +1,4 @@
-"""What a function found when it ran, put back when it runs again in backward."""
+"""Notes what a call found when it ran, and puts it back when the call runs again in backward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FirstRun:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Have the same hold inside of this context; what changes inside does not outlast it.
+        """Put it back inside of this context; changes made inside do not outlast the context.
 
         Random numbers stay as they are left in it.
 

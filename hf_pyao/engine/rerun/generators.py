@@ -48,7 +48,7 @@ def _is_of_torch() -> bool:
 class ExclusiveDraws:
     """Holds the default generators of the process for the calling thread, from `start` to `stop`.
 
-    ``stop`` may be called again, also by whoever takes down what an interrupt has left.
+    ``stop`` may be called again, also by the code that cleans up after an interrupt.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class RandomStates:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Have the state at the end be that at the beginning, if it is set inside."""
+        """Put the state at the end back to that at the beginning, if states are set inside."""
         if not self._states:
             yield
             return

@@ -240,7 +240,7 @@ class Noted:
         return self._name(self.parameters[changed])
 
     def learn(self) -> None:
-        """Have the inventory copy from now on what has changed in place, by whatever means."""
+        """Copy from now on, in each note, the tensors that have changed in place, by any means."""
         for each in self._tensors:
             now = each.tensor
             if each.is_written or (each.copy is not None and not are_equal(now, each.copy)):
@@ -279,7 +279,7 @@ class Noted:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Have the state hold inside of this context; what changes inside does not outlast it.
+        """Put the state back inside of this context; changes made inside do not outlast it.
 
         Tensors whose content was copied are replaced by copies, so that nothing is written into
         the ones that others hold.

@@ -1,4 +1,4 @@
-"""What one call of a layer finds in its modules and arguments, put back when it runs again."""
+"""Notes what a call of a layer finds in modules and arguments; puts it back for a second run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StateOfCall:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Have the layer find the same again; nothing that it changes lasts.
+        """Put the state back inside of this context; changes made inside do not outlast it.
 
         Raises:
             SavedTensorModifiedError: a parameter was changed since, or a tensor that the layer or

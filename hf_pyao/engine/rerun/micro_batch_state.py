@@ -178,7 +178,7 @@ def _note(
 ) -> tuple[Sequence[weakref.ref[torch.Tensor] | None], Sequence[int]]:
     """Return weak references on *gradients*, and their versions.
 
-    Weak ones, so that whoever lets go of a gradient meanwhile gets its memory.
+    The references are weak: a gradient that is deleted meanwhile frees its memory.
     """
     if gradients and gradients[0] is not None:
         try:  # mostly all are there, or none is

@@ -1,4 +1,4 @@
-"""Modes and hooks on all modules: what of others stands between a call and its operations.
+"""Modes and hooks of other packages that would see, or change, a second run.
 
 A mode (``TorchFunctionMode``, ``TorchDispatchMode``) or a hook on all modules may change what an
 operation computes, and may keep a state that no one else can see. So while one of another package

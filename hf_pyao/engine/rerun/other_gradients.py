@@ -2,9 +2,9 @@
 
 [Note: Counting backwards]
 Torch numbers backward passes, in all threads together. The engine knows the number of the newest
-that came to its layers; that of a tiny one, run now, tells how many there were since. If none, or
-only the one that failed, what that could write is known from its graph, and nothing else was. Only
-where there were others, all tensors that have a gradient are under suspicion.
+one that came to its layers. A tiny backward, run now, shows how many there have been since. If
+there was none, or only the one that failed, its graph shows what it could write. Only if there were
+others, every tensor that has a gradient may have been written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an operation's result depends on beside its inputs: noted in forward, put back to run again.
+"""Notes what an operation's result depends on beside its inputs, and puts it back for a second run.
 
 Autocast, settings of torch, which attention kernels are allowed, the default device, random states.
 Modes and hooks on all modules are not put back: see ``modes``.
@@ -45,7 +45,7 @@ class Autocast:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Have the same state inside of this context."""
+        """Put the state back inside of this context."""
         with contextlib.ExitStack() as stack:
             for each, now in zip(self._states, self._now(), strict=True):
                 if each != now:
@@ -92,7 +92,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Have them hold inside of this context. Random states stay as they are left in it."""
+        """Put them back inside of this context. Random states stay as they are left in it."""
         settings, kernels = current_settings(), _kernels_now()
         with modes_of_forward(self._device), self.autocast.put_back():
             try:

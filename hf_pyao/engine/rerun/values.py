@@ -214,7 +214,7 @@ def _is_of_engine(value: Any) -> bool:
 
 
 def put(each: Holder, copy: Any) -> None:
-    """Have a holder hold *copy*, and what engines have put there since."""
+    """Put *copy* into a holder; what engines have put there since stays."""
     if not each.content.same(each.holder, copy):
         each.content.put(each.holder, with_present(each.holder, copy))
 

@@ -1,8 +1,9 @@
-"""Whether weights still hold what they held, known from a few elements of each.
+"""Tells from a few elements of each weight whether the weights have changed.
 
 An optimizer that steps inside of backward, and writes through ``.data`` or by a fused kernel,
-changes no version. It changes nearly all elements of what it steps, so that a few elements tell.
-Taking a sample is one kernel for each dtype and device, and waits for nothing. Comparing it waits.
+changes no version. It changes nearly all elements of the weights that it steps, so a few elements
+show it. Taking a sample runs one kernel for each dtype and device, and waits for nothing. Comparing
+waits for the device.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class OffloadEngine:
         """Settings that turned out to do nothing."""
         self.idle_warnings = IdleWarnings(self.effects)
         self.passed_over = ""
-        """Why hooks stayed off when a layer was entered last in vain; empty if that never was."""
+        """Why hooks stayed off, in the last layer call in which they did; empty if in none."""
         self.observer: Observer | None = None
         """Hears what happens; see :meth:`observe`."""
         self._observers: tuple[Observer, ...] = ()
@@ -143,7 +143,7 @@ class OffloadEngine:
         return self._weights
 
     def stream(self, weights: StreamedWeights | None) -> None:
-        """Have what layers save of *weights* be known as theirs, from the next forward on."""
+        """Recognise what layers save of *weights*, from the next forward on; None: of none."""
         self._weights = weights
         self.packer.weights = weights
         self.unpacker.weights = weights
@@ -155,7 +155,7 @@ class OffloadEngine:
             self.packer.note_shapes()
 
     def enter_always(self, is_wanted: bool) -> None:
-        """Have layers entered also while the policy keeps everything, from the next forward on."""
+        """Enter layers also while the policy keeps everything, from the next forward on."""
         self._enters_always = is_wanted
         self._look_whether_to_rest()
 
@@ -168,7 +168,7 @@ class OffloadEngine:
         self.link.set_window(window_bytes)
 
     def wait_for_every_copy(self) -> None:
-        """Have nothing in flight from now on: the tightest there is, and the slowest.
+        """Wait for each copy as it is queued: the smallest memory there is, and the slowest.
 
         Holds for all engines that share the link.
         """
@@ -183,7 +183,7 @@ class OffloadEngine:
         self._tell_observers()
 
     def observe_too(self, observer: Observer) -> None:
-        """Tell *observer* until :meth:`stop_observing`, whoever else is told."""
+        """Tell *observer* until :meth:`stop_observing`, beside the others."""
         self._lasting_observers = (*self._lasting_observers, observer)
         self._tell_observers()
 

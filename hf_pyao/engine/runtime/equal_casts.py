@@ -1,9 +1,9 @@
-"""Knows the casts that autocast makes of one tensor for several projections.
+"""Recognises the casts that autocast makes of one tensor for several projections.
 
 Query, key and value projections read the same hidden states, and so do gate and up projections.
 Under autocast each ``nn.Linear`` casts them for itself: distinct storages with equal values, of
-which one needs to be moved. Equal they are if both are casts of one tensor at one version, which
-the graph tells: see :func:`cast_key`.
+which only one needs to be moved. Two storages are equal if both are casts of one tensor at one
+version, which the graph shows: see :func:`cast_key`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where whoever watches an engine listens: slots, copies, modules, parts of the overhead."""
+"""Observers of an engine: they are told of slots, copies, modules, parts of the overhead."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The forward side: what becomes of each tensor that autograd saves.
+"""The forward side: keeps, moves or drops each tensor that autograd saves.
 
-``pack`` reads: look whether it can move, whether it was seen, decide, move or keep, record. It
-runs for every saved tensor of every layer, so the common case is written out and what is rare is
-left to functions of its own. In-place changes: see [Note: In-place changes] in ``saved_tensor``.
+``pack`` checks whether a tensor can move and whether it was seen before, asks the policy, moves or
+keeps the tensor, and records that. It runs for every saved tensor of every layer, so the common
+case is written out, and rare cases are in functions of their own. In-place
+changes: see [Note: In-place changes] in ``saved_tensor``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine asks of whoever traces a layer call, drops storages and rebuilds them."""
+"""The protocol of recomputation: traces a layer call, drops storages and rebuilds them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Ownership runs one way: graph node → handle (:class:`SavedTensor`, :class:`KeptTensor`) → record
 (:class:`SavedStorage`) → :class:`~hf_pyao.engine.transfer.moved_bytes.MovedBytes` → buffers. The
 engine itself holds weak references only, so a buffer lives exactly as long as some node may still
-ask for it, whatever becomes of the graph.
+ask for it, even if the graph is never run backward.
 
 [Note: In-place changes]
 Hooks switch off autograd's version check. A kept tensor is compared with its version at unpack. For
@@ -286,7 +286,7 @@ class SavedStorage(WatchedStorage):
         return self._mover.read(self.moved)
 
     def survives_a_change(self) -> bool:
-        """Have its bytes leave before compute changes the memory; False if the host has no room.
+        """Copy its bytes away before compute changes the memory; False if the host has no room.
 
         Other regions of it may be changed by right while the copy is on its way.
         """

@@ -179,7 +179,7 @@ class LayerCall:
     # ---- its forward ---------------------------------------------------------------------------
 
     def recompute_with(self, recomputation: Recomputation) -> None:
-        """Have what is saved from here on traced."""
+        """Trace what is saved from here on."""
         self.recomputation = recomputation
 
     def enter(self, path: str, cast_input: torch.Tensor | None) -> None:
@@ -425,7 +425,7 @@ class MicroBatch:
             other.micro_batch = self
 
     def leave_out(self) -> None:
-        """Have it count nowhere: it failed, and is run again."""
+        """Leave it out of all figures: it failed, and is run again."""
         self.is_published = True
 
     def publish(self) -> MicroBatchStats | None:

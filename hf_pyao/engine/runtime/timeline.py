@@ -105,7 +105,7 @@ class StepTimeline(Observer):
             else:
                 self._overheads.append((what, str(label), start, end, part.inner))
 
-    # ---- what came of it -----------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------
 
     def overheads_ms(self) -> dict[str, float]:
         """Return the time of each part of the overhead, without what ran inside of it, in ms.

@@ -6,7 +6,7 @@ when released), so tensors of other sizes, as with other sequence lengths, reuse
 
 [Note: Buffer lifetime]
 A released buffer may still be read by a copy that was queued before. The pool therefore keeps the
-newest such copy of each queue in :attr:`HostPool.barriers`; whoever writes into a pool buffer
+newest such copy of each queue in :attr:`HostPool.barriers`; code that writes into a pool buffer
 orders the write behind them (``Transport.offload(..., after=pool.barriers)``). The copies of one
 queue run in order, so the newest one stands for all before it.
 Buffers are released from destructors, which may run on any thread and inside any other call of

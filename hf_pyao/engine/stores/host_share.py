@@ -1,4 +1,4 @@
-"""How much host memory one process takes where nobody says how much."""
+"""How much host memory one process takes if the configuration does not say."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Slab:
         return offset
 
     def free_all_but(self, taken: list[tuple[int, int]]) -> None:
-        """Have free again what *taken*, ranges (offset, nbytes) in ascending order, leaves."""
+        """Mark everything as free except *taken*, ranges (offset, nbytes) in ascending order."""
         free = []
         start = 0
         for offset, nbytes in [*taken, (self.memory.numel(), 0)]:
@@ -128,7 +128,7 @@ class SlabSource:
         return torch.cuda.is_available() and _page_lock(memory)
 
     def _try_sizes(self, nbytes: int, least: int, *, pin: bool) -> tuple[torch.Tensor | None, str]:
-        """Return the largest slab to be had, and what the machine said to the last larger one."""
+        """Return the largest slab that the machine gives, and its error for the last larger one."""
         refusal = ""
         for size in _sizes_to_try(nbytes, least):
             try:

@@ -1,1 +1,1 @@
-"""torch's saved-tensor hooks, their stack, and what else of torch stands around a call."""
+"""torch's saved-tensor hooks and their stack, and other hooks of torch around a layer call."""

@@ -1,10 +1,11 @@
 """Forwards of a layer in which hooks stay off, and why.
 
 [Note: Forwards inside a backward pass]
-Recomputation runs layers inside a backward pass; what they save then is used at once, and stays. A
-checkpoint of torch's has its own hooks on top by then, and a reentrant one runs in the backward of
-a custom autograd function, as those of other libraries do. Any other forward in there is one of its
-own, such as one in a tensor's hook that calls backward itself (GradCache): it is offloaded.
+Recomputation runs layers inside a backward pass. What they save then is used at once, and stays on
+the device. A checkpoint of torch's has its own hooks on top by then, and a reentrant one runs in
+the backward of a custom autograd function, as those of other libraries do. Any other forward inside
+a backward pass is independent of it, such as one in a tensor's hook that calls backward itself
+(GradCache): it is offloaded.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Taking things out of stacks of torch's that others push to as well.
+"""Removes entries from stacks of torch's that others push to as well.
 
 [Note: Interrupts]
-A signal's handler, and with it KeyboardInterrupt, may run between any two steps of Python. So what
-an interrupt left behind is not looked up in notes of ours, but where torch has it: saved-tensor
-hooks are known by their pack function on autograd's stack, a trace by its type on the stack of
-dispatch modes, module hooks by their type in the modules' dictionaries. Taking down is made of
-steps that may be repeated: whoever is interrupted in it does it again, and goes on raising. Where
-two steps must not come apart, one call into C does both: no handler runs inside of one.
+A signal's handler, and with it KeyboardInterrupt, may run between any two steps of Python. So the
+package does not rely on records of its own to find what an interrupt left behind, but looks where
+torch keeps it: it knows saved-tensor hooks by their pack function on autograd's stack, a trace by
+its type on the stack of dispatch modes, and module hooks by their type in the modules'
+dictionaries. Cleaning up consists of steps that may be repeated: code that is interrupted in it
+does it again, and goes on raising. Where two steps must not be separated, one call into C does
+both: no handler runs inside of one.
 """
 
 from __future__ import annotations

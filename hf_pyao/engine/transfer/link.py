@@ -82,5 +82,5 @@ class LinkContext:
         return self.tiers.has_room(nbytes)
 
     def wait_for_every_copy(self) -> None:
-        """Have nothing in flight from now on, whoever uses the link: the device is full."""
+        """Wait for each copy as it is queued, for all users of the link: the device is full."""
         self.offloads.set_limit(0)

@@ -1,8 +1,8 @@
 """Where the bytes of one range of a storage are: on the device, in a tier, or on their way.
 
-Ownership runs one way: whoever may still ask for the bytes holds :class:`MovedBytes`, and that
-holds the buffers. The mover refers to it weakly, so a buffer lives exactly as long as
-someone may ask for it. Its attributes change here alone;
+Ownership runs one way: a record that may still ask for the bytes holds :class:`MovedBytes`, and
+that holds the buffers. The mover refers to it weakly, so a buffer lives exactly as long as
+someone may ask for it. Only this file changes its attributes;
 :class:`~hf_pyao.engine.transfer.mover.Mover` says when.
 """
 

@@ -1,8 +1,8 @@
-"""Moves byte ranges to a tier and back: the only one who knows where bytes may be.
+"""Moves byte ranges to a tier and back: the only part that knows where bytes may be.
 
 A caller gives bytes away with :meth:`Mover.offload` and gets them back with
-:meth:`Mover.read`, whatever became of them meanwhile. When which copy is queued, and whose
-memory is let go behind what, is in [Note: Stream order] in ``transport``.
+:meth:`Mover.read`, wherever they are by then. [Note: Stream order] in ``transport`` says when
+which copy is queued, and when memory is released.
 """
 
 from __future__ import annotations

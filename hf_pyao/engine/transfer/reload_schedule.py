@@ -1,7 +1,7 @@
-"""The schedule of what one engine brings back, told in terms of moved bytes.
+"""The schedule of what one engine brings back, in terms of moved bytes.
 
 :class:`~hf_pyao.engine.transfer.schedule.Schedule` knows ids and sizes. Here an id stands for a
-weak reference to whoever holds the bytes: what no one can ask for any more is not brought back.
+weak reference to the holder of the bytes: bytes without a holder are not brought back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where whoever watches an engine is told of copies and codecs."""
+"""The protocol of what is told of copies and codecs."""
 
 from __future__ import annotations
 

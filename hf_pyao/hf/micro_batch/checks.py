@@ -1,4 +1,4 @@
-"""What a choice of micro-batch cannot go together with, refused with the remedy."""
+"""Refuses what a choice of micro-batch cannot be combined with, and names the remedy."""
 
 from __future__ import annotations
 

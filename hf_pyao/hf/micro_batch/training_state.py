@@ -1,4 +1,4 @@
-"""What a Trainer will have on its device besides a step, and how it is told of its batch size."""
+"""What a Trainer has on its device besides a step, and how its batch size is set."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def nbytes_of(model: nn.Module) -> int:
 
 
 def take_batch(trainer: Any, micro_batch: int, accumulation: int) -> int:
-    """Have *trainer* train with these; return its batch size for each process."""
+    """Set these on *trainer*; return its batch size for each process."""
     args = trainer.args
     args.per_device_train_batch_size = micro_batch
     args.gradient_accumulation_steps = accumulation

@@ -26,7 +26,7 @@ from hf_pyao.model.fake_cuda.quiet import quiet
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of a step that was tried."""
+    """The result of a step that was tried."""
 
     has_run: bool
     """False: it ran out of memory."""

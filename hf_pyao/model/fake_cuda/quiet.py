@@ -18,7 +18,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Have torch print no traceback of an operation that fake tensors cannot run; it raises too."""
+    """Stop torch from printing the traceback of an operation that raises on fake tensors."""
     with _at_least("torch._subclasses.fake_tensor", logging.CRITICAL):
         yield
 

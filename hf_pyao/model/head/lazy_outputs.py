@@ -1,15 +1,15 @@
 """Model outputs whose logits are computed when they are read.
 
-A model's output holds :class:`DeferredLogits` after a training forward. Whoever reads it by name or
-place (``outputs.logits``, ``outputs["logits"]``, ``outputs[1]``) gets a tensor; whoever walks
-through all of it (DDP, FSDP, DeepSpeed, ``accelerate``'s casting) gets the stand-in and computes
+A model's output holds :class:`DeferredLogits` after a training forward. Code that reads it by name
+or place (``outputs.logits``, ``outputs["logits"]``, ``outputs[1]``) gets a tensor. Code that walks
+through all of it (DDP, FSDP, DeepSpeed, ``accelerate``'s casting) gets the stand-in, and computes
 nothing.
 
 [Note: Names from the output] A walk asks the output for its names, by its keys or its dataclass
-fields, and reads each of them: ``outputs[key]``, ``getattr(outputs, field.name)``. Such a reading
-differs from a user's in one thing only: where the name comes from. So the names that our outputs
-give away are marked, and what is read by a marked name is what is stored. They are strings that are
-equal to any other of the same letters.
+fields, and reads each of them: ``outputs[key]``, ``getattr(outputs, field.name)``. Such a read
+differs from a user's only in where the name comes from. So the names that these outputs return are
+marked, and a read by a marked name returns what is stored. Marked names are strings, equal to plain
+strings of the same letters.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 [Note: Calls through the head] A chunked loss needs the head's weight where the head's own call
 would have it: moved by ``accelerate``, gathered by ZeRO-3 or FSDP, cast. So it runs *inside* a call
-of the head: the innermost module's ``forward`` is exchanged for the length of that call, and every
-wrapper and hook around it does its work as ever, in forward and, as the result is a tensor of the
-graph, in backward.
+of the head: the innermost module's ``forward`` is exchanged for the length of that call. Every
+wrapper and hook around it works as usual in forward and, since the result is a tensor of the graph,
+in backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logits that were computed beside a loss which does not go through them."""
+"""Logits that were computed in addition to a loss which does not use them."""
 
 from __future__ import annotations
 

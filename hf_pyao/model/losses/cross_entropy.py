@@ -85,7 +85,7 @@ def chunked_linear_cross_entropy(
             do. The gradient of the rows after them is zero.
         chunk_tokens: most tokens per chunk; None: by :func:`default_budget_bytes`.
         expected_factor: 0-dim, what a summed loss will most likely be multiplied by, such as
-            ``1 / num_items_in_batch``; gradients are right with any other, but for rounding.
+            ``1 / num_items_in_batch``; gradients are right with any other, except for rounding.
         waiting: where the head's gradient waits for a tied embedding's; *weight* is the alias that
             belongs to it then (tied_embedding.py).
 

@@ -9,11 +9,11 @@ the chunked loss. So the model's own loss code runs, with all it does about shif
 labels, ``num_items_in_batch`` or smoothing, for any model and any loss function that ends there.
 Any other use computes the logits, once, exactly as the head would have, and goes on with them.
 
-[Note: Relatives] Objects made of each other stand for tensors that may share memory and graph. As
-long as nobody has seen an element there is nothing to share. When the first of them is computed,
-all that are alive are, each by the operation that made it of its parent's tensor: views are views,
-copies are copies, and whatever happens to one from then on (a hook, an assignment to a slice,
-``mul_``) reaches the others, and the loss, as it would without us.
+[Note: Relatives] Objects made from each other stand for tensors that may share memory and graph. As
+long as nobody has read an element, there is nothing to share. When the first of them is computed,
+all that are alive are computed too, each by the operation that made it from its parent: views are
+views, and copies are copies. Whatever is done to one from then on (a hook, an assignment to a
+slice, ``mul_``) reaches the others and the loss, as it would without hf_pyao.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Whether tensors still hold what they held: for logits that are computed later than they were due.
+"""Whether tensors have changed, for logits that are computed later than in the model's own code.
 
 [Note: Unchanged] An in-place change bumps a tensor's version, but not every one does: fused
 optimizers, ``p.data.add_`` and custom kernels write past it, and ``p.data = q`` exchanges the
 memory. So a sample of the elements is kept beside the version: one of each row of a matrix at
-least, each time in another column. What is written to whole rows or columns of a weight is seen;
-what is written past the version to a few single elements may not be. Taking the sample is one small
-kernel and waits for nothing. Comparing it waits for the device, and happens only when somebody
-reads the logits after the loss was taken.
+least, each time in another column. A write to whole rows or columns of a weight is seen; a write
+past the version to a few single elements may be missed. Taking the sample is one small kernel and
+waits for nothing. Comparing it waits for the device, and happens only if the logits are read after
+the loss was taken.
 """
 
 from __future__ import annotations

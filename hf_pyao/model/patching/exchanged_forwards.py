@@ -5,12 +5,12 @@ embedding) have to end with us. The module's ``forward`` is then a dispatcher th
 is calling: one that has exchanged it gets its answer, any other the module's own forward. So
 several threads can use one model at a time.
 
-An interrupt may come between any two lines. Therefore what is exchanged is written down before it
-is; taking back goes by what is written down, may be done twice, and finishes what another one has
-begun; and :meth:`ExchangedForwards.during` does it twice, the second time in case that the first
-was interrupted. There is no lock, which an interrupt could leave locked. A thread first writes what
-it wants (its answers), then makes the module's ``forward`` agree with what all threads want, and
-does so again as long as that has changed meanwhile: whoever comes last sees the others.
+An interrupt may come between any two lines. Therefore each exchange is recorded before it is made.
+Taking back follows the record, may be done twice, and finishes what another call has begun.
+:meth:`ExchangedForwards.during` takes back twice, in case the first time was interrupted. There is
+no lock, since an interrupt could leave it locked. A thread first writes its own request (its
+answers), then makes the module's ``forward`` agree with the requests of all threads, and repeats
+that as long as requests have changed meanwhile: the last thread sees those of the others.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Dispatcher:
         self._own = own_forward(module)
 
     def answers_any(self) -> bool:
-        """Whether any thread wants calls of the module to come here."""
+        """Whether any thread has asked for calls of the module to come here."""
         several = list(self.answers.values())
         return any(self._module is module for answers in several for module, _ in answers)
 

@@ -4,8 +4,8 @@
 finds its handle in the module's ``__dict__``: a deep copy of the module, in which the handle is
 None, runs the weights of the copy, and so does an unpickled one, where hf_pyao need not be
 installed. What the module had before is written down first, so that an interrupt between two steps
-leaves something that can be told and taken back. Whoever puts a method of theirs around ours keeps
-it: ours passes all on, then.
+leaves something that can be recognised and taken back. If other code puts a method of its own
+around ours, that stays: ours then only passes calls on.
 """
 
 from __future__ import annotations

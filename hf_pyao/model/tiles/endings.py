@@ -1,10 +1,10 @@
-"""Where a function's last linear layer stands, if nobody asks for what that returns.
+"""Finds a function's last linear layer, whose output second runs need not compute.
 
 [Note: Last products] A tile runs again for its gradients. A linear layer needs its input and weight
-for them, and not what it returns; nor do views of that, and dropout, which are the most that an MLP
-does behind its last one. So the last product is left out as a tile runs again. Which one is last,
-and what comes behind it, is seen once, as the function's first tile runs in its first forward. If
-another time something else comes behind, all tiles run again from the first, and whole.
+for them, but not its output. Neither do views of the output, or dropout, which are the most that an
+MLP does after its last linear layer. So a second run leaves the last product out. Which one is
+last, and what follows it, is recorded once, when the function's first tile runs in its first
+forward. If something else follows it later, all tiles run again from the first, with all products.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is found out about an MLP before it runs in tiles: that it may, and what a token takes."""
+"""Checks before an MLP runs in tiles: whether it may, and how many bytes a token takes."""
 
 from __future__ import annotations
 

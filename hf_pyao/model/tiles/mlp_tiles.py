@@ -152,7 +152,7 @@ class MLPTiles:
         return self._notes.last_plan
 
     def tell(self) -> None:
-        """Log what is left alone: loudly if it is all, and a number of tiles was given."""
+        """Log what does not run in tiles; as a warning if that is all and a number was given."""
         level = logging.INFO
         if not self.num_tiled and self.tiles != "auto":
             level = logging.WARNING
@@ -160,7 +160,7 @@ class MLPTiles:
             logger.log(level, "MLP tiles of %s: %s.", self._name, self._described_left())
 
     def describe(self) -> str:
-        """Return one line about what runs in tiles and what is left alone, and why."""
+        """Return one line about what runs in tiles and what does not, and why."""
         total = self.num_tiled + sum(map(len, self._left.values()))
         how = "as many tiles as keep them small" if self.tiles == "auto" else f"{self.tiles} tiles"
         parts = [f"mlp_tiles={self.tiles}: {self.num_tiled} of {total} MLPs run in {how}"]

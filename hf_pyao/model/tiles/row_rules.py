@@ -1,7 +1,8 @@
 """Which operations treat tokens one by one, and where the tokens are in what they return.
 
-Every rule is told of one operation and returns the place of the tokens in each tensor that it
-returns; where the tokens meet, it raises :class:`NotTokenWise`. What has no rule is refused.
+Every rule gets one operation and returns the place of the tokens in each tensor that the operation
+returns. If the operation mixes tokens, the rule raises :class:`NotTokenWise`. Operations without a
+rule are refused.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ RULES = _rules()
 """Operation, without its overload -> rule."""
 
 NUMBERS_OF_SIZES = {"reshaped", "made", "permuted", "along_dims", "stacked", "layer_norm"}
-"""Rules whose integers are sizes and dimensions, and not numbers to reckon with."""
+"""Rules whose integers are sizes and dimensions, and not operands."""
 
 
 def rule_of(func: Any) -> Rule | None:

@@ -1,9 +1,9 @@
 """An MLP without a module of its own, such as OPT's: its call is put off until it is whole.
 
-[Note: Put off MLPs] The module that goes up returns a stand-in: its input, and what would be done
-to it. Activations and dropout on the way join the chain. When the module that goes down is given
-the stand-in, the whole chain runs in tiles. Anything else that is done with a stand-in computes it,
-as if nothing had been put off.
+[Note: Put off MLPs] The up projection returns a stand-in: its input, and the operations to apply to
+it. Activations and dropout that follow are added to them. When the down projection is called with
+the stand-in, the whole chain runs in tiles. Any other use of a stand-in computes it, as if nothing
+had been put off.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class TiledCall:
     is_compiled: bool = False
     """Whether the function runs compiled code, which has its own linear layers."""
     state: Callable[[], Noted] = Inventory(()).note
-    """Returns what else the function goes by, such as whether it trains: put back in backward."""
+    """Returns what else the function depends on, such as training mode: put back in backward."""
     ending: Ending = field(default_factory=Ending)
     """What is known of the function's end; one for all calls of it."""
     name: str = ""

@@ -1,4 +1,4 @@
-"""One MLP that runs in tiles: what answers for its method, call by call."""
+"""One MLP that runs in tiles: what runs in place of its method."""
 
 from __future__ import annotations
 

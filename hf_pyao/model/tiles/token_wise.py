@@ -50,7 +50,7 @@ class TokenWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[Tensor, Rows | None]] = {}  # holds them, so that ids stay
         self._outside: set[int] = set()
         self.numbers: list[tuple[str, tuple[Any, ...]]] = []
-        """Each operation with the numbers that it reckons with."""
+        """Each operation with its numeric operands."""
         self.draws = False
         """Whether random numbers were drawn."""
         self.refusal: NotTokenWise | None = None
@@ -189,7 +189,7 @@ def reason_not_token_wise(
                 run = partial(_trace, function, fake_mode, sizes[:num_lead], known, on_draw)
                 traces.append(run(widths, dtype, device))
         if traces[0] != traces[1]:
-            return "it reckons with the number of tokens"
+            return "it computes with the number of tokens"
     except NotTokenWise as refusal:
         return str(refusal)
     except Exception as error:  # of the module's own code
@@ -207,7 +207,7 @@ def _trace(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Any]:
-    """Run *function* once; return what it reckoned with."""
+    """Run *function* once; return the numeric operands of its operations."""
     with fake_mode:
         inputs = [
             torch.empty(*leads, width, dtype=dtype, device=device, requires_grad=True)

@@ -76,7 +76,7 @@ class EstimateRow:
     """Tokens of a micro-batch at which uploads pass under compute: two operations for each
     parameter and token."""
     tokens_to_hide_by_clock: float | None = None
-    """The same by what a pass over a layer was reckoned to take."""
+    """The same by the estimated time of a pass over a layer."""
     recomputed_modules: list[str] = field(default_factory=list)
     """What PyAO's rule flags."""
 

@@ -16,7 +16,7 @@ KIND = "prediction"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedPlan:
-    """What a step comes to under one plan. Sizes are in bytes."""
+    """A predicted step under one plan. Sizes are in bytes."""
 
     name: str
     step_ms: float

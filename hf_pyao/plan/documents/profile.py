@@ -79,7 +79,7 @@ class Profile(JsonDocument):
     kind: str = KIND
     title: str
     is_measured: bool = True
-    """False: reckoned from fake tensors and a card's speeds."""
+    """False: computed from fake tensors and a card's speeds."""
     model: dict[str, Any]
     """What tells the model: kinds and number of its layers, a digest of their structure."""
     shapes: list[str] = field(default_factory=list)

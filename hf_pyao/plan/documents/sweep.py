@@ -119,7 +119,7 @@ class SweepReport(JsonDocument):
     kind: str = KIND
     title: str
     is_measured: bool
-    """False: reckoned by the predictor; no model ran."""
+    """False: computed by the predictor; no model ran."""
     budgets_are: str
     """:data:`TENSORS` or :data:`BYTES`."""
     memory_is: str

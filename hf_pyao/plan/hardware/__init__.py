@@ -1,4 +1,4 @@
-"""Speeds and sizes of devices, and what an operation costs: numbers that others reckon with.
+"""Speeds and sizes of devices, and what an operation costs: numbers for simulation and prediction.
 
 ``speeds`` (a device's and a link's), ``presets`` (those of cards that are common), ``device_speed``
 and ``link_speed`` (measured ones), and ``operation_costs`` (arithmetic and memory traffic of an

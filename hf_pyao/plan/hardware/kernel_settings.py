@@ -35,7 +35,7 @@ class KernelSettings(NamedTuple):
 
     @property
     def multiprocessors(self) -> int:
-        """Multiprocessors that are reckoned with."""
+        """Multiprocessors that are assumed."""
         return self.num_multiprocessors or MOST_MULTIPROCESSORS
 
 

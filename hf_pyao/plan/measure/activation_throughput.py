@@ -2,9 +2,9 @@
 
 [Note: What an interval holds]
 The paper times from one pack hook to the next, and divides what is saved by that. A projection
-saves its input before its matrix product runs, so the product is in the interval of whoever saves
-next: what the rule flags by these intervals are parts that save much right after something that
-took no time, not parts that compute little. ``by_device_time`` divides by what a part's own
+saves its input before its matrix product runs, so the product is in the interval of the part that
+saves next. By these intervals the rule flags parts that save much right after something that took
+no time, not parts that compute little. ``by_device_time`` divides by what a part's own
 operations take. The two flag different parts.
 """
 

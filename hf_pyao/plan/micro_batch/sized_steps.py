@@ -1,4 +1,4 @@
-"""A step at any size, and the best plan for it there: what a choice among sizes goes by."""
+"""A step at any size, and the best plan for it there, for a choice among sizes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def fixed_plan(
     name: str,
     limit_bytes: float,
 ) -> SizedPlan:
-    """Return what *program* comes to where it is given what leaves.
+    """Predict *program* for a given set of slots that leave.
 
     Args:
         program: the step.

@@ -1,8 +1,8 @@
-"""What of a plan's levers a configuration may follow: what was not given, and tiles where allowed.
+"""Which levers of a plan a configuration allows: those left open, and tiles if they are "auto".
 
-A plan is for one step: segments of so many layers, MLPs in so many tiles, a certain loss. What the
-user gave is not changed without a word: a plan that contradicts it is refused. Tiles and the
-chunked loss change the order of sums, so that no plan switches them on.
+A plan is for one step: segments of so many layers, MLPs in so many tiles, a certain loss. A plan
+that contradicts what the user gave is refused. Tiles and the chunked loss change the order of sums,
+so no plan switches them on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a planner is asked: the step of a profile, and what a configuration leaves free."""
+"""What a planner gets: the step of a profile, and what a configuration binds and leaves free."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class PlanRequest:
         Args:
             configured: the planner for the step with :attr:`levers`.
             record: records the step with others; raises LeversRefusedError where it cannot be.
-            device: whose speeds *configured* goes by; None: what was measured.
+            device: whose speeds *configured* is timed with; None: what was measured.
             dtypes: by slot, as far as known.
         """
 

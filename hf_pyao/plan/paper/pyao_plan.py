@@ -1,8 +1,8 @@
-"""The plan that PyAO's rule comes to (PyAO paper, sections 4.4, 4.5 and 5.4).
+"""The plan of PyAO's rule (PyAO paper, sections 4.4, 4.5 and 5.4).
 
-What a flagged sub-module saves is recomputed, whoever saved it before: a projection saves the
-result of the activation in front of it, which that may have saved already. The way back leads
-through whatever made it, matrix products too, until it comes to what is stored.
+What a flagged sub-module saves is recomputed, even if another one saved it first: a projection
+saves the result of the activation in front of it, which the activation may have saved already.
+Recomputation goes back through all operations, matrix products too, until it reaches stored values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Budgets of a sweep: how they are written, in which order they run, what comes of them."""
+"""Budgets of a sweep: how they are written, in which order they run, what they yield."""
 
 from __future__ import annotations
 

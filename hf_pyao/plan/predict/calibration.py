@@ -1,9 +1,9 @@
-"""What each operation of a step takes, by a profile: as it was measured, or as it is assumed.
+"""The time of each operation of a step, from a profile: measured, or assumed.
 
 A profile measures sub-modules, and a step has operations. What a sub-module takes by itself is
 shared out among its operations in proportion to what they would cost on an ordinary device
 (:data:`REFERENCE`); what lies between sub-modules is the rest of the layer. Times in which compute
-waited for copies are taken out first: they are the predictor's to say.
+waited for copies are taken out first: the predictor computes those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a profiled step comes to under plans: arithmetic on a profile of either kind."""
+"""Predicts a profiled step under plans: arithmetic on a profile of either kind."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Arithmetic on a :class:`~hf_pyao.plan.step.step_program.StepProgram`. It walks through the
 operations once and does with each slot what the engine would do: queue its copy, hold its memory
-until that is done, bring it back as the window allows. When that is, the engine's own schedule
-decides (``predicted_copies``). No tensor is made, and the simulation, which judges the prediction,
-runs the engine itself.
+until the copy is done, bring it back as the window allows. The engine's own schedule decides when
+(``predicted_copies``). No tensor is made. The simulation, which judges the prediction, runs the
+engine itself.
 
 A step of twenty layers takes some tens of milliseconds to predict.
 """
@@ -100,7 +100,7 @@ def operation_times_ms(program: StepProgram, device: DeviceModel) -> list[float]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What becomes of the slots of a step; fields as the arguments of :func:`predict`."""
+    """A plan for the slots of a step; fields as the arguments of :func:`predict`."""
 
     leaves: Sequence[bool]
     window_bytes: int | None

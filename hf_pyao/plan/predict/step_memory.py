@@ -47,7 +47,7 @@ ACCURACY = 1 / 256
 """Of :attr:`StepMemory.needed_bytes`, as a share of it."""
 
 ROUGHLY = 1 / 48
-"""The same where a search for the largest size goes by it."""
+"""The same in a search for the largest size."""
 
 
 class Reserved(NamedTuple):

@@ -1,4 +1,4 @@
-"""What measuring a plan has shown of the times that it was made with."""
+"""Corrections to predicted times, from measurements of a plan."""
 
 from __future__ import annotations
 

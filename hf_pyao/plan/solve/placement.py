@@ -1,4 +1,4 @@
-"""Which layers do what, where it is decided for how many: spread evenly, as the link wants it."""
+"""Chooses the layers for a decision that is made for a number of layers: spread evenly."""
 
 from __future__ import annotations
 

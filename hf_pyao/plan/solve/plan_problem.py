@@ -141,7 +141,7 @@ class PlanChoice:
 
     groups: tuple[GroupChoice, ...]
     overhead_ms: float
-    """Rebuilding, coding and waiting, by the problem's own reckoning."""
+    """Rebuilding, coding and waiting, by the problem's own estimate."""
     bound_ms: float
     """No choice takes less: the best with fractions of layers."""
 

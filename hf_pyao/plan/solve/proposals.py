@@ -1,9 +1,9 @@
 """Plans that are proposed for a recorded step: by the integer program, and without a solver.
 
 The integer program knows sums only: bytes, time on the link, compute that hides it. It does not
-know in which order copies come, or that they come in bursts. ``predict`` does, so each proposal is
-judged by the prediction of the whole step. If compute still waits for copies, the program is solved
-again with that much less time to hide them. Further proposals need no solver: keep everything,
+know the order of copies, or that they come in bursts. ``predict`` does, so each proposal is judged
+by the prediction of the whole step. If compute still waits for copies, the program is solved again
+with that much less time to hide them. Further proposals need no solver: keep everything,
 checkpoint, offload the layers' inputs, offload everything.
 """
 

@@ -104,7 +104,7 @@ class NotingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         ledger: what is told.
         fake_mode: the mode that the operations run in, if they are on fake tensors.
-        kernels: the device and the process that workspaces of kernels are reckoned for.
+        kernels: the device and the process that workspaces of kernels are computed for.
 
     Tensors from before it are noted by hand::
 

@@ -82,7 +82,7 @@ class StepLayers:
         return self._recipes[key]
 
     def replay(self, recipe: LayerRecipe, moments: Mapping[str, SlotMoments]) -> LayerReplay:
-        """Return what the replay of a layer holds; equal layers are reckoned once."""
+        """Return what the replay of a layer holds; equal layers are computed once."""
         assert self._search is not None
         key = (id(recipe), tuple(moments.values()))
         if key not in self._replays:

@@ -156,7 +156,7 @@ class StepProgram:
     num_tiled_tokens: int = 0
     """Tokens that were cut into as many tiles."""
     kernels: KernelSettings = ANY_DEVICE
-    """The device and the process that workspaces of kernels are reckoned for."""
+    """The device and the process that workspaces of kernels are computed for."""
     residents: Sequence[Resident] = ()
     """The model's own part of :attr:`resident_bytes`, tensor by tensor; empty if it is not known.
     The rest are states of an optimizer, and gradients."""

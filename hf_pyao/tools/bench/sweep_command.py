@@ -26,7 +26,7 @@ and are compared bit for bit.
 
 Measured on this machine, each point in a process of its own. On a GPU memory is the peak of what is
 allocated, on a CPU what autograd holds after forward; a step is a forward and its backward, without
-an optimizer. With --predict no model runs: the predictor reckons on a card that need not be here.
+an optimizer. With --predict no model runs: the step is predicted, for any card.
 """
 
 EPILOG = """\
@@ -117,7 +117,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_predicted(group: Any) -> None:
     from hf_pyao.tools.estimate.common_arguments import ENGINES, OPTIMIZER_BYTES
 
-    group.add_argument("--predict", action="store_true", help="reckon, and run no model")
+    group.add_argument("--predict", action="store_true", help="predict, and run no model")
     group.add_argument("--device-memory", metavar="SIZE", help="memory of the card, if another")
     group.add_argument("--link", metavar="SPEED", help="such as 25GiB/s, each way, if another")
     group.add_argument(
@@ -322,7 +322,7 @@ def _check_is_no_card(device: str | None) -> None:
         return
     raise ConfigError(
         f"--device {echo(device)} names a card, and this sweep is measured on this machine. Add "
-        f"--predict to reckon with the speeds of {card.name}, or give auto, cpu, cuda, ..."
+        f"--predict to use the speeds of {card.name}, or give auto, cpu, cuda, ..."
     )
 
 

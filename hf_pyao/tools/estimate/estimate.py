@@ -1,7 +1,7 @@
 """What a model's training would take on a card, by each way to save memory.
 
-Steps are recorded on fake tensors at a few sizes (``recorded_step``), and reckoned at all others
-(``planning``). What is assumed is in ``assumptions``.
+Steps are recorded on fake tensors at a few sizes (``recorded_step``), and computed for all others
+(``hf_pyao.plan``). What is assumed is in ``assumptions``.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class Estimator:
     # ---- programs ------------------------------------------------------------------------------
 
     def program(self, family: Family, micro_batch: int, length: int) -> StepProgram:
-        """Return the step at a size: recorded there, or reckoned from recordings at others."""
+        """Return the step at a size: recorded there, or computed from recordings at others."""
         line = None if micro_batch == 1 else self._line(family, "micro-batch", length)
         return line(micro_batch) if line else self._record(family, micro_batch, length)
 

@@ -2,7 +2,7 @@
 
 The engine, the head loss and transformers run as they do in training. Fake tensors of a CPU stand
 for the device's; where a CPU would pick another operation than CUDA does, CUDA's is put in its
-place (``hf_pyao/tools/simulation``). So no GPU is needed, and none is measured.
+place (``hf_pyao/model/fake_cuda``). So no GPU is needed, and none is measured.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FakeTraining:
     """How the optimizer goes over parameters, where it is torch's and on the device; see
     :func:`~hf_pyao.plan.hardware.beside_step.optimizer_temporaries`."""
     kernels: KernelSettings = ANY_DEVICE
-    """The device and the process that kernels are chosen for, and their workspaces reckoned."""
+    """The device and the process that kernels are chosen for, and their workspaces computed."""
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
@@ -99,7 +99,7 @@ class FakeTraining:
             yield model, fake_mode
 
     def let_gradients_go(self, model: nn.Module) -> None:
-        """Have gradients leave the device as they are complete, if they do."""
+        """Move gradients off the device as they are complete, if training does."""
         if self.training_state == "host":
             for parameter in filter(lambda each: each.requires_grad, model.parameters()):
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

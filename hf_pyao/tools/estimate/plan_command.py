@@ -86,9 +86,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--window",
         default=None,
         metavar="SIZE",
-        help="bytes in flight, or 'layer' (default: as the plan wants it)",
+        help="bytes in flight, or 'layer' (default: the plan chooses)",
     )
-    add("--keep-last-layers", type=int, default=None, metavar="N", help="(default: as it wants)")
+    add("--keep-last-layers", type=int, default=None, metavar="N", help="(default: by the plan)")
     add("--allow-lossy", action="store_true", help="int8 may be chosen where it is faster")
     add("--micro-batch", type=int, default=1, metavar="N", help="of a model (default: 1)")
     add("--sequence-length", type=int, default=512, metavar="N", help="of a model (default: 512)")

@@ -1,4 +1,4 @@
-"""Looks for the largest size that fits, by as few recordings as will do."""
+"""Finds the largest size that fits, with few recordings."""
 
 from __future__ import annotations
 

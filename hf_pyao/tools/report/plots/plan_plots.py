@@ -1,4 +1,4 @@
-"""The plot of a plan: bytes by what becomes of them."""
+"""The plot of a plan: bytes by action."""
 
 from __future__ import annotations
 
