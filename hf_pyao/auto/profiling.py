@@ -282,7 +282,9 @@ class ProfileWriter:
                 self.profile = merge_profiles([self.profile, *others])
                 changed = True
             elif is_last:
-                logger.warning("the profile is of one rank: not all of the others told theirs.")
+                logger.warning(
+                    "the profile covers one rank only: not all of the others sent theirs."
+                )
             else:
                 self._write_if(changed)
                 return
@@ -346,9 +348,9 @@ class ProfileWriter:
                 and not self.is_complete
             ):
                 logger.warning(
-                    "no profile is written: it is of %d micro-batches, and not as many ran forward "
-                    "and backward with layers that are offloaded. Ask for fewer (`profile_steps`), "
-                    "or train longer.",
+                    "no profile is written: it is of %d micro-batches, and fewer ran forward and "
+                    "backward with offloaded layers. Ask for fewer (`profile_steps`), or train "
+                    "longer.",
                     self._num_micro_batches,
                 )
                 self.is_complete = True

@@ -100,7 +100,7 @@ def _watch(heard: _Heard, stop: threading.Event) -> None:
             heard.message = message
             store.set(_heard_keys()[rank], "")
         except Exception as error:  # the rank that held the store has ended
-            logger.debug("nothing is heard of the other ranks any more: %s", error)
+            logger.debug("the other ranks can no longer be heard: %s", error)
             return
         logger.error("another rank has ended, and so does this one. %s", heard.message)
         heard.event.set()

@@ -68,7 +68,7 @@ class RankExchange:
                 return None
             return [self._store.get(key).decode("utf-8") for key in keys]
         except Exception as error:  # a rank that ended takes the store with it
-            logger.debug("nothing heard of the other ranks: %s", error)
+            logger.debug("nothing was heard from the other ranks: %s", error)
             return None
 
     def heard_from(self, rank: int, *, wait_s: float = 0.0) -> str | None:
@@ -88,7 +88,7 @@ class RankExchange:
             text: str = self._store.get(self._key(rank)).decode("utf-8")
             return text
         except Exception as error:  # a rank that ended takes the store with it
-            logger.debug("nothing heard of rank %d: %s", rank, error)
+            logger.debug("nothing was heard from rank %d: %s", rank, error)
             return None
 
     def _key(self, rank: int) -> str:

@@ -390,7 +390,8 @@ def _described(meta: Meta) -> str:
 
 def _other_tensors(name: str, what: str) -> RecomputationError:
     return RecomputationError(
-        f"{name} ran again in backward (checkpoint_every), and did otherwise than in forward: "
-        f"{what}. A layer must do the same each time that it gets the same: what depends on time, "
-        "on a counter of its own or on a cache may not. Give checkpoint_every=0 for this model."
+        f"{name} ran again in backward (checkpoint_every), and computed something else than in "
+        f"forward: {what}. A layer must compute the same from the same inputs: its result must not "
+        "depend on the time, a counter of its own or a cache. Give checkpoint_every=0 for this "
+        "model."
     )

@@ -38,9 +38,9 @@ from hf_pyao.model.patching.exchanged_forwards import (
 
 _NOT_CALLED = (
     "its forward does not call its head: something else computes the loss from hidden states "
-    "already (Liger's patch, say), and hf_pyao stands back"
+    "already (Liger's patch, say), and hf_pyao leaves it alone"
 )
-_TRL = "TRL's fused LM head computes the loss from hidden states itself, and hf_pyao stands back"
+_TRL = "TRL's fused LM head computes the loss from hidden states, and hf_pyao leaves it alone"
 
 _READ = (
     "something reads outputs.logits after training forwards ({reader}): they are computed for it "
