@@ -489,17 +489,18 @@ def _aside() -> Iterator[None]:
     traces = [mode for mode in modes_on() if isinstance(mode, Trace) and not mode.is_paused]
     has_gradients = torch.is_grad_enabled()
     is_inference = torch.is_inference_mode_enabled()
-    # What was on is read first and set again, rather than left: an interrupt may come anywhere.
+    # Grad mode is left by a `with` statement, which no interrupt comes in between, and set again,
+    # since one may come as it is entered.
     try:
         for trace in traces:
             trace.pause()
-        with torch.inference_mode(False) if is_inference else contextlib.nullcontext():
-            torch.set_grad_enabled(False)
+        inference = torch.inference_mode(False) if is_inference else contextlib.nullcontext()
+        with inference, torch.no_grad():
             yield
     finally:
+        torch.set_grad_enabled(has_gradients)
         for trace in traces:
             trace.go_on()
-        torch.set_grad_enabled(has_gradients)
 
 
 def _retire(transport: Transport, slots: Sequence[_Slot], blocks: Sequence[Block]) -> None:
