@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.auto.install import weights
 from hf_pyao.engine.transfer.stream_transport import StreamTicket, StreamTransport
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.tools.simulation.transport import SimulatedTransport
@@ -64,8 +68,13 @@ def steps(model: nn.Module) -> list[torch.Tensor]:
     return [*found, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def run(seed: int, expected: list[torch.Tensor], settings: dict[str, Any]) -> None:
-    model = frozen_stack()
+def run(
+    seed: int,
+    expected: list[torch.Tensor],
+    settings: dict[str, Any],
+    make: Callable[[], nn.Module] = frozen_stack,
+) -> None:
+    model = make()
     transport = SimulatedTransport(seed, copy_streams=1 + seed % 2)
     with attach(model, streamed(settings), transport=transport):
         found = steps(model)
@@ -81,6 +90,64 @@ def test_bits_are_those_of_the_resident_run_under_every_schedule(num_schedules: 
     expected = steps(frozen_stack())
     for seed, settings in zip(range(num_schedules), itertools.cycle(SETTINGS), strict=False):
         run(seed, expected, settings)
+
+
+class Experts(nn.Module):
+    """A layer with fused experts, as transformers' are: its forward is that of transformers."""
+
+    def __init__(self, num_experts: int = 5) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.has_gate, self.has_bias = False, False
+        self.has_post_expert_norm = self.is_transposed = self._is_expert_parallel = False
+        self.is_concatenated = True
+        self.config = SimpleNamespace(_experts_implementation="grouped_mm")
+        self.act_fn = torch.tanh
+        self.up_proj = nn.Parameter(torch.rand(num_experts, SIZE, SIZE), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.rand(num_experts, SIZE, SIZE), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return grouped_mm_experts_forward(self, x, chosen, shares)  # type: ignore[no-any-return]
+
+
+class MixtureLayer(GradientCheckpointingLayer):
+    """Chooses two experts for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(SIZE, 5, bias=False).requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(SIZE))
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self.router(x).softmax(-1).topk(2, -1)
+        out: torch.Tensor = torch.relu(self.experts(x, chosen, shares)) * self.scale + x
+        return out
+
+
+def mixture(num_layers: int = 3) -> nn.Module:
+    torch.manual_seed(1)
+    model = Stack()
+    model.layers = nn.ModuleList(MixtureLayer() for _ in range(num_layers))
+    return model
+
+
+@pytest.mark.parametrize(
+    "num_schedules", [14, pytest.param(NUM_SCHEDULES // 4, marks=pytest.mark.thorough)]
+)
+def test_groups_of_experts_under_every_schedule(
+    num_schedules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "largest_block_bytes", lambda layers: 2 * 4 * SIZE * SIZE)
+    expected = steps(mixture())
+    for seed, settings in zip(range(num_schedules), itertools.cycle(SETTINGS), strict=False):
+        run(seed, expected, settings, mixture)
+
+
+def test_every_access_to_a_slot_of_experts_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "largest_block_bytes", lambda layers: 2 * 4 * SIZE * SIZE)
+    for program in PROGRAMS.values():
+        assert races_of(program, {"policy": "all"}, mixture()) == []
 
 
 def caught(settings: dict[str, Any], num_seeds: int = 14) -> bool:
@@ -110,7 +177,7 @@ def test_mutant_that_brings_the_block_before_is_caught(monkeypatch: pytest.Monke
 
     def upload(ring: WeightRing, block: int, slot: int) -> None:
         before = ring.blocks[max(0, block - 1)] if ring.num_uploads > 6 else ring.blocks[block]
-        with mock.patch.object(ring.blocks[block], "memory", before.memory):
+        with mock.patch.object(ring.blocks[block], "masters", before.masters):
             own(ring, block, slot)
 
     monkeypatch.setattr(WeightRing, "upload", upload)
@@ -144,8 +211,10 @@ def forward_elsewhere(world: World, model: Stack) -> None:
 PROGRAMS = {"one stream": one_stream, "forward elsewhere": forward_elsewhere}
 
 
-def races_of(program: Callable[[World, Stack], None], settings: dict[str, Any]) -> list[str]:
-    model = frozen_stack()
+def races_of(
+    program: Callable[[World, Any], None], settings: dict[str, Any], model: nn.Module | None = None
+) -> list[str]:
+    model = frozen_stack() if model is None else model
     with fake_streams(1) as world:
         with attach(model, streamed(settings), transport=FakeStreamTransport()):
             program(world, model)

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from hf_pyao.auto.install.streamed_forwards import (
-    CastingForward,
     LayerForward,
-    is_cast_by_autocast,
+    module_forward,
 )
 from hf_pyao.auto.install.streaming_checks import check_model, nothing_frozen
 from hf_pyao.auto.install.weights_on_host import WeightsOnHost
@@ -25,23 +24,29 @@ from hf_pyao.engine.stores import Store
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weak_calls import weakly
-from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.weights.blocks import Block, blocks_of
 from hf_pyao.engine.weights.figures import UploadFigures
+from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
 from hf_pyao.engine.weights.tables import put_on, take_off
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.patching.lasting_forward import exchange, give_back
+from hf_pyao.model.weights.experts import ExpertsInGroups
 from hf_pyao.model.weights.places import StayingParameters, move_others
 from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight, move_state
 from hf_pyao.model.weights.shared_weights import shared_weights_of
-from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
+from hf_pyao.model.weights.streamable import (
+    StreamableLayer,
+    largest_block_bytes,
+    streamable_layers,
+)
 from hf_pyao.training_engines import compiled_part
 
 logger = logging.getLogger(__name__)
 
 _LAYER = "_pyao_streamed_layer"
-_CAST = "_pyao_streamed_cast"
+_MODULE = "_pyao_streamed_module"
 _QUANTISED = "_pyao_streamed_quantised"
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
@@ -94,39 +99,50 @@ class StreamedLayers:
         self._homes = [layer.tensors[0][1].device if layer.tensors else device for layer in layers]
         """Where each layer's frozen weights were before."""
         self._quantised: list[QuantisedWeight] = []
-        self._held: dict[int, Block] = {}
-        """By layer, the block whose memory its weights are in now."""
+        self._held: dict[int, Masters] = {}
+        """By layer, the memory that its weights are in now."""
         self._wanted: int | None = num_resident
-        self.blocks: list[Block] = self._blocks_of(layers, self._to_stream(layers, num_resident))
-        self._on_host.check_room(label, self.blocks)
+        streamed = self._to_stream(layers, num_resident)
+        self._masters = self._masters_of(layers, streamed)
+        self.blocks: list[Block] = self._blocks_of([layers[number] for number in streamed])
+        """What is uploaded: layers, or groups of experts and what else their layers have."""
+        self._on_host.check_room(label, self._masters)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the streamed weights on the host."""
-        return sum(block.nbytes for block in self.blocks)
+        return sum(masters.nbytes for masters in self._masters)
 
     @property
     def num_resident(self) -> int:
         """Layers that are not streamed, now or from :meth:`put_on` on."""
-        return len(self._layers) - len(self.blocks)
+        return len(self._layers) - len(self._masters)
 
     def _to_stream(self, layers: Sequence[StreamableLayer], num_resident: int) -> list[int]:
         """Return which layers are streamed where *num_resident* stay."""
         stay = resident_layers(len(layers), num_resident)
         return [n for n, layer in enumerate(layers) if n not in stay and layer.parameters]
 
-    def _blocks_of(
+    def _masters_of(
         self, layers: Sequence[StreamableLayer], streamed: Collection[int]
-    ) -> list[Block]:
-        """Return blocks of the *streamed* layers; those that are held keep their memory."""
-        blocks: list[Block] = []
+    ) -> list[Masters]:
+        """Return the masters of the *streamed* layers; those that are held keep their memory."""
+        found: list[Masters] = []
         for layer in sorted(streamed):
             tensors = layers[layer].tensors
-            block = Block(len(blocks), layers[layer].fqn, tensors, home=self._homes[layer])
+            masters = Masters(layers[layer].fqn, tensors, home=self._homes[layer])
             held = self._held.get(layer)
             if held is not None and held.has(tensors):
-                block.go_on_from(held)
-            blocks.append(block)
+                masters.go_on_from(held)
+            found.append(masters)
+        return found
+
+    def _blocks_of(self, layers: Sequence[StreamableLayer]) -> list[Block]:
+        """Return the blocks of :attr:`_masters`, which are those of *layers*."""
+        blocks: list[Block] = []
+        largest = largest_block_bytes(layers)
+        for layer, masters in zip(layers, self._masters, strict=True):
+            blocks.extend(blocks_of(masters, len(blocks), layer.groups(largest)))
         return blocks
 
     # ---- installing ----------------------------------------------------------------------------
@@ -142,11 +158,11 @@ class StreamedLayers:
         if model is None:
             return
         layers = self._streamable(model)
-        for layer, block in zip(self._numbers(self.blocks), self.blocks, strict=True):
-            if not self._move_to_host(layer, block):
+        for layer, masters in zip(self._numbers(self._masters), self._masters, strict=True):
+            if not self._move_to_host(layer, masters):
                 raise ConfigError(
-                    f"the machine refused {block.nbytes / GIB:.3f} GiB of host memory for the "
-                    f"weights of layer {block.layer!r}. Let more layers stay on the device."
+                    f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
+                    f"weights of layer {masters.layer!r}. Let more layers stay on the device."
                 )
         self._install(model, layers, engine)
 
@@ -171,14 +187,14 @@ class StreamedLayers:
         quantised = self._quantised
         self._uninstall(engine)
         try:
-            for block in self._blocks_of(layers, streamed):
-                layer = self._numbers([block])[0]
-                if block.memory is None and not self._move_to_host(layer, block):
+            for masters in self._masters_of(layers, streamed):
+                layer = self._numbers([masters])[0]
+                if masters.memory is None and not self._move_to_host(layer, masters):
                     logger.warning(
                         "the host has no room for the weights of layer %r: they stay on the "
                         "device (%.3f GiB).",
-                        block.layer,
-                        block.nbytes / GIB,
+                        masters.layer,
+                        masters.nbytes / GIB,
                     )
             for layer in [each for each in self._held if each not in streamed]:
                 if not self._move_to_device(layer):
@@ -204,27 +220,27 @@ class StreamedLayers:
         layers = [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
         return streamable_layers(model, layers)
 
-    def _numbers(self, blocks: Sequence[Block]) -> list[int]:
+    def _numbers(self, masters: Sequence[Masters]) -> list[int]:
         numbers = {fqn: number for number, (fqn, _) in enumerate(self._layers)}
-        return [numbers[block.layer] for block in blocks]
+        return [numbers[each.layer] for each in masters]
 
-    def _move_to_host(self, layer: int, block: Block) -> bool:
-        """Let *block* have memory on the host; False if there is none."""
+    def _move_to_host(self, layer: int, masters: Masters) -> bool:
+        """Let *masters* have memory on the host; False if there is none."""
         self._release(layer)
-        if not self._on_host.take(block):
+        if not self._on_host.take(masters):
             return False
-        self._held[layer] = block
+        self._held[layer] = masters
         return True
 
     def _move_to_device(self, layer: int) -> bool:
         """Let the weights of a streamed layer stay on the device; False if there is no room."""
-        block = self._held[layer]
+        masters = self._held[layer]
         try:
-            copies = block.copies_on(self.device)
+            copies = masters.copies_on(self.device)
         except torch.OutOfMemoryError:
             return False
         self._release(layer)
-        block.leave_for(copies)
+        masters.leave_for(copies)
         return True
 
     def _release(self, layer: int) -> None:
@@ -236,10 +252,11 @@ class StreamedLayers:
         self, model: nn.Module, layers: Sequence[StreamableLayer], engine: OffloadEngine
     ) -> None:
         """Let layers find the weights that are held on the host, and move the rest."""
-        self.blocks = self._blocks_of(layers, self._held)
+        self._masters = self._masters_of(layers, self._held)
+        numbers = self._numbers(self._masters)
+        self._held = dict(zip(numbers, self._masters, strict=True))
+        self.blocks = self._blocks_of([layers[number] for number in numbers])
         streamed = {id(p): p for b in self.blocks for w in b.weights if (p := w.ref()) is not None}
-        numbers = self._numbers(self.blocks)
-        self._held = dict(zip(numbers, self.blocks, strict=True))
         self._quantised = [weight for n in numbers for _, weight in layers[n].quantised]
         self.left_bytes = Counter()
         for number in numbers:
@@ -247,12 +264,17 @@ class StreamedLayers:
         move_others(model, lambda each: id(each) in streamed, self.device)
         if not self.blocks:
             return
-        of_layer = {number: index for index, number in enumerate(numbers)}
+        of_layer: list[list[int]] = [[] for _ in self._layers]
+        for block, number in zip(
+            self.blocks, self._numbers([each.masters for each in self.blocks]), strict=True
+        ):
+            of_layer[number].append(block.index)
         self.ring = ring = WeightRing(
             self.blocks,
-            [of_layer.get(number) for number in range(len(self._layers))],
+            of_layer,
             self._link,
             self.device,
+            read_groups=ExpertsInGroups,
             on_forward=weakly(self._before_forward, None),
             counts=self._counts,
         )
@@ -263,12 +285,16 @@ class StreamedLayers:
             if any(id(p) in streamed for p in module._parameters.values()):
                 self._owners.append(weakref.ref(module))
                 self._staying.put_on(module)
-                if is_cast_by_autocast(module):
-                    self._exchange(module, _CAST, CastingForward(ring, self.device.type))
                 put_on(module, ring)
         for index, (_, ref) in enumerate(self._layers):
-            if (layer := ref()) is not None:
-                self._exchange(layer, _LAYER, LayerForward(ring, index))
+            if (layer := ref()) is None:
+                continue
+            is_in_blocks = len(of_layer[index]) > 1
+            for module in layer.modules():
+                forward = module_forward(module, ring, is_in_blocks=is_in_blocks)
+                if forward is not None:
+                    self._exchange(module, _MODULE, forward)
+            self._exchange(layer, _LAYER, LayerForward(ring, index))
         names = [name for name, p in model.named_parameters() if id(p) in streamed]
         vars(model)[_DDP_IGNORES] = [*vars(model).get(_DDP_IGNORES, ()), *names]
         engine.stream(ring)
@@ -333,8 +359,8 @@ class StreamedLayers:
         """
         self._wanted = None
         self._uninstall(engine)
-        for block in self.blocks:
-            block.move_back()
+        for masters in self._masters:
+            masters.move_back()
         for weight in self._quantised:
             weight.follow()
 
@@ -350,10 +376,13 @@ class StreamedLayers:
         if not self.blocks:
             return f"stream_weights: the weights of all {num_layers} layers are on the device"
         sentence = (
-            f"stream_weights: the frozen weights of {len(self.blocks)} of {num_layers} layers "
+            f"stream_weights: the frozen weights of {len(self._masters)} of {num_layers} layers "
             f"({self.nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
         )
-        if (num_processes := self._on_host.num_processes(self.blocks)) > 1:
+        num_groups = len(self.blocks) - len(self._masters)
+        if num_groups:
+            sentence += f", their experts in {num_groups} groups"
+        if (num_processes := self._on_host.num_processes(self._masters)) > 1:
             sentence += f", in one copy for {num_processes} processes"
         left = {reason: nbytes for reason, nbytes in self.left_bytes.items() if nbytes}
         if left:

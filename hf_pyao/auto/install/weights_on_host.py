@@ -12,7 +12,7 @@ from hf_pyao.engine.stores import Store
 from hf_pyao.engine.stores.host_share import ranks_of_node
 from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.stores.shared_memory import SharedMemory
-from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.model.weights.shared_weights import SharedWeights
 from hf_pyao.ranks import process_rank
 
@@ -35,7 +35,7 @@ class WeightsOnHost:
         self._shared = shared
         self._mapped_files = MappedFiles()
 
-    def check_room(self, label: str, found: Sequence[Block]) -> None:
+    def check_room(self, label: str, found: Sequence[Masters]) -> None:
         """Refuse weights for which there is no room; say what several copies of them come to.
 
         Raises:
@@ -58,59 +58,59 @@ class WeightsOnHost:
                 nbytes * num_ranks / GIB,
             )
 
-    def take(self, block: Block) -> bool:
-        """Let *block* have memory on the host; False if there is none."""
-        if not self._leave_in_place(block):
-            in_place = block.host_bytes_before
-            memory = self._store.reserve(block.nbytes, in_place_of_bytes=in_place)
+    def take(self, masters: Masters) -> bool:
+        """Let *masters* have memory on the host; False if there is none."""
+        if not self._leave_in_place(masters):
+            in_place = masters.host_bytes_before
+            memory = self._store.reserve(masters.nbytes, in_place_of_bytes=in_place)
             if memory is None:
                 return False
-            block.move_to(memory, self._mapped_files.let_go)
+            masters.move_to(memory, self._mapped_files.let_go)
         return True
 
-    def give_back(self, block: Block) -> None:
-        """Count the memory of *block* no longer, whoever still reads it."""
-        if block.memory is not None:
-            self._store.return_reserved(block.memory)
+    def give_back(self, masters: Masters) -> None:
+        """Count the memory of *masters* no longer, whoever still reads it."""
+        if masters.memory is not None:
+            self._store.return_reserved(masters.memory)
 
-    def num_processes(self, found: Sequence[Block]) -> int:
+    def num_processes(self, found: Sequence[Masters]) -> int:
         """Return how many processes have one copy of the weights, this one included."""
         if self._shared is None or not all(map(self._file_of, found)):
             return 1
         return self._shared.num_processes
 
-    def _leave_in_place(self, block: Block) -> bool:
-        """Let *block* stay where they lie, if uploads may read them there; else return False.
+    def _leave_in_place(self, masters: Masters) -> bool:
+        """Let *masters* stay where they lie, if uploads may read them there; else return False.
 
         Where the device needs page-locked memory, uploads of shared weights read a mapping of
         their own; see [Note: Shared weights] in ``../../model/weights/shared_weights.py``.
         """
-        memory = block.lies_in
+        memory = masters.lies_in
         if memory is None:
             return False
         twin = None
         if self._store.is_pinned and not memory.is_pinned():
-            file = self._file_of(block)
+            file = self._file_of(masters)
             twin = None if file is None else file.shared()
             if twin is None or not self._store.page_lock(twin):
                 return False
-        in_place = block.host_bytes_before
-        nbytes = self._counted_bytes(block)
+        in_place = masters.host_bytes_before
+        nbytes = self._counted_bytes(masters)
         if not self._store.count_in(memory, nbytes, in_place_of_bytes=in_place):
             return False
-        block.stay(twin)
+        masters.stay(twin)
         return True
 
-    def _file_of(self, block: Block) -> SharedMemory | None:
-        if self._shared is None or block.lies_in is None:
+    def _file_of(self, masters: Masters) -> SharedMemory | None:
+        if self._shared is None or masters.lies_in is None:
             return None
-        return self._shared.file_of(block.lies_in.untyped_storage())
+        return self._shared.file_of(masters.lies_in.untyped_storage())
 
-    def _counted_bytes(self, block: Block) -> int:
+    def _counted_bytes(self, masters: Masters) -> int:
         """Return the bytes that are to count for this process, beside those that do already."""
-        if block.lies_in is not None and self._store.counts(block.lies_in):
+        if masters.lies_in is not None and self._store.counts(masters.lies_in):
             return 0
         shared = self._shared
-        if shared is None or self._file_of(block) is None:
-            return block.nbytes
-        return -(-block.nbytes // shared.num_processes)
+        if shared is None or self._file_of(masters) is None:
+            return masters.nbytes
+        return -(-masters.nbytes // shared.num_processes)

@@ -39,9 +39,22 @@ def is_inside_checkpoint() -> bool:
     top = _top()
     if top is None:
         return False
-    if _IS_SECOND_RUN in getattr(top[0], "__dict__", ()):
-        return True
-    return any(name in getattr(top[0], "__qualname__", "") for name in _CHECKPOINT_HOOKS)
+    return _IS_SECOND_RUN in getattr(top[0], "__dict__", ()) or _is_of_torchs_checkpoint(top)
+
+
+def hooks_of_checkpoint() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return pack and unpack of torch's checkpoint, if it was entered last; else None."""
+    top = _top()
+    return top if top is not None and _is_of_torchs_checkpoint(top) else None
+
+
+def are_hooks_on() -> bool:
+    """Say whether anyone's hooks are on."""
+    return _top() is not None
+
+
+def _is_of_torchs_checkpoint(hooks: Any) -> bool:
+    return any(name in getattr(hooks[0], "__qualname__", "") for name in _CHECKPOINT_HOOKS)
 
 
 def pack_hook(pack: Callable[..., Any], call: Any, *, is_second_run: bool = False) -> Pack:

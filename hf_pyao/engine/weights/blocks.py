@@ -1,53 +1,95 @@
-"""Blocks: the frozen weights of one layer, in one piece of host memory.
+"""Blocks: what one upload brings to the device, into one slot.
 
-The Parameter objects stay in their modules, with identity and version. Their data become views of
-the block's memory, so that ``state_dict``, ``save_pretrained`` and whoever merges adapters find
-the weights as before. The copy on the host is the only one that lasts: nothing is copied back.
+A block is the streamed weights of one layer. Where the layer has fused experts (parameters whose
+first dimension counts experts), it has several: one of all other weights, and one of each group of
+experts. So a slot need not be as large as all experts of a layer.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import view_of_storage
-from hf_pyao.engine.weights.host_bytes import HostBytes, places_of
+from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES, aligned
+from hf_pyao.engine.weights.masters import Master, Masters
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Parameters of one layer that are divided into groups of experts.
+
+    Args:
+        names: of the parameters, which have one number of experts as their first dimension. A block
+            has a group of each.
+        group_size: experts of a group; the last group may have fewer.
+    """
+
+    names: tuple[str, ...]
+    group_size: int
 
 
 class Weight:
-    """One streamed parameter: its place in a block.
+    """One streamed parameter, or a group of its experts: its place in a block.
 
     Args:
         block: number of the block.
-        name: qualified name in the model.
-        parameter: held weakly.
-        offset: first byte in the block.
-        home: the device that it goes back to.
+        master: the whole parameter on the host.
+        offset: first byte in the block's slot.
+        experts: the first of the group, and the one behind its last; None for all.
     """
 
-    __slots__ = (
-        *("block", "dtype", "home", "name", "nbytes", "offset", "ref", "size", "stand_in"),
-        "stride",
-    )
+    __slots__ = ("block", "experts", "groups", "master", "nbytes", "offset", "size", "stand_in")
 
     def __init__(
-        self, block: int, name: str, parameter: torch.Tensor, offset: int, home: torch.device
+        self, block: int, master: Master, offset: int, experts: tuple[int, int] | None = None
     ) -> None:
         self.block = block
-        self.name = name
-        self.ref: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
+        self.master = master
         self.offset = offset
-        self.dtype = parameter.dtype
-        self.size = parameter.size()
-        self.stride = parameter.stride()
-        self.nbytes = parameter.numel() * parameter.element_size()
-        self.home = home
-        """The device that the parameter goes back to."""
+        self.experts = experts
+        self.size = master.size
+        self.nbytes = master.nbytes
+        if experts is not None:
+            num_experts = experts[1] - experts[0]
+            self.nbytes = master.nbytes // master.size[0] * num_experts
+            self.size = torch.Size((num_experts, *master.size[1:]))
+        self.groups: tuple[Weight, ...] = ()
+        """The groups that the parameter is divided into: this weight stands for all of them."""
         self.stand_in: Callable[[], torch.Tensor | None] | None = None
-        """Returns what is read on the device in place of a parameter of a class of its own."""
+        """Returns what is read on the device in place of a parameter of a class of its own, or of
+        one that comes in groups."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's."""
+        return self.master.dtype
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the parameter."""
+        return self.master.name
+
+    @property
+    def first_byte(self) -> int:
+        """Its first byte in the memory of its layer."""
+        if self.experts is None:
+            return self.master.offset
+        return self.master.offset + self.experts[0] * (self.master.nbytes // self.master.size[0])
+
+    def ref(self) -> torch.Tensor | None:
+        """Return the parameter; None once it is gone."""
+        return self.master.ref()
+
+    def on_host(self) -> torch.Tensor | None:
+        """Return the parameter, or the group of experts in it; None once it is gone."""
+        parameter = self.master.ref()
+        if parameter is None or self.experts is None:
+            return parameter
+        return parameter.detach()[self.experts[0] : self.experts[1]]
 
     def is_read_as(self, stand_in: Callable[[], torch.Tensor | None]) -> None:
         """Let :attr:`stand_in` be *stand_in*; None of it: the plain weight is read."""
@@ -61,143 +103,138 @@ class Weight:
             blank: an empty tensor of the weight's dtype, on the device of *storage*.
         """
         first = self.offset // self.dtype.itemsize
-        return view_of_storage(blank, storage, first, self.size, self.stride)
+        return view_of_storage(blank, storage, first, self.size, self.master.stride)
 
 
-class Block(HostBytes):
-    """The streamed weights of one layer.
+class Block:
+    """Weights of one layer that come to the device together.
 
     Args:
         index: its number among the blocks, in forward order.
-        layer: the layer's qualified name.
-        parameters: name and parameter of each; frozen, dense, on any device.
-        home: the device that they go back to; None: the one that each is on.
+        masters: the weights of its layer on the host.
+        parts: parameters of the layer, or groups of experts of them; None for all parameters.
     """
 
     def __init__(
         self,
         index: int,
-        layer: str,
-        parameters: Sequence[tuple[str, torch.Tensor]],
-        *,
-        home: torch.device | None = None,
+        masters: Masters,
+        parts: Sequence[tuple[Master, tuple[int, int] | None]] | None = None,
     ) -> None:
-        lies_in, offsets, nbytes = places_of([tensor for _, tensor in parameters])
-        super().__init__(lies_in)
         self.index = index
-        self.layer = layer
-        self.weights = weights = tuple(
-            Weight(index, name, parameter, offset, home or parameter.device)
-            for offset, (name, parameter) in zip(offsets, parameters, strict=True)
-        )
-        self.nbytes = nbytes
-        """Bytes that an upload copies."""
-        self.host_bytes_before = sum(
-            weight.nbytes
-            for weight, (_, parameter) in zip(weights, parameters, strict=True)
-            if parameter.device.type == "cpu"
-        )
-        """Bytes that the parameters took on the host before they were moved here."""
+        self.masters = masters
+        self.layer = masters.layer
+        self._is_whole = parts is None
+        if parts is None:
+            self.weights = tuple(Weight(index, each, each.offset) for each in masters.masters)
+            end = masters.nbytes
+        else:
+            self.weights, end = _places_in_slot(index, parts)
+        self.nbytes = end
+        """Bytes that it takes of a slot."""
         self._samples = WeightSamples()
         self._seen: tuple[list[int], list[torch.Tensor]] = ([], [])
 
-    def has(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """Say whether these are the block's weights, in its memory."""
-        if self.memory is None or len(parameters) != len(self.weights):
-            return False
-        key = self.memory.untyped_storage()._cdata
-        return all(
-            weight.ref() is parameter and parameter.untyped_storage()._cdata == key
-            for weight, (_, parameter) in zip(self.weights, parameters, strict=True)
-        )
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The memory of its layer on the host."""
+        return self.masters.memory
 
-    def move_to(
-        self, memory: torch.Tensor, let_go: Callable[[torch.Tensor], None] = lambda _: None
-    ) -> None:
-        """Copy the parameters to *memory*, and let them be views of it.
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what an upload copies: first byte in the slot, and uint8 bytes on the host.
 
-        It may be interrupted, and undone by :meth:`move_back`.
-
-        Args:
-            memory: uint8, shape (:attr:`nbytes`,), on the host.
-            let_go: gets what each parameter was before, once that is copied.
+        Weights that lie beside each other on the host are one piece.
         """
-        self.memory, self._twin = memory, None
-        storage = memory.untyped_storage()
-        with torch.no_grad():
-            for weight, parameter in self._living():
-                blank = torch.empty(0, dtype=weight.dtype, device=memory.device)
-                master = weight.view_of(storage, blank)
-                before = parameter.detach()
-                master.copy_(before)
-                _exchange(weight, parameter, master)
-                let_go(before)
-                del before  # one weight at a time is there twice
-
-    def move_back(self) -> None:
-        """Return parameters to the device that they came from. It may be called again.
-
-        Those that were on the host stay views of the block's memory, which they keep.
-        """
-        if self.memory is None:
+        memory = self.masters.to_upload()
+        if self._is_whole:
+            yield 0, memory[: self.nbytes]
             return
-        key = self.memory.untyped_storage()._cdata
-        with torch.no_grad():
-            for weight, parameter in self._living():
-                if weight.home.type != "cpu" and parameter.untyped_storage()._cdata == key:
-                    _exchange(weight, parameter, parameter.detach().to(weight.home))
-
-    def copies_on(self, device: torch.device) -> list[torch.Tensor]:
-        """Return copies of the weights on *device*, for :meth:`leave_for`.
-
-        Raises:
-            torch.OutOfMemoryError: they do not fit.
-        """
-        with torch.no_grad():
-            return [p.detach().to(device, copy=True) for _, p in self._living()]
-
-    def leave_for(self, copies: Sequence[torch.Tensor]) -> None:
-        """Let the parameters have *copies* for data. Graphs may still read the block's memory."""
-        with torch.no_grad():
-            for (weight, parameter), copied in zip(self._living(), copies, strict=True):
-                _exchange(weight, parameter, copied)
-                weight.ref = _gone
+        start = source = length = 0
+        for weight in self.weights:
+            if weight.first_byte - source == weight.offset - start and length:
+                length = weight.offset - start + weight.nbytes
+                continue
+            if length:
+                yield start, memory[source : source + length]
+            start, source, length = weight.offset, weight.first_byte, weight.nbytes
+        if length:
+            yield start, memory[source : source + length]
 
     def note_content(self) -> None:
         """Remember what the weights hold, for :meth:`has_changed`."""
-        parameters = [parameter for _, parameter in self._living()]
-        versions = [parameter._version for parameter in parameters]
-        self._seen = (versions, self._samples.take(parameters))
+        tensors = self._on_host()
+        self._seen = ([tensor._version for tensor in tensors], self._samples.take(tensors))
 
     def has_changed(self) -> bool:
         """Say whether the weights on the host were changed since :meth:`note_content`.
 
         By version; writes through ``.data`` change none, and are known by a few elements.
         """
-        parameters = [parameter for _, parameter in self._living()]
+        tensors = self._on_host()
         versions, samples = self._seen
-        if versions != [parameter._version for parameter in parameters]:
+        if versions != [tensor._version for tensor in tensors]:
             return True
-        return self._samples.have_changed(parameters, samples)
+        return self._samples.have_changed(tensors, samples)
 
-    def thawed(self) -> str:
-        """Return the name of a weight that requires gradients by now; empty if none does."""
-        return next((weight.name for weight, p in self._living() if p.requires_grad), "")
-
-    def _living(self) -> list[tuple[Weight, torch.Tensor]]:
-        return [(weight, p) for weight in self.weights if (p := weight.ref()) is not None]
+    def _on_host(self) -> list[torch.Tensor]:
+        return [tensor for weight in self.weights if (tensor := weight.on_host()) is not None]
 
 
-def _exchange(weight: Weight, parameter: torch.Tensor, data: torch.Tensor) -> None:
-    """Let *parameter*, which stays the same object, have *data*, also of another device."""
-    if torch._has_compatible_shallow_copy_type(parameter, data):
-        parameter.data = data
-        return
-    weight.ref = _gone  # tensors with weak references cannot be swapped
-    other = torch.nn.Parameter(data, parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
-    weight.ref = weakref.ref(parameter)
+def _places_in_slot(
+    index: int, parts: Sequence[tuple[Master, tuple[int, int] | None]]
+) -> tuple[tuple[Weight, ...], int]:
+    """Return the weights of a block one behind the other, and the bytes of that."""
+    weights: list[Weight] = []
+    end = 0
+    for master, experts in parts:
+        weight = Weight(index, master, 0, experts)
+        # The place within 512 bytes is that on the host: results depend on it.
+        weight.offset = end + weight.first_byte % ALIGNMENT_BYTES
+        weights.append(weight)
+        end = aligned(weight.offset + weight.nbytes)
+    return tuple(weights), end
 
 
-def _gone() -> None:
-    """Return None: the weight has left the block."""
+def blocks_of(masters: Masters, first: int, divided: Sequence[ExpertGroups] = ()) -> list[Block]:
+    """Return the blocks of a layer, in the order in which its forward is taken to read them.
+
+    Args:
+        masters: the layer's weights.
+        first: number of the first block.
+        divided: which parameters come in groups of experts, in the order in which they are read.
+    """
+    if not divided:
+        return [Block(first, masters)]
+    by_name = {master.name: master for master in masters.masters}
+    in_groups = {name for groups in divided for name in groups.names}
+    rest = [(master, None) for master in masters.masters if master.name not in in_groups]
+    blocks = [Block(first, masters, rest)] if rest else []
+    for groups in divided:
+        together = [by_name[name] for name in groups.names]
+        num_experts = together[0].size[0]
+        for start in range(0, num_experts, groups.group_size):
+            experts = start, min(start + groups.group_size, num_experts)
+            parts = [(master, experts) for master in together]
+            blocks.append(Block(first + len(blocks), masters, parts))
+    return blocks
+
+
+def weights_by_parameter(blocks: Sequence[Block]) -> dict[int, Weight]:
+    """Return the streamed parameters of *blocks*, by ``id``.
+
+    Of a parameter that comes in groups, the weight has :attr:`Weight.groups`.
+    """
+    groups: dict[int, list[Weight]] = {}
+    for block in blocks:
+        for weight in block.weights:
+            if (parameter := weight.ref()) is not None:
+                groups.setdefault(id(parameter), []).append(weight)
+    return {key: _whole(weights) for key, weights in groups.items()}
+
+
+def _whole(weights: Sequence[Weight]) -> Weight:
+    if weights[0].experts is None:
+        return weights[0]
+    whole = Weight(weights[0].block, weights[0].master, 0)
+    whole.groups = tuple(weights)
+    return whole

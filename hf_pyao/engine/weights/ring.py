@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -36,7 +37,7 @@ from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, bytes_view
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
 from hf_pyao.engine.transfer.transport import LinkTimes, Transport
-from hf_pyao.engine.weights.blocks import Block, Weight
+from hf_pyao.engine.weights.blocks import Block, Weight, weights_by_parameter
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.errors import ConflictError
 
@@ -50,7 +51,8 @@ class _Slot:
         self.storage: torch.UntypedStorage | None = None
         self.home: Home | None = None
         """The compute stream that the memory belongs to; None on a CPU."""
-        self.ticket: object = None
+        self.tickets: list[object] = []
+        """Of the copies of the upload."""
         self.is_here = False
         """True once compute is ordered behind the upload."""
         self.views: dict[int, torch.Tensor] = {}
@@ -76,10 +78,11 @@ class WeightRing(RingSchedule):
 
     Args:
         blocks: in forward order, with their memory.
-        block_of_layer: by number of the layer, its block; None for a layer that stays.
+        blocks_of_layer: by number of the layer, its blocks; empty for a layer that stays.
         link: transport and compute streams.
         device: where the slots are.
         num_slots: how many.
+        read_groups: makes what is read in place of a parameter that comes in groups of experts.
         on_forward: called as a forward begins.
         counts: what is counted further; None: anew.
     """
@@ -87,35 +90,33 @@ class WeightRing(RingSchedule):
     def __init__(
         self,
         blocks: Sequence[Block],
-        block_of_layer: Sequence[int | None],
+        blocks_of_layer: Sequence[Sequence[int]],
         link: LinkContext,
         device: torch.device,
         num_slots: int = NUM_SLOTS,
         on_forward: Callable[[], None] = lambda: None,
         counts: UploadFigures | None = None,
+        read_groups: Callable[[WeightRing, Weight], Any] | None = None,
     ) -> None:
         super().__init__(len(blocks), num_slots)
         self._on_forward = on_forward
+        self._read_groups = read_groups
         self.blocks = tuple(blocks)
         self.slot_bytes = max((block.nbytes for block in blocks), default=0)
+        self._masters = tuple(dict.fromkeys(block.masters for block in blocks))
         self.counts = UploadFigures() if counts is None else counts
         """What was counted so far; :meth:`figures` brings it up to date."""
-        self.counts.pool_bytes = sum(block.nbytes for block in blocks)
+        self.counts.pool_bytes = sum(masters.nbytes for masters in self._masters)
         self._counted_before = self.counts.num_uploads, self.counts.num_late_uploads
         self.times = LinkTimes()
         """What the uploads took, and compute's waits for them."""
-        self._device = device
+        self.device = device
         self._transport = link.transport
         self._streams = link.streams
-        self._block_of_layer = tuple(block_of_layer)
+        self._blocks_of_layer = tuple(blocks_of_layer)
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of_storage: dict[int, int] = {}
-        self._weights = {
-            id(parameter): weight
-            for block in blocks
-            for weight in block.weights
-            if (parameter := weight.ref()) is not None
-        }
+        self._weights = weights_by_parameter(blocks)
         self._blanks: dict[torch.dtype, torch.Tensor] = {}
         self._layouts = Layouts()
         self._here = _Here()
@@ -147,10 +148,14 @@ class WeightRing(RingSchedule):
         if stand_ins and id(weight) in stand_ins:
             return stand_ins[id(weight)]
         if self._is_used_here:
+            if weight.groups:
+                assert self._read_groups is not None
+                return self._read_groups(self, weight)  # type: ignore[no-any-return]
             stand_in = None if weight.stand_in is None else weight.stand_in()
             return self.tensor_of(weight) if stand_in is None else stand_in
         with self._lock:
-            self.forget(weight.block)
+            for part in weight.groups or (weight,):
+                self.forget(part.block)
         return parameter
 
     @property
@@ -181,7 +186,7 @@ class WeightRing(RingSchedule):
         here.depth += 1
         try:
             with self._lock, _aside():
-                self._arrive(layer)
+                self._arrive(self._blocks_of_layer[layer][:1])
                 self.ahead()
             yield
         finally:
@@ -284,8 +289,8 @@ class WeightRing(RingSchedule):
         with self._lock, _aside():
             self._on_forward()
             self._transport.collect(self.counts, self.times)
-            for block in self.blocks:
-                if thawed := block.thawed():
+            for masters in self._masters:
+                if thawed := masters.thawed():
                     raise ConflictError(
                         f"{thawed!r} requires gradients, and its layer's frozen weights are "
                         "streamed from the host. Detach, and attach again: weights that are "
@@ -300,7 +305,7 @@ class WeightRing(RingSchedule):
 
     def forget(self, block: int) -> None:
         """Bring *block* again where it is used next: the host's bytes may have changed."""
-        self.blocks[block].may_have_changed()
+        self.blocks[block].masters.may_have_changed()
         super().forget(block)
 
     def refuse_compiled(self) -> None:
@@ -314,25 +319,27 @@ class WeightRing(RingSchedule):
     def begin_backward(self, layer: int) -> None:
         """Bring the block of layer number *layer*, whose backward begins.
 
-        What comes next is left to :meth:`upload_ahead`: the layer's own reloads go before it.
+        What comes next is left to :meth:`upload_ahead`: the layer's own reloads go before it. Of
+        several blocks each comes when it is read, and ahead of that by the order of the schedule.
         """
         with self._lock, _aside():
-            self._arrive(layer)
+            blocks = self._blocks_of_layer[layer]
+            if len(blocks) <= 1:
+                self._arrive(blocks)
 
     def note_kept(self, layer: int, nbytes: int) -> None:
         """Count a cast of a weight that is not known; say so once for each layer."""
-        if self._block_of_layer[layer] is None:
+        blocks = self._blocks_of_layer[layer]
+        if not blocks:
             return
         self.counts.kept_cast_bytes += nbytes
         if layer not in self._kept_in:
             self._kept_in.add(layer)
-            block = self._block_of_layer[layer]
-            assert block is not None
             logger.warning(
                 "layer %r saves casts of frozen weights that were not made by a linear layer's own "
                 "forward: which weights they are is not known, and the graph holds them until "
                 "backward (%.3f GiB the first of them).",
-                self.blocks[block].layer,
+                self.blocks[blocks[0]].layer,
                 nbytes / 2**30,
             )
 
@@ -351,27 +358,30 @@ class WeightRing(RingSchedule):
             self._leave_to_holder(place, slot)
         if place.storage is None:
             place.storage = torch.empty(
-                self.slot_bytes, dtype=torch.uint8, device=self._device
+                self.slot_bytes, dtype=torch.uint8, device=self.device
             ).untyped_storage()
-            place.home = self._streams.home_here(self._device)
+            place.home = self._streams.home_here(self.device)
             self._slot_of_storage[place.storage._cdata] = slot
-        source = meant.to_upload()[: meant.nbytes]
         meant.note_content()
         home = place.home
         if home is not None:
             home.await_visitors()
         try:
             with contextlib.nullcontext() if home is None else home.stream:
-                place.ticket = self._transport.reload(
-                    source,
-                    bytes_view(place.storage, self._device, 0, meant.nbytes),
-                    label=f"weights of {meant.layer!r}",
-                    times=self.times,
-                )
+                for start, bytes_on_host in meant.pieces():
+                    end = start + bytes_on_host.numel()
+                    place.tickets.append(
+                        self._transport.reload(
+                            bytes_on_host,
+                            bytes_view(place.storage, self.device, start, end),
+                            label=f"weights of {meant.layer!r}",
+                            times=self.times,
+                        )
+                    )
+                    self.counts.uploaded_bytes += bytes_on_host.numel()
         except BaseException:
             self._transport.retire_all()  # an interrupt: it may be queued, and no one knows
             raise
-        self.counts.uploaded_bytes += meant.nbytes
 
     def _empty(self, slot: _Slot) -> None:
         """Let go of the views of what *slot* held, and of an upload that no one has waited for."""
@@ -380,9 +390,10 @@ class WeightRing(RingSchedule):
         slot.views.clear()
         if slot is self._current_slot:
             self._current_slot = None
-        if slot.ticket is not None and not slot.is_here:
-            self._transport.retire(slot.ticket)
-        slot.ticket = None
+        if not slot.is_here:
+            for ticket in slot.tickets:
+                self._transport.retire(ticket)
+        slot.tickets.clear()
         slot.is_here = False
         if changed:
             raise ConflictError(
@@ -408,12 +419,11 @@ class WeightRing(RingSchedule):
                 storage.nbytes() / 2**30,
             )
 
-    def _arrive(self, layer: int) -> None:
-        block = self._block_of_layer[layer]
-        if block is None:
-            self.leave(in_backward=current_graph_task() != NO_TASK)
+    def _arrive(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._bring(blocks[0], goes_ahead=False)
         else:
-            self._bring(block, goes_ahead=False)
+            self.leave(in_backward=current_graph_task() != NO_TASK)
 
     def _bring(self, block: int, *, goes_ahead: bool = True) -> _Slot:
         """Have *block* in a slot, and compute ordered behind its upload; return the slot."""
@@ -423,7 +433,8 @@ class WeightRing(RingSchedule):
                 return slot
         slot = self._slots[self.use(block, in_backward=current_graph_task() != NO_TASK)]
         if not slot.is_here:
-            self._transport.wait(slot.ticket)
+            for ticket in slot.tickets:
+                self._transport.wait(ticket)
             slot.is_here = True
         self._current_slot = slot
         if goes_ahead:
@@ -453,7 +464,7 @@ class WeightRing(RingSchedule):
             return view
 
     def _cast(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             return self.tensor_of(weight).to(dtype)
 
     def _cast_again(self, weight: Weight, dtype: torch.dtype, layout: TensorLayout) -> torch.Tensor:
@@ -462,7 +473,7 @@ class WeightRing(RingSchedule):
     def _blank(self, dtype: torch.dtype) -> torch.Tensor:
         blank = self._blanks.get(dtype)
         if blank is None:
-            blank = self._blanks[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+            blank = self._blanks[dtype] = torch.empty(0, dtype=dtype, device=self.device)
         return blank
 
 
@@ -509,8 +520,7 @@ def _retire(transport: Transport, slots: Sequence[_Slot], blocks: Sequence[Block
     *blocks* keep the host's side until then. The host waits here, and nowhere else.
     """
     for slot in slots:
-        if slot.ticket is None:
-            continue
-        transport.retire(slot.ticket)
-        while not transport.is_done(slot.ticket):
-            time.sleep(1e-4)
+        for ticket in slot.tickets:
+            transport.retire(ticket)
+            while not transport.is_done(ticket):
+                time.sleep(1e-4)

@@ -13,6 +13,8 @@ from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
 from hf_pyao.engine.transfer.layout import byte_span
+from hf_pyao.engine.weights.blocks import ExpertGroups
+from hf_pyao.model.weights.experts import GROUP_BYTES, FusedExperts, fused_experts
 from hf_pyao.model.weights.quantised import QuantisedWeight, quantised
 from hf_pyao.training_engines import package_of
 
@@ -40,6 +42,8 @@ class StreamableLayer:
     """Qualified name in the model, and parameter; each of them once."""
     quantised: tuple[tuple[str, QuantisedWeight], ...] = ()
     """Those of them that are quantised, by qualified name; their scales travel with them."""
+    experts: tuple[tuple[str, FusedExperts], ...] = ()
+    """Modules of fused experts, by qualified name, of which all weights may be streamed."""
     left_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of the others, by reason."""
 
@@ -57,6 +61,26 @@ class StreamableLayer:
             for scale, tensor in weight.scales
         ]
         return [*self.parameters, *scales]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the fused experts."""
+        return sum(sum(experts.nbytes) for _, experts in self.experts)
+
+    def groups(self, limit_bytes: int) -> list[ExpertGroups]:
+        """Return the groups of experts that the layer is divided into; none if it is small enough.
+
+        Args:
+            limit_bytes: the largest block that is wanted.
+        """
+        if self.nbytes <= limit_bytes:
+            return []
+        return [each for fqn, experts in self.experts for each in experts.groups(limit_bytes, fqn)]
+
+
+def largest_block_bytes(layers: Sequence[StreamableLayer]) -> int:
+    """Return how large a block of *layers* may be: layers with more are divided, if they can be."""
+    return max(GROUP_BYTES, max((each.nbytes - each.expert_bytes for each in layers), default=0))
 
 
 def streamable_layers(
@@ -76,8 +100,12 @@ def streamable_layers(
         inside = {id(module) for module in layer.modules()}
         parameters: dict[int, tuple[str, Parameter]] = {}
         packed: list[tuple[str, QuantisedWeight]] = []
+        fused: list[tuple[str, FusedExperts]] = []
         left: Counter[str] = Counter()
         for path, module in layer.named_modules():
+            experts = fused_experts(module)
+            if experts is not None:
+                fused.append((".".join(part for part in (fqn, path) if part), experts))
             for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in parameters:
                     continue
@@ -85,6 +113,8 @@ def streamable_layers(
                 reason = _reason_to_stay(module, parameter, is_known=weight is not None)
                 if not reason and id(parameter) in adapters:
                     reason = ADAPTER
+                if not reason and experts is not None and name in experts.biases:
+                    reason = VECTOR
                 if not reason and (id(module), name) in wrapped:
                     reason = PARAMETRIZED
                 if not reason and _is_tied(parameter, owners, inside):
@@ -97,10 +127,19 @@ def streamable_layers(
                     parameters[id(parameter)] = whole, parameter
                     if weight is not None:
                         packed.append((whole, weight))
+        names = {name for name, _ in parameters.values()}
+        whole_experts = [
+            (path, experts)
+            for path, experts in fused
+            if all(f"{path}.{name}" in names for name in experts.names)
+        ]
+        of_experts = {f"{path}.{name}" for path, each in whole_experts for name in each.names}
         found.append(
             StreamableLayer(
                 fqn=fqn,
-                parameters=tuple(parameters.values()),
+                # Experts last: what else a layer has lies together, for one copy.
+                parameters=tuple(sorted(parameters.values(), key=lambda p: p[0] in of_experts)),
+                experts=tuple(whole_experts),
                 quantised=tuple(packed),
                 left_bytes=left,
             )

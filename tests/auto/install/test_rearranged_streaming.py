@@ -14,7 +14,7 @@ from torch import nn
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.auto.offloader import Offloader
-from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import gradients_of, tiny_batch, tiny_model
 from tests.helpers.adapters import tiny_lora, with_adapters
@@ -167,14 +167,14 @@ def test_what_the_host_has_no_room_for_stays(caplog: pytest.LogCaptureFixture) -
 
 def test_what_the_device_has_no_room_for_is_streamed(caplog: pytest.LogCaptureFixture) -> None:
     model, expected = llama(), llama()
-    own, calls = Block.copies_on, itertools.count()
+    own, calls = Masters.copies_on, itertools.count()
 
-    def copies_on(block: Block, device: torch.device) -> list[torch.Tensor]:
+    def copies_on(block: Masters, device: torch.device) -> list[torch.Tensor]:
         if next(calls) >= 2:
             raise torch.OutOfMemoryError("no more")
         return own(block, device)
 
-    with streamed(model) as offloader, mock.patch.object(Block, "copies_on", copies_on):
+    with streamed(model) as offloader, mock.patch.object(Masters, "copies_on", copies_on):
         weights = weights_of(offloader)
         weights.ask_for(NUM_LAYERS)
         loss = model(**tiny_batch()).loss
@@ -209,7 +209,7 @@ def test_an_interrupt_loses_no_weight(method: str, at: int) -> None:
         weights.ask_for(first)
         model(**tiny_batch())
         weights.ask_for(second)
-        patch = mock.patch.object(Block, method, interrupts(getattr(Block, method), at))
+        patch = mock.patch.object(Masters, method, interrupts(getattr(Masters, method), at))
         with patch, pytest.raises(Interrupted):
             model(**tiny_batch())
         loss = model(**tiny_batch()).loss

@@ -1,0 +1,158 @@
+"""Masters: the frozen weights of one layer, in one piece of host memory.
+
+The Parameter objects stay in their modules, with identity and version. Their data become views of
+this memory, so that ``state_dict``, ``save_pretrained`` and whoever merges adapters find the
+weights as before. The copy on the host is the only one that lasts: nothing is copied back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hf_pyao.engine.transfer.layout import view_of_storage
+from hf_pyao.engine.weights.host_bytes import HostBytes, places_of
+
+
+class Master:
+    """One parameter, and its place in the memory of its layer.
+
+    Args:
+        name: qualified name in the model.
+        parameter: held weakly; frozen, dense, on any device.
+        offset: first byte in the layer's memory.
+        home: the device that it goes back to.
+    """
+
+    __slots__ = ("dtype", "home", "name", "nbytes", "offset", "ref", "size", "stride")
+
+    def __init__(self, name: str, parameter: torch.Tensor, offset: int, home: torch.device) -> None:
+        self.name = name
+        self.ref: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
+        self.offset = offset
+        self.dtype = parameter.dtype
+        self.size = parameter.size()
+        self.stride = parameter.stride()
+        self.nbytes = parameter.numel() * parameter.element_size()
+        self.home = home
+        """The device that the parameter goes back to."""
+
+
+class Masters(HostBytes):
+    """The streamed weights of one layer.
+
+    Args:
+        layer: the layer's qualified name.
+        parameters: name and parameter of each; frozen, dense, on any device.
+        home: the device that they go back to; None: the one that each is on.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        *,
+        home: torch.device | None = None,
+    ) -> None:
+        lies_in, offsets, nbytes = places_of([tensor for _, tensor in parameters])
+        super().__init__(lies_in)
+        self.layer = layer
+        self.masters = masters = tuple(
+            Master(name, parameter, offset, home or parameter.device)
+            for offset, (name, parameter) in zip(offsets, parameters, strict=True)
+        )
+        self.nbytes = nbytes
+        """Bytes of host memory."""
+        self.host_bytes_before = sum(
+            master.nbytes
+            for master, (_, parameter) in zip(masters, parameters, strict=True)
+            if parameter.device.type == "cpu"
+        )
+        """Bytes that the parameters took on the host before they were moved here."""
+
+    def has(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Say whether these are the layer's weights, in this memory."""
+        if self.memory is None or len(parameters) != len(self.masters):
+            return False
+        key = self.memory.untyped_storage()._cdata
+        return all(
+            master.ref() is parameter and parameter.untyped_storage()._cdata == key
+            for master, (_, parameter) in zip(self.masters, parameters, strict=True)
+        )
+
+    def move_to(
+        self, memory: torch.Tensor, let_go: Callable[[torch.Tensor], None] = lambda _: None
+    ) -> None:
+        """Copy the parameters to *memory*, and let them be views of it.
+
+        It may be interrupted, and undone by :meth:`move_back`.
+
+        Args:
+            memory: uint8, shape (:attr:`nbytes`,), on the host.
+            let_go: gets what each parameter was before, once that is copied.
+        """
+        self.memory, self._twin = memory, None
+        storage = memory.untyped_storage()
+        with torch.no_grad():
+            for master, parameter in self._living():
+                blank = torch.empty(0, dtype=master.dtype, device=memory.device)
+                first = master.offset // master.dtype.itemsize
+                view = view_of_storage(blank, storage, first, master.size, master.stride)
+                before = parameter.detach()
+                view.copy_(before)
+                _exchange(master, parameter, view)
+                let_go(before)
+                del before  # one weight at a time is there twice
+
+    def move_back(self) -> None:
+        """Return parameters to the device that they came from. It may be called again.
+
+        Those that were on the host stay views of the memory, which they keep.
+        """
+        if self.memory is None:
+            return
+        key = self.memory.untyped_storage()._cdata
+        with torch.no_grad():
+            for master, parameter in self._living():
+                if master.home.type != "cpu" and parameter.untyped_storage()._cdata == key:
+                    _exchange(master, parameter, parameter.detach().to(master.home))
+
+    def copies_on(self, device: torch.device) -> list[torch.Tensor]:
+        """Return copies of the weights on *device*, for :meth:`leave_for`.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit.
+        """
+        with torch.no_grad():
+            return [p.detach().to(device, copy=True) for _, p in self._living()]
+
+    def leave_for(self, copies: Sequence[torch.Tensor]) -> None:
+        """Let the parameters have *copies* for data. Graphs may still read the memory."""
+        with torch.no_grad():
+            for (master, parameter), copied in zip(self._living(), copies, strict=True):
+                _exchange(master, parameter, copied)
+                master.ref = _gone
+
+    def thawed(self) -> str:
+        """Return the name of a weight that requires gradients by now; empty if none does."""
+        return next((master.name for master, p in self._living() if p.requires_grad), "")
+
+    def _living(self) -> list[tuple[Master, torch.Tensor]]:
+        return [(master, p) for master in self.masters if (p := master.ref()) is not None]
+
+
+def _exchange(master: Master, parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """Let *parameter*, which stays the same object, have *data*, also of another device."""
+    if torch._has_compatible_shallow_copy_type(parameter, data):
+        parameter.data = data
+        return
+    master.ref = _gone  # tensors with weak references cannot be swapped
+    other = torch.nn.Parameter(data, parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    master.ref = weakref.ref(parameter)
+
+
+def _gone() -> None:
+    """Return None: the weight has left the memory."""
