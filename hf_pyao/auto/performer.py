@@ -337,14 +337,20 @@ class AutoActions:
 
     def decided(self, state: State) -> on.Event | None:
         """Return the answer that was held, or that its plan is not followed; None: not yet."""
-        why = None if self._proposer is None else self._proposer.decide(self._number)
-        held = self._held
+        held, proposer = self._held, self._proposer
+        if proposer is None:
+            return None
+        is_over = state.mode is not (
+            Mode.RECORDING if isinstance(held, on.Planned) else Mode.FOLLOWING
+        )
+        if held is not None and is_over:  # out of memory, or another plan was given meanwhile
+            self._held = None
+            proposer.withdraw("the first process does not follow it any more")
+            return None
+        why = proposer.decide(self._number)
         if why is None or held is None:
             return None
         self._held = None
-        is_over = isinstance(held, on.Planned) and state.mode is not Mode.RECORDING
-        if is_over:
-            return None  # the device ran out of memory meanwhile, or it was detached
         if why:
             logger.warning("policy 'auto' keeps what it does, instead of another plan: %s.", why)
             return on.Interrupted(why) if isinstance(held, on.Planned) else None

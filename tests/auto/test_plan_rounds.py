@@ -127,3 +127,12 @@ def test_ranks_that_never_answer_are_not_waited_for_ever(ranks: Ranks) -> None:
         found = ranks.decides(number)
     assert found == LATE
     assert number < 200
+
+
+def test_a_plan_that_is_withdrawn_is_followed_by_no_one(ranks: Ranks) -> None:
+    ranks.proposes("a plan", 5)
+    assert [ranks.hears(rank, 6) for rank in (1, 2)] == ["a plan", "a plan"]
+    ranks.at(0)
+    ranks.first.withdraw("it has other memory now")
+    assert ranks.decides(7) is None
+    assert [ranks.decided(rank, 7) for rank in (1, 2)] == ["it has other memory now"] * 2

@@ -71,13 +71,18 @@ class Proposer:
 
         The latter needs no answer.
         """
-        if self._round is not None:
-            self._round.decision.tell("another plan was proposed")
+        self.withdraw("another plan was proposed")
         begun = _Round(self._name)
         self._text, self._begins_at = text, number + self._lead
         begun.proposal.tell(json.dumps([self._begins_at, text]))
         begun.answers.tell("")
         self._round = begun if text else None
+
+    def withdraw(self, why: str) -> None:
+        """Decide that the proposed plan, if there is one, is not followed."""
+        if self._round is not None:
+            self._round.decision.tell(why)
+            self._round = None
 
     def decide(self, number: int) -> str | None:
         """Decide, before micro-batch *number*.
