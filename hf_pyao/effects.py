@@ -63,11 +63,15 @@ class EffectLedger:
         """What was found so far, oldest first."""
         return tuple(self._facts.values())
 
-    def note(self, fact: NoEffect) -> None:
-        """Record *fact*, and warn; nothing happens if its setting was noted before."""
+    def note(self, fact: NoEffect, *, is_said: bool = False) -> None:
+        """Record *fact*, and warn; nothing happens if its setting was noted before.
+
+        *is_said*: its reason was logged already, by the part that found it; do not warn again.
+        """
         if fact.setting not in self._facts:
             self._facts[fact.setting] = fact
-            logger.warning("%s", fact.line)
+            if not is_said:
+                logger.warning("%s", fact.line)
 
     def compare_after(self, num_micro_batches: int, compare: Callable[[], object]) -> None:
         """Call *compare* once, when *num_micro_batches* are over."""

@@ -48,4 +48,4 @@ def compare_effects(
         notes=notes,
     )
     for fact in compare(seen):
-        lifecycle.engine.effects.note(fact)
+        lifecycle.engine.effects.note(fact, is_said=fact.reason in notes.values())

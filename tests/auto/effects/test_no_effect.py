@@ -299,6 +299,16 @@ def test_a_forward_that_is_not_compared_is_compared_at_the_end() -> None:
     ]
 
 
+def test_what_its_part_has_said_is_only_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    effects, fact = (
+        EffectLedger(),
+        look_at_arguments(liger_arguments(), PyAOConfig(head_loss="chunked")),
+    )
+    effects.note(next(fact), is_said=True)
+    assert len(effects.facts) == 1
+    assert not caplog.records
+
+
 def test_the_comparison_waits_for_micro_batches_that_save() -> None:
     effects, called = EffectLedger(), []
     effects.compare_after(2, lambda: called.append(True))
