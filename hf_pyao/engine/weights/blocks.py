@@ -7,6 +7,7 @@ experts. So a slot need not be as large as all experts of a layer.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import view_of_storage
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES, aligned
 from hf_pyao.engine.weights.masters import Master, Masters
+from hf_pyao.errors import ConflictError
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ class Block:
         self.nbytes = end
         """Bytes that it takes of a slot."""
         self._samples = WeightSamples()
-        self._seen: tuple[list[int], list[torch.Tensor]] = ([], [])
+        self._by_offset = sorted(self.weights, key=lambda weight: weight.offset)
+        self._offsets = [weight.offset for weight in self._by_offset]
+        self._seen: tuple[list[tuple[int, int]], list[torch.Tensor]] = ([], [])
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -163,21 +167,59 @@ class Block:
     def note_content(self) -> None:
         """Remember what the weights hold, for :meth:`has_changed`."""
         tensors = self._on_host()
-        self._seen = ([tensor._version for tensor in tensors], self._samples.take(tensors))
+        self._seen = (_marks(tensors), self._samples.take(tensors))
 
     def has_changed(self) -> bool:
         """Say whether the weights on the host were changed since :meth:`note_content`.
 
-        By version; writes through ``.data`` change none, and are known by a few elements.
+        By :meth:`has_new_marks`; writes through ``.data`` leave none, and are known by a few
+        elements.
         """
-        tensors = self._on_host()
-        versions, samples = self._seen
-        if versions != [tensor._version for tensor in tensors]:
-            return True
-        return self._samples.have_changed(tensors, samples)
+        return self.has_new_marks() or self._samples.have_changed(self._on_host(), self._seen[1])
+
+    def has_new_marks(self) -> bool:
+        """Say whether versions or addresses have changed since :meth:`note_content`."""
+        return self._seen[0] != _marks(self._on_host())
+
+    def strays(self) -> list[tuple[Weight, torch.Tensor]]:
+        """Return weights whose parameter was given other data, which are not in the layer's memory.
+
+        Raises:
+            ConflictError: the data have another dtype, shape or layout.
+        """
+        assert self.memory is not None
+        first = self.memory.data_ptr()
+        found = []
+        for weight in self.weights:
+            parameter = weight.ref()
+            if parameter is None:
+                continue
+            is_there = parameter.layout is torch.strided and parameter.dtype == weight.dtype
+            is_there = is_there and parameter.size() == weight.master.size
+            if not is_there:
+                raise ConflictError(
+                    f"{weight.name!r} was given data of dtype {parameter.dtype} and shape "
+                    f"{tuple(parameter.size())}; it is streamed as {weight.dtype}, "
+                    f"{tuple(weight.master.size)}. Detach, and attach again."
+                )
+            is_moved = parameter.data_ptr() != first + weight.master.offset
+            if is_moved or parameter.stride() != weight.master.stride:
+                tensor = weight.on_host()
+                assert tensor is not None
+                found.append((weight, tensor))
+        return found
+
+    def weight_at(self, offset: int) -> Weight:
+        """Return the weight that byte *offset* of the slot belongs to."""
+        return self._by_offset[bisect_right(self._offsets, offset) - 1]
 
     def _on_host(self) -> list[torch.Tensor]:
         return [tensor for weight in self.weights if (tensor := weight.on_host()) is not None]
+
+
+def _marks(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return what changes if a parameter is changed in place, or is given other data."""
+    return [(each._version, each.data_ptr()) for each in tensors]
 
 
 def _places_in_slot(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -39,9 +40,13 @@ from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
 from hf_pyao.engine.transfer.transport import LinkTimes, Transport
 from hf_pyao.engine.weights.blocks import Block, Weight, weights_by_parameter
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.errors import ConflictError
+from hf_pyao.engine.weights.masters import Masters
+from hf_pyao.engine.weights.slot_view import SlotView, lost_write
+from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 
 logger = logging.getLogger(__name__)
+
+_PLAIN = frozenset({torch.Tensor, SlotView})
 
 
 class _Slot:
@@ -55,10 +60,10 @@ class _Slot:
         """Of the copies of the upload."""
         self.is_here = False
         """True once compute is ordered behind the upload."""
-        self.views: dict[int, torch.Tensor] = {}
+        self.views: dict[int, SlotView] = {}
         """Views that were handed out, by the weight's offset."""
-        self.versions: dict[int, int] = {}
-        """Their versions when they were made."""
+        self.content: int | None = None
+        """The block whose bytes are in it, or on their way; also when it was forgotten since."""
 
 
 class _Here(threading.local):
@@ -71,6 +76,30 @@ class _Here(threading.local):
         """What is read in place of weights, by the weight's id, while one operation runs."""
         self.cast_keys: dict[int, tuple[Weight, torch.dtype]] = {}
         """Those of them that are casts, by storage."""
+
+
+class _Saved:
+    """A weight that autograd has saved, and its version then."""
+
+    __slots__ = ("_version", "_weight")
+
+    def __init__(self, weight: Weight) -> None:
+        parameter = weight.ref()
+        self._weight = weight
+        self._version = None if parameter is None else parameter._version
+
+    def check(self) -> None:
+        """Check that it was not changed in place since, as autograd does.
+
+        Raises:
+            SavedTensorModifiedError: it was.
+        """
+        parameter = self._weight.ref()
+        if parameter is not None and parameter._version != self._version:
+            raise SavedTensorModifiedError(
+                f"{self._weight.name!r} was changed in place between forward and backward, and "
+                "backward needs it as it was. Change weights before forward, or after backward."
+            )
 
 
 class WeightRing(RingSchedule):
@@ -226,9 +255,9 @@ class WeightRing(RingSchedule):
             view = slot.views.get(weight.offset)
             if view is None:
                 assert slot.storage is not None
-                view = weight.view_of(slot.storage, self._blank(weight.dtype))
-                slot.versions[weight.offset] = view._version
-                slot.views[weight.offset] = view
+                plain = weight.view_of(slot.storage, self._blank(weight.dtype))
+                on_write = functools.partial(self._refuse_write, weakref.ref(slot), weight.block)
+                view = slot.views[weight.offset] = SlotView.over(plain, weight, on_write)
             _meet(slot)
             return view
 
@@ -263,22 +292,24 @@ class WeightRing(RingSchedule):
 
     def find(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return what gives *tensor* again, if it lies in a slot or in a cast; else None."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None  # which a layout does not tell: the graph holds the slot's memory
         key = tensor.untyped_storage()._cdata
         slot = self._slot_of_storage.get(key)
         if slot is not None:
-            block = self.slots[slot]
-            if block is None:
-                return None  # read from outside meanwhile: whoever holds the view keeps its bytes
-            layout = self._layouts.of(tensor)
-            return functools.partial(self._view_again, self.blocks[block], layout)
+            content = self._slots[slot].content
+            if content is None:
+                return None
+            block, layout = self.blocks[content], self._layouts.of(tensor)
+            saved = _Saved(block.weight_at(int(tensor.storage_offset()) * tensor.itemsize))
+            return functools.partial(self._view_again, block, layout, saved)
         cast = self._here.cast_keys.get(key)
         if cast is None:
             return None
-        return functools.partial(self._cast_again, *cast, self._layouts.of(tensor))
+        saved = _Saved(cast[0])
+        return functools.partial(self._cast_again, *cast, self._layouts.of(tensor), saved)
 
     def begin_forward(self, *, trains: bool) -> None:
         """Begin a forward, and let the first blocks come.
@@ -290,12 +321,7 @@ class WeightRing(RingSchedule):
             self._on_forward()
             self._transport.collect(self.counts, self.times)
             for masters in self._masters:
-                if thawed := masters.thawed():
-                    raise ConflictError(
-                        f"{thawed!r} requires gradients, and its layer's frozen weights are "
-                        "streamed from the host. Detach, and attach again: weights that are "
-                        "trained stay on the device."
-                    )
+                _refuse_thawed(masters)
             for held in list(self.slots):
                 if held is not None and self.blocks[held].has_changed():
                     self.forget(held)
@@ -363,6 +389,7 @@ class WeightRing(RingSchedule):
             place.home = self._streams.home_here(self.device)
             self._slot_of_storage[place.storage._cdata] = slot
         meant.note_content()
+        place.content = block
         home = place.home
         if home is not None:
             home.await_visitors()
@@ -385,9 +412,9 @@ class WeightRing(RingSchedule):
 
     def _empty(self, slot: _Slot) -> None:
         """Let go of the views of what *slot* held, and of an upload that no one has waited for."""
-        versions = slot.versions
-        changed = any(view._version != versions[offset] for offset, view in slot.views.items())
+        written = next((v.weight.name for v in slot.views.values() if v.was_written), None)
         slot.views.clear()
+        slot.content = None
         if slot is self._current_slot:
             self._current_slot = None
         if not slot.is_here:
@@ -395,11 +422,18 @@ class WeightRing(RingSchedule):
                 self._transport.retire(ticket)
         slot.tickets.clear()
         slot.is_here = False
-        if changed:
-            raise ConflictError(
-                "a layer changes a frozen weight in place as it runs, and its weights are streamed "
-                "from the host, where the change would be lost. Give stream_weights='off'."
-            )
+        if written is not None:
+            error = lost_write(written)
+            if sys.exc_info()[0] is None:
+                raise error
+            logger.error("%s", error)  # something else has gone wrong, and is told
+
+    def _refuse_write(self, slot: weakref.ref[_Slot], block: int) -> None:
+        """Forget what a layer has written into, which is about to be told."""
+        with self._lock:
+            self.forget(block)
+            if (place := slot()) is not None:
+                place.views.clear()
 
     def _leave_to_holder(self, place: _Slot, slot: int) -> None:
         storage, place.storage = place.storage, None
@@ -421,9 +455,16 @@ class WeightRing(RingSchedule):
 
     def _arrive(self, blocks: Sequence[int]) -> None:
         if blocks:
+            if current_graph_task() == NO_TASK:
+                _refuse_thawed(self.blocks[blocks[0]].masters)
+            self._forget_changed(blocks[0])
             self._bring(blocks[0], goes_ahead=False)
         else:
             self.leave(in_backward=current_graph_task() != NO_TASK)
+
+    def _forget_changed(self, block: int) -> None:
+        if block in self.slots and self.blocks[block].has_new_marks():
+            self.forget(block)
 
     def _bring(self, block: int, *, goes_ahead: bool = True) -> _Slot:
         """Have *block* in a slot, and compute ordered behind its upload; return the slot."""
@@ -431,11 +472,16 @@ class WeightRing(RingSchedule):
             slot = self._slots[self.slots.index(block)]
             if slot.is_here:
                 return slot
+        self._forget_changed(block)
         slot = self._slots[self.use(block, in_backward=current_graph_task() != NO_TASK)]
         if not slot.is_here:
             for ticket in slot.tickets:
                 self._transport.wait(ticket)
             slot.is_here = True
+            for weight, tensor in self.blocks[block].strays():
+                assert slot.storage is not None
+                plain = weight.view_of(slot.storage, self._blank(weight.dtype))
+                plain.copy_(tensor.detach())
         self._current_slot = slot
         if goes_ahead:
             self.ahead()
@@ -451,7 +497,8 @@ class WeightRing(RingSchedule):
         is_home = slot.home is None or slot.home.visitor() is None
         return slot if is_home else None
 
-    def _view_again(self, block: Block, layout: TensorLayout) -> torch.Tensor:
+    def _view_again(self, block: Block, layout: TensorLayout, saved: _Saved) -> torch.Tensor:
+        saved.check()
         with self._lock:
             known = self._slot_in_use(block.index)
             if known is not None and known.storage is not None:
@@ -467,7 +514,10 @@ class WeightRing(RingSchedule):
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             return self.tensor_of(weight).to(dtype)
 
-    def _cast_again(self, weight: Weight, dtype: torch.dtype, layout: TensorLayout) -> torch.Tensor:
+    def _cast_again(
+        self, weight: Weight, dtype: torch.dtype, layout: TensorLayout, saved: _Saved
+    ) -> torch.Tensor:
+        saved.check()
         return layout.view_of(self._cast(weight, dtype).untyped_storage(), 0)
 
     def _blank(self, dtype: torch.dtype) -> torch.Tensor:
@@ -475,6 +525,14 @@ class WeightRing(RingSchedule):
         if blank is None:
             blank = self._blanks[dtype] = torch.empty(0, dtype=dtype, device=self.device)
         return blank
+
+
+def _refuse_thawed(masters: Masters) -> None:
+    if thawed := masters.thawed():
+        raise ConflictError(
+            f"{thawed!r} requires gradients, and its layer's frozen weights are streamed from the "
+            "host. Detach, and attach again: weights that are trained stay on the device."
+        )
 
 
 def _meet(slot: _Slot) -> None:

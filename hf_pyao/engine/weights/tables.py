@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from hf_pyao.engine.weights.ring import WeightRing
+from hf_pyao.engine.weights.slot_view import SlotView
 
 
 class StreamedTable(dict[str, Any]):
@@ -35,10 +36,12 @@ class StreamedTable(dict[str, Any]):
         return self._ring.read(super().__getitem__(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set a parameter; what a look-up has given is no other one, and changes nothing.
+        """Set a parameter; what a look-up has given stands for the parameter itself.
 
         PEFT, for one, sets a quantised weight to itself on its device.
         """
+        if isinstance(value, SlotView):  # as whoever exchanged the parameter for a while found it
+            value = value.parameter
         if value is None or not self._ring.holds(value):
             super().__setitem__(name, value)
 

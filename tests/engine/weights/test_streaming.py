@@ -246,9 +246,9 @@ def test_mutant_that_takes_a_cast_for_that_of_another_weight_of_its_shape(
     expected.backward()
     own = WeightRing._cast_again
 
-    def other(ring: WeightRing, weight: Any, dtype: Any, layout: Any) -> torch.Tensor:
+    def other(ring: WeightRing, weight: Any, dtype: Any, layout: Any, saved: Any) -> torch.Tensor:
         same = [w for w in ring.blocks[weight.block].weights if w.size == weight.size]
-        return own(ring, same[0], dtype, layout)
+        return own(ring, same[0], dtype, layout, saved)
 
     monkeypatch.setattr(WeightRing, "_cast_again", other)
     with streamed(model), torch.autocast("cpu", torch.bfloat16):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
-from tests.engine.weights.test_streaming import ring_of, streamed
-from tests.helpers import Stack
+from tests.engine.weights.test_streaming import loss_of, ring_of, streamed
+from tests.helpers import Stack, gradients_of
+from tests.helpers.adapters import tiny_lora
 
 Function = Callable[[Any, torch.Tensor], torch.Tensor]
 Edit = Callable[[Stack], None]
@@ -200,3 +204,171 @@ def test_a_sparse_parameter_stays() -> None:
     with streamed(model, 0) as offloader:
         step(model)
         assert ring_of(offloader).num_uploads > 0
+
+
+# ---- weights that change -----------------------------------------------------------------------
+
+
+def assign(model: Stack) -> None:
+    for layer in model.layers:
+        layer.weight.data = layer.weight.detach() * 0.75
+
+
+def assign_by_parameter(model: Stack) -> None:
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.detach().t().contiguous()
+
+
+def exchange_data(model: Stack) -> None:
+    first, last = model.layers[0].weight, model.layers[-1].weight
+    first.data, last.data = last.data, first.data
+
+
+def load(model: Stack) -> None:
+    model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("edit", [assign, assign_by_parameter, exchange_data, load])
+@pytest.mark.sampled(every=1)
+def test_edits_between_steps(edit: Edit) -> None:
+    check(product, edit)
+
+
+def test_data_of_another_shape_is_refused() -> None:
+    model = stack(product)
+    with streamed(model, 0):
+        step(model)
+        model.layers[2].weight.data = torch.ones(4, 4, dtype=torch.float64)
+        with pytest.raises(ConflictError, match=r"layers\.2\.weight' was given data of dtype"):
+            step(model)
+
+
+def test_peft_merges_an_adapter_safely() -> None:
+    """It assigns the merged weight to ``data``."""
+    results = []
+    for streams in (True, False):
+        model: Any = tiny_lora("llama", num_hidden_layers=3)
+        with streamed(model, 0) if streams else contextlib.nullcontext():
+            loss_of(model).backward()
+            model.merge_adapter(safe_merge=True)
+            merged = loss_of(model).detach()
+            model.unmerge_adapter()
+            model.zero_grad()
+            loss_of(model).backward()
+            results.append([merged, *gradients_of(model).values()])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_layer_that_writes_through_data_is_refused() -> None:
+    def shrinks(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        layer.weight.data.mul_(0.5)
+        return x @ layer.weight
+
+    def assigns(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        layer.weight.data = layer.weight.data * 0.5
+        return x @ layer.weight
+
+    for function in (shrinks, assigns):
+        model = stack(function)
+        before = [layer.weight.detach().clone() for layer in model.layers]
+        with pytest.raises(ConflictError, match="in place as it runs"), streamed(model, 0):
+            for _ in range(2):
+                step(model)
+        assert all(torch.equal(a, b.weight) for a, b in zip(before, model.layers, strict=True))
+
+
+def test_peft_that_unmerges_in_forward_is_refused() -> None:
+    model: Any = tiny_lora("llama", num_hidden_layers=3)
+    with streamed(model, 0):
+        loss_of(model).backward()
+        model.merge_adapter()
+        with pytest.raises(ConflictError, match="unmerge_adapter"), model.disable_adapter():
+            loss_of(model)
+
+
+def test_functional_call_inside_of_a_layer_gives_the_parameter_back() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.inner.requires_grad_(False)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            doubled = {"weight": self.inner.weight * 2}
+            return torch.func.functional_call(self.inner, doubled, x) * self.scale + self.inner(x)
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Layer() for _ in range(3)])
+
+    model, expected = build(), build()
+    with streamed(model, 0, layers=("0", "1", "2")):
+        for _ in range(3):
+            losses = [each(torch.ones(2, 4)).sum() for each in (model, expected)]
+            assert torch.equal(*losses)
+            for loss in losses:
+                loss.backward()
+    assert all(type(layer.inner._parameters["weight"]) is nn.Parameter for layer in model)
+    for found, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert found.grad is other.grad is None or torch.equal(found.grad, other.grad)
+
+
+def test_a_change_between_forward_and_backward_is_an_error_as_without() -> None:
+    for at in range(4):
+        model = stack(product)
+        with streamed(model, 0):
+            step(model)
+            loss = model(torch.ones(3, 4, requires_grad=True)).sum()
+            with torch.no_grad():
+                model.layers[at].weight.mul_(2)
+            with pytest.raises(SavedTensorModifiedError, match=f"layers.{at}.weight"):
+                loss.backward()
+
+
+def test_a_change_in_a_hook_of_the_layer_is_seen() -> None:
+    def hooked() -> Stack:
+        model = stack(product)
+        for layer in model.layers:
+            following = layer.weight
+            layer.register_forward_pre_hook(
+                lambda module, args, weight=following: torch.no_grad()(weight.mul_)(0.9)
+            )
+        return model
+
+    model, expected = hooked(), hooked()
+    with streamed(model, 0):
+        for seed in range(3):
+            assert_same(step(model, seed), step(expected, seed))
+
+
+def test_a_weight_that_is_thawed_in_mid_pass_is_refused() -> None:
+    model = stack(product)
+    weight = model.layers[2].weight
+    handle = model.layers[0].register_forward_pre_hook(lambda *_: weight.requires_grad_())
+    with streamed(model, 0):
+        with pytest.raises(ConflictError, match=r"layers\.2\.weight' requires gradients"):
+            step(model)
+        handle.remove()
+        weight.requires_grad_(False)
+        assert_same(step(model), step(stack(product)))
+
+
+def test_a_thread_that_reads_weights_does_not_disturb_second_runs() -> None:
+    """A read from outside makes a block come again; what is saved is told as before."""
+    outside = threading.Event()
+
+    def reads(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x @ layer.weight
+        thread = threading.Thread(target=lambda: layer.weight.sum())
+        thread.start()
+        thread.join()
+        outside.set()
+        return y @ layer.weight.abs()
+
+    model, expected = stack(reads), stack(reads)
+    with streamed(model, 0, checkpoint_every=1):
+        for seed in range(2):
+            assert_same(step(model, seed), step(expected, seed))
+    assert outside.is_set()
