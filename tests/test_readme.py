@@ -38,7 +38,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "__name__": "__main__",
         "model": model,
         "dataset": dataset,
-        "batch": {"input_ids": ids, "labels": ids},
+        "loader": [{"input_ids": ids, "labels": ids}],
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
     }
 
 
@@ -67,7 +68,7 @@ def test_the_trl_snippet(names: dict[str, Any]) -> None:
 def test_the_loop_snippet(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     exec(snippet("attach"), names)
     assert "offload" in capsys.readouterr().out
-    assert all(p.grad is not None for p in names["model"].parameters())
+    assert all(p.grad is None for p in names["model"].parameters()), "a step, and zero_grad()"
 
 
 def test_no_snippet_is_left_out() -> None:

@@ -97,7 +97,8 @@ def table(cells: Sequence[Cell], commit: str) -> str:
         lines.append(f"| {card} | {' | '.join(texts)} |")
     return "\n".join(lines) + (
         "\n\n*Largest micro-batch of 2,048 tokens: as it is → with gradient checkpointing → with "
-        "hf_pyao (– does not fit). bf16 weights, AdamW with 16-bit states, or LoRA of rank 16. "
+        "hf_pyao (– does not fit); the largest is rarely the fastest. bf16 weights, AdamW with "
+        "16-bit states, or LoRA of rank 16. "
         f"Estimated, not measured: no figure is a GPU's yet. Commit `{commit[:7]}`, "
         "[result file](recipes/results/cards.json) with the way and the command of each cell.*\n"
     )

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.errors import PyAOError
+from hf_pyao.ranks import process_rank
 from hf_pyao.training_engines import FSDP2
 
 _STATE_KEYS = "__composable_api_state_key"
@@ -341,7 +342,7 @@ def _mesh(key: tuple[Any, ...], names: tuple[str, ...] | None, device_type: str)
 
     if os.environ.get("TORCH_DIST_INIT_BARRIER") == "1":
         raise CopyError("TORCH_DIST_INIT_BARRIER has each new process group wait for all ranks.")
-    ranks, own = torch.tensor(key[0]), dist.get_rank()
+    ranks, own = torch.tensor(key[0]), process_rank().rank
     place = (ranks == own).nonzero()[0].tolist()
     groups: list[Any] = []
     try:

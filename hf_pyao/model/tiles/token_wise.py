@@ -255,6 +255,8 @@ def faked(modules: Sequence[nn.Module]) -> Iterator[FakeTensorMode]:
                     with fake_mode:
                         whole = torch.empty(shape, dtype=weight.dtype, device=weight.device)
                     whole.requires_grad_(weight.requires_grad)
+                    # An inventory leaves parameters to those who train them.
+                    stack.callback(module._parameters.__setitem__, name, weight)
                     module._parameters[name] = whole  # type: ignore[assignment]
         as_run = inventory.note()
         yield fake_mode
