@@ -51,9 +51,8 @@ class ModuleForward(LeftBehind):
     def _cast(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         device_type = self._ring.device.type
         weight = dict.get(module._parameters, "weight")
-        assert weight is not None
-        if not torch.is_autocast_enabled(device_type):
-            return contextlib.nullcontext()
+        if weight is None or not torch.is_autocast_enabled(device_type):
+            return contextlib.nullcontext()  # without a weight: it was pruned since
         dtype = torch.get_autocast_dtype(device_type)
         if weight.dtype == dtype:
             return contextlib.nullcontext()

@@ -211,13 +211,16 @@ class WeightRing(RingSchedule):
     @contextlib.contextmanager
     def inside(self, layer: int) -> Iterator[None]:
         """Have layer number *layer* find its weights on the device while its forward runs."""
-        here = self._here
+        here, has_gradients = self._here, torch.is_grad_enabled()
         here.depth += 1
         try:
             with self._lock, _aside():
                 self._arrive(self._blocks_of_layer[layer][:1])
                 self.ahead()
             yield
+        except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
+            torch.set_grad_enabled(has_gradients)
+            raise
         finally:
             here.depth -= 1
 
@@ -317,6 +320,14 @@ class WeightRing(RingSchedule):
         Raises:
             ConflictError: a streamed weight requires gradients by now.
         """
+        has_gradients = torch.is_grad_enabled()
+        try:
+            self._begin_forward(trains)
+        except BaseException:  # an interrupt, it may be, as grad mode was being exchanged
+            torch.set_grad_enabled(has_gradients)
+            raise
+
+    def _begin_forward(self, trains: bool) -> None:
         with self._lock, _aside():
             self._on_forward()
             self._transport.collect(self.counts, self.times)
@@ -552,24 +563,37 @@ def compiled_by_now(what: str) -> ConflictError:
     )
 
 
-@contextlib.contextmanager
-def _aside() -> Iterator[None]:
-    """Have what the ring does be no part of a layer's trace, of its graph, or of inference mode."""
-    traces = [mode for mode in modes_on() if isinstance(mode, Trace) and not mode.is_paused]
-    has_gradients = torch.is_grad_enabled()
-    is_inference = torch.is_inference_mode_enabled()
-    # Grad mode is left by a `with` statement, which no interrupt comes in between, and set again,
-    # since one may come as it is entered.
-    try:
-        for trace in traces:
+class _aside:
+    """Have what the ring does be no part of a layer's trace, of its graph, or of inference mode.
+
+    Not a generator: one that an interrupt has left is closed when the traceback goes, and would set
+    the grad mode of then.
+    """
+
+    __slots__ = ("_has_gradients", "_inference", "_traces")
+
+    def __enter__(self) -> None:
+        self._has_gradients = torch.is_grad_enabled()
+        self._inference: Any = None
+        self._traces = [
+            mode for mode in modes_on() if isinstance(mode, Trace) and not mode.is_paused
+        ]
+        for trace in self._traces:
             trace.pause()
-        inference = torch.inference_mode(False) if is_inference else contextlib.nullcontext()
-        with inference, torch.no_grad():
-            yield
-    finally:
-        torch.set_grad_enabled(has_gradients)
-        for trace in traces:
-            trace.go_on()
+        if torch.is_inference_mode_enabled():
+            self._inference = torch.inference_mode(False)
+            self._inference.__enter__()
+        torch.set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            torch.set_grad_enabled(self._has_gradients)
+        finally:
+            torch.set_grad_enabled(self._has_gradients)
+            for trace in self._traces:
+                trace.go_on()
+            if self._inference is not None:
+                self._inference.__exit__(*error)
 
 
 def _retire(transport: Transport, slots: Sequence[_Slot], blocks: Sequence[Block]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
@@ -372,3 +373,37 @@ def test_a_thread_that_reads_weights_does_not_disturb_second_runs() -> None:
         for seed in range(2):
             assert_same(step(model, seed), step(expected, seed))
     assert outside.is_set()
+
+
+def test_a_weight_that_is_pruned_in_mid_run() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.inner.requires_grad_(False)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.inner(x)) * self.scale
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Layer() for _ in range(3)])
+
+    def both() -> None:
+        losses = [each(torch.ones(2, 4)).sum() for each in (model, expected)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+
+    model, expected = build(), build()
+    with streamed(model, 0, layers=("0", "1", "2")):
+        both()
+        for layer in (*model, *expected):
+            prune.l1_unstructured(layer.inner, "weight", 0.5)
+        both()
+        for layer in (*model, *expected):
+            prune.remove(layer.inner, "weight")
+        both()
+    for found, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, other)
