@@ -35,6 +35,7 @@ from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers, check_roles, find_layers
 from hf_pyao.plan.documents.plan import Plan
+from hf_pyao.plan.hardware.device_limit import device_limit
 from hf_pyao.plan.options.plan_levers import levers_of_plan
 from hf_pyao.plan.policies.by_name import given_plan
 
@@ -99,7 +100,11 @@ def attach(
     if device is not None and parts.streaming.value != "off":
         place = torch.empty(0, device=device).device  # with its index
     link = link_for(place, transport, host_pool, link, parts.link)
-    streaming = streaming_of(model, found, parts.streaming.as_planned(plan), link, place)
+    limit = None
+    if parts.streaming.value == "auto":
+        label = parts.auto.label("device_memory_gib")
+        limit = device_limit(place, parts.auto.device_memory_gib, label)
+    streaming = streaming_of(model, found, parts.streaming.as_planned(plan), link, place, limit)
     offloader = _wire(model, found, config, parts, plan, levers, link, backward_order, streaming)
     try:
         logger.info("%s", offloader.describe())
@@ -184,6 +189,7 @@ def _wire(
         device,
         backward_order,
         second_runs=SecondRuns(check, REBUILT),
+        streaming=streaming,
     )
     engine, switch = deciding.engine, deciding.switch
     record = RunRecord(

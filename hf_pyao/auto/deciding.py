@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_pyao.auto.install.fixed_slots import FixedSlots
 from hf_pyao.auto.install.lever_switch import LeverSwitch
+from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.auto.install.wiring import make_engine
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.driver import Driver, Policies
@@ -22,6 +23,7 @@ from hf_pyao.auto.parts import Parts
 from hf_pyao.auto.plans.fit import policy_of
 from hf_pyao.auto.policy import AutoPolicy
 from hf_pyao.auto.pyao_rule import PyAORule
+from hf_pyao.auto.residency import Residency
 from hf_pyao.auto.retry.tightening import (
     MachineTightening,
     Tightening,
@@ -60,6 +62,7 @@ class Deciding:
         device: where the model is.
         backward_order: as in :func:`~hf_pyao.attach`.
         second_runs: checks what the engine rebuilds.
+        streaming: streams frozen weights; None: all are on the device.
 
     Raises:
         ConfigError: a role or module name is unknown to this model.
@@ -79,6 +82,7 @@ class Deciding:
         backward_order: BackwardOrder | None,
         *,
         second_runs: SecondRuns | None = None,
+        streaming: StreamedLayers | None = None,
     ) -> None:
         self._link = link
         self._free_levers = parts.levers.free
@@ -106,12 +110,21 @@ class Deciding:
             host_limit_bytes=link.tiers.capacity_bytes or math.inf,
             window=link.offloads,
             allocator=allocator_settings(device),
+            stream_weights="off" if streaming is None else parts.streaming.value,
         )
         state = _first_state(parts, policy, fixed, levers)
         policies = _policies(self.engine, found, request, device, fixed, is_auto=named == "auto")
-        self.driver = Driver(self.engine, policies, self.switch, state)
+        residency: Residency | None = None
+        if streaming is not None and parts.streaming.value == "auto":
+            residency = Residency(streaming, parts.auto, request, str(named))
+        self._residency = residency
+        self.driver = Driver(self.engine, policies, self.switch, state, residency)
         """Of the machine that decides; the only caller of ``engine.use``."""
-        self.tightening: Tightening = MachineTightening(self.driver, self.switch)
+        self.tightening: Tightening = MachineTightening(
+            self.driver,
+            self.switch,
+            lambda: residency is not None and residency.can_stream_more,
+        )
         """What makes room where a micro-batch does not fit."""
         self.measuring = Measuring(self.engine, link, device, parts.measuring, self.switch)
         """What measures, for a profile that is asked for or for policy ``auto``."""
@@ -141,6 +154,7 @@ class Deciding:
                 check_plan=check_plan,
                 measurer=self.measuring,
                 num_sampled=lambda: 0 if second_runs is None else second_runs.num_sampled,
+                num_resident=lambda: None if streaming is None else streaming.num_resident,
             )
             self.auto.decide_at_once()
         plans = self.auto is not None and self.auto.measures
@@ -169,12 +183,16 @@ class Deciding:
 
     def start(self, model: nn.Module, owner: object) -> None:
         """Watch *model*, where that is needed; *owner* is to be found by the hooks."""
+        if self._residency is not None:
+            self._residency.start(model, owner)
         if self.auto is not None:
             self.auto.start(model, owner)
         self.measuring.start(model, owner, self.auto)
 
     def end(self) -> None:
         """Take everything off. Twice is fine."""
+        if self._residency is not None:
+            self._residency.end()
         if self.auto is not None:
             self.auto.end()
         self.measuring.end()
@@ -264,6 +282,7 @@ def _policies(
         recomputed=RecomputeSelected(everything, paths_of(found), is_pointwise=True),
         of_plan=of_plan,
         window_of_plan=window_of_plan,
+        residents_of_plan=lambda ready: ready.plan.facts.resident_blocks,
         configured_window_bytes=lambda: request.window_bytes if may_set_window() else None,
         before_plan=functools.partial(release_cached, device),
     )

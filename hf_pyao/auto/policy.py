@@ -69,6 +69,7 @@ class AutoPolicy:
         check_plan: refuses a plan that is for another model, by a ``PlanError``.
         measurer: measures micro-batches.
         num_sampled: says how many forwards were checked for second runs.
+        num_resident: says how many layers' frozen weights are on the device; None: all.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class AutoPolicy:
         check_plan: Callable[[Plan], None],
         measurer: Measurer,
         num_sampled: Callable[[], int] = lambda: 0,
+        num_resident: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._device = device
         self._settings = settings
@@ -92,7 +94,8 @@ class AutoPolicy:
         """Whose ``state`` is all that was decided."""
         self._files = PlanFiles(settings, device, check_plan)
         self._view = ModelView(settings, request.room, switch)
-        maker = PlanMaker(device, settings, request, identity, self._view.parameters)
+        parameters = self._view.parameters
+        maker = PlanMaker(device, settings, request, identity, parameters, num_resident)
         self._actions = AutoActions(
             engine, device, settings, maker, self._files, self._view, measurer, num_sampled
         )

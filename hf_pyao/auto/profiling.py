@@ -132,6 +132,8 @@ class ProfileWriter:
         self._num_rounds_left = NUM_ROUNDS - 1
         self._on_again = on_again
         self._profiler = self._new_profiler()
+        self._stalls_ms = engine.upload_stalls_ms()
+        """Waits for streamed weights before what is measured."""
         self._watch: ForwardWatch | None = None
 
     def _new_profiler(self) -> StepProfiler:
@@ -201,7 +203,7 @@ class ProfileWriter:
             if self._is_of_no_use(profiler):
                 self._measure_again(engine)
                 return
-            self._note_measured(profiler)
+            self._note_measured(profiler, engine.upload_stalls_ms())
         except Exception as error:  # no reason to end a training
             self._give_up(error)
 
@@ -214,12 +216,13 @@ class ProfileWriter:
         self._num_rounds_left -= 1
         self._profiler = self._new_profiler()
         engine.observe_too(self._profiler)
+        self._stalls_ms = engine.upload_stalls_ms()
         if self._watch is not None:
             self._watch.forget()
         if self._on_again is not None:
             self._on_again()
 
-    def _note_measured(self, profiler: StepProfiler) -> None:
+    def _note_measured(self, profiler: StepProfiler, stalls_ms: tuple[float, float]) -> None:
         tiers = self._link.tiers
         host = {
             "capacity_bytes": float(tiers.capacity_bytes),
@@ -237,6 +240,15 @@ class ProfileWriter:
             settings=self._settings,
             why_no_program=_NOT_YET,
         )
+        # Waits for weights are no compute, as those for activations are not.
+        metrics = dict(self.profile.metrics)
+        waits_ms = zip(("forward", "backward"), self._stalls_ms, stalls_ms, strict=True)
+        for phase, before_ms, after_ms in waits_ms:
+            mean_ms = max(0.0, after_ms - before_ms) / self._num_micro_batches
+            if mean_ms:
+                key = f"stall_{phase}_ms"
+                metrics[key] = metrics.get(key, 0.0) + mean_ms
+        self.profile = dataclasses.replace(self.profile, metrics=metrics)
         self._exchange = RankExchange("profile")
         self._exchange.tell(json.dumps(to_plain(self.profile)))
         self._write()

@@ -410,6 +410,9 @@ def test_a_plan_loses_to_what_was_as_large_and_faster(
 class Clock:
     """As an engine whose transport's marks are told beforehand."""
 
+    def upload_stalls_ms(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def settle_times(self) -> None:
         """Know all times at once."""
 

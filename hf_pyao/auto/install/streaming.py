@@ -13,7 +13,10 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.module_map import FoundLayers
+from hf_pyao.model.weights.streamable import streamable_layers
 from hf_pyao.plan.documents.plan import Plan
+from hf_pyao.plan.hardware.device_limit import DeviceLimit
+from hf_pyao.plan.weights.first_residents import first_residents, optimizer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +46,43 @@ def streaming_of(
     settings: StreamingSettings,
     link: LinkContext,
     device: torch.device,
+    limit: DeviceLimit | None = None,
 ) -> StreamedLayers | None:
     """Return what streams the weights that ``PyAOConfig.stream_weights`` asks for; None for none.
 
+    Args:
+        model: the whole model, on the host or on the device.
+        found: its layers.
+        settings: how many layers stay.
+        link: transport and host memory.
+        device: where compute runs.
+        limit: memory of the device; None: it is not known.
+
     Raises:
-        ConfigError: as :class:`StreamedLayers`.
+        ConfigError: as :class:`StreamedLayers`, or ``"auto"`` where no limit is known.
         ConflictError: as :class:`StreamedLayers`.
     """
     stream_weights, label = settings.value, settings.label
     if stream_weights == "off":
         return None
     if stream_weights == "auto":
-        if device.type == "cpu":
+        if limit is None and device.type == "cpu":
             return None  # everything fits: the device is the host
-        raise ConfigError(
-            f"{label} is 'auto', and no plan says how many layers stay. Give a plan that does "
-            "(`pyao plan MODEL --lora --stream-weights auto --save plan.json`, policy 'plan'), a "
-            "number of layers, such as 0, or 'off'."
-        )
+        if limit is None:
+            raise ConfigError(
+                f"{label} is 'auto', and how much memory {device} has is not known. Give "
+                f"device_memory_gib, or for {label} a number of layers that stay, such as 0."
+            )
+        stream_weights = _first_residents(model, found, limit)
     assert isinstance(stream_weights, int)
-    layers = StreamedLayers(model, found, stream_weights, label, link, device)
-    return layers if layers.blocks else None
+    return StreamedLayers(model, found, stream_weights, label, link, device)
+
+
+def _first_residents(model: nn.Module, found: FoundLayers, limit: DeviceLimit) -> int:
+    """Return how many layers stay until the first batch is known."""
+    parameters = list(model.parameters())
+    sizes = [layer.nbytes for layer in streamable_layers(model, found.layers)]
+    all_bytes = sum(each.nbytes for each in (*parameters, *model.buffers()))
+    gradient_bytes = sum(each.nbytes for each in parameters if each.requires_grad)
+    other_bytes = all_bytes - sum(sizes) + gradient_bytes + optimizer_bytes(parameters)
+    return first_residents(sizes, other_bytes, limit.nbytes)

@@ -35,7 +35,7 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
         ConflictError: something else moves, shards or compiles the weights.
         NoLayersFoundError: no layers were found.
     """
-    if config.stream_weights in ("off", "auto"):
+    if config.stream_weights == "off":
         return
     label = config.label("stream_weights")
     check_model(model, label)
@@ -44,6 +44,8 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
         layers = streamable_layers(model, found.layers)
     if not any(layer.nbytes for layer in layers):
         raise nothing_frozen(label, config.stream_weights, layers)
+    if config.stream_weights == "auto":
+        return
     stay = resident_layers(len(layers), int(config.stream_weights))
     streamed = [layer for index, layer in enumerate(layers) if index not in stay]
     nbytes = sum(layer.nbytes for layer in streamed)

@@ -96,6 +96,7 @@ class StreamedLayers:
         layers = streamable_layers(model, found.layers)
         if not any(layer.nbytes for layer in layers):
             raise nothing_frozen(label, num_resident, layers)
+        self._num_streamable = sum(bool(layer.parameters) for layer in layers)
         self._homes = [layer.tensors[0][1].device if layer.tensors else device for layer in layers]
         """Where each layer's frozen weights were before."""
         self._quantised: list[QuantisedWeight] = []
@@ -112,6 +113,26 @@ class StreamedLayers:
     def nbytes(self) -> int:
         """Bytes of the streamed weights on the host."""
         return sum(masters.nbytes for masters in self._masters)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._layers)
+
+    @property
+    def least_resident(self) -> int:
+        """Layers that always stay, since nothing of them can be streamed."""
+        return self.num_layers - self._num_streamable
+
+    @property
+    def num_asked_for(self) -> int:
+        """Layers that stay from the next forward on."""
+        return self.num_resident if self._wanted is None else self._wanted
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the model's parameters."""
+        model = self._model()
+        return [] if model is None else list(model.parameters())
 
     @property
     def num_resident(self) -> int:

@@ -81,6 +81,11 @@ class Say:
 
 
 @dataclass(frozen=True)
+class StreamAll:
+    """Stream the frozen weights of all layers, from the next forward on."""
+
+
+@dataclass(frozen=True)
 class Answer:
     """What is done from now on, for whoever reported that memory ran out."""
 
@@ -99,5 +104,6 @@ Action: TypeAlias = (
     | Tell
     | Keep
     | Say
+    | StreamAll
     | Answer
 )

@@ -29,7 +29,7 @@ MOST_TRANSITIONS = 200
 
 _RESUMED = (
     *(do.Use, do.Measure, do.CancelMeasuring, do.TimeMicroBatches, do.StopTiming),
-    do.ForgetForward,
+    *(do.ForgetForward, do.StreamAll),
 )
 """Actions that an interrupt only delays: they are performed before the next event."""
 
@@ -46,6 +46,22 @@ class Switch(Protocol):
 
     def set(self, levers: Levers) -> None:
         """Run the next forward with *levers*."""
+        ...
+
+
+class Residency(Protocol):
+    """Says how many layers' frozen weights stay on the device, where a plan may say it."""
+
+    def ask_for(self, num_resident: int) -> None:
+        """Let so many stay from the next forward on."""
+        ...
+
+    def ask_for_unplanned(self) -> None:
+        """Let as many stay as before there was a plan."""
+        ...
+
+    def stream_all(self) -> None:
+        """Let none stay."""
         ...
 
 
@@ -72,6 +88,8 @@ class Policies:
     of_plan: Callable[[Ready], Policy]
     window_of_plan: Callable[[Ready], int | None] = lambda ready: None
     """Bytes; None: the window stays."""
+    residents_of_plan: Callable[[Ready], int | None] = lambda ready: None
+    """Layers whose frozen weights stay; None: the plan does not say."""
     configured_window_bytes: Callable[[], int | None] = lambda: None
     """The same; asked when it is needed, since other models may come to share the window."""
     before_plan: Callable[[], None] = _nothing_to_release
@@ -99,11 +117,18 @@ class Driver:
         policies: for each target.
         switch: sets the options of the step.
         state: to begin with.
+        residency: sets how many layers' frozen weights stay; None: plans do not say that.
     """
 
     def __init__(
-        self, engine: OffloadEngine, policies: Policies, switch: Switch, state: State
+        self,
+        engine: OffloadEngine,
+        policies: Policies,
+        switch: Switch,
+        state: State,
+        residency: Residency | None = None,
     ) -> None:
+        self._residency = residency
         self._engine = weakref.ref(engine)
         self._policies = policies
         self._switch = switch
@@ -191,6 +216,10 @@ class Driver:
         if isinstance(action, do.Answer):
             self._answer = action.words
             return None
+        if isinstance(action, do.StreamAll):
+            if self._residency is not None:
+                self._residency.stream_all()
+            return None
         performer = self._performer()
         return None if performer is None else performer.perform(action, self.state)
 
@@ -199,6 +228,7 @@ class Driver:
         if engine is None:
             return
         self._set_options(use)
+        self._set_residents(use)
         if use.target is Target.PLAN:
             self._policies.before_plan()
         window_bytes = None
@@ -211,6 +241,19 @@ class Driver:
         engine.use(self._policies.of(use))
         if use.target is Target.WAITING:
             engine.wait_for_every_copy()
+
+    def _set_residents(self, use: do.Use) -> None:
+        residency = self._residency
+        if residency is None or use.target is Target.NOTHING:
+            return
+        if use.target is Target.CONFIGURED:
+            residency.ask_for_unplanned()
+        elif use.target is not Target.PLAN:
+            residency.stream_all()
+        elif use.ready is not None:
+            number = self._policies.residents_of_plan(use.ready)
+            if number is not None:
+                residency.ask_for(number)
 
     def _set_options(self, use: do.Use) -> None:
         switch = self._switch

@@ -161,6 +161,8 @@ class OutOfMemory:
 
     runs_again: bool = False
     """True if layers run again as a whole already."""
+    can_stream_more: bool = False
+    """True if frozen weights are on the device that could be streamed."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.states import (
+    ALL_STREAMED,
     RUNG_WORDS,
     Mode,
     Options,
@@ -320,7 +321,12 @@ def out_of_memory(state: State, event: on.OutOfMemory) -> Result:
 
 
 def next_rung(state: State, event: on.OutOfMemory) -> Result:
-    """Take the next rung; where layers run again already, recomputing would only hold more."""
+    """Stream all frozen weights; where they are streamed, take the next rung.
+
+    Where layers run again already, recomputing would only hold more.
+    """
+    if event.can_stream_more:
+        return state, (do.StreamAll(), do.Answer(ALL_STREAMED))
     skipped = (Target.RECOMPUTED,) if event.runs_again else ()
     left = [rung for rung in state.rungs if rung not in skipped]
     if not left:

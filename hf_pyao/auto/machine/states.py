@@ -69,6 +69,9 @@ class Purpose(Enum):
     MEMORY = "for less memory"
 
 
+ALL_STREAMED = "the frozen weights of all layers are streamed from the host"
+"""What is done first, to follow "from now on"."""
+
 RUNG_WORDS: Mapping[Target, str] = MappingProxyType(
     {
         Target.EVERYTHING: "everything that the layers save is offloaded",

@@ -50,11 +50,13 @@ _TRAINED = Rule(
     rules.trained, _SETS, "if another set lasts: follow the plan of that set, or measure anew"
 )
 _HEARD = Rule(rules.heard, (Mode.FOLLOWING, Mode.GAVE_UP), "follow it; without one, give up")
-_NEXT_RUNG = Rule(rules.next_rung, (Mode.TIGHTENED,), "use the next rung of the ladder")
+_NEXT_RUNG = Rule(
+    rules.next_rung, (Mode.TIGHTENED,), "stream all frozen weights, or use the next rung"
+)
 _TIGHTER = Rule(
     rules.out_of_memory,
     (Mode.RECORDING, Mode.TIGHTENED),
-    "make a tighter plan, or use the next rung",
+    "make a tighter plan, or stream all frozen weights, or use the next rung",
 )
 _FINAL = Rule(rules.second_run_final, (Mode.TIGHTENED,), "run layers once, offload everything")
 _NO_PLAN_YET = Rule(

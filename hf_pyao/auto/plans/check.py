@@ -86,6 +86,8 @@ class PlanCheck(Observer):
         self._turn: Any = None
         self._end: Any = None
         self._spans: list[_Span] = []
+        self._stalls_ms = engine.upload_stalls_ms()
+        """Waits for streamed weights until the newest micro-batch's end."""
         self.num_elements = 0
         """Of the batch that runs; set by the code that sees the batch."""
         self.is_done = False
@@ -125,6 +127,11 @@ class PlanCheck(Observer):
 
     def on_micro_batch(self, stats: MicroBatchStats) -> None:
         """Count it."""
+        engine = self._engine()
+        before_ms = self._stalls_ms
+        stalls_ms = before_ms if engine is None else engine.upload_stalls_ms()
+        self._stalls_ms = stalls_ms
+        uploads_ms = stalls_ms[0] - before_ms[0], stalls_ms[1] - before_ms[1]
         start, turn, end = self._start, self._turn, self._end
         self._start = self._turn = self._end = None
         num_sampled = self._num_sampled()
@@ -132,7 +139,7 @@ class PlanCheck(Observer):
         self._num_sampled_before = num_sampled
         if start is None or end is None or is_sampled:
             return
-        self._spans.append(_Span(self.num_elements, start, turn, end, stats))
+        self._spans.append(_Span(self.num_elements, start, turn, end, stats, uploads_ms))
         self._num_left -= 1
         self.is_done = self._num_left <= 0
 
@@ -148,12 +155,14 @@ class PlanCheck(Observer):
 
     def _timed(self, span: _Span) -> TimedMicroBatch:
         elapsed_ms = self._transport.elapsed_ms
+        stall_forward_ms = span.stats.stall_forward_ms + max(0.0, span.uploads_ms[0])
+        stall_backward_ms = span.stats.stall_backward_ms + max(0.0, span.uploads_ms[1])
         return TimedMicroBatch(
             span.num_elements,
             elapsed_ms(span.start, span.end),
-            span.stats.stall_forward_ms + span.stats.stall_backward_ms,
+            stall_forward_ms + stall_backward_ms,
             0.0 if span.turn is None else elapsed_ms(span.start, span.turn),
-            span.stats.stall_forward_ms,
+            stall_forward_ms,
         )
 
 
@@ -167,6 +176,8 @@ class _Span(NamedTuple):
     end: Any
     stats: MicroBatchStats
     """Complete once the device has run it and the engine's times are settled."""
+    uploads_ms: tuple[float, float]
+    """Waits for streamed weights that became known during it, in forward and backward."""
 
 
 def typical(timed: Sequence[TimedMicroBatch]) -> TimedMicroBatch:

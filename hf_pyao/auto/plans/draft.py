@@ -14,6 +14,7 @@ from hf_pyao.plan.predict.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction, ExpectedTimes
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Candidate
 from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.plan.weights.choice import StreamingChoice
 
 Record = Callable[[Levers], StepProgram]
 """Records the step with other levers; raises LeversRefusedError where it cannot."""
@@ -45,13 +46,15 @@ class Draft:
     record: Record
     """Records the step with other levers, each once."""
     limits: Limits
-    choice: LeverChoice
+    choice: StreamingChoice
     followed: ChosenLevers
     before: ChosenLevers | None = None
     """What the plan replaced since times were off; None: nothing."""
     correction: Correction = NO_CORRECTION
     growth_exponent: float | None = None
     """By which power of a batch's elements its step's memory grows; None: not known."""
+    least_streamed: int = 0
+    """Blocks of frozen weights that are streamed at least, since memory ran out."""
     trained: int | None = None
     """Which parameters are trained, as ``PlanFacts.trained``; None: not known."""
 
@@ -68,11 +71,22 @@ class Draft:
     @property
     def fallback(self) -> ChosenLevers | None:
         """Offloading everything of the step as configured, if that fits and is not followed."""
-        found = self.choice.configured.simple().get(OFFLOAD_ALL)
+        choice = self.levers_choice
+        found = choice.configured.simple().get(OFFLOAD_ALL)
         if found is None or not found.memory.fits(self.limits.limit_bytes):
             return None
         is_it = self.chosen.name == OFFLOAD_ALL and self.followed.levers == self.request.levers
-        return None if is_it else self.choice.as_configured(found)
+        return None if is_it else choice.as_configured(found)
+
+    @property
+    def num_streamed(self) -> int:
+        """Blocks of frozen weights that are streamed."""
+        return len(self.followed.planner.program.streamed.layers)
+
+    @property
+    def levers_choice(self) -> LeverChoice:
+        """What chooses with as many blocks streamed as now."""
+        return self.choice.with_streamed(self.num_streamed)
 
     @property
     def copies_ms(self) -> float:
@@ -84,15 +98,28 @@ class Draft:
         """Return what is predicted for the plan, its times corrected further."""
         chosen = self.chosen
         if correction is not NO_CORRECTION:
-            choice = self.choice_with(correction)
+            choice = self.choice_with(correction).with_streamed(self.num_streamed)
             chosen = choice.planner_for(self.followed.levers).again(chosen)
         return ExpectedTimes.of(chosen.step, chosen.timed)
 
-    def choice_with(self, correction: Correction) -> LeverChoice:
+    def choice_with(self, correction: Correction) -> StreamingChoice:
         """Return the choice for times that are corrected further."""
         correction = self.correction.times(correction)
-        configured = self.request.planner(self.profile, correction=correction)
-        return self.request.choice(configured, self.record, dtypes=dtypes_of(self.profile))
+        return choice_of(self.request, self.profile, self.record, correction)
+
+
+def choice_of(
+    request: PlanRequest, profile: Profile, record: Record, correction: Correction = NO_CORRECTION
+) -> StreamingChoice:
+    """Return what chooses a plan, and the blocks that are streamed, for the step of *profile*.
+
+    Raises:
+        ForecastError: the profile does not hold what a prediction needs.
+        ReportError: the step in it is damaged.
+    """
+    configured = request.planner(profile, correction=correction)
+    choice = request.choice(configured, record, dtypes=dtypes_of(profile))
+    return StreamingChoice(choice, request.stream_weights)
 
 
 def dtypes_of(profile: Profile) -> dict[str, str]:

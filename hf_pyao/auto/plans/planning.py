@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.auto.plans.draft import Draft, Limits, Record, dtypes_of
+from hf_pyao.auto.plans.draft import Draft, Limits, Record, choice_of
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.unrecorded import explain, kept_peak_bytes, plan_that_fits
 from hf_pyao.levers import Levers, LeversRefusedError
@@ -23,14 +23,15 @@ from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.options.auto_plan import plan_of_choice
-from hf_pyao.plan.options.lever_choice import FIXED, ChosenLevers, LeverChoice, LeverRoom
+from hf_pyao.plan.options.lever_choice import FIXED, ChosenLevers, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import at_other_size
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
 from hf_pyao.plan.solve.planner import KEEP_ALL, Planner
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.plan.weights.weight_plan import less_by_streaming
+from hf_pyao.plan.weights.choice import StreamingChoice
+from hf_pyao.plan.weights.weight_plan import figures_of, less_by_streaming, weight_plan_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class PlanMaker:
         request: the same for the planner.
         identity: what tells the model.
         parameters: returns the model's parameters.
+        num_resident: returns how many layers' frozen weights are on the device now; None: all.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class PlanMaker:
         request: PlanRequest,
         identity: Mapping[str, Any],
         parameters: Callable[[], Iterable[nn.Parameter]],
+        num_resident: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._device = device
         self._settings = settings
         self._request = request
         self._identity = dict(identity)
         self._parameters = parameters
+        self._num_resident = num_resident
 
     def plan(
         self,
@@ -102,10 +106,9 @@ class PlanMaker:
             ReportError: the step in it is damaged.
         """
         request = dataclasses.replace(self._request, room=room)
-        configured = request.planner(profile)
-        limits = self._limits(configured.program, cap_bytes)
         once = _recorded_once(record or _no_other)
-        choice = request.choice(configured, once, dtypes=dtypes_of(profile))
+        choice = choice_of(request, profile, once)
+        limits = self._limits(choice, cap_bytes)
         found = _chosen(choice, limits.limit_bytes, limits.limit_bytes)
         return self._draft(
             found, profile, num_elements, request, once, limits, choice, trained=trained
@@ -134,20 +137,20 @@ class PlanMaker:
         Raises:
             ReportError: the step is damaged.
         """
-        before = draft.choice.configured
+        before = draft.choice.resident.configured
         profile = at_other_size(draft.profile, before.program, recorded)
         request = dataclasses.replace(self._request, room=room)
-        configured = request.planner(profile, correction=draft.correction)
-        limits = self._limits(configured.program, cap_bytes)
+        once = _recorded_once(record or _no_other)
+        choice = choice_of(request, profile, once, draft.correction)
+        configured = choice.resident.configured
+        limits = self._limits(choice, cap_bytes)
         ratio = num_elements / max(1, draft.num_elements)
         growth = _growth_exponent(before, configured, ratio) or draft.growth_exponent
-        resident_bytes = configured.program.resident_bytes
+        resident_bytes = choice.least_resident_bytes
         room_to_grow: float = ROOM ** (growth or 2.0)
         with_room = resident_bytes + (limits.limit_bytes - resident_bytes) / room_to_grow
-        once = _recorded_once(record or _no_other)
-        choice = request.choice(configured, once, dtypes=dtypes_of(profile))
         return self._draft(
-            _chosen(choice, with_room, limits.limit_bytes),
+            _chosen(choice, with_room, limits.limit_bytes, draft.least_streamed),
             profile,
             num_elements,
             request,
@@ -157,6 +160,7 @@ class PlanMaker:
             correction=draft.correction,
             growth_exponent=growth,
             trained=draft.trained,
+            least_streamed=draft.least_streamed,
         )
 
     def in_room(self, draft: Draft, room: LeverRoom) -> Draft:
@@ -165,7 +169,8 @@ class PlanMaker:
         draft = dataclasses.replace(draft, request=request, before=None)
         choice = draft.choice_with(NO_CORRECTION)
         limit_bytes = draft.limits.limit_bytes
-        return self._follow(draft, _chosen(choice, limit_bytes, limit_bytes), choice=choice)
+        found = _chosen(choice, limit_bytes, limit_bytes, draft.least_streamed)
+        return self._follow(draft, found, choice=choice)
 
     def corrected(self, draft: Draft, correction: Correction) -> tuple[Draft, bool]:
         """Take the fastest plan for times that differ from those of the plan that is followed.
@@ -174,29 +179,35 @@ class PlanMaker:
             It, and whether it is another one: that must be faster by :data:`GAIN`.
         """
         choice = draft.choice_with(correction)
-        planner = choice.planner_for(draft.followed.levers)
+        as_now = choice.with_streamed(draft.num_streamed)
+        planner = as_now.planner_for(draft.followed.levers)
         now = planner.again(draft.followed.candidate)
         followed = dataclasses.replace(
-            draft.followed, candidate=now, planner=planner, configured=choice.configured
+            draft.followed, candidate=now, planner=planner, configured=as_now.configured
         )
         draft = dataclasses.replace(draft, correction=draft.correction.times(correction))
-        found = choice.best(draft.limits.limit_bytes)  # where nothing fits, that was said before
+        # Where nothing fits, that was said before.
+        found = choice.best(draft.limits.limit_bytes, draft.least_streamed).levers
         if found.fits and found.candidate.step_ms * GAIN < now.step_ms:
             return self._follow(draft, found, choice=choice, before=followed), True
         return self._follow(draft, followed, choice=choice, before=draft.before), False
 
     def tighter(self, draft: Draft) -> Draft | None:
-        """Take a plan with a lower peak than the one that is followed; None if there is none."""
+        """Take a plan with a lower peak than the one that is followed; None if there is none.
+
+        No fewer blocks of frozen weights are streamed than now, in this plan and in later ones.
+        """
+        draft = dataclasses.replace(draft, least_streamed=draft.num_streamed)
         before_bytes = draft.chosen.memory.needed_bytes
         limit_bytes = TIGHTER * before_bytes
-        found = draft.choice.best(limit_bytes)
+        found = draft.choice.best(limit_bytes, draft.least_streamed).levers
         if not found.fits:
             # The lowest peak of all settings that were looked at just now, if it is lower at all.
             least_bytes = found.candidate.memory.needed_bytes
             if least_bytes >= before_bytes:
                 return None
             limit_bytes = least_bytes
-            found = draft.choice.best(limit_bytes)
+            found = draft.choice.best(limit_bytes, draft.least_streamed).levers
         limits = dataclasses.replace(draft.limits, limit_bytes=limit_bytes)
         return self._follow(dataclasses.replace(draft, limits=limits), found, choice=draft.choice)
 
@@ -224,10 +235,11 @@ class PlanMaker:
         plan = plan_that_fits(limit, kept_bytes, profile, kept, self._identity, facts)
         return None if plan is None else (plan, explain(limit, plan, profile.why_no_program))
 
-    def _limits(self, program: StepProgram, cap_bytes: float) -> Limits:
+    def _limits(self, choice: StreamingChoice, cap_bytes: float) -> Limits:
         limit = self._settings.device_limit(self._device)
         assert limit is not None, "nothing is measured where no limit is known"
-        nbytes = beside_bytes(limit, program.resident_bytes, self._parameters())
+        resident_bytes = choice.resident_bytes(self._num_resident())
+        nbytes = beside_bytes(limit, resident_bytes, self._parameters())
         limit_bytes = min(limit.nbytes - nbytes, cap_bytes)
         how = limit.how if limit_bytes < cap_bytes else AFTER_RUNNING_OUT
         return Limits(limit_bytes, limit.nbytes, nbytes, how)
@@ -237,7 +249,7 @@ class PlanMaker:
         draft: Draft,
         found: ChosenLevers,
         *,
-        choice: LeverChoice,
+        choice: StreamingChoice,
         before: ChosenLevers | None = None,
     ) -> Draft:
         """Return *draft* with another plan for the same step."""
@@ -253,6 +265,7 @@ class PlanMaker:
             correction=draft.correction,
             growth_exponent=draft.growth_exponent,
             trained=draft.trained,
+            least_streamed=draft.least_streamed,
         )
 
     def _draft(
@@ -263,13 +276,16 @@ class PlanMaker:
         request: PlanRequest,
         record: Record,
         limits: Limits,
-        choice: LeverChoice,
+        choice: StreamingChoice,
         *,
         before: ChosenLevers | None = None,
         correction: Correction = NO_CORRECTION,
         growth_exponent: float | None = None,
         trained: int | None,
+        least_streamed: int = 0,
     ) -> Draft:
+        program = found.planner.program
+        weights = weight_plan_of(program) if choice.may_stream else None
         plan = plan_of_choice(
             found,
             limit_bytes=limits.limit_bytes + limits.beside_bytes,
@@ -279,10 +295,14 @@ class PlanMaker:
                 trained=trained,
                 device_limit_bytes=limits.device_bytes,
                 beside_bytes=int(limits.beside_bytes),
-                resident_bytes=found.planner.program.resident_bytes,
+                resident_bytes=program.resident_bytes,
                 growth_exponent=growth_exponent,
+                resident_blocks=None if weights is None else weights.num_resident,
             ),
-            figures=correction.figures(),
+            figures={
+                **correction.figures(),
+                **({} if weights is None else figures_of(weights)),
+            },
         )
         return Draft(
             plan=plan,
@@ -297,14 +317,17 @@ class PlanMaker:
             correction=correction,
             growth_exponent=growth_exponent,
             trained=trained,
+            least_streamed=least_streamed,
         )
 
 
-def _chosen(choice: LeverChoice, first_bytes: float, limit_bytes: float) -> ChosenLevers:
+def _chosen(
+    choice: StreamingChoice, first_bytes: float, limit_bytes: float, least_streamed: int = 0
+) -> ChosenLevers:
     """Take the fastest plan within *first_bytes*, or the limit, or the one with the lowest peak."""
-    found = choice.best(first_bytes)
+    found = choice.best(first_bytes, least_streamed).levers
     if not found.fits:
-        found = choice.best(limit_bytes)
+        found = choice.best(limit_bytes, least_streamed).levers
     if not found.fits:
         less_memory = found.levers.less_memory
         logger.warning(

@@ -50,7 +50,10 @@ class AutoSettings:
             codec=config.codec if isinstance(config.codec, str) else config.codec.name,
             allow_lossy=config.allow_lossy,
             device_memory_gib=config.device_memory_gib,
-            labels={name: config.label(name) for name in ("device_memory_gib", "allow_lossy")},
+            labels={
+                name: config.label(name)
+                for name in ("device_memory_gib", "allow_lossy", "stream_weights")
+            },
         )
 
     def device_limit(self, device: torch.device) -> DeviceLimit | None:

@@ -28,6 +28,7 @@ from hf_pyao.auto.recording.sharded_copy import CopyError as CopyError
 from hf_pyao.auto.recording.sharded_copy import ShardedUnits
 from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
+from hf_pyao.engine.weights.tables import streamed_in
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings, settings_of
 from hf_pyao.text import describe_error
 
@@ -87,6 +88,7 @@ class CopiedStep:
                 with torch.no_grad(), FakeCopyMode(fake_mode):
                     note_stand_ins(self._model, memo)
                     self._units.unshard_into(memo, fake_mode)
+                    memo.update(_streamed_on_device(self._model, fake_mode))
                     fake = copy.deepcopy(self._model, memo)
                     what = "what the model is called with"
                     self._arguments = copy.deepcopy((self._seen.args, self._seen.kwargs), memo)
@@ -268,6 +270,24 @@ def loss_of(outputs: Any) -> Tensor:
     if not found:
         raise CopyError("nothing that its forward returns has a gradient.")
     return found[0].float().sum()
+
+
+def _streamed_on_device(model: nn.Module, fake_mode: FakeTensorMode) -> dict[int, Any]:
+    """Return by id of each streamed weight a fake one that is on the device, and on its own.
+
+    On the host the weights of a layer lie in one storage.
+    """
+    with fake_mode:
+        return {
+            id(weight): nn.Parameter(
+                torch.empty_strided(
+                    weight.size(), weight.stride(), dtype=weight.dtype, device=device
+                ),
+                requires_grad=False,
+            )
+            for weight, device in streamed_in(model)
+            if type(weight) is nn.Parameter
+        }
 
 
 def _forget_hooks(model: nn.Module) -> None:

@@ -3,12 +3,13 @@
 The rungs: offload everything; then recompute all that can be; then wait for every copy. They apply
 even where the user has chosen to offload less, or nothing, since the run would end otherwise.
 Codecs and the limit on host memory stay, so that a lossless run stays lossless. With policy
-``auto`` tighter plans come first. The machine in ``hf_pyao.auto.machine`` decides.
+``auto`` tighter plans come first. Where ``stream_weights`` is ``"auto"``, all frozen weights are
+streamed before the first rung. The machine in ``hf_pyao.auto.machine`` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -45,16 +46,23 @@ class MachineTightening:
     Args:
         driver: of the machine.
         switch: knows whether layers run again as a whole.
+        can_stream_more: says whether frozen weights stay that could be streamed.
     """
 
-    def __init__(self, driver: Driver, switch: LeverSwitch) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        switch: LeverSwitch,
+        can_stream_more: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._driver = driver
         self._switch = switch
+        self._can_stream_more = can_stream_more
 
     def tighter(self, error: torch.OutOfMemoryError) -> str | None:
         """Let the machine decide; None after the last rung."""
         runs_again = bool(self._switch.levers.checkpoint_every)
-        return self._driver.send(on.OutOfMemory(runs_again))
+        return self._driver.send(on.OutOfMemory(runs_again, self._can_stream_more()))
 
 
 def rungs_of(*, keeps_some: bool, recomputes: bool, has_segments: bool) -> tuple[Target, ...]:

@@ -142,6 +142,10 @@ class OffloadEngine:
         """Weights that are streamed; None: all are on the device."""
         return self._weights
 
+    def upload_stalls_ms(self) -> tuple[float, float]:
+        """Return how long forward and backward have waited for streamed weights so far, in ms."""
+        return (0.0, 0.0) if self._weights is None else self._weights.stalls_ms()
+
     def stream(self, weights: StreamedWeights | None) -> None:
         """Recognise what layers save of *weights*, from the next forward on; None: of none."""
         self._weights = weights

@@ -44,6 +44,10 @@ class StreamedWeights(Protocol):
         """
         ...
 
+    def stalls_ms(self) -> tuple[float, float]:
+        """Return how long forward and backward compute have waited for uploads, in ms."""
+        ...
+
     def upload_ahead(self) -> None:
         """Queue the upload of the weights that are used next, if a slot is free for them."""
         ...

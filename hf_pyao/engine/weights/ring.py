@@ -140,6 +140,7 @@ class WeightRing(RingSchedule):
         self.times = LinkTimes()
         """What the uploads took, and compute's waits for them."""
         self.device = device
+        """Where the slots are."""
         self._transport = link.transport
         self._streams = link.streams
         self._blocks_of_layer = tuple(blocks_of_layer)
@@ -379,6 +380,11 @@ class WeightRing(RingSchedule):
                 self.blocks[blocks[0]].layer,
                 nbytes / 2**30,
             )
+
+    def stalls_ms(self) -> tuple[float, float]:
+        """Return how long forward and backward compute have waited for uploads, in ms."""
+        counts = self.figures()
+        return counts.stall_forward_ms, counts.stall_backward_ms
 
     def upload_ahead(self) -> None:
         """Upload what is used next."""

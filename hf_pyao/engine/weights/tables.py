@@ -15,8 +15,10 @@ A copy of the module, and a pickled one, has a plain dictionary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 
@@ -45,6 +47,12 @@ class StreamedTable(dict[str, Any]):
         if value is None or not self._ring.holds(value):
             super().__setitem__(name, value)
 
+    def streamed(self) -> Iterator[tuple[Parameter, torch.device]]:
+        """Yield those that are streamed, and the device on which they are read."""
+        for parameter in dict.values(self):
+            if parameter is not None and self._ring.weight_of(parameter) is not None:
+                yield parameter, self._ring.device
+
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Leave the copy a plain table."""
         return copy.deepcopy(dict(self), memo)
@@ -60,6 +68,14 @@ class StreamedTable(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the unpickled module a plain table."""
         return dict, (dict(self),)
+
+
+def streamed_in(model: nn.Module) -> Iterator[tuple[Parameter, torch.device]]:
+    """Yield each streamed parameter of *model*, and the device on which it is read."""
+    for module in model.modules():
+        table = module.__dict__["_parameters"]
+        if isinstance(table, StreamedTable):
+            yield from table.streamed()
 
 
 def put_on(module: nn.Module, ring: WeightRing) -> None:

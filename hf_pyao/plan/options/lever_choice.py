@@ -23,6 +23,7 @@ from hf_pyao.engine.recompute.kept_attention import KERNELS
 from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.options.group_plan import TARGET_BYTES as GROUP_BYTES
 from hf_pyao.plan.options.tile_plan import MIN_TILE_TOKENS
+from hf_pyao.plan.solve.collections_paused import collections_paused
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Candidate, NoPlanFitsError, Planner
 from hf_pyao.plan.step.step_program import FORWARD, OUTSIDE, StepProgram
 
@@ -128,7 +129,8 @@ class LeverChoice:
 
         A plan for another setting than the configured one is faster than its by :data:`GAIN`.
         """
-        return _Search(self, limit_bytes).run()
+        with collections_paused():
+            return _Search(self, limit_bytes).run()
 
     def as_configured(self, candidate: Candidate) -> ChosenLevers:
         """Return *candidate*, a plan for the step as configured, as what was chosen."""

@@ -66,6 +66,8 @@ class PlanRequest:
     """Of the device's caching allocator; None: what is allocated decides what fits."""
     window: WindowOwner | None = dataclasses.field(default=None, compare=False)
     """That of the link; other models may join and leave it at any time."""
+    stream_weights: int | str = "off"
+    """As ``PyAOConfig.stream_weights``, where frozen weights can be streamed."""
 
     @property
     def window_now_bytes(self) -> int | None:
@@ -86,14 +88,19 @@ class PlanRequest:
         host_limit_bytes: float = math.inf,
         window: WindowOwner | None = None,
         allocator: AllocatorSettings | None = None,
+        stream_weights: int | str = "off",
     ) -> PlanRequest:
-        """Return the same for one model on one machine; arguments as of :meth:`of_config`."""
+        """Return the same for one model on one machine; arguments as of :meth:`of_config`.
+
+        *stream_weights* is as the attribute.
+        """
         return dataclasses.replace(
             self,
             recompute_modules=recomputed_paths,
             host_limit_bytes=host_limit_bytes,
             window=window,
             allocator=allocator,
+            stream_weights=stream_weights,
         )
 
     @classmethod

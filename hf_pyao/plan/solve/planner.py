@@ -24,6 +24,7 @@ from hf_pyao.plan.predict.speed_range import (
     steadiest,
     worst_regret,
 )
+from hf_pyao.plan.solve.collections_paused import collections_paused
 from hf_pyao.plan.solve.proposals import CHECKPOINT as CHECKPOINT
 from hf_pyao.plan.solve.proposals import FIRST_CHECKPOINTED as FIRST_CHECKPOINTED
 from hf_pyao.plan.solve.proposals import FIRST_OFFLOADED as FIRST_OFFLOADED
@@ -343,11 +344,15 @@ class Planner(Proposals):
 
     def front(self, num_points: int = 9) -> list[Candidate]:
         """Return plans from the lowest peak to keeping everything, none beaten in both."""
+        with collections_paused():
+            self._find_front(num_points)
+        return self.front_so_far()
+
+    def _find_front(self, num_points: int) -> None:
         for point in range(num_points):
             found_there = self.proposal(round(point * NUM_BUDGETS / (num_points - 1)))
             if found_there and found_there.step_ms <= self.simple()[KEEP_ALL].step_ms * (1 + FREE):
                 break
-        return self.front_so_far()
 
     def front_so_far(self) -> list[Candidate]:
         """Return, of all plans that were looked at, those that none beats in time and peak."""

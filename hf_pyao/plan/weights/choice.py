@@ -19,7 +19,8 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers
 from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
 from hf_pyao.plan.predict.speed_range import MEASURED
-from hf_pyao.plan.solve.planner import KEEP_ALL, NoPlanFitsError, Planner
+from hf_pyao.plan.solve.collections_paused import collections_paused
+from hf_pyao.plan.solve.planner import KEEP_ALL, Candidate, NoPlanFitsError, Planner
 from hf_pyao.plan.step.streamed_step import (
     block_bytes,
     streamed_layers,
@@ -83,12 +84,23 @@ class StreamingChoice:
         return None
 
     @property
+    def may_stream(self) -> bool:
+        """True if a plan says how many blocks are streamed: that is given, or to be chosen."""
+        return self.num_blocks > 0 and self._stream_weights != OFF
+
+    def resident_bytes(self, num_resident: int | None = None) -> int:
+        """Return what is on the device throughout with *num_resident* layers' blocks; None: all."""
+        program = self.resident.configured.program
+        if num_resident is None:
+            return program.resident_bytes
+        layers = self._layers(max(0, self.num_blocks - num_resident))
+        return program.resident_bytes - with_streamed_blocks(program, layers).streamed.saved_bytes
+
+    @property
     def least_resident_bytes(self) -> int:
         """Bytes that are on the device throughout, with as few blocks resident as may be."""
         number = self._most() if self.num_given is None else self.num_given
-        program = self.resident.configured.program
-        streamed = with_streamed_blocks(program, self._layers(number)).streamed
-        return program.resident_bytes - streamed.saved_bytes
+        return self.resident_bytes(self.num_blocks - number)
 
     def best(self, limit_bytes: float, least_streamed: int = 0) -> ChosenStreaming:
         """Return the fastest choice within *limit_bytes*.
@@ -99,8 +111,12 @@ class StreamingChoice:
             limit_bytes: what the device may hold.
             least_streamed: blocks that are streamed at least.
         """
-        if self.num_given is not None:
-            return self._chosen(self.at(self.num_given, limit_bytes), {})
+        with collections_paused():
+            if self.num_given is not None:
+                return self._chosen(self.at(self.num_given, limit_bytes), {})
+            return self._best(limit_bytes, least_streamed)
+
+    def _best(self, limit_bytes: float, least_streamed: int) -> ChosenStreaming:
         most = max(self._most(), least_streamed)
         levers = self.resident.levers
         if self._needed_bytes(levers, most, limit_bytes) > limit_bytes:
@@ -119,6 +135,24 @@ class StreamingChoice:
                         found[number] = planner.best(limit_bytes).step_ms
         number = _fewest_of_the_fastest(found) if found else most
         return self._chosen(self.at(number, limit_bytes), found)
+
+    def fewest_streamed(self, candidate: Candidate, limit_bytes: float) -> int:
+        """Return the fewest streamed blocks with which a plan for activations fits.
+
+        All that the host has room for, where none do.
+
+        Args:
+            candidate: a plan of the configured step with all weights resident.
+            limit_bytes: what the device may hold.
+        """
+        most = self._most()
+        numbers: list[int] = [0, *range(NUM_SLOTS + 1, most)]
+        for number in numbers:
+            saved_bytes = self.resident_bytes() - self.resident_bytes(self.num_blocks - number)
+            needed_bytes = candidate.memory.needed_within(limit_bytes + saved_bytes)
+            if needed_bytes - saved_bytes <= limit_bytes:
+                return number
+        return most
 
     def at(self, num_streamed: int, limit_bytes: float) -> ChosenLevers:
         """Return the best plan with so many blocks streamed, of all settings of the levers.
@@ -185,7 +219,7 @@ class StreamingChoice:
 
     def _most(self) -> int:
         """Return how many blocks the host has room for."""
-        largest = max(self._sizes, default=0)
+        largest: int = max(self._sizes, default=0)
         if largest and self._host_limit_bytes < self.num_blocks * largest:
             most = int(self._host_limit_bytes // largest)
             return most if most > NUM_SLOTS else 0

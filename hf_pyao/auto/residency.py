@@ -1,0 +1,179 @@
+"""How many layers' frozen weights stay on the device, where ``stream_weights`` is ``"auto"``.
+
+As a model is attached its batches are not known: weights stay as far as they leave a share of the
+device free. Before the first forward in training the step is recorded on fake tensors, and as many
+stay as fit beside what the configured policy leaves on the device. Policy ``auto`` chooses the
+number together with its plans. When memory runs out, all are streamed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from torch import nn
+
+from hf_pyao.auto.install.weights import StreamedLayers
+from hf_pyao.auto.plans.settings import AutoSettings
+from hf_pyao.auto.ranks.rank_exchange import RankExchange
+from hf_pyao.auto.recording.forward_watch import ForwardWatch
+from hf_pyao.auto.recording.model_copy import CopiedStep
+from hf_pyao.auto.recording.seen_forward import SeenForward
+from hf_pyao.auto.recording.step_recording import record_fake_step
+from hf_pyao.levers import Levers, LeversRefusedError
+from hf_pyao.plan.hardware.device_limit import DeviceLimit, beside_bytes, device_limit
+from hf_pyao.plan.hardware.speeds import LinkModel
+from hf_pyao.plan.options.lever_choice import LeverChoice
+from hf_pyao.plan.options.plan_request import PlanRequest
+from hf_pyao.plan.predict.calibration import REFERENCE
+from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Planner
+from hf_pyao.plan.weights.choice import StreamingChoice
+from hf_pyao.plan.weights.first_residents import optimizer_bytes
+from hf_pyao.text import describe_error
+
+logger = logging.getLogger(__name__)
+
+OFFLOADING = ("all", "auto", "pyao")
+"""Policies under which everything that may be offloaded is, before they have a plan."""
+
+WAIT_S = 60.0
+"""How long a rank waits at its first forward for what the others found."""
+
+_ANY_LINK = LinkModel(d2h_gib_per_s=16.0, h2d_gib_per_s=16.0)
+"""What fits does not depend on it: copies are taken to be late."""
+
+
+class Residency:
+    """Asks the streamed layers of one model to stay, as many as fit.
+
+    Args:
+        streaming: the layers.
+        settings: layers, levers, and how much memory the device has.
+        request: what binds the step: window, layers that are kept, least size.
+        policy: name of the configured policy.
+    """
+
+    def __init__(
+        self, streaming: StreamedLayers, settings: AutoSettings, request: PlanRequest, policy: str
+    ) -> None:
+        self._streaming = streaming
+        self._settings = settings
+        self._request = request
+        self._policy = policy
+        self._unplanned = streaming.num_resident
+        self._is_planned = False
+        self._watch: ForwardWatch | None = None
+
+    @property
+    def num_resident(self) -> int:
+        """Layers whose weights are on the device now."""
+        return self._streaming.num_resident
+
+    # ---- what the machine asks for -------------------------------------------------------------
+
+    @property
+    def can_stream_more(self) -> bool:
+        """True while weights stay that could be streamed."""
+        return self._streaming.num_asked_for > self._streaming.least_resident
+
+    def ask_for(self, num_resident: int) -> None:
+        """Let so many layers stay from the next forward on, as a plan has it."""
+        self._is_planned = True
+        self._streaming.ask_for(num_resident)
+
+    def ask_for_unplanned(self) -> None:
+        """Let as many stay as before there was a plan."""
+        self._is_planned = False
+        self._streaming.ask_for(min(self._unplanned, self._streaming.num_asked_for))
+
+    def stream_all(self) -> None:
+        """Let none stay from the next forward on, since memory ran out."""
+        self._unplanned = 0
+        self._streaming.ask_for(0)
+
+    # ---- before the first forward --------------------------------------------------------------
+
+    def start(self, model: nn.Module, owner: object) -> None:
+        """Look at *model*'s first forward in training, unless a plan will say how many stay."""
+        if self.num_resident < self._streaming.num_layers or self._policy != "auto":
+            self._watch = ForwardWatch(model, owner, self._before_forward)
+
+    def end(self) -> None:
+        """Look no more. Twice is fine."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.remove()
+
+    def _before_forward(self, seen: SeenForward, *, is_first: bool) -> None:
+        watch = self._watch
+        if watch is None:
+            return
+        make = watch.steps(is_newest=True)
+        self.end()
+        if self._is_planned:
+            return
+        try:
+            number = self._most_that_fit(make())
+        except Exception as error:  # no reason to end a training
+            logger.info(
+                "%s: the step cannot be recorded, so that the weights of %d of %d layers stay, as "
+                "at first (%s).",
+                self._settings.label("stream_weights"),
+                self.num_resident,
+                self._streaming.num_layers,
+                describe_error(error),
+            )
+            number = self.num_resident
+        self._unplanned = _least_of_all_ranks(number)
+        self._streaming.ask_for(self._unplanned)
+        if self._unplanned != self.num_resident:
+            logger.info(
+                "%s: %d of %d layers stay on the device, by the first batch.",
+                self._settings.label("stream_weights"),
+                self._unplanned,
+                self._streaming.num_layers,
+            )
+
+    def _most_that_fit(self, step: CopiedStep) -> int:
+        """Return how many layers' weights fit beside what the configured policy leaves."""
+        given, request = self._settings.given, self._request
+        recorded, _ = record_fake_step(step, levers=given.levers, layers=self._settings.layers)
+        program = recorded.whole()
+        times_ms = operation_times_ms(program, REFERENCE)
+        planner = request.planner_of(program, times_ms, _ANY_LINK, {})
+        simple = planner.simple()
+        held = simple.get(OFFLOAD_ALL) if self._policy in OFFLOADING else None
+        choice = StreamingChoice(LeverChoice(request.levers, planner, _no_other, request.room))
+        number = choice.fewest_streamed(held or simple[KEEP_ALL], self._limit_bytes(choice))
+        return self._streaming.num_layers - number
+
+    def _limit_bytes(self, choice: StreamingChoice) -> float:
+        limit = self._limit()
+        if limit is None:
+            return math.inf
+        parameters = self._streaming.parameters()
+        now_bytes = choice.resident_bytes(self.num_resident)
+        beside = beside_bytes(limit, now_bytes, parameters)
+        return limit.nbytes - max(beside, optimizer_bytes(parameters))
+
+    def _limit(self) -> DeviceLimit | None:
+        label = self._settings.label("device_memory_gib")
+        return device_limit(self._streaming.device, self._settings.device_memory_gib, label)
+
+
+def _no_other(levers: Levers) -> Planner:
+    raise LeversRefusedError("only the step as configured is looked at")
+
+
+def _least_of_all_ranks(number: int) -> int:
+    """Return the least number that any rank found; the own one if they are not heard."""
+    exchange = RankExchange("resident layers")
+    if exchange.num_ranks == 1:
+        return number
+    exchange.tell(str(number))
+    heard = exchange.heard(wait_s=WAIT_S)
+    if heard is None:
+        logger.warning("how many layers fit on other ranks is not known after %d s.", WAIT_S)
+        return number
+    return min(int(text) for text in heard)

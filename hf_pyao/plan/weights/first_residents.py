@@ -1,0 +1,41 @@
+"""How many layers' frozen weights stay on the device before anything is known of the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, resident_layers
+
+FREE_SHARE = 0.3
+"""Share of the device that is left for the step: activations, logits, what kernels allocate."""
+
+MOMENTS = 2
+"""Optimizer states of a trained parameter, as large as it is: those of Adam."""
+
+
+def optimizer_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Return what an Adam's states of the trained parameters take on the device."""
+    return sum(MOMENTS * each.nbytes for each in parameters if each.requires_grad)
+
+
+def first_residents(block_bytes: Sequence[int], other_bytes: float, limit_bytes: float) -> int:
+    """Return how many layers stay: all if they leave :data:`FREE_SHARE` of the device, or fewer.
+
+    Args:
+        block_bytes: frozen weights of each layer.
+        other_bytes: of the model, gradients and optimizer states: what is there in any case.
+        limit_bytes: what the device may hold.
+    """
+    room = (1 - FREE_SHARE) * limit_bytes - other_bytes
+    num_layers = len(block_bytes)
+    if sum(block_bytes) <= room:
+        return num_layers
+    for number in range(num_layers - NUM_SLOTS - 1, 0, -1):
+        stay = resident_layers(num_layers, number)
+        streamed = [each for layer, each in enumerate(block_bytes) if layer not in stay]
+        slots = NUM_SLOTS * max(streamed, default=0)
+        if sum(block_bytes) - sum(streamed) + slots <= room:
+            return number
+    return 0
