@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import warnings
@@ -120,9 +121,11 @@ def run_jobs(
 
 
 def _begin() -> None:
-    """Keep a process quiet, and on one core."""
+    """Keep a process quiet, and on one core; have the collector pass over what is imported."""
     import torch
+    import transformers.models.auto.modeling_auto  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.freeze()  # a million objects, which each full pass would go through
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
