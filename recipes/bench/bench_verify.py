@@ -132,7 +132,7 @@ def point(options: argparse.Namespace, name: str) -> dict[str, Any]:
     counts = counts_of(options.run)
     base_ms = medians["unchecked"]
     mean_ms = sum(counts[kind] * medians[kind] for kind in KINDS) / options.run
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "kind": kind,
             "median_ms": medians[kind],

@@ -73,7 +73,8 @@ def cell_of(card: str, model: str, estimate: dict[str, Any], command: str) -> Ce
     largest = {row["method"]: int(row["largest_micro_batch"]) for row in estimate["rows"]}
     ours = {name: value for name, value in largest.items() if not name.startswith(BARE)}
     way = max(ours, key=lambda name: ours[name])
-    return Cell(card, model, command, *(largest[name] for name in BARE), ours[way], way)
+    none, checkpointing = (largest[name] for name in BARE)
+    return Cell(card, model, command, none, checkpointing, ours[way], way)
 
 
 def estimate_of(arguments: Sequence[str], path: Path) -> dict[str, Any]:
