@@ -17,7 +17,7 @@ from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import view_of_storage
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES, aligned
 from hf_pyao.engine.weights.masters import Master, Masters
-from hf_pyao.errors import ConflictError
+from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,30 @@ class Weight:
         """
         first = self.offset // self.dtype.itemsize
         return view_of_storage(blank, storage, first, self.size, self.master.stride)
+
+
+class SavedWeight:
+    """A weight that autograd has saved, and its version at that time."""
+
+    __slots__ = ("_version", "_weight")
+
+    def __init__(self, weight: Weight) -> None:
+        parameter = weight.ref()
+        self._weight = weight
+        self._version = None if parameter is None else parameter._version
+
+    def check(self) -> None:
+        """Check that the weight was not changed in place since, as autograd does.
+
+        Raises:
+            SavedTensorModifiedError: it was.
+        """
+        parameter = self._weight.ref()
+        if parameter is not None and parameter._version != self._version:
+            raise SavedTensorModifiedError(
+                f"{self._weight.name!r} was changed in place between forward and backward, and "
+                "backward needs it as it was. Change weights before forward, or after backward."
+            )
 
 
 class Block:

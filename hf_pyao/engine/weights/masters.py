@@ -14,6 +14,7 @@ import torch
 
 from hf_pyao.engine.transfer.layout import view_of_storage
 from hf_pyao.engine.weights.host_bytes import HostBytes, places_of
+from hf_pyao.errors import ConflictError
 
 
 class Master:
@@ -135,9 +136,18 @@ class Masters(HostBytes):
                 _exchange(master, parameter, copied)
                 master.ref = _gone
 
-    def thawed(self) -> str:
-        """Return the name of a weight that requires gradients by now; empty if none does."""
-        return next((master.name for master, p in self._living() if p.requires_grad), "")
+    def refuse_thawed(self) -> None:
+        """Check that no weight requires gradients by now.
+
+        Raises:
+            ConflictError: one does.
+        """
+        thawed = next((master.name for master, p in self._living() if p.requires_grad), None)
+        if thawed is not None:
+            raise ConflictError(
+                f"{thawed!r} requires gradients, and its layer's frozen weights are streamed from "
+                "the host. Detach, and attach again: weights that are trained stay on the device."
+            )
 
     def _living(self) -> list[tuple[Master, torch.Tensor]]:
         return [(master, p) for master in self.masters if (p := master.ref()) is not None]

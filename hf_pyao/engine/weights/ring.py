@@ -1,18 +1,10 @@
-"""The ring: slots on the device that hold one block each, and the uploads into them.
+"""The ring: which streamed weight compute reads, and which saved tensor is one.
 
-[Note: Slots]
-- An upload starts behind all that compute has queued so far, hence behind the readers of the block
-  that the slot held. Compute waits for the upload before it reads the slot. Nothing waits on the
-  host, and nothing is ever copied back.
-- Weights are handed out as views of the slot, made anew for each upload. Before a slot is used
-  again, the ring looks whether anyone still holds a view (an autograd function that keeps it on
-  ``ctx``, a reference of the user's). Then that memory is left to its holder, with the bytes that
-  it had, and the slot gets other memory: :attr:`UploadFigures.num_left` counts it.
+[Note: Saved weights]
 - A saved tensor that lies in a slot is known by its storage, and becomes a block and a layout. In
-  backward the block is brought again, into whichever slot, and viewed in the same way.
+  backward the block is uploaded again, into any slot, and viewed in the same way.
 - Under autocast the cast of a weight has a storage of its own. It is known only if it was made here
-  (:meth:`WeightRing.casts`), for the operation that is about to read it. It is made anew in
-  backward.
+  (:meth:`WeightRing.casts`), for the operation that is about to read it. Backward makes it again.
 """
 
 from __future__ import annotations
@@ -20,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,40 +20,21 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from hf_pyao.engine.recompute.dispatch_modes import modes_on
-from hf_pyao.engine.recompute.tracing import Trace
-from hf_pyao.engine.transfer.compute_streams import Home, is_held_elsewhere
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
-from hf_pyao.engine.transfer.layout import Layouts, TensorLayout, bytes_view
+from hf_pyao.engine.transfer.layout import Layouts, TensorLayout
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
-from hf_pyao.engine.transfer.transport import LinkTimes, Transport
-from hf_pyao.engine.weights.blocks import Block, Weight, weights_by_parameter
+from hf_pyao.engine.transfer.transport import LinkTimes
+from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
+from hf_pyao.engine.weights.device_slots import DeviceSlot, DeviceSlots
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.weights.masters import Masters
-from hf_pyao.engine.weights.slot_view import SlotView, lost_write
-from hf_pyao.errors import ConflictError, SavedTensorModifiedError
+from hf_pyao.engine.weights.slot_view import SlotView
+from hf_pyao.engine.weights.unrecorded import unrecorded
+from hf_pyao.errors import ConflictError
 
 logger = logging.getLogger(__name__)
 
 _PLAIN = frozenset({torch.Tensor, SlotView})
-
-
-class _Slot:
-    """Memory on the device, and what is in it."""
-
-    def __init__(self) -> None:
-        self.storage: torch.UntypedStorage | None = None
-        self.home: Home | None = None
-        """The compute stream that the memory belongs to; None on a CPU."""
-        self.tickets: list[object] = []
-        """Of the copies of the upload."""
-        self.is_here = False
-        """True once compute is ordered behind the upload."""
-        self.views: dict[int, SlotView] = {}
-        """Views that were handed out, by the weight's offset."""
-        self.content: int | None = None
-        """The block whose bytes are in it, or on their way; also when it was forgotten since."""
 
 
 class _Here(threading.local):
@@ -76,30 +47,6 @@ class _Here(threading.local):
         """What is read in place of weights, by the weight's id, while one operation runs."""
         self.cast_keys: dict[int, tuple[Weight, torch.dtype]] = {}
         """Those of them that are casts, by storage."""
-
-
-class _Saved:
-    """A weight that autograd has saved, and its version then."""
-
-    __slots__ = ("_version", "_weight")
-
-    def __init__(self, weight: Weight) -> None:
-        parameter = weight.ref()
-        self._weight = weight
-        self._version = None if parameter is None else parameter._version
-
-    def check(self) -> None:
-        """Check that it was not changed in place since, as autograd does.
-
-        Raises:
-            SavedTensorModifiedError: it was.
-        """
-        parameter = self._weight.ref()
-        if parameter is not None and parameter._version != self._version:
-            raise SavedTensorModifiedError(
-                f"{self._weight.name!r} was changed in place between forward and backward, and "
-                "backward needs it as it was. Change weights before forward, or after backward."
-            )
 
 
 class WeightRing(RingSchedule):
@@ -131,32 +78,33 @@ class WeightRing(RingSchedule):
         self._on_forward = on_forward
         self._read_groups = read_groups
         self.blocks = tuple(blocks)
-        self.slot_bytes = max((block.nbytes for block in blocks), default=0)
         self._masters = tuple(dict.fromkeys(block.masters for block in blocks))
         self.counts = UploadFigures() if counts is None else counts
         """What was counted so far; :meth:`figures` brings it up to date."""
         self.counts.pool_bytes = sum(masters.nbytes for masters in self._masters)
         self._counted_before = self.counts.num_uploads, self.counts.num_late_uploads
-        self.times = LinkTimes()
-        """What the uploads took, and compute's waits for them."""
         self.device = device
         """Where the slots are."""
-        self._transport = link.transport
-        self._streams = link.streams
         self._blocks_of_layer = tuple(blocks_of_layer)
-        self._slots = [_Slot() for _ in range(num_slots)]
-        self._slot_of_storage: dict[int, int] = {}
+        self._device_slots = DeviceSlots(blocks, num_slots, link, device, self.counts)
         self._weights = weights_by_parameter(blocks)
         self._blanks: dict[torch.dtype, torch.Tensor] = {}
         self._layouts = Layouts()
         self._here = _Here()
         self._lock = threading.RLock()  # autograd runs a thread for each device
-        self._current_slot: _Slot | None = None
+        self._current_slot: DeviceSlot | None = None
         """That of the block in use."""
-        end = weakref.finalize(self, _retire, self._transport, self._slots, self.blocks)
-        end.atexit = False
-        self._said: set[str] = set()
         self._kept_in: set[int] = set()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of each slot."""
+        return self._device_slots.nbytes
+
+    @property
+    def times(self) -> LinkTimes:
+        """What the uploads took, and compute's waits for them."""
+        return self._device_slots.times
 
     # ---- what the model sees -------------------------------------------------------------------
 
@@ -215,7 +163,7 @@ class WeightRing(RingSchedule):
         here, has_gradients = self._here, torch.is_grad_enabled()
         here.depth += 1
         try:
-            with self._lock, _aside():
+            with self._lock, unrecorded():
                 self._arrive(self._blocks_of_layer[layer][:1])
                 self.ahead()
             yield
@@ -254,7 +202,7 @@ class WeightRing(RingSchedule):
             known = None if slot is None else slot.views.get(weight.offset)
             if known is not None:
                 return known
-        with self._lock, _aside():
+        with self._lock, unrecorded():
             slot = self._bring(weight.block)
             view = slot.views.get(weight.offset)
             if view is None:
@@ -262,7 +210,7 @@ class WeightRing(RingSchedule):
                 plain = weight.view_of(slot.storage, self._blank(weight.dtype))
                 on_write = functools.partial(self._refuse_write, weakref.ref(slot), weight.block)
                 view = slot.views[weight.offset] = SlotView.over(plain, weight, on_write)
-            _meet(slot)
+            slot.meet()
             return view
 
     def stop(self) -> None:
@@ -271,13 +219,8 @@ class WeightRing(RingSchedule):
             for block in list(self.slots):
                 if block is not None:
                     self.forget(block)
-            for slot in self._slots:
-                self._empty(slot)
-                if slot.home is not None:
-                    slot.home.await_visitors()
-                if slot.storage is not None:
-                    self._slot_of_storage.pop(slot.storage._cdata, None)
-                slot.storage = slot.home = None
+            self._current_slot = None
+            self._device_slots.release()
 
     def figures(self) -> UploadFigures:
         """Return what the uploads came to. Copies that run still are counted, and not yet timed."""
@@ -285,12 +228,12 @@ class WeightRing(RingSchedule):
         num_before, num_late_before = self._counted_before
         counts.num_uploads = num_before + self.num_uploads
         counts.num_late_uploads = num_late_before + self.num_late_uploads
-        self._transport.collect(counts, self.times)
+        self._device_slots.collect()
         return counts
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether *tensor* lies in a slot."""
-        return tensor.untyped_storage()._cdata in self._slot_of_storage
+        return self._device_slots.of_storage(tensor.untyped_storage()._cdata) is not None
 
     # ---- what the engine asks ------------------------------------------------------------------
 
@@ -301,18 +244,17 @@ class WeightRing(RingSchedule):
         if tensor.is_conj() or tensor.is_neg():
             return None  # which a layout does not tell: the graph holds the slot's memory
         key = tensor.untyped_storage()._cdata
-        slot = self._slot_of_storage.get(key)
+        slot = self._device_slots.of_storage(key)
         if slot is not None:
-            content = self._slots[slot].content
-            if content is None:
+            if slot.content is None:
                 return None
-            block, layout = self.blocks[content], self._layouts.of(tensor)
-            saved = _Saved(block.weight_at(int(tensor.storage_offset()) * tensor.itemsize))
+            block, layout = self.blocks[slot.content], self._layouts.of(tensor)
+            saved = SavedWeight(block.weight_at(int(tensor.storage_offset()) * tensor.itemsize))
             return functools.partial(self._view_again, block, layout, saved)
         cast = self._here.cast_keys.get(key)
         if cast is None:
             return None
-        saved = _Saved(cast[0])
+        saved = SavedWeight(cast[0])
         return functools.partial(self._cast_again, *cast, self._layouts.of(tensor), saved)
 
     def begin_forward(self, *, trains: bool) -> None:
@@ -329,11 +271,11 @@ class WeightRing(RingSchedule):
             raise
 
     def _begin_forward(self, trains: bool) -> None:
-        with self._lock, _aside():
+        with self._lock, unrecorded():
             self._on_forward()
-            self._transport.collect(self.counts, self.times)
+            self._device_slots.collect()
             for masters in self._masters:
-                _refuse_thawed(masters)
+                masters.refuse_thawed()
             for held in list(self.slots):
                 if held is not None and self.blocks[held].has_changed():
                     self.forget(held)
@@ -360,7 +302,7 @@ class WeightRing(RingSchedule):
         What comes next is left to :meth:`upload_ahead`: the layer's own reloads go before it. Of
         several blocks each comes when it is read, and ahead of that by the order of the schedule.
         """
-        with self._lock, _aside():
+        with self._lock, unrecorded():
             blocks = self._blocks_of_layer[layer]
             if len(blocks) <= 1:
                 self._arrive(blocks)
@@ -388,92 +330,29 @@ class WeightRing(RingSchedule):
 
     def upload_ahead(self) -> None:
         """Upload what is used next."""
-        with self._lock, _aside():
+        with self._lock, unrecorded():
             self.ahead()
 
     # ---- uploads -------------------------------------------------------------------------------
 
     def upload(self, block: int, slot: int) -> None:
         """Queue the copy of *block* into *slot*; see [Note: Slots]."""
-        meant, place = self.blocks[block], self._slots[slot]
-        self._empty(place)
-        if place.storage is not None and is_held_elsewhere(place.storage):
-            self._leave_to_holder(place, slot)
-        if place.storage is None:
-            place.storage = torch.empty(
-                self.slot_bytes, dtype=torch.uint8, device=self.device
-            ).untyped_storage()
-            place.home = self._streams.home_here(self.device)
-            self._slot_of_storage[place.storage._cdata] = slot
-        meant.note_content()
-        place.content = block
-        home = place.home
-        if home is not None:
-            home.await_visitors()
-        try:
-            with contextlib.nullcontext() if home is None else home.stream:
-                for start, bytes_on_host in meant.pieces():
-                    end = start + bytes_on_host.numel()
-                    place.tickets.append(
-                        self._transport.reload(
-                            bytes_on_host,
-                            bytes_view(place.storage, self.device, start, end),
-                            label=f"weights of {meant.layer!r}",
-                            times=self.times,
-                        )
-                    )
-                    self.counts.uploaded_bytes += bytes_on_host.numel()
-        except BaseException:
-            self._transport.retire_all()  # an interrupt: it may be queued, and no one knows
-            raise
-
-    def _empty(self, slot: _Slot) -> None:
-        """Let go of the views of what *slot* held, and of an upload that no one has waited for."""
-        written = next((v.weight.name for v in slot.views.values() if v.was_written), None)
-        slot.views.clear()
-        slot.content = None
-        if slot is self._current_slot:
+        place = self._device_slots[slot]
+        if place is self._current_slot:
             self._current_slot = None
-        if not slot.is_here:
-            for ticket in slot.tickets:
-                self._transport.retire(ticket)
-        slot.tickets.clear()
-        slot.is_here = False
-        if written is not None:
-            error = lost_write(written)
-            if sys.exc_info()[0] is None:
-                raise error
-            logger.error("%s", error)  # something else has gone wrong, and is told
+        self._device_slots.upload(block, place)
 
-    def _refuse_write(self, slot: weakref.ref[_Slot], block: int) -> None:
+    def _refuse_write(self, slot: weakref.ref[DeviceSlot], block: int) -> None:
         """Forget what a layer has written into, which is about to be told."""
         with self._lock:
             self.forget(block)
             if (place := slot()) is not None:
                 place.views.clear()
 
-    def _leave_to_holder(self, place: _Slot, slot: int) -> None:
-        storage, place.storage = place.storage, None
-        assert storage is not None
-        self._slot_of_storage.pop(storage._cdata, None)
-        self.counts.num_left += 1
-        self.counts.left_bytes += storage.nbytes()
-        held = self.slots[slot]
-        what = "" if held is None else self.blocks[held].layer
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning(
-                "someone holds frozen weights%s longer than the layer runs, as an autograd "
-                "function does that keeps them on `ctx`: these %.3f GiB stay on the device until "
-                "they are let go.",
-                f" of layer {what!r}" if what else "",
-                storage.nbytes() / 2**30,
-            )
-
     def _arrive(self, blocks: Sequence[int]) -> None:
         if blocks:
             if current_graph_task() == NO_TASK:
-                _refuse_thawed(self.blocks[blocks[0]].masters)
+                self.blocks[blocks[0]].masters.refuse_thawed()
             self._forget_changed(blocks[0])
             self._bring(blocks[0], goes_ahead=False)
         else:
@@ -483,18 +362,16 @@ class WeightRing(RingSchedule):
         if block in self.slots and self.blocks[block].has_new_marks():
             self.forget(block)
 
-    def _bring(self, block: int, *, goes_ahead: bool = True) -> _Slot:
+    def _bring(self, block: int, *, goes_ahead: bool = True) -> DeviceSlot:
         """Have *block* in a slot, and compute ordered behind its upload; return the slot."""
         if block == self.current and block in self.slots:
-            slot = self._slots[self.slots.index(block)]
+            slot = self._device_slots[self.slots.index(block)]
             if slot.is_here:
                 return slot
         self._forget_changed(block)
-        slot = self._slots[self.use(block, in_backward=current_graph_task() != NO_TASK)]
+        slot = self._device_slots[self.use(block, in_backward=current_graph_task() != NO_TASK)]
         if not slot.is_here:
-            for ticket in slot.tickets:
-                self._transport.wait(ticket)
-            slot.is_here = True
+            self._device_slots.await_upload(slot)
             for weight, tensor in self.blocks[block].strays():
                 assert slot.storage is not None
                 plain = weight.view_of(slot.storage, self._blank(weight.dtype))
@@ -506,25 +383,24 @@ class WeightRing(RingSchedule):
 
     # ---- views and casts -----------------------------------------------------------------------
 
-    def _slot_in_use(self, block: int) -> _Slot | None:
+    def _slot_in_use(self, block: int) -> DeviceSlot | None:
         """Return the slot of *block* if it is in use, and the current stream its home's."""
         slot = self._current_slot
         if slot is None or self.current != block:
             return None
-        is_home = slot.home is None or slot.home.visitor() is None
-        return slot if is_home else None
+        return slot if slot.is_at_home else None
 
-    def _view_again(self, block: Block, layout: TensorLayout, saved: _Saved) -> torch.Tensor:
+    def _view_again(self, block: Block, layout: TensorLayout, saved: SavedWeight) -> torch.Tensor:
         saved.check()
         with self._lock:
             known = self._slot_in_use(block.index)
             if known is not None and known.storage is not None:
                 return layout.view_of(known.storage, 0)
-        with self._lock, _aside():
+        with self._lock, unrecorded():
             slot = self._bring(block.index)
             assert slot.storage is not None
             view = layout.view_of(slot.storage, 0)
-            _meet(slot)
+            slot.meet()
             return view
 
     def _cast(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
@@ -532,7 +408,7 @@ class WeightRing(RingSchedule):
             return self.tensor_of(weight).to(dtype)
 
     def _cast_again(
-        self, weight: Weight, dtype: torch.dtype, layout: TensorLayout, saved: _Saved
+        self, weight: Weight, dtype: torch.dtype, layout: TensorLayout, saved: SavedWeight
     ) -> torch.Tensor:
         saved.check()
         return layout.view_of(self._cast(weight, dtype).untyped_storage(), 0)
@@ -544,22 +420,6 @@ class WeightRing(RingSchedule):
         return blank
 
 
-def _refuse_thawed(masters: Masters) -> None:
-    if thawed := masters.thawed():
-        raise ConflictError(
-            f"{thawed!r} requires gradients, and its layer's frozen weights are streamed from the "
-            "host. Detach, and attach again: weights that are trained stay on the device."
-        )
-
-
-def _meet(slot: _Slot) -> None:
-    """Let the current stream read *slot*, if it is not the one that the memory belongs to."""
-    home = slot.home
-    visitor = None if home is None else home.visitor()
-    if visitor is not None and home is not None:
-        home.receive(visitor)
-
-
 def compiled_by_now(what: str) -> ConflictError:
     """Return the error for *what*, which was compiled after the weights were put on the host."""
     return ConflictError(
@@ -567,48 +427,3 @@ def compiled_by_now(what: str) -> ConflictError:
         "code reads weights by itself. Train without torch.compile, or detach and give "
         "stream_weights='off'."
     )
-
-
-class _aside:
-    """Have what the ring does be no part of a layer's trace, of its graph, or of inference mode.
-
-    Not a generator: one that an interrupt has left is closed when the traceback goes, and would set
-    the grad mode of then.
-    """
-
-    __slots__ = ("_has_gradients", "_inference", "_traces")
-
-    def __enter__(self) -> None:
-        self._has_gradients = torch.is_grad_enabled()
-        self._inference: Any = None
-        self._traces = [
-            mode for mode in modes_on() if isinstance(mode, Trace) and not mode.is_paused
-        ]
-        for trace in self._traces:
-            trace.pause()
-        if torch.is_inference_mode_enabled():
-            self._inference = torch.inference_mode(False)
-            self._inference.__enter__()
-        torch.set_grad_enabled(False)
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            torch.set_grad_enabled(self._has_gradients)
-        finally:
-            torch.set_grad_enabled(self._has_gradients)
-            for trace in self._traces:
-                trace.go_on()
-            if self._inference is not None:
-                self._inference.__exit__(*error)
-
-
-def _retire(transport: Transport, slots: Sequence[_Slot], blocks: Sequence[Block]) -> None:
-    """Let uploads end before the memory goes that they read and write: the ring is gone.
-
-    *blocks* keep the host's side until then. The host waits here, and nowhere else.
-    """
-    for slot in slots:
-        for ticket in slot.tickets:
-            transport.retire(ticket)
-            while not transport.is_done(ticket):
-                time.sleep(1e-4)

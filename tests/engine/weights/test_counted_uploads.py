@@ -56,7 +56,8 @@ def test_each_step_uploads_what_the_ring_does_not_hold_and_copies_nothing_back(
             before = transport.uploads
             train(model, [[tiny_batch(0)]])
             counts.append(transport.uploads - before)
-            slots |= {slot.storage._cdata for slot in ring._slots if slot.storage is not None}
+            memory = [slot.storage for slot in ring._device_slots]
+            slots |= {storage._cdata for storage in memory if storage is not None}
         num_blocks = num_layers - stay
         held = min(NUM_SLOTS, num_blocks)
         assert counts == [2 * num_blocks - held, *[2 * (num_blocks - held)] * 3]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.engine.transfer.transport import BlockingTransport
-from hf_pyao.engine.weights import ring as ring_module
+from hf_pyao.engine.weights import device_slots
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.errors import ConfigError, ConflictError
 from tests.helpers import FunctionLayer, Stack, gradients_of, tiny_batch, tiny_model, train
@@ -198,7 +198,7 @@ def test_a_view_that_is_kept_on_ctx_keeps_its_bytes() -> None:
 
 def test_mutant_that_does_not_look_who_holds_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = gradient_of_stack(frozen_stack())
-    monkeypatch.setattr(ring_module, "is_held_elsewhere", lambda storage: False)
+    monkeypatch.setattr(device_slots, "is_held_elsewhere", lambda storage: False)
     stack = frozen_stack()
     with streamed(stack):
         assert not torch.equal(gradient_of_stack(stack), expected)
@@ -211,18 +211,14 @@ def test_mutant_that_reads_the_slot_of_forward_in_backward(
     loss_of(plain).backward()
 
     def forward_slot(ring: WeightRing, tensor: torch.Tensor) -> Any:
-        weakly = StorageWeakRef(tensor.untyped_storage())
-        if weakly.cdata not in ring._slot_of_storage and tensor.grad_fn is None:
-            return None
-        index = ring._slot_of_storage.get(tensor.untyped_storage()._cdata)
-        if index is None:
+        slot = ring._device_slots.of_storage(tensor.untyped_storage()._cdata)
+        if slot is None:
             return None
         layout = ring._layouts.of(tensor)
 
         def give() -> torch.Tensor:
-            storage = ring._slots[index].storage
-            assert storage is not None
-            return layout.view_of(storage, 0)
+            assert slot.storage is not None
+            return layout.view_of(slot.storage, 0)
 
         return give
 

@@ -1,0 +1,206 @@
+"""Slots: memory on the device that holds one block each, and the uploads into it.
+
+[Note: Slots]
+- An upload starts behind all that compute has queued so far, hence behind the readers of the block
+  that the slot held. Compute waits for the upload before it reads the slot. The host waits for
+  nothing, and nothing is copied back.
+- Weights are handed out as views of the slot, made anew for each upload. Before a slot is used
+  again, :meth:`DeviceSlots.upload` checks whether anyone still holds a view (an autograd function
+  that keeps it on ``ctx``, a reference of the user's). Then that memory is left to its holder, with
+  the bytes that it had, and the slot gets other memory: :attr:`UploadFigures.num_left` counts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hf_pyao.engine.transfer.compute_streams import Home, is_held_elsewhere
+from hf_pyao.engine.transfer.layout import bytes_view
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.engine.transfer.transport import LinkTimes, Transport
+from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.weights.figures import UploadFigures
+from hf_pyao.engine.weights.slot_view import SlotView, lost_write
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceSlot:
+    """Memory on the device, and what is in it."""
+
+    def __init__(self) -> None:
+        self.storage: torch.UntypedStorage | None = None
+        self.home: Home | None = None
+        """The compute stream that the memory belongs to; None on a CPU."""
+        self.tickets: list[object] = []
+        """Of the copies of the upload."""
+        self.is_here = False
+        """True once compute is ordered behind the upload."""
+        self.views: dict[int, SlotView] = {}
+        """Views that were handed out, by the weight's offset."""
+        self.content: int | None = None
+        """The block whose bytes are in it, or on their way; also when it was forgotten since."""
+
+    def meet(self) -> None:
+        """Let the current stream read the slot, if the memory belongs to another stream."""
+        visitor = None if self.home is None else self.home.visitor()
+        if visitor is not None and self.home is not None:
+            self.home.receive(visitor)
+
+    @property
+    def is_at_home(self) -> bool:
+        """True if the memory belongs to the current stream."""
+        return self.home is None or self.home.visitor() is None
+
+
+class DeviceSlots:
+    """Slots of one size, and the uploads into them.
+
+    Args:
+        blocks: what is uploaded; kept until the last upload has ended, even if the ring is gone.
+        num_slots: how many slots there are.
+        link: transport and compute streams.
+        device: where the slots are.
+        counts: the meter of the uploads.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        num_slots: int,
+        link: LinkContext,
+        device: torch.device,
+        counts: UploadFigures,
+    ) -> None:
+        self.nbytes = max((block.nbytes for block in blocks), default=0)
+        """Size of each slot."""
+        self.times = LinkTimes()
+        """What the uploads took, and compute's waits for them."""
+        self._blocks = tuple(blocks)
+        self._counts = counts
+        self._device = device
+        self._transport = link.transport
+        self._streams = link.streams
+        self._slots = tuple(DeviceSlot() for _ in range(num_slots))
+        self._slot_of_storage: dict[int, DeviceSlot] = {}
+        self._has_told_of_holders = False
+        end = weakref.finalize(self, _retire, self._transport, self._slots, self._blocks)
+        end.atexit = False
+
+    def __getitem__(self, number: int) -> DeviceSlot:
+        return self._slots[number]
+
+    def __iter__(self) -> Iterator[DeviceSlot]:
+        return iter(self._slots)
+
+    def of_storage(self, key: int) -> DeviceSlot | None:
+        """Return the slot whose memory is the storage at *key*."""
+        return self._slot_of_storage.get(key)
+
+    def upload(self, block: int, slot: DeviceSlot) -> None:
+        """Queue the copy of *block* into *slot*; see [Note: Slots]."""
+        meant = self._blocks[block]
+        self.empty(slot)
+        if slot.storage is not None and is_held_elsewhere(slot.storage):
+            self._leave_to_holder(slot)
+        if slot.storage is None:
+            slot.storage = torch.empty(
+                self.nbytes, dtype=torch.uint8, device=self._device
+            ).untyped_storage()
+            slot.home = self._streams.home_here(self._device)
+            self._slot_of_storage[slot.storage._cdata] = slot
+        meant.note_content()
+        slot.content = block
+        home = slot.home
+        if home is not None:
+            home.await_visitors()
+        try:
+            with contextlib.nullcontext() if home is None else home.stream:
+                for start, bytes_on_host in meant.pieces():
+                    end = start + bytes_on_host.numel()
+                    slot.tickets.append(
+                        self._transport.reload(
+                            bytes_on_host,
+                            bytes_view(slot.storage, self._device, start, end),
+                            label=f"weights of {meant.layer!r}",
+                            times=self.times,
+                        )
+                    )
+                    self._counts.uploaded_bytes += bytes_on_host.numel()
+        except BaseException:
+            self._transport.retire_all()  # an interrupt: it may be queued, and no one knows
+            raise
+
+    def await_upload(self, slot: DeviceSlot) -> None:
+        """Order compute on the current stream behind the upload into *slot*."""
+        for ticket in slot.tickets:
+            self._transport.wait(ticket)
+        slot.is_here = True
+
+    def empty(self, slot: DeviceSlot) -> None:
+        """Let go of the views of what *slot* held, and of an upload that no one has waited for.
+
+        Raises:
+            ConflictError: a layer has written into it.
+        """
+        written = next((v.weight.name for v in slot.views.values() if v.was_written), None)
+        slot.views.clear()
+        slot.content = None
+        if not slot.is_here:
+            for ticket in slot.tickets:
+                self._transport.retire(ticket)
+        slot.tickets.clear()
+        slot.is_here = False
+        if written is not None:
+            error = lost_write(written)
+            if sys.exc_info()[0] is None:
+                raise error
+            logger.error("%s", error)  # another error is being raised, and is reported
+
+    def release(self) -> None:
+        """Empty all slots, and let go of their memory."""
+        for slot in self._slots:
+            self.empty(slot)
+            if slot.home is not None:
+                slot.home.await_visitors()
+            if slot.storage is not None:
+                self._slot_of_storage.pop(slot.storage._cdata, None)
+            slot.storage = slot.home = None
+
+    def collect(self) -> None:
+        """Add the times of the uploads that have ended to the figures."""
+        self._transport.collect(self._counts, self.times)
+
+    def _leave_to_holder(self, slot: DeviceSlot) -> None:
+        storage, slot.storage = slot.storage, None
+        assert storage is not None
+        self._slot_of_storage.pop(storage._cdata, None)
+        self._counts.num_left += 1
+        self._counts.left_bytes += storage.nbytes()
+        if not self._has_told_of_holders:
+            self._has_told_of_holders = True
+            logger.warning(
+                "someone holds frozen weights longer than the layer runs, as an autograd function "
+                "does that keeps them on `ctx`: these %.3f GiB stay on the device until they are "
+                "let go.",
+                storage.nbytes() / 2**30,
+            )
+
+
+def _retire(transport: Transport, slots: Sequence[DeviceSlot], blocks: Sequence[Block]) -> None:
+    """Let uploads end before the memory goes that they read and write: the slots are gone.
+
+    *blocks* keep the host's side until then. The host waits here, and nowhere else.
+    """
+    for slot in slots:
+        for ticket in slot.tickets:
+            transport.retire(ticket)
+            while not transport.is_done(ticket):
+                time.sleep(1e-4)
