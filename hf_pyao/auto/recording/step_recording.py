@@ -173,7 +173,7 @@ def record_fake_step(
             names = [name for name, _ in found.layers]
             # Nothing of a layer that runs again as a whole is rebuilt by itself.
             recorder.begin(names, pool.owns, with_graph=not levers.checkpoint_every)
-            engine.observe(recorder.observer)
+            engine.observe(recorder)
             resident_bytes = recorder.note_residents(_named_tensors(model))
             with RecordingMode(recorder), sees_resizes(recorder.resized), _few_parts(recorder):
                 step.run(model, recorder.label)

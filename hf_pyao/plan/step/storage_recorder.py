@@ -1,0 +1,157 @@
+"""Records which storages a step makes, and when each is freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+
+from hf_pyao.plan.step.step_program import Buffer, Resident
+
+_THERE_BEFORE = -1
+"""In place of a buffer, for a storage that was there before the step."""
+
+_WITHOUT_MEMORY = -2
+"""In place of a buffer, for a storage whose memory was freed and which lives on."""
+
+
+class StorageRecorder:
+    """The storages of a step, numbered as buffers in the order in which they are made.
+
+    A buffer is one piece of memory: a storage that is freed and allocated again by ``resize_`` is
+    two buffers. Storages are held weakly.
+
+    Args:
+        device: where the step computes: tensors of other devices do not count, as shards that FSDP2
+            keeps on the host. None: all count.
+        is_fake: the operations are on fake tensors.
+    """
+
+    def __init__(self, device: torch.device | None, *, is_fake: bool) -> None:
+        self.is_host: Callable[[torch.UntypedStorage], bool] = lambda storage: False
+        """Says which storages are the host's."""
+        self.residents: list[Resident] = []
+        """What the model has on the device before the step."""
+        self._device = device
+        self._is_fake = is_fake
+        self._births: list[tuple[int, int]] = []
+        """By buffer, its bytes and the operation that made it."""
+        self._deaths: dict[int, int] = {}
+        self._alive: dict[int, int] = {}
+        """Weak reference to a storage -> its buffer, :data:`_THERE_BEFORE` or
+        :data:`_WITHOUT_MEMORY`."""
+        self._gathered: set[int] = set()
+        """Storages of parameters that are there for a call, see :meth:`note_gathered`."""
+        self._free_weak_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+
+    def note_residents(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> int:
+        """Record what is there before the step; return its bytes.
+
+        Args:
+            tensors: each with the layer that has it; one with several names once for each of them.
+        """
+        numbers: dict[int, int] = {}
+        for layer, tensor in tensors:
+            if self._is_elsewhere(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive:
+                self._alive[cast(int, storage._weak_ref())] = _THERE_BEFORE
+                # As `model/weights/streamable.py` has it; vectors stay.
+                is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+                is_streamable = is_frozen and tensor.dim() > 1
+                numbers[storage._cdata] = len(self.residents)
+                self.residents.append(Resident(layer, storage.nbytes(), is_streamable))
+            elif tensor.nbytes == storage.nbytes() and storage._cdata in numbers:
+                known = self.residents[numbers[storage._cdata]]
+                self.residents[numbers[storage._cdata]] = known._replace(
+                    num_names=known.num_names + 1
+                )
+        return sum(each.nbytes for each in self.residents)
+
+    def new_among(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+        """Return the device's storages among those of *tensors* that were not seen before.
+
+        Those without bytes do not count: the engine makes many, to put storages into.
+        """
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            if self._is_elsewhere(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            is_new = storage._cdata not in self._alive and storage.nbytes() > 0
+            if is_new and not self.is_host(storage):
+                found[storage._cdata] = storage
+        return list(found.values())
+
+    def note_new(self, storages: Iterable[torch.UntypedStorage], operation: int) -> None:
+        """Record *storages*, which the operation with this number has made."""
+        for storage in storages:
+            self._alive[cast(int, storage._weak_ref())] = len(self._births)
+            self._births.append((storage.nbytes(), operation))
+
+    def note_gathered(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note parameters that are gathered for a call: they are there again when it runs again."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.nn.Parameter):
+                self._gathered.add(tensor.untyped_storage()._cdata)
+
+    def is_gathered(self, storage: torch.UntypedStorage) -> bool:
+        """Say whether *storage* is that of a gathered parameter."""
+        return storage._cdata in self._gathered
+
+    def resized(self, storage: torch.UntypedStorage, now: int) -> None:
+        """Record that *storage* was given other memory, or none, before operation number *now*."""
+        buffer = self._alive.get(storage._cdata)
+        if buffer is None and self._is_fake and storage.device.type == "meta":
+            self._alive[cast(int, storage._weak_ref())] = buffer = _WITHOUT_MEMORY
+        if buffer is None or buffer == _THERE_BEFORE:
+            return  # None: another thread's
+        nbytes = storage.nbytes()
+        if buffer != _WITHOUT_MEMORY:
+            self._deaths[buffer] = now
+        self._alive[storage._cdata] = len(self._births) if nbytes else _WITHOUT_MEMORY
+        if nbytes:
+            self._births.append((nbytes, now))
+
+    def sweep(self, now: int) -> None:
+        """Record which storages have been freed before operation number *now*."""
+        expired = torch.UntypedStorage._expired
+        for key in [key for key in self._alive if expired(key)]:
+            buffer = self._alive.pop(key)
+            self._gathered.discard(key)
+            if buffer >= 0:
+                self._deaths[buffer] = now
+            self._free_weak_ref(key)
+
+    def buffer_in(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the number of the buffer in *storage*.
+
+        It is negative if the storage was there before or has no memory, and None if it was not
+        seen.
+        """
+        return self._alive.get(storage._cdata)
+
+    def buffer_of(self, tensor: torch.Tensor) -> int:
+        """Return the number of the buffer that *tensor* lies in; -1 if it was there before."""
+        return self._alive.get(tensor.untyped_storage()._cdata, _THERE_BEFORE)
+
+    def first_since(self, operation: int) -> int | None:
+        """Return the first buffer that *operation* or a later one has made."""
+        return next((n for n, (_, birth) in enumerate(self._births) if birth >= operation), None)
+
+    def buffers(self, end: int) -> tuple[Buffer, ...]:
+        """Return all buffers; those that are still there live until *end*."""
+        return tuple(
+            Buffer(nbytes, birth, self._deaths.get(number, end))
+            for number, (nbytes, birth) in enumerate(self._births)
+        )
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        return self._device is not None and tensor.device.type != self._device.type
+
+    def __del__(self) -> None:
+        """Let go of the weak references."""
+        for key in self._alive:
+            self._free_weak_ref(key)
