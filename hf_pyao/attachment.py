@@ -18,7 +18,7 @@ from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.auto.install.wiring import make_lifecycle
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.parts import Parts, parts_of
-from hf_pyao.auto.retry.memory_failure import explain_uncaught
+from hf_pyao.auto.retry.failure_message import explain_uncaught
 from hf_pyao.auto.retry.out_of_memory import MicroBatchRunner
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
 from hf_pyao.config import PyAOConfig

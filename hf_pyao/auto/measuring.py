@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hf_pyao.auto.install.lever_switch import LeverSwitch
-from hf_pyao.auto.plans.check import num_profiled
 from hf_pyao.auto.profiling import ProfileSettings, ProfileWriter
 from hf_pyao.config import SETTINGS, PyAOConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
@@ -24,6 +23,9 @@ from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.run import check_report_path
 from hf_pyao.training_engines import is_compiled
+
+MOST_BARE = 3
+"""Most micro-batches that are timed bare with everything offloaded: the first is not counted."""
 
 
 class ProfileListener(Protocol):
@@ -213,3 +215,17 @@ class Measuring:
             on_done=None if for_plans is None else weakly(for_plans.profiled, None),
             on_again=None if for_plans is None else weakly(for_plans.measured_nothing, None),
         )
+
+
+def num_profiled(profile_steps: int) -> int:
+    """Return how many of ``profile_steps`` micro-batches policy ``auto`` profiles."""
+    return max(1, profile_steps - num_bare(profile_steps))
+
+
+def num_bare(profile_steps: int) -> int:
+    """Return how many micro-batches are timed without the profiler, before there is a plan.
+
+    The profiler's marks at every module and tensor take time, which a plan does not pay when it is
+    timed. What it is compared with must not pay it either.
+    """
+    return max(1, min(MOST_BARE, profile_steps // 2))

@@ -13,7 +13,7 @@ from hf_pyao.auto.install.links import LinkSettings
 from hf_pyao.auto.install.streaming import StreamingSettings
 from hf_pyao.auto.measuring import MeasuringSettings
 from hf_pyao.auto.plans.settings import AutoSettings
-from hf_pyao.auto.retry.memory_failure import Remedies
+from hf_pyao.auto.retry.failure_message import Remedies
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.codecs import Codec
 from hf_pyao.plan.options.plan_levers import GivenLevers

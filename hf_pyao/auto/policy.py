@@ -2,7 +2,7 @@
 
 Until then everything is offloaded. The plan is the fastest that the planner finds within the
 device's memory; where everything fits, hooks stay off. The plan is looked at again when a larger
-batch comes, and when the step has been timed under it: see ``plans.check`` and
+batch comes, and when the step has been timed under it: see ``plans.plan_timing`` and
 ``plans.correction``. With several processes the first one plans, and the others take its plan.
 
 The machine in ``hf_pyao.auto.machine`` decides. This module tells it what happens to the model, and
@@ -26,10 +26,10 @@ from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.driver import Driver
 from hf_pyao.auto.machine.states import Mode, Ready
 from hf_pyao.auto.performer import AutoActions, Measurer
-from hf_pyao.auto.plans.check import measured_figures
 from hf_pyao.auto.plans.draft import Draft
 from hf_pyao.auto.plans.files import PlanFiles
 from hf_pyao.auto.plans.fit import NAME, holds, ready_of
+from hf_pyao.auto.plans.plan_timing import measured_figures
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.trained import mark_of

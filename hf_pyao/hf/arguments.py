@@ -10,11 +10,11 @@ from transformers import TrainingArguments
 
 from hf_pyao.auto.install.conflicts import check_other_offloaders
 from hf_pyao.config import SETTINGS, PyAOConfig, file_labels, read_settings
-from hf_pyao.effects import EffectLedger, NoEffect
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.flags import flag_of, flag_text
 from hf_pyao.hf.micro_batch.checks import check_auto_micro_batch
 from hf_pyao.hf.setting_fields import ArgumentFields
+from hf_pyao.no_effect import EffectLedger, NoEffect
 from hf_pyao.plan.documents.run import check_report_path
 from hf_pyao.text import echo
 

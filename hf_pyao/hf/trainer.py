@@ -23,7 +23,7 @@ from hf_pyao.hf.arguments import PyAOArguments
 from hf_pyao.hf.callback import PyAOCallback, log_and_show
 from hf_pyao.hf.micro_batch.before_training import choose_batch
 from hf_pyao.hf.micro_batch.checks import check_auto_micro_batch
-from hf_pyao.hf.micro_batch.training_state import take_batch
+from hf_pyao.hf.micro_batch.take_batch import take_batch
 from hf_pyao.plan.documents.run import FINISHED, UNKNOWN, outcome_of
 
 if TYPE_CHECKING:

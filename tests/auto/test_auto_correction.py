@@ -11,8 +11,8 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.offloader import Offloader
-from hf_pyao.auto.plans.check import PlanCheck, TimedMicroBatch
 from hf_pyao.auto.plans.correction import COMPUTE, COPIES, REBUILDING, Finding, find_off
+from hf_pyao.auto.plans.plan_timing import PlanCheck, TimedMicroBatch
 from hf_pyao.config import GIB
 from hf_pyao.engine.recompute.verification import NUM_FIRST_FORWARDS
 from hf_pyao.plan.hardware.speeds import DeviceModel

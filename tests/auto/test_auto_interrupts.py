@@ -41,7 +41,7 @@ FILES = (
     "auto/deciding",
     "auto/measuring",
     "auto/performer",
-    "auto/plans/check",
+    "auto/plans/plan_timing",
     "auto/plans/files",
     "auto/plans/planning",
     "auto/policy",

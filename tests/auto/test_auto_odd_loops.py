@@ -20,7 +20,7 @@ from hf_pyao.auto import (
     profiling,
 )
 from hf_pyao.auto.offloader import Offloader
-from hf_pyao.auto.plans.check import PlanCheck, TimedMicroBatch, loses
+from hf_pyao.auto.plans.plan_timing import PlanCheck, TimedMicroBatch, loses
 from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.config import GIB
 from hf_pyao.metrics import MicroBatchStats

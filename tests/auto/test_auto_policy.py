@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainingArguments, attach
 from hf_pyao.auto.offloader import Offloader
-from hf_pyao.auto.plans.check import PlanCheck, TimedMicroBatch
+from hf_pyao.auto.plans.plan_timing import PlanCheck, TimedMicroBatch
 from hf_pyao.auto.plans.planning import AFTER_RUNNING_OUT
 from hf_pyao.auto.policy import PLAN_FILE
 from hf_pyao.config import GIB

@@ -19,7 +19,7 @@ from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.driver import Driver, Policies
 from hf_pyao.auto.machine.states import Mode, Ready, State, Target
-from hf_pyao.auto.plans.check import PlanCheck
+from hf_pyao.auto.plans.plan_timing import PlanCheck
 from hf_pyao.auto.recording.forward_watch import ForwardWatch, Place
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.engine.runtime.policy import KeepEverything, OffloadAll

@@ -275,10 +275,10 @@ def test_checkpointing_is_warned_about_once_a_training(
 ) -> None:
     args = arguments(tmp_path, **{CHECKPOINTING: True})
     trainer = trainer_for(PyAOTrainer, tiny_opt(), args, pyao_config=EVERYTHING)
-    with caplog.at_level(logging.WARNING, logger="hf_pyao.effects"):
+    with caplog.at_level(logging.WARNING, logger="hf_pyao.no_effect"):
         for num_trainings in (1, 2):
             trainer.train()
-            warned = [r for r in caplog.records if r.name == "hf_pyao.effects"]
+            warned = [r for r in caplog.records if r.name == "hf_pyao.no_effect"]
             assert len(warned) == num_trainings
     assert "only each layer's input" in warned[0].getMessage()
 

@@ -1,1 +1,1 @@
-"""What settings should do, against what is seen: see ``hf_pyao/effects.py``."""
+"""What settings should do, against what is seen: see ``hf_pyao/no_effect.py``."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_pyao.auto.install.conflicts import fsdp_checkpoints, is_set
 from hf_pyao.config import PyAOConfig
-from hf_pyao.effects import NoEffect
+from hf_pyao.no_effect import NoEffect
 
 
 def look_at_arguments(args: object, config: PyAOConfig) -> Iterator[NoEffect]:

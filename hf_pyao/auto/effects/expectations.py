@@ -1,8 +1,8 @@
 """After the first micro-batches: which of the settings that were given did what they should have.
 
 One function a setting, in :data:`EXPECTATIONS`. It gets what was seen (:class:`Seen`), and yields a
-:class:`~hf_pyao.effects.NoEffect` if there is nothing that shows the setting's effect. Values that
-were left open are not compared: nobody asked for them.
+:class:`~hf_pyao.no_effect.NoEffect` if there is nothing that shows the setting's effect. Values
+that were left open are not compared: nobody asked for them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hf_pyao.config import PyAOConfig
-from hf_pyao.effects import NoEffect
 from hf_pyao.metrics import MicroBatchStats, format_bytes
 from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.map.module_map import resolve_selections
+from hf_pyao.no_effect import NoEffect
 
 NUM_FIRST = 2
 """Micro-batches after which the comparison is made: which layers run several times in a forward is

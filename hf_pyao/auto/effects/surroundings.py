@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_pyao.auto.install.conflicts import other_checkpointing
-from hf_pyao.effects import NoEffect
+from hf_pyao.no_effect import NoEffect
 
 
 def inside_of_checkpoints(model: nn.Module) -> Iterator[NoEffect]:

@@ -10,10 +10,10 @@ from hf_pyao.auto.effects.expectations import NUM_FIRST, Seen, compare
 from hf_pyao.auto.effects.surroundings import adapters_without_gradients, inside_of_checkpoints
 from hf_pyao.auto.install.installed_parts import InstalledParts
 from hf_pyao.config import PyAOConfig
-from hf_pyao.effects import EffectLedger
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.no_effect import EffectLedger
 
 
 def watch_effects(

@@ -32,7 +32,7 @@ from hf_pyao.auto.ranks.collectives import (
     reason_of_wrappers,
 )
 from hf_pyao.auto.ranks.rank_alarm import RankAlarm
-from hf_pyao.auto.retry.memory_failure import MemoryFailure, Remedies
+from hf_pyao.auto.retry.failure_message import MemoryFailure, Remedies
 from hf_pyao.auto.retry.second_run_guard import SecondRunGuard
 from hf_pyao.auto.retry.tightening import Tightening
 from hf_pyao.engine.rerun.added_gradients import AddedOnce

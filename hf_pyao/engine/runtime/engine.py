@@ -13,7 +13,6 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 
-from hf_pyao.effects import EffectLedger
 from hf_pyao.engine.codecs import Codec
 from hf_pyao.engine.runtime.backward_order import BackwardOrder, Reversed
 from hf_pyao.engine.runtime.idle_warnings import IdleWarnings
@@ -34,6 +33,7 @@ from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.profiler_ranges import named_range
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.no_effect import EffectLedger
 
 
 class _Here(threading.local):

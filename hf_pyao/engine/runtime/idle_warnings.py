@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hf_pyao.effects import OFFLOADING, EffectLedger, NoEffect
 from hf_pyao.engine.runtime.policy import BELOW_MIN_BYTES, LAST_LAYER, NOT_SELECTED
 from hf_pyao.engine.stores import HOST_FULL
 from hf_pyao.metrics import MicroBatchStats, format_bytes
+from hf_pyao.no_effect import OFFLOADING, EffectLedger, NoEffect
 
 _REMEDIES = {
     BELOW_MIN_BYTES: "lower min_bytes, or give the device more to do: a larger micro-batch",

@@ -24,8 +24,8 @@ from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.stores.host_share import HostShare
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.micro_batch.checks import SETTING
+from hf_pyao.hf.micro_batch.memory_beside import library_bytes, memory_beside, nbytes_of
 from hf_pyao.hf.micro_batch.sample_batches import SampleBatches
-from hf_pyao.hf.micro_batch.training_state import library_bytes, memory_beside, nbytes_of
 from hf_pyao.hf.micro_batch.trial_step import try_step
 from hf_pyao.levers import NO_LEVERS, Levers, or_refuse
 from hf_pyao.metrics import format_bytes

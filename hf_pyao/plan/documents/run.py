@@ -94,7 +94,7 @@ class RunReport(JsonDocument):
     """What the caller added: losses, steps, a run's name."""
     no_effect: list[dict[str, str]] = field(default_factory=list)
     """Settings that were switched on and did nothing: ``setting``, ``expected``, ``seen``,
-    ``reason`` and ``remedy`` of each, see :class:`hf_pyao.effects.NoEffect`."""
+    ``reason`` and ``remedy`` of each, see :class:`hf_pyao.no_effect.NoEffect`."""
     outcome: str = UNKNOWN
     """How the run ended: ``"finished"``, ``"interrupted"``, ``"failed: <type of the error>"``;
     ``"running"`` if it had not, ``"unknown"`` if no one said."""

@@ -16,7 +16,8 @@ from hf_pyao.training_engines import local_part
 
 MARGIN = 0.01
 """Share of what is free that is left alone: modules that the CUDA context loads when a kernel first
-runs. What the allocator loses to fragmentation is replayed, see ``plan/predict/step_memory.py``."""
+runs. What the allocator loses to fragmentation is replayed:
+``plan/predict/allocator_replay.py``."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where a process's allocator settings are read from, the first that is set."""

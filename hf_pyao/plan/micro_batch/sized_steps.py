@@ -11,9 +11,9 @@ from hf_pyao.levers import Levers
 from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.speeds import DeviceModel
 from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
+from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.optimizer_step import gradients_of
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.plan.predict.step_memory import StepMemory
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
 from hf_pyao.plan.step.step_program import StepProgram

@@ -17,11 +17,11 @@ from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostModel
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.speeds import GIB, DeviceModel, LinkModel
 from hf_pyao.plan.policies.budget import OffloadBudget, leaving
+from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
 from hf_pyao.plan.predict.calibration import times_of
 from hf_pyao.plan.predict.peak_cause import peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
-from hf_pyao.plan.predict.step_memory import StepMemory
 from hf_pyao.plan.step.planned_step import PlannedStep, StepPlanner
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.recorded_step import RecordedStep

@@ -20,10 +20,10 @@ from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.paper.pyao_plan import paths_of
+from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.predict.speed_range import AS_GIVEN, scaled
-from hf_pyao.plan.predict.step_memory import StepMemory
 from hf_pyao.plan.solve.coding import CodedWays
 from hf_pyao.plan.solve.optimal import InfeasibleError, solve
 from hf_pyao.plan.solve.placement import place
@@ -72,7 +72,7 @@ class Candidate:
     late: Prediction
     """With copies that are never early: its peak holds on every link."""
     early: Callable[[], Prediction] | None = None
-    """As in :class:`~hf_pyao.plan.predict.step_memory.StepMemory`."""
+    """As in :class:`~hf_pyao.plan.predict.allocator_replay.StepMemory`."""
     allocator: AllocatorSettings | None = None
     """As :attr:`~hf_pyao.plan.solve.step_problem.Conditions.allocator`."""
     problem: PlanProblem | None = None

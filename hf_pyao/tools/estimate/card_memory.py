@@ -21,7 +21,7 @@ class CardMemory:
     @property
     def limit_bytes(self) -> int:
         """Most that may be reserved: weights, states, activations, gradients, workspaces, and what
-        fragmentation takes of it, see ``plan/predict/step_memory.py``."""
+        fragmentation takes of it, see ``plan/predict/allocator_replay.py``."""
         return max(0, self.total_bytes - sum(each.nbytes for each in self.beside))
 
     def __str__(self) -> str:

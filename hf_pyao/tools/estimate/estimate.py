@@ -31,10 +31,10 @@ from hf_pyao.plan.options.lever_choice import LeverChoice, LeverRoom
 from hf_pyao.plan.paper.iqr import find_outliers
 from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.plan.policies.budget import OffloadBudget, leaving
+from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.predict.speed_range import MEASURED
-from hf_pyao.plan.predict.step_memory import StepMemory
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.prediction import Prediction

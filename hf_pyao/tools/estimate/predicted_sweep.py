@@ -18,8 +18,8 @@ from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.paper.sweep import Budgets, with_points
 from hf_pyao.plan.policies.budget import OffloadBudget, leaving
+from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.predict import predict
-from hf_pyao.plan.predict.step_memory import StepMemory
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.settings import Size
 from hf_pyao.text import describe_error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.levers import Levers
-from hf_pyao.plan.predict.step_memory import StepMemory
+from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.weight_plan import WeightPlan

@@ -29,9 +29,9 @@ from hf_pyao import (
     attach,
 )
 from hf_pyao.auto.effects.arguments import look_at_accelerator, look_at_arguments
-from hf_pyao.effects import OFFLOADING, EffectLedger, NoEffect
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.no_effect import OFFLOADING, EffectLedger, NoEffect
 from hf_pyao.plan.documents.run import RunReport
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
 
@@ -241,7 +241,7 @@ def loss_outside(model: nn.Module) -> None:
 @pytest.mark.sampled(every=1)
 def test_a_setting_without_effect_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
     run, setting, reason = CASES[name]
-    with caplog.at_level(logging.WARNING, "hf_pyao.effects"):
+    with caplog.at_level(logging.WARNING, "hf_pyao.no_effect"):
         found = [fact for fact in run() if fact.setting == setting]
         (fact,) = found
         if not caplog.records:  # of arguments alone: whoever attaches notes it
@@ -437,7 +437,7 @@ def test_a_plain_trainer_is_said_to_heed_no_flags(
     args = PyAOTrainingArguments(
         str(tmp_path), use_cpu=True, report_to=[], max_steps=1, activation_offload=True
     )
-    with caplog.at_level(logging.WARNING, "hf_pyao.effects"):
+    with caplog.at_level(logging.WARNING, "hf_pyao.no_effect"):
         trained(Trainer, args)
     (record,) = caplog.records
     assert "the trainer does not know this flag" in record.getMessage()

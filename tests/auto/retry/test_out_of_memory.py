@@ -138,7 +138,7 @@ def test_nothing_is_recomputed_by_itself_in_layers_that_run_again(
 
 def test_the_last_message_counts_what_the_last_try_did() -> None:
     """A part of which there are no bytes is not named: no try may have recomputed anything."""
-    from hf_pyao.auto.retry.memory_failure import MemoryFailure, Remedies
+    from hf_pyao.auto.retry.failure_message import MemoryFailure, Remedies
     from hf_pyao.metrics import MicroBatchStats
 
     def figures(**counts: int) -> str:

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.effects import EffectLedger
 from hf_pyao.engine.runtime.idle_warnings import IdleWarnings
 from hf_pyao.metrics import MicroBatchStats
+from hf_pyao.no_effect import EffectLedger
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
 
 

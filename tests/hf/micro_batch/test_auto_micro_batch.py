@@ -31,8 +31,9 @@ from hf_pyao.hf.micro_batch import (
 )
 from hf_pyao.hf.micro_batch.before_training import choose_batch
 from hf_pyao.hf.micro_batch.chooser import ChosenBatch
+from hf_pyao.hf.micro_batch.memory_beside import library_bytes, memory_beside
 from hf_pyao.hf.micro_batch.sample_batches import SampleBatches
-from hf_pyao.hf.micro_batch.training_state import library_bytes, memory_beside, take_batch
+from hf_pyao.hf.micro_batch.take_batch import take_batch
 from hf_pyao.hf.micro_batch.trial_step import check_undoable, try_step
 from tests.hf.test_trainer import (
     EVERYTHING,

@@ -10,10 +10,10 @@ import pytest
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.predict import (
-    step_memory,
+    allocator_replay,
 )
+from hf_pyao.plan.predict.allocator_replay import ACCURACY, StepMemory
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
-from hf_pyao.plan.predict.step_memory import ACCURACY, StepMemory
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.prediction import FREED, Prediction
@@ -249,8 +249,8 @@ def test_a_step_that_gives_memory_back_too_often_does_not_fit(
 ) -> None:
     found = memory_of(random_step(), EXPANDABLE)
     limit = found.needed_bytes
-    assert 0 < found.reserved(limit).num_retries <= step_memory.MOST_RETRIES
-    monkeypatch.setattr(step_memory, "MOST_RETRIES", 0)
+    assert 0 < found.reserved(limit).num_retries <= allocator_replay.MOST_RETRIES
+    monkeypatch.setattr(allocator_replay, "MOST_RETRIES", 0)
     assert not memory_of(random_step(), EXPANDABLE).fits(limit)
 
 

@@ -1,4 +1,4 @@
-"""Compares the step time under a plan with that of offloading everything."""
+"""Times micro-batches under a plan, and compares them with those of offloading everything."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ LOSES = 1.05
 NUM_UNCOUNTED = 1
 """Micro-batches at the start that are not counted, unless there are no others: the first one runs
 just after the policy has changed, or is the first of the run."""
-
-
-MOST_BARE = 3
-"""Most micro-batches that are timed bare with everything offloaded: the first is not counted."""
 
 
 class TimedMicroBatch(NamedTuple):
@@ -232,17 +228,3 @@ def measured_figures(
         "measured_stall_ms": found.stall_ms,
         **({} if expected is None else expected.figures()),
     }
-
-
-def num_profiled(profile_steps: int) -> int:
-    """Return how many of ``profile_steps`` micro-batches policy ``auto`` profiles."""
-    return max(1, profile_steps - num_bare(profile_steps))
-
-
-def num_bare(profile_steps: int) -> int:
-    """Return how many micro-batches are timed without the profiler, before there is a plan.
-
-    The profiler's marks at every module and tensor take time, which a plan does not pay when it is
-    timed. What it is compared with must not pay it either.
-    """
-    return max(1, min(MOST_BARE, profile_steps // 2))
