@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_pyao.model.head.callers import caller_outside
 from hf_pyao.model.head.counts import Counts
 from hf_pyao.model.head.lazy_outputs import read_lazily, replace_deferred
 from hf_pyao.model.head.liger import liger_can, liger_loss
-from hf_pyao.model.head.output_head import NotUnderstood, OutputHead, understand_head
+from hf_pyao.model.head.output_head import (
+    PLAIN,
+    NotUnderstood,
+    OutputHead,
+    has_plain_parameters,
+    understand_head,
+)
 from hf_pyao.model.head.put_off_call import LossRequest, PutOffCall
 from hf_pyao.model.head.smoothing import Smoothing, Smoothings
 from hf_pyao.model.losses import (
@@ -46,9 +51,6 @@ _READ = (
     "something reads outputs.logits after training forwards ({reader}): they are computed for it "
     "beside the chunked loss, which costs their memory and one more matrix product"
 )
-
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
-"""Types of tensors that are just their elements; fake ones estimate memory."""
 
 
 @dataclass
@@ -127,7 +129,7 @@ class HeadForward:
 
         def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
             plain = isinstance(hidden, Tensor) and torch.is_grad_enabled() and not (args or kwargs)
-            if not plain or hidden.numel() == 0 or not _has_plain_parameters(head.inner):
+            if not plain or hidden.numel() == 0 or not has_plain_parameters(head.inner):
                 return own_forward(hidden, *args, **kwargs)
             num_vocab, dtype, device = _result_of(head, own_forward, hidden)
             call = PutOffCall(
@@ -251,14 +253,6 @@ def output_embeddings(model: nn.Module) -> nn.Module | None:
     return head
 
 
-def _has_plain_parameters(module: nn.Module) -> bool:
-    """Whether all parameters are tensors that matrix products can take (no DTensor, not empty)."""
-    return all(
-        type(parameter) in _PLAIN and parameter.numel() > 0
-        for parameter in module.parameters(recurse=False)
-    )
-
-
 def _result_of(
     head: OutputHead, own_forward: Forward, hidden: Tensor
 ) -> tuple[int, torch.dtype, torch.device]:
@@ -290,7 +284,7 @@ def _tied_embedding(model: nn.Module, head: OutputHead) -> nn.Embedding | None:
     plain = (
         type(embedding).forward is nn.Embedding.forward
         and not has_forward_of_its_own(embedding)
-        and type(weight) in _PLAIN
+        and type(weight) in PLAIN
         and weight.is_leaf
         and not (embedding.sparse or embedding.scale_grad_by_freq or embedding.max_norm)
     )

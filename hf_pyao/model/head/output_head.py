@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_pyao.model.map.sharding import is_sharded_for_calls
 from hf_pyao.model.map.wrappers import wrapped_module
 from hf_pyao.model.patching.exchanged_forwards import Forward, has_forward_of_its_own, own_forward
-from hf_pyao.training_engines import FSDP1, compiled_inner
+from hf_pyao.training_engines import FSDP1, FSDP2, compiled_inner
+
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""Types of tensors that are just their elements; fake ones estimate memory."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,14 @@ class OutputHead:
         Outside of the call its parameters have other memory then, of another size.
         """
         return self.is_sharded or any(map(FSDP1.has, self.inner.parameters()))
+
+    @property
+    def fsdp2_unit(self) -> nn.Module | None:
+        """The module that ``fully_shard`` was called with, alone or in a list; None if neither."""
+        for module in (self.inner, self.outer):
+            if FSDP2.wraps(module):
+                return module
+        return None
 
     def own_forward(self) -> Forward:
         """Return the ``forward`` that *inner* has now, exchanged or not."""
@@ -79,6 +91,14 @@ def understand_head(head: nn.Module | None) -> OutputHead | NotUnderstood:
             "set it to 0 for the head"
         )
     return OutputHead(head, inner, is_linear=False, is_sharded=False)
+
+
+def has_plain_parameters(module: nn.Module) -> bool:
+    """Whether all parameters are tensors that matrix products can take (no DTensor, not empty)."""
+    return all(
+        type(parameter) in PLAIN and parameter.numel() > 0
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 def _innermost(head: nn.Module) -> nn.Module | None:

@@ -5,6 +5,14 @@ would have it: moved by ``accelerate``, gathered by ZeRO-3 or FSDP, cast. So it 
 of the head: the innermost module's ``forward`` is exchanged for the length of that call. Every
 wrapper and hook around it works as usual in forward and, since the result is a tensor of the graph,
 in backward.
+
+[Note: A head of an FSDP2 unit] ``fully_shard([norm, head])`` makes one unit of several modules, as
+Accelerate does. The call that is put off ends the unit's forward. A second call of the head would
+begin another one: FSDP2 puts a node on the hidden states that it gets, and reshards the unit when
+backward reaches that node. That is before the norm's backward, which would read freed weights. The
+first call has such a node already, where it belongs. So a head that is an FSDP2 unit, or a part of
+one, is not called again. Its weights are gathered by ``FSDPModule.unshard`` instead: for the loss,
+and again before backward goes through it.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_pyao.errors import SavedTensorModifiedError
-from hf_pyao.model.head.output_head import OutputHead
+from hf_pyao.model.head.output_head import PLAIN, OutputHead
 from hf_pyao.model.losses.transforms import LogitTransform
 from hf_pyao.model.losses.unchanged import Unchanged
 from hf_pyao.model.patching.exchanged_forwards import ExchangedForwards, Forward
@@ -145,6 +153,23 @@ class PutOffCall:
     def _call_head(self, hidden: Tensor, forward: Forward) -> Tensor:
         device_type, dtype, enabled = self._autocast
         # Not by `with`: [Note: Modes] in model/losses/options.py.
-        call = torch.autocast(device_type, dtype=dtype, enabled=enabled)(self._exchanged.during)
+        autocast = torch.autocast(device_type, dtype=dtype, enabled=enabled)
+        if (unit := self.head.fsdp2_unit) is not None:
+            return _with_gathered(unit, autocast(forward), hidden)
+        call = autocast(self._exchanged.during)
         result: Tensor = call([(self.head.inner, forward)], self.head.outer, hidden)
         return result
+
+
+def _with_gathered(unit: Any, forward: Forward, hidden: Tensor) -> Tensor:
+    """Run *forward* while *unit* is gathered; see [Note: A head of an FSDP2 unit]."""
+    was_gathered = all(type(parameter) in PLAIN for parameter in unit.parameters(recurse=False))
+    unit.unshard()
+    try:
+        result: Tensor = forward(hidden)
+    finally:
+        if not was_gathered:
+            unit.reshard()
+    if result.requires_grad:
+        result.register_hook(lambda _: unit.unshard())  # type: ignore[no-untyped-call]
+    return result

@@ -401,6 +401,18 @@ def shard_head_too(model: Any) -> nn.Module:
     return shard_whole(model)
 
 
+def shard_head_with_norm(model: Any) -> nn.Module:
+    """FSDP2, the head in a group with the last norm, as Accelerate makes it."""
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
+    return shard_whole(model)
+
+
+def shard_head_with_norm_anew(model: Any) -> nn.Module:
+    """The same, resharded after the norm's and the head's call."""
+    fully_shard([model.model.norm, model.lm_head])
+    return shard_whole(model)
+
+
 def shard_first_generation(model: Any) -> nn.Module:
     """FSDP1 with the original parameters, the head wrapped by itself."""
     model.lm_head = FullyShardedDataParallel(
@@ -411,7 +423,10 @@ def shard_first_generation(model: Any) -> nn.Module:
 
 def check_fsdp(rank: int) -> None:
     """Compare two sharded models, kind by kind: losses, and this rank's shards after two steps."""
-    for shard in (shard_whole, shard_head_too, shard_first_generation):
+    for shard in (
+        *(shard_whole, shard_head_too, shard_head_with_norm, shard_head_with_norm_anew),
+        shard_first_generation,
+    ):
         models = [shard(model) for model in pair("llama", torch.float64)]
         handle = install(models[0])
         losses: list[list[float]] = []
