@@ -133,6 +133,24 @@ def _nothing_stays_replaced() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Undo what a test's training arguments switch on for the whole process.
+
+    Those of transformers 4 do so by Accelerate's variables: FSDP and ``torch.compile`` stay on for
+    whatever is made after them.
+    """
+
+    def variables() -> dict[str, str]:
+        return {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "FSDP_"))}
+
+    before = variables()
+    yield
+    for name in variables():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def _log_level() -> Iterator[None]:
     """Undo what a recipe does to the package's logger: the next test counts its messages."""
     logger = logging.getLogger("hf_pyao")

@@ -115,7 +115,9 @@ def test_the_plugin_attaches_before_accelerate_moves_the_model() -> None:
     assert not is_streamed(model)
 
 
-def test_what_cannot_be_streamed_is_refused_as_the_trainer_is_made(tmp_path: Path) -> None:
+def test_what_cannot_be_streamed_is_refused_as_the_trainer_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def make(model: nn.Module, **more: Any) -> None:
         args = arguments(tmp_path, **more)
         PyAOTrainer(model=model, args=args, train_dataset=examples(), pyao_config=STREAMED)
@@ -124,6 +126,7 @@ def test_what_cannot_be_streamed_is_refused_as_the_trainer_is_made(tmp_path: Pat
         make(tiny_model("llama"))
     with pytest.raises(ConflictError, match="FSDP"):
         make(tiny_lora("llama"), fsdp="full_shard")
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)  # training arguments may have set it
     with pytest.raises(ConflictError, match="torch_compile"):
         make(tiny_lora("llama"), torch_compile=True)
     assert not is_streamed(tiny_lora("llama"))

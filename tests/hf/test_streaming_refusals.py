@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel
+from transformers import HfArgumentParser, PretrainedConfig, PreTrainedModel
 
 from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainerMixin, PyAOTrainingArguments
 from hf_pyao.auto.install.conflicts import check_engine_of_streaming
@@ -38,10 +38,10 @@ class Untouched(torch.utils.data.Dataset[Any]):
 class Unmapped(PreTrainedModel):
     """A model without decoder layers that anyone knows."""
 
-    config_class = PreTrainedConfig
+    config_class = PretrainedConfig
 
     def __init__(self) -> None:
-        super().__init__(PreTrainedConfig())
+        super().__init__(PretrainedConfig())
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -211,6 +212,20 @@ def _is_of_engine(value: Any) -> bool:
             return type(value) not in _WHOLE
         return isinstance(value._base, Parameter)
     return type(value).__module__ == "hf_pyao.model.patching.exchanged_forwards"
+
+
+def is_recorder(forward: Any) -> bool:
+    """Say whether *forward* of a module collects what the module returns, for one forward.
+
+    transformers 4 puts such functions in for ``output_hidden_states`` and its like, and takes them
+    out as the model's forward ends. What is collected holds the graph that holds an inventory, so
+    that a step would never be freed; and a second run has nothing to collect.
+    """
+    return (
+        isinstance(forward, types.FunctionType)
+        and forward.__code__.co_name == "wrapped_forward"
+        and forward.__globals__.get("__name__") == "transformers.utils.generic"
+    )
 
 
 def put(each: Holder, copy: Any) -> None:

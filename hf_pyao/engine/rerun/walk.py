@@ -18,6 +18,7 @@ from hf_pyao.engine.rerun.values import (
     Found,
     Holder,
     Loose,
+    is_recorder,
 )
 
 _HOOK_TABLES = (
@@ -82,6 +83,8 @@ class Walk:
 
     def _note(self, holder: Any, content: Content, buffers: Any = None) -> None:
         copy = content.copy(holder)
+        if buffers is not None and is_recorder(copy.get("forward")):
+            copy["forward"] = copy["forward"].__wrapped__
         if content.is_counted and len(copy) > MOST_ITEMS:
             self._found.unknown.append(holder)
             return

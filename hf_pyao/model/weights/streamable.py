@@ -174,6 +174,8 @@ def _of_adapters(model: nn.Module) -> set[int]:
     found: set[int] = set()
     for module in model.modules():
         names = getattr(type(module), "adapter_layer_names", None)
+        if names is None and "modules_to_save" in module._modules:  # PEFT 0.17 names none there
+            names = ("modules_to_save",)
         if not isinstance(names, tuple):
             continue
         parts = [getattr(module, name, None) for name in names]
