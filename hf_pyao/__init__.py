@@ -6,6 +6,8 @@ neither transformers nor datasets.
 
 from typing import TYPE_CHECKING, Any
 
+from hf_pyao.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from hf_pyao.attachment import attach as attach
     from hf_pyao.auto.offloader import Offloader as Offloader
@@ -46,7 +48,6 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -17,9 +17,21 @@ import hf_pyao
 
 ROOT = Path(hf_pyao.__file__).parent
 
-FLOORS = ("ground", "engine", "plan", "model", "auto", "attachment", "hf", "tools", "cli")
+FLOORS = (
+    "ground",
+    "engine",
+    "plan",
+    "model",
+    "auto",
+    "attachment",
+    "hf",
+    "entrance",
+    "tools",
+    "cli",
+)
 """From the bottom up: each imports itself and those before it. A folder is a floor; modules beside
-the folders are the ground, apart from ``attachment`` and ``cli``."""
+the folders are the ground, apart from ``attachment``, ``cli``, and ``__init__``, the entrance: it
+names what all floors below it have."""
 
 ONLY_TORCH = ("ground", "engine", "plan", "model", "auto")
 """Floors that import neither transformers nor accelerate, not even inside a function."""
@@ -46,6 +58,8 @@ def _module_of(path: Path) -> str:
 
 def floor_of(path: Path) -> str:
     part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if part == "__init__":
+        return "entrance"
     return part if part in FLOORS else "ground"
 
 
@@ -81,13 +95,11 @@ def imports_of(
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
             assert node.module is not None
-            if node.module == "hf_pyao":  # public names: what counts is where they live
-                homes = (hf_pyao._HOMES.get(alias.name, "hf_pyao") for alias in node.names)
-                yield from homes
-            else:
-                for alias in node.names:  # a module of a package, or a name in a module
-                    whole = f"{node.module}.{alias.name}"
-                    yield whole if whole in MODULES else node.module
+            for alias in node.names:  # a module of a package, or a name in a module
+                whole = f"{node.module}.{alias.name}"
+                is_public = node.module == "hf_pyao"  # what counts is where it lives
+                home = hf_pyao._HOMES.get(alias.name, node.module) if is_public else node.module
+                yield whole if whole in MODULES else home
         pending.extend(ast.iter_child_nodes(node))
 
 
@@ -96,7 +108,7 @@ FILES = sorted(
 )
 
 
-MODULES = {_module_of(path): path for path in FILES}
+MODULES = {_module_of(path): path for path in [*FILES, ROOT / "__init__.py"]}
 
 
 def test_every_folder_is_a_floor() -> None:
@@ -112,7 +124,7 @@ def test_folders_are_small() -> None:
 
 def test_imports_point_down() -> None:
     """Those for type checkers alone, and those inside of functions, count too."""
-    for path in FILES:
+    for path in MODULES.values():
         rank = FLOORS.index(floor_of(path))
         for module in imports_of(path, also_types=True):
             if module in MODULES:
@@ -121,8 +133,8 @@ def test_imports_point_down() -> None:
 
 
 def test_no_rooms_import_each_other_in_a_ring() -> None:
-    graph: dict[str, set[str]] = {room_of(path): set() for path in FILES}
-    for path in FILES:
+    graph: dict[str, set[str]] = {room_of(path): set() for path in MODULES.values()}
+    for path in MODULES.values():
         for module in imports_of(path, also_types=True):
             if module in MODULES:
                 graph[room_of(path)] |= {room_of(MODULES[module])} - {room_of(path)}

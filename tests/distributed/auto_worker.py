@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
 from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
 from tests.distributed.models import batch_of, build_model, layers_of
+from tests.helpers.ranks import join_group, write_result
 
 NUM_MEASURED = 2
 NUM_STEPS = 7
@@ -66,9 +66,9 @@ def run_again_each_layer() -> None:
     LeverChoice.best = chosen  # type: ignore[method-assign]
 
 
-def main(wrapper: str, rank: int, folder: Path) -> None:
+def main(folder: Path, wrapper: str) -> None:
     """Train with and without, and write what came of it."""
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    join_group(folder)
     config = PyAOConfig(
         policy="auto",
         profile_steps=NUM_MEASURED,
@@ -80,10 +80,10 @@ def main(wrapper: str, rank: int, folder: Path) -> None:
         run_again_each_layer()
     plain = train(wrapper, build_model("llama", "full", ""), None)
     planned = train(wrapper, build_model("llama", "full", ""), config)
-    (folder / f"rank{rank}.json").write_text(json.dumps({"plain": plain, "planned": planned}))
+    write_result(folder, {"plain": plain, "planned": planned})
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2])

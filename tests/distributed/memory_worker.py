@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_pyao import OutOfDeviceMemoryError, attach
 from tests.auto.retry.test_out_of_memory_cases import Bomb, plant
 from tests.helpers import EVERYTHING, tiny_batch, tiny_model
+from tests.helpers.ranks import write_result
 
 NUM_STEPS = 3
 NUM_MICRO_BATCHES = 2
@@ -110,7 +110,7 @@ def main(folder: Path, case: str) -> None:
         facts = {"rank": rank, "error": str(error), "ended": time.time()}
     except BaseException as error:
         facts = {"rank": rank, "other": f"{type(error).__name__}: {error}", "ended": time.time()}
-    (folder / f"rank{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+    write_result(folder, facts)
     if case == "ever, and stays" and rank == 1:
         time.sleep(90)  # as a script does that catches everything
     os._exit(0)  # what is left of the group would wait for the peers

@@ -7,7 +7,6 @@ with more samples than MOST as a step is tried.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_pyao.errors import PyAOError
+from tests.helpers.ranks import write_result
 from tests.hf.micro_batch.test_auto_micro_batch import CONFIG, running_out, trainer_of
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         warnings.simplefilter("ignore")
         facts = train(folder, most if rank == 1 else 99)
     facts["ended"] = time.time()
-    (folder / f"rank{rank}.json").write_text(json.dumps(facts))
+    write_result(folder, facts)
 
 
 if __name__ == "__main__":

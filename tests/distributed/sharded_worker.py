@@ -6,8 +6,6 @@ Called as ``python -m tests.distributed.sharded_worker RANK FOLDER CASE...``.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from hf_pyao.training_engines import local_part
 from tests.distributed.audit import RecogniserAudit
 from tests.distributed.models import batch_of, build_model, layers_of
 from tests.distributed.wrapping import full_parameters
+from tests.helpers.ranks import ends_at_once, join_group, write_result
 
 NUM_MEASURED = 2
 NUM_STEPS = 10
@@ -187,27 +186,18 @@ def train_reference(case: str, config: PyAOConfig | None) -> dict[str, Any]:
     return {"bits": bits}
 
 
-def main(rank: int, folder: Path, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+def main(folder: Path, cases: list[str]) -> None:
+    join_group(folder)
     found: dict[str, Any] = {}
     for case in cases:
         try:
             found[case] = compare(case)
         except Exception:
             found[case] = {"error": traceback.format_exc()}
-    (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    write_result(folder, found)
     dist.barrier()
 
 
 if __name__ == "__main__":
-    status = 1
-    try:
-        main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # gloo's threads may abort the interpreter while it shuts down
+    with ends_at_once():
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,12 +1,11 @@
 """One of several ranks that load one copy of a model: ``-m tests.distributed.shared_loading_worker``.
 
-Arguments: how, the rank, the number of ranks, the folder for what was seen, and that of the model.
+Arguments: the folder for what was seen, how, and the folder of the model.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from hf_pyao import PyAOConfig, attach, one_copy_per_node
 from hf_pyao.errors import PyAOError
 from tests.helpers import tiny_batch
+from tests.helpers.ranks import join_group, write_result
 
 CONFIG = PyAOConfig(policy="off", stream_weights=0, host_memory_gib=1.0)
 
@@ -94,15 +94,11 @@ def see(rank: int, folder: Path, model_folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    how, rank, num_ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    folder, model_folder = Path(sys.argv[4]), Path(sys.argv[5])
+    folder, how, model_folder = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    rank = int(os.environ["RANK"])
     if how != "no group":
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks
-        )
+        join_group(folder)
     facts: dict[str, Any] = {}
     try:
         if how == "train":
@@ -110,7 +106,7 @@ def main() -> None:
         elif how == "wait":
             with one_copy_per_node():
                 model = loaded(model_folder)
-            (folder / f"rank{rank}.json").write_text("{}")
+            write_result(folder, {})
             time.sleep(600)
         elif how == "leader dies":
             with one_copy_per_node():
@@ -126,7 +122,7 @@ def main() -> None:
             del model
     except (PyAOError, OSError) as error:
         facts = {"error": f"{type(error).__name__}: {error}"}
-    (folder / f"rank{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+    write_result(folder, facts)
     if how == "train":
         dist.destroy_process_group()
 

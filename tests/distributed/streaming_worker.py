@@ -6,7 +6,6 @@ Arguments: the rank, and the folder for what was seen.
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_pyao import PyAOConfig, attach
 from tests.helpers import tiny_batch
 from tests.helpers.adapters import tiny_lora
+from tests.helpers.ranks import join_group, write_result
 
 CONFIG = PyAOConfig(policy="all", min_bytes=0, host_memory_gib=0.1, stream_weights=0)
 
@@ -41,10 +41,8 @@ def train(model: nn.Module, rank: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
+    folder = Path(sys.argv[1])
+    rank = join_group(folder)
     origin = tiny_lora("llama")
     expected = train(wrapped(copy.deepcopy(origin)), rank)
     facts: dict[str, Any] = {}
@@ -62,7 +60,7 @@ def main() -> None:
             "same": all(torch.equal(found[name], value) for name, value in expected.items()),
             "ignored": len(reducer.parameters_to_ignore),
         }
-    (folder / f"rank{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+    write_result(folder, facts)
     dist.destroy_process_group()
 
 

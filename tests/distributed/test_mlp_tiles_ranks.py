@@ -3,52 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.distributed.conftest import REPOSITORY
+from tests.helpers.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
+
+WORKER = "tests.distributed.tiles_worker"
 
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="not run: DeepSpeed is not installed (pip install 'hf_pyao[deepspeed]')",
 )
-
-
-def run(kind: str, name: str, folder: Path) -> list[dict[str, Any]]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.tiles_worker", kind, name, str(rank), folder],
-            cwd=REPOSITORY,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for worker in workers:
-            _, errors = worker.communicate(timeout=240)
-            assert worker.returncode == 0, errors
-    finally:
-        for worker in workers:
-            worker.kill()
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 CASES = [
@@ -66,7 +35,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_gradients_and_hooks(kind: str, name: str, tmp_path: Path) -> None:
-    for rank in run(kind, name, tmp_path):
+    for rank in run_ranks(WORKER, tmp_path, kind, name):
         for when, facts in rank.items():
             bound = 2e-2 if kind.endswith("bf16") else 2e-6
             assert facts["same_names"]
@@ -78,7 +47,7 @@ def test_gradients_and_hooks(kind: str, name: str, tmp_path: Path) -> None:
 
 
 def test_linears_that_are_sharded_by_themselves_are_left_alone(tmp_path: Path) -> None:
-    for rank in run("fsdp2_linears", "llama", tmp_path):
+    for rank in run_ranks(WORKER, tmp_path, "fsdp2_linears", "llama"):
         for facts in rank.values():
             has_norms = facts["tiled"]["metrics"]["mlp_tiles_num_norms_tiled"] > 0
             assert facts["worst"] <= (2e-6 if has_norms else 0.0)
@@ -89,7 +58,7 @@ def test_linears_that_are_sharded_by_themselves_are_left_alone(tmp_path: Path) -
 @needs_deepspeed
 def test_zero_3_runs_layers_again_and_leaves_mlps_whole(tmp_path: Path) -> None:
     """It gathers weights for each call of each module; bit for bit the same but for tiled norms."""
-    for rank in run("zero3", "llama", tmp_path):
+    for rank in run_ranks(WORKER, tmp_path, "zero3", "llama"):
         for when, facts in rank.items():
             assert facts["same_names"]
             assert facts["worst"] <= 2e-6, (when, facts)

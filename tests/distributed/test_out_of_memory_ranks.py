@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.conftest import REPOSITORY
+from tests.helpers.ranks import logs_of, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
+WORKER = "tests.distributed.memory_worker"
 TIMEOUT_S = 240
 WITHIN_S = 60
 
 
 def run(
-    folder: Path,
-    case: str,
-    *,
-    waits_for: tuple[int, ...] = (0, 1),
-    module: str = "tests.distributed.memory_worker",
+    folder: Path, case: str, *, waits_for: tuple[int, ...] = (0, 1), module: str = WORKER
 ) -> list[dict[str, Any]]:
     """Run two ranks; return what each saw, and how long after the other it ended."""
-    folder.mkdir(exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        environment = {name: v for name, v in os.environ.items() if not name.startswith("PYAO_")}
-        environment |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
-        }
-        command = [sys.executable, "-m", module, str(folder), case]
-        with (folder / f"rank{rank}.log").open("wb") as log:
-            processes.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            )
-    try:
-        for rank in waits_for:
-            processes[rank].wait(TIMEOUT_S)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = "\n".join(p.read_text(errors="replace")[-3000:] for p in sorted(folder.glob("*.log")))
-    files = [folder / f"rank{rank}.json" for rank in range(2)]
-    assert all(file.exists() for file in files), logs
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    found: list[dict[str, Any]] = run_ranks(module, folder, case, waits_for=waits_for)
+    logs = logs_of(folder)
     assert not any("other" in facts for facts in found), f"{found}\n{logs}"
     for facts, file in zip(found, sorted(folder.glob("*.log")), strict=True):
         facts["log"] = file.read_text(errors="replace")

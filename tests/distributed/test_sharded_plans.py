@@ -5,52 +5,20 @@ Each rank asserts that its layers are units of FSDP2; see ``sharded_worker.py``.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.sharded_worker import CASES
-from tests.recipes.conftest import REPOSITORY
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
+WORKER = "tests.distributed.sharded_worker"
+
 MOST_OVER = 1.02
 """By what factor the predicted peak of a plan may be above the counted one, which has no inputs."""
-
-
-def run(cases: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Run *cases* on two ranks; return what each saw."""
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("PYAO_")}
-    environment |= {
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, "-m", "tests.distributed.sharded_worker"]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), *cases],
-            cwd=REPOSITORY,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for worker in workers:
-            _, errors = worker.communicate(timeout=300)
-            assert worker.returncode == 0, errors
-    finally:
-        for worker in workers:
-            worker.kill()
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def check(case: str, ranks: list[dict[str, Any]]) -> None:
@@ -82,11 +50,11 @@ FOLLOWS = ("CHECKING", "FOLLOWING")
 
 def test_ranks_follow_one_plan_and_gradients_keep_their_bits(tmp_path: Path) -> None:
     case = "mixed precision"
-    check(case, [rank[case] for rank in run([case], tmp_path)])
+    check(case, [rank[case] for rank in run_ranks(WORKER, tmp_path, case)])
 
 
 @pytest.mark.thorough
 def test_each_way_to_train_keeps_its_bits(tmp_path: Path) -> None:
-    found = run(list(CASES), tmp_path)
+    found = run_ranks(WORKER, tmp_path, *CASES)
     for case in CASES:
         check(case, [rank[case] for rank in found])

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.conftest import REPOSITORY
 from tests.helpers import tiny_model
+from tests.helpers.ranks import end_ranks, logs_of, start_ranks
 
 pytestmark = [
     pytest.mark.distributed,
@@ -23,36 +23,20 @@ pytestmark = [
 ]
 
 MIB = 2**20
+Rank = subprocess.Popen[bytes]
 
 
-def start(how: str, folder: Path, model: Path, num_ranks: int = 2) -> list[subprocess.Popen[str]]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+def start(how: str, folder: Path, model: Path, num_ranks: int = 2) -> list[Rank]:
     module = "tests.distributed.shared_loading_worker"
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", module, how, str(rank), str(num_ranks), folder, model],
-            cwd=REPOSITORY,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    return start_ranks(module, folder, how, model, num_ranks=num_ranks)
 
 
-def finished(workers: list[subprocess.Popen[str]], folder: Path) -> list[dict[str, Any]]:
+def finished(workers: list[Rank], folder: Path) -> list[dict[str, Any]]:
     try:
         for worker in workers:
-            _, errors = worker.communicate(timeout=240)
-            assert worker.returncode in (0, -signal.SIGKILL), errors
+            assert worker.wait(240) in (0, -signal.SIGKILL), logs_of(folder)
     finally:
-        for worker in workers:
-            worker.kill()
+        end_ranks(workers)
     found = []
     for rank in range(len(workers)):
         path = folder / f"rank{rank}.json"
@@ -95,9 +79,7 @@ def test_ranks_that_are_killed_leave_nothing(tmp_path: Path) -> None:
         time.sleep(0.1)
         assert all(worker.poll() is None for worker in workers)
     held = shared_bytes()
-    for worker in workers:
-        worker.kill()
-        worker.communicate()
+    end_ranks(workers)
     assert files_in_memory() <= before
     assert held - shared_bytes() > 20 * MIB, "the memory goes with the last process"
     assert shared_bytes() <= free + 8 * MIB

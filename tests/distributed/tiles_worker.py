@@ -1,13 +1,11 @@
 """One of two ranks that train with MLPs in tiles: ``python -m tests.distributed.tiles_worker``.
 
-Arguments: how the model is sharded, its architecture, the rank, and the folder for what was seen.
+Arguments: the folder for what was seen, how the model is sharded, and its architecture.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -22,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_pyao import PyAOConfig, attach
 from tests.distributed.models import batch_of, build_model, layers_of
+from tests.helpers.ranks import join_group, write_result
 
 NUM_STEPS = 2
 ZERO_STAGES = {"zero2": 2, "zero3": 3}
@@ -61,7 +60,6 @@ def with_zero(model: nn.Module, stage: int) -> nn.Module:
     import deepspeed
     import deepspeed.ops
 
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as launchers set it
     # Collectives in shared memory, which training never calls, would be compiled.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     engine, *_ = deepspeed.initialize(
@@ -159,10 +157,9 @@ def compare(plain: dict[str, Any], tiled: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(kind: str, name: str, rank: int, folder: Path) -> None:
+def main(folder: Path, kind: str, name: str) -> None:
     """Train with and without, before and after wrapping, with segments too, and write what came of it."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    join_group(folder)
     config = PyAOConfig(
         policy="all", min_bytes=0, keep_last_layers=0, host_memory_gib=0.1, mlp_tiles=3
     )
@@ -176,10 +173,10 @@ def main(kind: str, name: str, rank: int, folder: Path) -> None:
     )
     tiled = train(kind, name, in_segments, before=False)
     found["in segments"] = compare(dict(plain), tiled)
-    (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    write_result(folder, found)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

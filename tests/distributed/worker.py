@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
-import os
 import sys
 import time
 import traceback
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from tests.distributed.models import batch_of, layers_of
 from tests.distributed.scenarios import GROUPS, Scenario
 from tests.distributed.trainer import train
 from tests.distributed.wrapping import Prepared, full_parameters, local_gradients, prepare
+from tests.helpers.ranks import ends_at_once, join_group, write_result
 
 NUM_STEPS = 2
 
@@ -134,15 +132,7 @@ def _is_equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
 
 def main(folder: Path, group: str) -> None:
     """Run the scenarios of *group*; a failing one is written down and the next one runs."""
-    torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
+    join_group(folder, timeout_s=60)
     results: dict[str, Any] = {}
     references: dict[Scenario, Run] = {}
     for scenario in GROUPS[group]:
@@ -154,20 +144,11 @@ def main(folder: Path, group: str) -> None:
         except Exception:  # the other scenarios still tell something
             results[scenario.name] = {"error": traceback.format_exc()}
         results[scenario.name]["seconds"] = time.perf_counter() - start
-    (folder / f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")
+    write_result(folder, results)
     dist.barrier()
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    status = 1
-    try:
+    with ends_at_once():
         main(Path(sys.argv[1]), sys.argv[2])
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # Not sys.exit: gloo's threads may abort the interpreter while it shuts down.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)

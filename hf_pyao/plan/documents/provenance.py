@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import hf_pyao
+from hf_pyao import version
 
 PACKAGES = (
     "torch",
@@ -89,7 +89,7 @@ def package_versions() -> dict[str, str | None]:
     """Return the versions of Python, hf_pyao and :data:`PACKAGES`; None for what is missing."""
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
-        "hf_pyao": hf_pyao.__version__,
+        "hf_pyao": version.__version__,
     }
     for name in PACKAGES:
         try:
@@ -101,7 +101,7 @@ def package_versions() -> dict[str, str | None]:
 
 def _package() -> Path:
     """Return the folder of hf_pyao's source."""
-    return Path(hf_pyao.__file__).resolve().parent
+    return Path(version.__file__).resolve().parent
 
 
 def git_state() -> tuple[str | None, bool | None]:

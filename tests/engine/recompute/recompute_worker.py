@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
-import os
 import sys
-import traceback
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_pyao import PyAOConfig, attach
 from tests.helpers import EVERY_LAYER, autocasting, tiny_batch, tiny_model
+from tests.helpers.ranks import ends_at_once, join_group, write_result
 from tests.helpers.recompute_sets import ALONE
 
 WRAPPERS = ("ddp", "fsdp2", "fsdp2 bf16")
@@ -82,15 +79,7 @@ def two_steps(
 
 def main(folder: Path) -> None:
     """Compare every wrapper and model; write what differs."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=60),
-    )
+    join_group(folder, timeout_s=60)
     results: dict[str, Any] = {}
     for index, (wrapper, model_type) in enumerate(itertools.product(WRAPPERS, MODELS)):
         names, autocast = SETS[(index + index // 3) % 3], AUTOCASTS[index % 2]
@@ -109,19 +98,10 @@ def main(folder: Path) -> None:
                 "num_tensors": len(expected),
                 "recomputed_bytes": metrics["recomputed_bytes"],
             }
-    (folder / f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")
+    write_result(folder, results)
     dist.barrier()
 
 
 if __name__ == "__main__":
-    status = 1
-    try:
+    with ends_at_once():
         main(Path(sys.argv[1]))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # Not sys.exit: gloo's threads may abort the interpreter while it shuts down.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)

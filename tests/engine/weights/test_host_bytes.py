@@ -17,10 +17,10 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.stores import HostPool
 from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.errors import ConfigError
-from tests.distributed.conftest import REPOSITORY
 from tests.engine.weights.test_streaming import llama, loss_of, ring_of, streamed
 from tests.helpers import tiny_batch, train
 from tests.helpers.quantised import quantise_
+from tests.helpers.ranks import REPOSITORY
 
 MIB = 2**20
 ELSEWHERE_BYTES = 48 * MIB
