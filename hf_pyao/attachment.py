@@ -35,7 +35,6 @@ from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers, check_roles, find_layers
 from hf_pyao.plan.documents.plan import Plan
-from hf_pyao.plan.hardware.device_limit import device_limit
 from hf_pyao.plan.options.plan_levers import levers_of_plan
 from hf_pyao.plan.policies.by_name import given_plan
 
@@ -102,8 +101,7 @@ def attach(
     link = link_for(place, transport, host_pool, link, parts.link)
     limit = None
     if parts.streaming.value == "auto":
-        label = parts.auto.label("device_memory_gib")
-        limit = device_limit(place, parts.auto.device_memory_gib, label)
+        limit = parts.auto.device_limit(place)
     streaming = streaming_of(model, found, parts.streaming.as_planned(plan), link, place, limit)
     offloader = _wire(model, found, config, parts, plan, levers, link, backward_order, streaming)
     try:

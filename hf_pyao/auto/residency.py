@@ -21,7 +21,7 @@ from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.levers import Levers, LeversRefusedError
-from hf_pyao.plan.hardware.device_limit import DeviceLimit, beside_bytes, device_limit
+from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.hardware.speeds import LinkModel
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.options.plan_request import PlanRequest
@@ -149,17 +149,13 @@ class Residency:
         return self._streaming.num_layers - number
 
     def _limit_bytes(self, choice: StreamingChoice) -> float:
-        limit = self._limit()
+        limit = self._settings.device_limit(self._streaming.device)
         if limit is None:
             return math.inf
         parameters = self._streaming.parameters()
         now_bytes = choice.resident_bytes(self.num_resident)
         beside = beside_bytes(limit, now_bytes, parameters)
         return limit.nbytes - max(beside, optimizer_bytes(parameters))
-
-    def _limit(self) -> DeviceLimit | None:
-        label = self._settings.label("device_memory_gib")
-        return device_limit(self._streaming.device, self._settings.device_memory_gib, label)
 
 
 def _no_other(levers: Levers) -> Planner:

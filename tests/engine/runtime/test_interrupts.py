@@ -9,6 +9,7 @@ import functools
 import gc
 import random
 import threading
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,10 @@ class Case:
             engines.append(offloader.engine)
             self.step(model)
 
+    def what_is_left(self, model: Stack, engines: list[Any]) -> list[str]:
+        """Say what of an attachment is left once it has ended."""
+        return what_is_left(model, self.pool, engines)
+
 
 def what_is_left(model: Stack, pool: HostPool, engines: list[Any]) -> list[str]:
     """Say what of ours is still on *model*, on this thread, in the pool, or locked."""
@@ -169,13 +174,13 @@ def interrupt(case: Case, at: int) -> None:
         if offloader is not None:
             offloader.detach()  # the interrupt came at the first line of __enter__ or __exit__
         gc.collect()
-        left = what_is_left(model, case.pool, engines)
+        left = case.what_is_left(model, engines)
         assert not left, f"left: {left}"
         assert_same_tensors(case.step(model), case.expected, "detached")
         engines.clear()
         case.run(model, engines)
         assert_same_tensors(gradients_of(model), case.expected, "attached again")
-        left = what_is_left(model, case.pool, engines)
+        left = case.what_is_left(model, engines)
         assert not left, f"left after the next step: {left}"
     assert not unraisable, f"in a destructor: {unraisable}"
 
@@ -189,16 +194,22 @@ def lines_of(case: Case) -> list[Line]:
     return lines
 
 
-def failures_at(case: Case, numbers: list[int], lines: list[Line]) -> list[str]:
+def failures_at(
+    case: Case,
+    numbers: Iterable[int],
+    lines: list[Line],
+    check: Callable[[Any, int], None] = interrupt,
+) -> list[str]:
     failed = []
     for at in numbers:
         try:
-            interrupt(case, at)
+            check(case, at)
         except BaseException as error:
             failed.append(
                 "{}:{} {}: ".format(*lines[at]) + f"{type(error).__name__}: {error}"[:300]
             )
             clear(case)
+            torch.set_grad_enabled(True)
     return failed
 
 

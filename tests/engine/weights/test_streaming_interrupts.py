@@ -13,9 +13,15 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.attachment import offloader_of
 from hf_pyao.engine.stores import HostPool
-from tests.engine.runtime.test_interrupts import Case, clear, first_and_last, is_free, what_is_left
+from tests.engine.runtime.test_interrupts import (
+    Case,
+    failures_at,
+    first_and_last,
+    interrupt,
+    is_free,
+    lines_of,
+)
 from tests.engine.weights.test_streaming import llama, loss_of, streamed
 from tests.helpers import (
     EVERY_LAYER,
@@ -24,7 +30,7 @@ from tests.helpers import (
     autocasting,
     gradients_of,
 )
-from tests.helpers.interrupts import Interrupter, Line, destructors_watched
+from tests.helpers.interrupts import Interrupter, Line
 
 STREAMED = replace(EVERY_LAYER, stream_weights=0, window=2048)
 
@@ -45,7 +51,23 @@ class StreamedCase(Case):
         model = super().make_model()
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.dim() == 1)
+        self.frozen = frozen(model)
+        self.bits = bits(self.frozen)
+        self.rings: list[Any] = []
         return model
+
+    def run(self, model: Stack, engines: list[Any]) -> None:
+        with attach(model, self.config, host_pool=self.pool) as offloader:
+            engines.append(offloader.engine)
+            assert offloader.weights is not None
+            self.rings.append(offloader.weights.ring)
+            self.step(model)
+
+    def what_is_left(self, model: Stack, engines: list[Any]) -> list[str]:
+        left = [*super().what_is_left(model, engines), *weights_left(model, self.frozen)]
+        left += ["the ring's lock" for ring in self.rings if not is_free(ring._lock)]
+        assert_same_tensors(bits(frozen(model)), self.bits, "frozen weights")
+        return left
 
 
 def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -74,47 +96,6 @@ def weights_left(model: nn.Module, before: dict[str, nn.Parameter]) -> list[str]
     return left
 
 
-def run(case: Case, model: Stack, rings: list[Any], engines: list[Any]) -> None:
-    with attach(model, case.config, host_pool=case.pool) as offloader:
-        engines.append(offloader.engine)
-        assert offloader.weights is not None
-        rings.append(offloader.weights.ring)
-        case.step(model)
-
-
-def interrupt(case: Case, at: int) -> None:
-    """Interrupt attaching, a step, or detaching, at line number *at*; check what comes after."""
-    model = case.make_model()
-    parameters = frozen(model)
-    expected = bits(parameters)
-    case.pool = HostPool(2**20, pin=False)
-    engines: list[Any] = []
-    rings: list[Any] = []
-    with destructors_watched() as unraisable:
-        with Interrupter(at) as interrupter:
-            try:
-                run(case, model, rings, engines)
-            except KeyboardInterrupt:
-                pass
-        assert interrupter.has_raised
-        offloader = offloader_of(model)
-        if offloader is not None:
-            offloader.detach()
-        gc.collect()
-        left = [*what_is_left(model, case.pool, engines), *weights_left(model, parameters)]
-        left += ["the ring's lock" for ring in rings if not is_free(ring._lock)]
-        assert not left, f"left: {left}"
-        assert_same_tensors(bits(frozen(model)), expected, "frozen weights")
-        assert_same_tensors(case.step(model), case.expected, "detached")
-        engines.clear()
-        run(case, model, rings, engines)
-        assert_same_tensors(gradients_of(model), case.expected, "attached again")
-        assert_same_tensors(bits(frozen(model)), expected, "frozen weights, afterwards")
-        left = [*what_is_left(model, case.pool, engines), *weights_left(model, parameters)]
-        assert not left, f"left after the next step: {left}"
-    assert not unraisable, f"in a destructor: {unraisable}"
-
-
 def interrupt_a_step(case: Case, at: int) -> None:
     """Interrupt the second step; the model stays attached, and the next step must be right."""
     model = case.make_model()
@@ -131,14 +112,6 @@ def interrupt_a_step(case: Case, at: int) -> None:
     assert_same_tensors(bits(frozen(model)), expected, "frozen weights")
 
 
-def lines_of(case: Case) -> list[Line]:
-    lines: list[Line] = []
-    case.pool = HostPool(2**20, pin=False)
-    with Interrupter(note=lines.append):
-        run(case, case.make_model(), [], [])
-    return lines
-
-
 def lines_of_a_step(case: Case) -> list[Line]:
     lines: list[Line] = []
     model = case.make_model()
@@ -147,20 +120,6 @@ def lines_of_a_step(case: Case) -> list[Line]:
         with Interrupter(note=lines.append):
             case.step(model)
     return lines
-
-
-def failures(check: Any, case: Case, numbers: list[int], lines: list[Line]) -> list[str]:
-    failed = []
-    for at in numbers:
-        try:
-            check(case, at)
-        except BaseException as error:
-            failed.append(
-                "{}:{} {}: ".format(*lines[at]) + f"{type(error).__name__}: {error}"[:300]
-            )
-            clear(case)
-            torch.set_grad_enabled(True)
-    return failed
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +139,7 @@ def test_an_interrupt_at_some_lines(check: Any) -> None:
     case = StreamedCase(*CASES["bytes"][:1])
     lines = lines_of(case) if check is interrupt else lines_of_a_step(case)
     numbers = random.Random(0).sample(of_streaming(lines), 25)
-    assert failures(check, case, numbers, lines) == []
+    assert failures_at(case, numbers, lines, check) == []
 
 
 @pytest.mark.thorough
@@ -195,7 +154,7 @@ def test_an_interrupt_at_every_line_of_streaming(name: str, check: Any) -> None:
     numbers = set(of_streaming(lines, known))
     assert numbers or known
     numbers |= set(random.Random(1).sample(range(len(lines)), 60))
-    assert failures(check, case, sorted(numbers), lines) == []
+    assert failures_at(case, sorted(numbers), lines, check) == []
 
 
 # ---- detaching at any point ----------------------------------------------------------------------
