@@ -91,6 +91,8 @@ class BenchRow:
     """Most host memory of the process over all its steps. On a CPU this holds the tensors too."""
     rss_growth_bytes: int | None = None
     """How far that is above the process before the first step."""
+    step_peak_bytes: int | None = None
+    """Most bytes allocated during a step above those before it; None where it was not counted."""
     pinned_bytes: int | None = None
     """Most page-locked host memory; None without an accelerator."""
     loss: float | None = None
@@ -98,6 +100,9 @@ class BenchRow:
     gradient_norm: float | None = None
     gradient_digest: str | None = None
     """Digest of all bits of all gradients of the compared step, by parameter."""
+    gradient_error: float | None = None
+    """Largest relative error of a parameter's gradient, in the Euclidean norm, against that of
+    :data:`REFERENCE` in the same process; None where it was not computed."""
     is_loss_equal: bool | None = None
     """Bit for bit as without any method; None: there is nothing to compare."""
     are_gradients_equal: bool | None = None

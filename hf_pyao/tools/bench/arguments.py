@@ -8,7 +8,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hf_pyao.errors import ConfigError
+from hf_pyao.plan.documents.bench import FAILED, BenchReport
+from hf_pyao.plan.documents.board import BoardReport
 from hf_pyao.text import one_line, say
+from hf_pyao.tools.bench.board import board_methods, run_board
 from hf_pyao.tools.bench.harness import run_bench, smoke
 from hf_pyao.tools.bench.methods import CUSTOM_PREFIX, find_method, known_methods
 from hf_pyao.tools.bench.setup import (
@@ -27,12 +30,24 @@ SMOKE_MODEL = (
     "num_key_value_heads=1,vocab_size=64,max_position_embeddings=64"
 )
 SMOKE_METHODS = ("none", "checkpoint", "pyao-window", "trl-streams")
+SMOKE_BOARD = ("none", "checkpoint", "sac", "save-on-cpu", "pyao-window", "trl-streams")
 
 DEFAULT_MICRO_BATCH = 4
+DEFAULT_ROUNDS = 3
+INTERRUPTED = 130
+"""Exit status of a command that was interrupted."""
+
 MAX_TIMEOUT_S = 1e6
 """Eleven days; the system's clocks for waiting end at 24."""
 
-_LEAST = {"micro_batch": 1, "sequence_length": 2, "warmup": 0, "steps": 1, "ballast_gib": 0}
+_LEAST = {
+    "rounds": 1,
+    "micro_batch": 1,
+    "sequence_length": 2,
+    "warmup": 0,
+    "steps": 1,
+    "ballast_gib": 0,
+}
 """Option -> the least that it may be."""
 
 _SHAPE = {
@@ -73,7 +88,16 @@ def add_bench_arguments(parser: argparse.ArgumentParser, program: str = "pyao be
     what.add_argument(
         "--methods", nargs="+", metavar="METHOD", help="see below (default: all in the list)"
     )
+    what.add_argument(
+        "--board",
+        action="store_true",
+        help="measure every method in several rounds of shuffled order, compare the values of "
+        "gradients, and count the memory of a step, on a CPU too",
+    )
     how = parser.add_argument_group("how")
+    how.add_argument(
+        "--rounds", type=int, metavar="N", help=f"of the board (default: {DEFAULT_ROUNDS})"
+    )
     how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     how.add_argument("--steps", type=int, help="timed steps (default: 10)")
     how.add_argument("--warmup", type=int, help="steps before them (default: 3)")
@@ -111,18 +135,32 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         PyAOError: an option is bad, or the model or device cannot be had.
     """
     setup, trials = _work(args)
-    output = args.output or _default_output(setup)
-    report = run_bench(
-        setup,
-        trials,
-        output=output,
-        timeout_s=args.timeout,
-        progress=lambda line: say(one_line(line)),
-    )
+    output = args.output or _default_output(setup, "board" if args.board else "bench")
+    report: BenchReport | BoardReport
+    if args.board:
+        report = run_board(
+            setup,
+            [trial.method for trial in trials],
+            micro_batch=trials[0].micro_batch,
+            num_rounds=args.rounds or (1 if args.smoke else DEFAULT_ROUNDS),
+            output=output,
+            timeout_s=args.timeout,
+            progress=lambda line: say(one_line(line)),
+        )
+    else:
+        report = run_bench(
+            setup,
+            trials,
+            output=output,
+            timeout_s=args.timeout,
+            progress=lambda line: say(one_line(line)),
+        )
     say("\n" + markdown_of(report))
     name = one_line(str(output))
     say(f"written: {name}\nplot it: pyao report {name} -o report.html")
-    return 0 if all(row.status != "failed" for row in report.rows) else 1
+    if isinstance(report, BoardReport) and not report.is_complete:
+        return INTERRUPTED
+    return 0 if all(row.status != FAILED for row in report.rows) else 1
 
 
 def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
@@ -144,7 +182,10 @@ def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
             f"--smoke has shapes and steps of its own, and {flags} would change nothing. Drop "
             f"{flags}, or --smoke."
         )
-    names = args.methods or (SMOKE_METHODS if args.smoke else tuple(known_methods()))
+    _check_board(args)
+    every = board_methods(tuple(known_methods())) if args.board else tuple(known_methods())
+    small = SMOKE_BOARD if args.board else SMOKE_METHODS
+    names = args.methods or (small if args.smoke else every)
     for name in names:
         find_method(name)
     setup = BenchSetup(
@@ -166,6 +207,27 @@ def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
         Trial(method=name, micro_batch=micro_batch, is_search=args.find_largest) for name in names
     ]
     return setup, trials
+
+
+def _check_board(args: argparse.Namespace) -> None:
+    """Refuse options that the board has no use for.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    if args.rounds is not None and not args.board:
+        raise ConfigError("--rounds is for --board, which is not given. Add it, or drop --rounds.")
+    if not args.board:
+        return
+    if args.find_largest:
+        raise ConfigError(
+            "--board compares one micro-batch, and --find-largest looks for each method's own. "
+            "Give one of the two."
+        )
+    if args.gradients != "keep":
+        raise ConfigError(
+            "--board compares the values of gradients, which --gradients release drops. Drop it."
+        )
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -191,10 +253,10 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _default_output(setup: BenchSetup) -> Path:
+def _default_output(setup: BenchSetup, kind: str) -> Path:
     name = re.sub(r"[^A-Za-z0-9.]+", "-", setup.model.name).strip("-")[:40]
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return Path("outputs") / "bench" / f"{name}-{setup.dtype}-{stamp}.json"
+    return Path("outputs") / kind / f"{name}-{setup.dtype}-{stamp}.json"
 
 
 def _epilog(program: str) -> str:
@@ -218,5 +280,6 @@ examples
   {program} --model {first} --micro-batch 8
   {program} --model {first} --find-largest --memory-cap-gib 12 --gradients release
   {program} --model {first} --methods none checkpoint pyao:window=67108864
+  {program} --model {first} --board --micro-batch 8
   {program} --smoke
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from hf_pyao.tools.bench.methods import Installed, find_method
 from hf_pyao.tools.bench.models import make_batch
 from hf_pyao.tools.bench.pack_clock import PackClock
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
+from hf_pyao.tools.bench.step_memory import peak_of_step
 
 
 class Bench:
@@ -49,8 +50,9 @@ class Bench:
         rss_bytes = self.host.rss_bytes()
         start_bytes = self.memory.allocated_bytes()
         batch = make_batch(self.model, self.setup, trial.micro_batch, self.device)
+        expected = self._reference_gradients(batch) if trial.compares_values else None
         with self._installed(trial.method) as (installed, sink):
-            compared = self._compared_step(installed, sink, batch)
+            compared = self._compared_step(installed, sink, batch, expected)
             after_forward_bytes = None
             for _ in range(self.setup.num_warmup):
                 after_forward_bytes = self._step(installed, batch)
@@ -60,6 +62,12 @@ class Bench:
             step = StepTimes.of(times_ms, self.setup.num_warmup)
             tokens = trial.micro_batch * self.setup.sequence_length
             peak_rss_bytes = self.host.peak_rss_bytes()
+            peak_bytes = self.memory.peak_allocated_bytes()
+            reserved_bytes = self.memory.peak_reserved_bytes()
+            if trial.compares_values:
+                compared["step_peak_bytes"] = peak_of_step(
+                    self.device, lambda: self._step(installed, batch)
+                )
             return BenchRow(
                 method=trial.method,
                 label=method.label,
@@ -68,8 +76,8 @@ class Bench:
                 tokens_per_s=tokens / step.median_ms * 1e3,
                 start_allocated_bytes=start_bytes,
                 after_forward_bytes=_difference(after_forward_bytes, start_bytes),
-                peak_allocated_bytes=self.memory.peak_allocated_bytes(),
-                peak_reserved_bytes=self.memory.peak_reserved_bytes(),
+                peak_allocated_bytes=peak_bytes,
+                peak_reserved_bytes=reserved_bytes,
                 peak_rss_bytes=peak_rss_bytes,
                 rss_growth_bytes=_difference(peak_rss_bytes, rss_bytes),
                 pinned_bytes=self.host.pinned_bytes(),
@@ -109,19 +117,30 @@ class Bench:
             self.model.zero_grad(set_to_none=True)
 
     def _compared_step(
-        self, installed: Installed, sink: GradientSink, batch: dict[str, Any]
+        self,
+        installed: Installed,
+        sink: GradientSink,
+        batch: dict[str, Any],
+        expected: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
         """Run the step whose loss and gradients are compared; return them as a row's fields.
 
         Every method starts it from the same seed, and on deterministic kernels, so that equal
-        results are equal bit for bit.
+        results are equal bit for bit. With *expected* the gradients are those that the step leaves
+        in ``.grad``, which must be kept; else those that the hooks of *sink* saw.
         """
-        sink.digest = digest = GradientDigest()
+        digest = GradientDigest()
+        sink.digest = digest if expected is None else None
         torch.manual_seed(self.setup.seed)
+        found: dict[str, Any] = {}
         try:
-            with _deterministic(self.device), installed.step():
-                loss = self._loss(batch)
-                torch.autograd.backward(loss)
+            with _deterministic(self.device):
+                loss = self._forward_and_backward(installed, batch)
+            if expected is not None:
+                gradients = self._gradients()
+                for name, gradient in gradients.items():
+                    digest.add(name, gradient)
+                found["gradient_error"] = largest_error(gradients, expected)
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
@@ -129,28 +148,61 @@ class Bench:
         finally:
             sink.digest = None
             self.model.zero_grad(set_to_none=True)
-        return {
+        return found | {
             "loss": loss.item(),
             "gradient_norm": digest.norm(),
             "gradient_digest": digest.hexdigest(),
         }
 
-    def _step(self, installed: Installed, batch: dict[str, Any]) -> int | None:
-        """Run forward and backward; return the device memory between them."""
-        with installed.step():
-            loss = self._loss(batch)
-            self.memory.synchronize()
-            allocated_bytes = self.memory.allocated_bytes()
-            torch.autograd.backward(loss)
+    def _reference_gradients(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the gradients without any method, in host memory."""
+        torch.manual_seed(self.setup.seed)
+        with _deterministic(self.device):
+            torch.autograd.backward(self._loss(batch))
+        gradients = {name: gradient.cpu() for name, gradient in self._gradients().items()}
         self.model.zero_grad(set_to_none=True)
-        return allocated_bytes
+        return gradients
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """Return the parameters' gradients by name."""
+        return {
+            name: parameter.grad.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def _forward_and_backward(
+        self,
+        installed: Installed,
+        batch: dict[str, Any],
+        between: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """Run a step; call *between* after its forward, where the method tells them apart."""
+        with installed.step():
+            if installed.run is not None:
+                return installed.run(batch)
+            loss = self._loss(batch)
+            between()
+            torch.autograd.backward(loss)
+        return loss
+
+    def _step(self, installed: Installed, batch: dict[str, Any]) -> int | None:
+        """Run forward and backward; return the device memory between them, if it was told."""
+        allocated_bytes: list[int | None] = [None]
+
+        def read_memory() -> None:
+            self.memory.synchronize()
+            allocated_bytes[0] = self.memory.allocated_bytes()
+
+        self._forward_and_backward(installed, batch, read_memory)
+        self.model.zero_grad(set_to_none=True)
+        return allocated_bytes[0]
 
     def _timed_step(self, installed: Installed, batch: dict[str, Any]) -> float:
         """Run forward and backward on a drained device; return the time in milliseconds."""
         self.memory.synchronize()
         start = time.perf_counter()
-        with installed.step():
-            torch.autograd.backward(self._loss(batch))
+        self._forward_and_backward(installed, batch)
         self.memory.synchronize()
         elapsed_ms = (time.perf_counter() - start) * 1e3
         self.model.zero_grad(set_to_none=True)
@@ -164,6 +216,24 @@ class Bench:
             # The other outputs (the logits) go at once, as in Trainer.compute_loss.
             loss: torch.Tensor = self.model(**batch).loss
         return loss
+
+
+def largest_error(
+    gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> float:
+    """Return the largest relative error of a gradient in the Euclidean norm; 0 if all bits agree.
+
+    A gradient that is missing, or that nobody expects, is wholly wrong: 1.
+    """
+    worst = 0.0
+    for name in {*gradients, *expected}:
+        if name not in gradients or name not in expected:
+            return 1.0
+        right = expected[name].double()
+        difference = (gradients[name].cpu().double() - right).norm()
+        size = float(right.norm())
+        worst = max(worst, float(difference) / size if size else float(difference != 0))
+    return worst
 
 
 def _pack_clock(installed: Installed, trial: Trial) -> AbstractContextManager[PackClock | None]:

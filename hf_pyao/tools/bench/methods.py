@@ -7,6 +7,7 @@ Nothing here imports torch before a method is installed.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -85,6 +86,17 @@ class _PyAO:
             yield Installed(step=nullcontext, metrics=offloader.metrics, engine=offloader.engine)
 
 
+def _board_peer(function: str) -> Install:
+    """Return *function* of ``board_peers.py``, which imports torch, as one that imports it late."""
+
+    def install(model: nn.Module, device: torch.device) -> AbstractContextManager[Installed]:
+        module = importlib.import_module("hf_pyao.tools.bench.board_peers")
+        found: Install = getattr(module, function)
+        return found(model, device)
+
+    return install
+
+
 def _table() -> list[Method]:
     window: dict[str, Any] = {"window": WINDOW_BYTES}
     ours = [
@@ -141,6 +153,29 @@ def _table() -> list[Method]:
         Method("deepspeed", "DeepSpeed CheckpointHiddenStatesOffload", peers.deepspeed),
         Method("transformer-engine", "Transformer Engine, default", peers.transformer_engine),
         Method("save-on-cpu", "torch save_on_cpu", peers.save_on_cpu),
+        Method(
+            "sac",
+            "torch selective checkpointing, products and attention saved",
+            _board_peer("selective_checkpoint"),
+        ),
+        Method(
+            "memory-budget",
+            f"torch activation_memory_budget {peers.MEMORY_BUDGET:g}, layers compiled",
+            _board_peer("memory_budget"),
+        ),
+        Method("deepspeed-tiled-mlp", "DeepSpeed TiledMLP", _board_peer("deepspeed_tiled_mlp")),
+        Method(
+            "deepspeed-tiled-loss",
+            "DeepSpeed TiledFusedLogitsLoss",
+            _board_peer("deepspeed_tiled_loss"),
+        ),
+        Method("liger-loss", "Liger fused linear cross-entropy", _board_peer("liger_loss")),
+        Method("liger-tiled-mlp", "Liger tiled MLP", _board_peer("liger_tiled_mlp")),
+        Method("unsloth", "Unsloth's offloaded checkpointing", _board_peer("unsloth")),
+        Method("ramtorch", "RamTorch OffloadModel, window 2", _board_peer("ramtorch")),
+        Method("block-streamer", "BlockStreamer StreamedModel", _board_peer("block_streamer")),
+        Method("trainstream", "TrainStream, no quantisation", _board_peer("trainstream")),
+        Method("roundpipe", "RoundPipe, synchronous", _board_peer("roundpipe")),
     ]
 
 

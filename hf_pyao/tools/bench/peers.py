@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_pyao.engine.runtime.engine import OffloadEngine
+
+
+MEMORY_BUDGET = 0.5
+"""Of method ``memory-budget``: the share of what a compiled layer would save (1: all)."""
 
 
 class MethodUnavailable(Exception):
@@ -42,6 +46,9 @@ class Installed:
     """Returns the method's own counters for the last step."""
     engine: OffloadEngine | None = None
     """hf_pyao's, where that is the method."""
+    run: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    """Runs forward and backward of a batch and returns the loss, where a method does not leave
+    that to autograd. Gradients are then in ``.grad``."""
 
 
 @contextmanager
@@ -69,19 +76,37 @@ def checkpoint_offload(model: nn.Module, device: torch.device) -> Iterator[Insta
         raise MethodUnavailable(
             f"transformers {transformers.__version__} has no `offload` for checkpointing; 5.17 has"
         )
-    _need_accelerator(device, "transformers holds the inputs in pinned memory")
+    need_accelerator(device, "transformers holds the inputs in pinned memory")
     with checkpointing(model, offload=True):
         yield Installed(step=nullcontext)
 
 
 @contextmanager
 def save_on_cpu(model: nn.Module, device: torch.device) -> Iterator[Installed]:
-    """Copy every saved tensor to the host and back, on the compute stream."""
+    """Copy every saved tensor to the host and back, on the compute stream.
+
+    On a CPU torch's own context copies nothing, since a tensor is on the host already. There the
+    copies are made into memory that torch's allocator does not count, which stands for the host.
+    """
     from torch.autograd import graph
 
-    pin = device.type != "cpu"
-    device_type = device.type if pin else "cpu"
-    yield Installed(step=lambda: graph.save_on_cpu(pin_memory=pin, device_type=device_type))
+    if device.type == "cpu":
+        yield Installed(step=lambda: graph.saved_tensors_hooks(_to_host, _from_host))
+        return
+    yield Installed(step=lambda: graph.save_on_cpu(pin_memory=True, device_type=device.type))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    import numpy
+    import torch
+
+    memory = numpy.empty(max(1, tensor.numel() * tensor.element_size()), numpy.uint8)
+    copy = torch.from_numpy(memory)[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
+    return copy.view(tensor.shape).copy_(tensor.detach())
+
+
+def _from_host(copy: torch.Tensor) -> torch.Tensor:
+    return copy.clone()
 
 
 def trl_streams(model: nn.Module, device: torch.device) -> AbstractContextManager[Installed]:
@@ -96,8 +121,8 @@ def trl_no_streams(model: nn.Module, device: torch.device) -> AbstractContextMan
 
 @contextmanager
 def _trl(model: nn.Module, device: torch.device, *, use_streams: bool) -> Iterator[Installed]:
-    _need_package("trl", "TRL")
-    _need_accelerator(device, "TRL's offloading uses its streams")
+    need_package("trl", "TRL")
+    need_accelerator(device, "TRL's offloading uses its streams")
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
     before = _forward_hooks(model)
@@ -112,8 +137,8 @@ def _trl(model: nn.Module, device: torch.device, *, use_streams: bool) -> Iterat
 @contextmanager
 def deepspeed(model: nn.Module, device: torch.device) -> Iterator[Installed]:
     """Recompute each layer; DeepSpeed offloads the inputs on a stream of its own."""
-    _need_package("deepspeed", "DeepSpeed")
-    _need_accelerator(device, "DeepSpeed offloads nothing on a CPU")
+    need_package("deepspeed", "DeepSpeed")
+    need_accelerator(device, "DeepSpeed offloads nothing on a CPU")
     try:
         from deepspeed.runtime.activation_checkpointing.offload_activations import (
             CheckpointHiddenStatesOffload,
@@ -141,7 +166,7 @@ def deepspeed(model: nn.Module, device: torch.device) -> Iterator[Installed]:
 @contextmanager
 def transformer_engine(model: nn.Module, device: torch.device) -> Iterator[Installed]:
     """Offload all layers but the last by Transformer Engine's default schedule."""
-    _need_package("transformer_engine", "Transformer Engine")
+    need_package("transformer_engine", "Transformer Engine")
     if device.type != "cuda":
         raise MethodUnavailable(f"Transformer Engine needs a CUDA device; this one is {device}")
     try:
@@ -186,15 +211,26 @@ def wrapped_layers(
 
 
 @contextmanager
-def checkpointing(model: Any, **options: Any) -> Iterator[None]:
-    """Switch transformers' checkpointing on, non-reentrant, and off again at the end."""
+def checkpointing(
+    model: Any, *, use_reentrant: bool = False, context_fn: Any = None, **options: Any
+) -> Iterator[None]:
+    """Switch transformers' checkpointing on and off again at the end.
+
+    Args:
+        model: a model of transformers.
+        use_reentrant: torch's older form of it.
+        context_fn: what ``torch.utils.checkpoint.checkpoint`` takes by that name.
+        options: further ones of ``gradient_checkpointing_enable``.
+    """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
     had_hook = getattr(model, "_require_grads_hook", None)
     with warnings.catch_warnings():
         # The method was renamed in transformers 5.23; the old name is in every release.
         warnings.simplefilter("ignore", FutureWarning)
-        arguments = {"use_reentrant": False}
+        arguments: dict[str, Any] = {"use_reentrant": use_reentrant}
+        if context_fn is not None:
+            arguments["context_fn"] = context_fn
         arguments |= hooks_argument(torch_checkpoint, arguments)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **options)
     try:
@@ -208,7 +244,12 @@ def checkpointing(model: Any, **options: Any) -> Iterator[None]:
             model.disable_input_require_grads()
 
 
-def _need_package(name: str, title: str) -> None:
+def need_package(name: str, title: str) -> None:
+    """Refuse a method whose package is missing or broken.
+
+    Raises:
+        MethodUnavailable: it is; the message says which.
+    """
     if importlib.util.find_spec(name) is None:
         raise MethodUnavailable(f"{title} is not installed")
     failure = import_failure(name)
@@ -216,7 +257,12 @@ def _need_package(name: str, title: str) -> None:
         raise MethodUnavailable(f"{title}: {failure}")
 
 
-def _need_accelerator(device: torch.device, why: str) -> None:
+def need_accelerator(device: torch.device, why: str) -> None:
+    """Refuse a method that a CPU cannot run.
+
+    Raises:
+        MethodUnavailable: *device* is a CPU; the message says *why* that does not do.
+    """
     if device.type == "cpu":
         raise MethodUnavailable(f"needs an accelerator: {why}")
 

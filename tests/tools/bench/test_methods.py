@@ -31,10 +31,22 @@ NOT_ON_A_CPU = {
     "checkpoint-offload": "needs an accelerator|has no `offload`",
     "pyao-single-stream": "a CPU has no streams",
     "pyao-one-copy-stream": "a CPU has no streams",
+    "deepspeed-tiled-mlp": "DeepSpeed is not installed",
+    "deepspeed-tiled-loss": "DeepSpeed is not installed",
+    "liger-loss": "needs an accelerator|Liger is not installed",
+    "liger-tiled-mlp": "needs an accelerator|Liger is not installed",
+    "unsloth": "unsloth-zoo is not installed",
+    "ramtorch": "RamTorch is not installed",
+    "block-streamer": "BlockStreamer is not installed",
+    "trainstream": "TrainStream is not installed",
+    "roundpipe": "RoundPipe is not installed",
 }
 """Method -> why."""
+OTHER_ORDER = "memory-budget"
+"""Compiled layers sum in another order: their gradients are near, and not equal."""
+
 ON_A_CPU = (
-    *(name for name in known_methods() if name not in NOT_ON_A_CPU),
+    *(name for name in known_methods() if name not in {*NOT_ON_A_CPU, OTHER_ORDER}),
     "pyao:window=4096,min_bytes=0",
     "pyao:policy=modules,modules=mlp_act+core_attn,min_bytes=0",
 )

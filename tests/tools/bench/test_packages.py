@@ -14,7 +14,7 @@ import pytest
 from hf_pyao.tools.bench import processes
 from hf_pyao.tools.bench.doctor import examine, render
 from hf_pyao.tools.bench.packages import Broken, import_failure, is_installed
-from hf_pyao.tools.bench.peers import MethodUnavailable, _need_package
+from hf_pyao.tools.bench.peers import MethodUnavailable, need_package
 from hf_pyao.tools.bench.processes import broken_packages
 from tests.tools.bench.test_doctor import GOOD
 
@@ -99,7 +99,7 @@ def test_the_doctor_tells_in_one_line_each() -> None:
 
 def test_a_method_of_a_broken_package_cannot_run(packages: Path) -> None:
     with pytest.raises(MethodUnavailable, match=r"It: pyao_raises cannot be imported \(RuntimeErr"):
-        _need_package("pyao_needs_it", "It")
+        need_package("pyao_needs_it", "It")
 
 
 def run_with(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:

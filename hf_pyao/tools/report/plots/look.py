@@ -167,7 +167,8 @@ def family_of(method: str) -> Family:
         return NOTHING
     if method.startswith(("pyao", "policy")):
         return OURS
-    return RECOMPUTE if method.startswith(("checkpoint", "deepspeed")) else OFFLOAD
+    recomputing = ("checkpoint", "deepspeed", "sac", "memory-budget", "liger", "unsloth")
+    return RECOMPUTE if method.startswith(recomputing) else OFFLOAD
 
 
 def need_matplotlib() -> None:
