@@ -20,11 +20,12 @@ NOT_ON_THE_BOARD = frozenset({"pyao-single-stream", "pyao-one-copy-stream", "pya
 """Methods that show how hf_pyao works inside; nobody would train with them."""
 
 OURS = (
-    "pyao:policy=all,head_loss=chunked",
+    "pyao:policy=all,window=layer,keep_last_layers=0",
+    "pyao:policy=all,window=layer,keep_last_layers=0,head_loss=chunked",
     "pyao:policy=all,checkpoint_every=1,head_loss=chunked,mlp_tiles=4",
 )
-"""Configurations that the board has besides the named methods: the loss without logits; and the
-least memory."""
+"""Configurations that the board has besides the named methods: no layer kept; the loss without
+logits; the least memory."""
 
 
 def board_methods(known: Sequence[str]) -> list[str]:
