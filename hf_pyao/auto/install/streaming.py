@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.module_map import FoundLayers
-from hf_pyao.model.weights.streamable import streamable_layers
+from hf_pyao.model.weights.streamable import slot_bytes, streamable_layers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.device_limit import DeviceLimit
 from hf_pyao.plan.weights.first_residents import first_residents, optimizer_bytes
@@ -81,8 +82,13 @@ def streaming_of(
 def _first_residents(model: nn.Module, found: FoundLayers, limit: DeviceLimit) -> int:
     """Return how many layers stay until the first batch is known."""
     parameters = list(model.parameters())
-    sizes = [layer.nbytes for layer in streamable_layers(model, found.layers)]
+    layers = streamable_layers(model, found.layers)
+    sizes = [layer.nbytes for layer in layers]
     all_bytes = sum(each.nbytes for each in (*parameters, *model.buffers()))
     gradient_bytes = sum(each.nbytes for each in parameters if each.requires_grad)
     other_bytes = all_bytes - sum(sizes) + gradient_bytes + optimizer_bytes(parameters)
-    return first_residents(sizes, other_bytes, limit.nbytes)
+
+    def largest_bytes(streamed: Sequence[int]) -> int:
+        return slot_bytes([layers[number] for number in streamed])
+
+    return first_residents(sizes, other_bytes, limit.nbytes, largest_bytes)

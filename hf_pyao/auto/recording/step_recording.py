@@ -19,6 +19,7 @@ from hf_pyao.auto.install.installed_parts import InstalledParts
 from hf_pyao.auto.install.wiring import make_engine, make_lifecycle
 from hf_pyao.auto.recording.quantised_copies import tensors_beside
 from hf_pyao.auto.recording.shrunk_model import remove_equal_layers
+from hf_pyao.auto.recording.streamable_tensors import streamable_tensors
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.stores import HostPool
 from hf_pyao.engine.transfer.link import LinkContext
@@ -174,7 +175,9 @@ def record_fake_step(
             # Nothing of a layer that runs again as a whole is rebuilt by itself.
             recorder.begin(names, pool.owns, with_graph=not levers.checkpoint_every)
             engine.observe(recorder)
-            resident_bytes = recorder.note_residents(_named_tensors(model))
+            resident_bytes = recorder.note_residents(
+                _named_tensors(model), streamable_tensors(model, found)
+            )
             with RecordingMode(recorder), sees_resizes(recorder.resized), _few_parts(recorder):
                 step.run(model, recorder.label)
         except Exception as error:

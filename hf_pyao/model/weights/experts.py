@@ -32,12 +32,9 @@ import torch
 from torch import nn
 
 from hf_pyao.engine.weights.blocks import ExpertGroups, Weight
+from hf_pyao.engine.weights.expert_groups import experts_per_group
 from hf_pyao.errors import ConflictError
 from hf_pyao.model.patching.exchanged_forwards import has_forward_of_its_own
-
-GROUP_BYTES = 256 * 2**20
-"""Largest group of experts: at 25 GB/s its upload takes 11 ms. Groups may be as large as the
-largest block of other weights, where that is larger: the slots are that large anyway."""
 
 _DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What ``transformers.integrations.moe.use_experts_implementation`` leaves on a module."""
@@ -80,16 +77,12 @@ class FusedExperts:
         """
         names = [f"{prefix}.{name}" for name in self.names]
         if self.are_read_together:
-            return [ExpertGroups(tuple(names), self._group_size(sum(self.nbytes), limit_bytes))]
+            size = experts_per_group(sum(self.nbytes), self.num_experts, limit_bytes)
+            return [ExpertGroups(tuple(names), size)]
         return [
-            ExpertGroups((name,), self._group_size(nbytes, limit_bytes))
+            ExpertGroups((name,), experts_per_group(nbytes, self.num_experts, limit_bytes))
             for name, nbytes in zip(names, self.nbytes, strict=True)
         ]
-
-    def _group_size(self, nbytes: int, limit_bytes: int) -> int:
-        """Return how many experts a group has; groups are about equally large."""
-        num_groups = min(self.num_experts, -(-nbytes // limit_bytes))
-        return -(-self.num_experts // num_groups)
 
 
 def fused_experts(module: nn.Module) -> FusedExperts | None:

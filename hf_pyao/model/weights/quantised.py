@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from hf_pyao.model.patching.lasting_forward import LeftBehind
@@ -217,17 +218,31 @@ class EightBitWeight(QuantisedWeight):
 
 def quantised(module: nn.Module, parameter: Parameter) -> QuantisedWeight | None:
     """Return what streams *parameter*, if it is a quantised weight of a known kind; else None."""
-    kind = type(parameter)
-    if package_of(kind) != _LIBRARY or package_of(type(module)) != _LIBRARY:
+    if type(parameter) is Parameter or package_of(type(module)) != _LIBRARY:
         return None
+    kind = _kind_of(parameter)
     held: Any = parameter
-    if kind.__name__ == "Params4bit" and getattr(held, "quant_state", None) is not None:
+    if kind == "Params4bit" and getattr(held, "quant_state", None) is not None:
         return FourBitWeight(module, held)
-    if kind.__name__ == "Int8Params" and not held.has_fp16_weights:
+    if kind == "Int8Params" and not held.has_fp16_weights:
         state: Any = getattr(module, "state", None)
         if held.SCB is not None or (state is not None and state.SCB is not None):
             return EightBitWeight(module, held)
     return None
+
+
+def _kind_of(parameter: Parameter) -> str:
+    """Return the library's name for the class of *parameter*; empty for others.
+
+    A step that is recorded on fake tensors has stand-ins, with the attributes of the class.
+    """
+    if isinstance(parameter, FakeTensor):
+        attributes = vars(parameter)
+        if "quant_state" in attributes:
+            return "Params4bit"
+        return "Int8Params" if "has_fp16_weights" in attributes else ""
+    kind = type(parameter)
+    return kind.__name__ if package_of(kind) == _LIBRARY else ""
 
 
 def move_state(module: nn.Module, parameter: Parameter, device: torch.device) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
 from hf_pyao.engine.transfer.layout import byte_span
+from hf_pyao.engine.weights import expert_groups
 from hf_pyao.engine.weights.blocks import ExpertGroups
-from hf_pyao.model.weights.experts import GROUP_BYTES, FusedExperts, fused_experts
+from hf_pyao.model.weights.experts import FusedExperts, fused_experts
 from hf_pyao.model.weights.quantised import QuantisedWeight, quantised
 from hf_pyao.training_engines import package_of
 
@@ -77,10 +79,25 @@ class StreamableLayer:
             return []
         return [each for fqn, experts in self.experts for each in experts.groups(limit_bytes, fqn)]
 
+    def group_bytes(self, groups: ExpertGroups) -> int:
+        """Return the bytes of the first group of *groups*, which is the largest."""
+        weights = [each for name, each in self.parameters if name in groups.names]
+        return sum(each.nbytes // each.shape[0] * groups.group_size for each in weights)
+
 
 def largest_block_bytes(layers: Sequence[StreamableLayer]) -> int:
     """Return how large a block of *layers* may be: layers with more are divided, if they can be."""
-    return max(GROUP_BYTES, max((each.nbytes - each.expert_bytes for each in layers), default=0))
+    return expert_groups.largest_block_bytes(each.nbytes - each.expert_bytes for each in layers)
+
+
+def slot_bytes(layers: Sequence[StreamableLayer]) -> int:
+    """Return about how large a slot is that takes any block of *layers*, alignment left out."""
+    limit_bytes = largest_block_bytes(layers)
+    sizes = []
+    for layer in layers:
+        groups = [layer.group_bytes(each) for each in layer.groups(limit_bytes)]
+        sizes += [layer.nbytes - layer.expert_bytes, *groups] if groups else [layer.nbytes]
+    return max(sizes, default=0)
 
 
 def streamable_layers(
@@ -109,7 +126,7 @@ def streamable_layers(
             for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in parameters:
                     continue
-                weight = None if type(parameter) is Parameter else quantised(module, parameter)
+                weight = quantised(module, parameter)
                 reason = _reason_to_stay(module, parameter, is_known=weight is not None)
                 if not reason and id(parameter) in adapters:
                     reason = ADAPTER
@@ -150,7 +167,7 @@ def streamable_layers(
 def _reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool) -> str:
     if parameter.requires_grad:
         return TRAINED
-    if type(parameter) is not Parameter and not is_known:
+    if not (_is_plain(parameter) or is_known):
         kind = type(parameter)
         return SUBCLASS.format(name=kind.__name__, package=package_of(kind))
     if parameter.dim() < LEAST_DIMENSIONS:
@@ -202,6 +219,11 @@ def _wrapped_by_peft(model: nn.Module) -> set[tuple[int, str]]:
     return wrapped
 
 
+def _is_plain(parameter: Parameter) -> bool:
+    """Say whether a parameter is of no class of its own; on fake tensors none is."""
+    return type(parameter) is Parameter or isinstance(parameter, FakeTensor)
+
+
 def _is_dense(parameter: Parameter) -> bool:
     """Say whether its elements fill its bytes, in whatever order."""
     expected = 1
@@ -221,7 +243,7 @@ def _owners(model: nn.Module) -> _Owners:
     owners: _Owners = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if type(parameter) is not Parameter or parameter.is_meta:
+            if parameter is None or not _is_plain(parameter) or parameter.is_meta:
                 continue
             if parameter.layout is torch.strided:
                 key = parameter.untyped_storage()._cdata

@@ -42,6 +42,8 @@ def cost_of(
     known = [arg for arg in _with_all_heads(func, args) if not isinstance(arg, torch.dtype)]
     if func.name() in _QUANTISED_PRODUCTS:
         flops = 2.0 * next(iter(outputs)).numel() * args[0].shape[-1]
+    elif func._overloadpacket.__name__ in _GROUPED_PRODUCTS:
+        flops = _grouped_flops(*args[:2])
     else:
         flops = 0.0 if count is None else float(count(*known, **kwargs, out_val=result))
     if flops and _is_causal(func, args, kwargs):
@@ -50,6 +52,17 @@ def cost_of(
     read = {id(each): each for each in inputs if id(each) not in overwritten}
     moved = (*read.values(), *outputs)
     return OperationCost(flops, sum(t.numel() * t.element_size() for t in moved))
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the operations of a grouped product: each row meets the matrix of its group alone.
+
+    Args:
+        left: shape (rows, inner), or (groups, rows, inner).
+        right: shape (inner, columns), or (groups, inner, columns).
+    """
+    num_groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2.0 * num_groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
 def _overwritten_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
@@ -106,6 +119,9 @@ _QUANTISED_PRODUCTS = frozenset(
     }
 )
 """Products with a quantised weight, for which torch has no formula; inputs come first."""
+
+_GROUPED_PRODUCTS = frozenset({"_grouped_mm", "grouped_mm_fallback", "_scaled_grouped_mm"})
+"""Products of groups of rows with a matrix for each group, for which torch has no formula."""
 
 _OVERWRITING = frozenset(
     {

@@ -228,7 +228,11 @@ class StepWalk:
             for event, subject in before.get(number, ()):
                 event(subject)
             elapsed_ms = 0.0 if times_ms is None else times_ms[number]
-            start_ms.append(clock.run_kernel(elapsed_ms) if elapsed_ms else clock.now_ms)
+            blocks = self._uploads.read_by.get(number)
+            if blocks is None:
+                start_ms.append(clock.run_kernel(elapsed_ms) if elapsed_ms else clock.now_ms)
+            else:
+                start_ms.append(self._run_by_block(blocks, elapsed_ms))
             compute_ms += elapsed_ms
             for event, subject in after.get(number, ()):
                 event(subject)
@@ -268,6 +272,18 @@ class StepWalk:
         return tuple(sorted(found, key=lambda copy: (copy.start_ms, copy.slot)))
 
     # ---- what happens --------------------------------------------------------------------------
+
+    def _run_by_block(self, blocks: Sequence[int], elapsed_ms: float) -> float:
+        """Run an operation that reads several blocks of weights; return when it starts.
+
+        Groups of experts are computed one after the other, each as its weights are there.
+        """
+        starts_ms = []
+        for block in blocks:
+            self._uploads.read(block)
+            part_ms = elapsed_ms / len(blocks)
+            starts_ms.append(self._clock.run_kernel(part_ms) if part_ms else self._clock.now_ms)
+        return starts_ms[0]
 
     def _enter(self, number: int) -> None:
         """End one segment, and begin the next."""
@@ -316,6 +332,8 @@ class StepWalk:
         if number not in self._is_rebuilt:
             self._is_rebuilt.add(number)
             for again in rebuild.operations:
+                for block in self._uploads.read_by.get(again.operation, ()):
+                    self._uploads.read(block)
                 for buffer in again.makes:
                     nbytes = self._program.buffers[buffer].nbytes
                     self._memory.allocate((BUFFER, buffer), nbytes)

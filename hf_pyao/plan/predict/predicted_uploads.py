@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
 from hf_pyao.engine.transfer.ring_schedule import RingSchedule
 from hf_pyao.plan.predict.copy_lanes import RELOAD, Copy
 from hf_pyao.plan.predict.step_clock import StepClock
-from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, OUTSIDE, Segment, StepProgram
+from hf_pyao.plan.step.step_program import (
+    BACKWARD,
+    FORWARD,
+    OUTSIDE,
+    Segment,
+    StepProgram,
+    WeightRead,
+)
+from hf_pyao.plan.step.streamed_blocks import WeightBlock
 
 
 class PredictedUploads(RingSchedule):
@@ -22,7 +33,7 @@ class PredictedUploads(RingSchedule):
         self, program: StepProgram, clock: StepClock | None, *, is_first_step: bool
     ) -> None:
         streamed = program.streamed
-        super().__init__(len(streamed.layers), streamed.num_slots)
+        super().__init__(len(streamed.blocks), streamed.num_slots)
         self.copies: list[Copy] = []
         """The uploads, in order; none without a clock."""
         self.counted: list[tuple[str, int]] = []
@@ -30,9 +41,12 @@ class PredictedUploads(RingSchedule):
         self._phase = FORWARD
         self._segments = program.segments
         self._runs_back = any(each.phase == BACKWARD for each in program.segments)
-        self._layers = streamed.layers
-        self._layer_bytes = streamed.layer_bytes
-        self._blocks = {layer: block for block, layer in enumerate(streamed.layers)}
+        self._blocks = streamed.blocks
+        self._of_layer: defaultdict[int, list[int]] = defaultdict(list)
+        for block, (layer, _) in enumerate(streamed.blocks):
+            self._of_layer[layer].append(block)
+        self.read_by = self._blocks_by_operation(program)
+        """Blocks of layers with several, by number of the operation that reads them, in order."""
         self._clock: StepClock | None = None
         self._under_way: dict[int, Copy] = {}
         if not is_first_step and streamed:
@@ -54,16 +68,31 @@ class PredictedUploads(RingSchedule):
         for segment in self._segments:
             self.enter(segment)
             self.ahead()
+            if len(self._of_layer.get(segment.layer, ())) > 1:
+                for operation in range(segment.start, segment.end):
+                    for block in self.read_by.get(operation, ()):
+                        self.read(block)
 
     def enter(self, segment: Segment) -> None:
-        """Note that *segment* begins."""
+        """Note that *segment* begins.
+
+        Of several blocks of a layer the first comes as its forward begins, and the others when they
+        are read.
+        """
         self._phase = segment.phase
-        block = self._blocks.get(segment.layer)
+        blocks = self._of_layer.get(segment.layer, ())
         in_backward = segment.phase == BACKWARD
-        if block is not None:
-            self.use(block, in_backward=in_backward)
+        if blocks:
+            if not (in_backward and len(blocks) > 1):
+                self.use(blocks[0], in_backward=in_backward)
         elif segment.layer != OUTSIDE:
             self.leave(in_backward=in_backward)
+
+    def read(self, block: int) -> None:
+        """Have *block*, which an operation is about to read, and let compute wait for it."""
+        self.use(block, in_backward=self._phase == BACKWARD)
+        self.ahead()
+        self.wait()
 
     def wait(self) -> None:
         """Let compute wait for the block in use."""
@@ -72,8 +101,7 @@ class PredictedUploads(RingSchedule):
 
     def upload(self, block: int, slot: int) -> None:
         """Queue the copy of *block*."""
-        layer = self._layers[block]
-        nbytes = self._layer_bytes[layer]
+        layer, (nbytes, *_) = self._blocks[block]
         self.counted.append((self._phase, nbytes))
         if self._clock is None:
             return
@@ -81,6 +109,28 @@ class PredictedUploads(RingSchedule):
         self._clock.book(copy)
         self._under_way[block] = copy
         self.copies.append(copy)
+
+    def _blocks_by_operation(self, program: StepProgram) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for segment in program.segments:
+            of_layer = self._of_layer.get(segment.layer, ())
+            if len(of_layer) <= 1:
+                continue
+            for number in range(segment.start, segment.end):
+                if (reads := program.operations[number].reads) is not None:
+                    found[number] = self._blocks_of(reads, of_layer)
+        return found
+
+    def _blocks_of(self, reads: WeightRead, of_layer: Sequence[int]) -> tuple[int, ...]:
+        blocks = [block for block in of_layer if _has(self._blocks[block][1], reads)]
+        return tuple(reversed(blocks) if reads.is_backward else blocks)
+
+
+def _has(block: WeightBlock, reads: WeightRead) -> bool:
+    """Say whether *block* has some of what an operation reads."""
+    if block.experts != reads.experts:
+        return False
+    return not reads.experts or (block.first < reads.last and reads.first < block.last)
 
 
 def uploads_of(program: StepProgram, *, is_first_step: bool = False) -> list[tuple[str, int]]:

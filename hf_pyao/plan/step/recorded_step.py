@@ -199,6 +199,9 @@ def _check(program: StepProgram) -> None:
         if not (operation.flops >= 0 and operation.traffic_bytes >= 0 and operation.num_runs >= 0):
             raise ValueError(f"costs of {operation.name}")
         _count(operation.workspace_bytes)
+        if operation.reads is not None:
+            _within((operation.reads.experts, operation.reads.first), 0, MOST_BYTES)
+            _within((operation.reads.last,), operation.reads.first, MOST_BYTES)
         if operation.workspace_bytes != workspace_of(operation.call, program.kernels):
             raise ValueError(f"workspace of {operation.name}")
     for buffer in program.buffers:
@@ -223,6 +226,8 @@ def _check(program: StepProgram) -> None:
     for resident in program.residents:
         _count(resident.nbytes)
         _within((resident.num_names,), 1, MOST_BYTES)
+        _within((resident.experts,), 0, MOST_BYTES)
+        _within((resident.num_experts,), 1 if resident.experts else 0, MOST_BYTES)
     _within(program.labels, 0, num_buffers)
     if program.graph is not None:
         _within((each.number for each in program.graph.operations), 0, end)

@@ -28,6 +28,20 @@ ROW_STATISTIC = 1
 """Values of a row of what holds one number for each row of another tensor."""
 
 
+class WeightRead(NamedTuple):
+    """A frozen weight that an operation reads, in a layer that has fused experts."""
+
+    experts: int
+    """As :attr:`Resident.experts`; 0: a weight that is none of fused experts."""
+    first: int = 0
+    """First of the experts that are read."""
+    last: int = 0
+    """The one behind the last of them."""
+    is_backward: bool = False
+    """The operation belongs to backward itself, not to a second run of forward. Its groups of
+    experts come in reverse order."""
+
+
 class Operation(NamedTuple):
     """One operation of the step, in order."""
 
@@ -46,6 +60,8 @@ class Operation(NamedTuple):
     ``hf_pyao/plan/hardware/kernel_workspaces.py``."""
     call: KernelCall | None = None
     """The sizes that :attr:`workspace_bytes` follows from; None for what allocates nothing."""
+    reads: WeightRead | None = None
+    """The frozen weight that it reads, in a layer with fused experts; None elsewhere."""
 
 
 class Buffer(NamedTuple):
@@ -112,10 +128,16 @@ class Resident(NamedTuple):
     """The layer that has it; :data:`OUTSIDE` for what is in none."""
     nbytes: int
     is_streamable: bool = False
-    """True for a frozen parameter that may be streamed, where a layer has it."""
+    """True for a frozen parameter that may be streamed, where a layer has it, and for the scales
+    of one that is quantised."""
     num_names: int = 1
     """Names that the model has it under: 2 for an embedding that is tied to the head. Where a model
     is built on the device, each was a tensor of its own before they were tied."""
+    experts: int = 0
+    """Of a weight of fused experts: a number from 1 on, which weights of its layer share whose
+    groups of experts come together. 0 for all others."""
+    num_experts: int = 0
+    """Of a weight of fused experts: how many it has, as its first dimension."""
 
 
 class Segment(NamedTuple):

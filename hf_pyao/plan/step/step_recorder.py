@@ -38,6 +38,7 @@ from hf_pyao.plan.step.step_program import (
     StepProgram,
 )
 from hf_pyao.plan.step.storage_recorder import StorageRecorder
+from hf_pyao.plan.step.weight_reads import StreamableTensors
 
 NUM_PACKED_LAYERS = 2
 """Layers of which every saved tensor is noted, those that were saved before too."""
@@ -146,14 +147,17 @@ class StepRecorder(Observer):
 
     # ---- storages and operations ---------------------------------------------------------------
 
-    def note_residents(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def note_residents(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], streamable: StreamableTensors
+    ) -> int:
         """Record what is there before the step; return its bytes.
 
         Args:
             tensors: of the model, by qualified name; one with several names under each of them.
+            streamable: those that may be streamed.
         """
         return self._storages.note_residents(
-            (self._layer_of(name), tensor) for name, tensor in tensors
+            ((self._layer_of(name), tensor) for name, tensor in tensors), streamable
         )
 
     def note_held(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -198,6 +202,7 @@ class StepRecorder(Observer):
                 self.num_runs,
                 workspace_of(call, self._kernels),
                 call,
+                self._storages.weight_reads.of(tensors_in((args, kwargs))),
             )
         )
         self._storages.note_new(made, number)

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from hf_pyao.plan.step.step_program import Buffer, Resident
+from hf_pyao.plan.step.weight_reads import StreamableTensors, WeightReads
 
 _THERE_BEFORE = -1
 """In place of a buffer, for a storage that was there before the step."""
@@ -33,6 +34,8 @@ class StorageRecorder:
         """Says which storages are the host's."""
         self.residents: list[Resident] = []
         """What the model has on the device before the step."""
+        self.weight_reads = WeightReads()
+        """Says which frozen weight an operation reads."""
         self._device = device
         self._is_fake = is_fake
         self._births: list[tuple[int, int]] = []
@@ -45,11 +48,14 @@ class StorageRecorder:
         """Storages of parameters that are there for a call, see :meth:`note_gathered`."""
         self._free_weak_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
-    def note_residents(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> int:
+    def note_residents(
+        self, tensors: Iterable[tuple[int, torch.Tensor]], streamable: StreamableTensors
+    ) -> int:
         """Record what is there before the step; return its bytes.
 
         Args:
             tensors: each with the layer that has it; one with several names once for each of them.
+            streamable: those that may be streamed.
         """
         numbers: dict[int, int] = {}
         for layer, tensor in tensors:
@@ -58,16 +64,17 @@ class StorageRecorder:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
                 self._alive[cast(int, storage._weak_ref())] = _THERE_BEFORE
-                # As `model/weights/streamable.py` has it; vectors stay.
-                is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-                is_streamable = is_frozen and tensor.dim() > 1
                 numbers[storage._cdata] = len(self.residents)
-                self.residents.append(Resident(layer, storage.nbytes(), is_streamable))
+                known = streamable.get(id(tensor))
+                resident = Resident(layer, storage.nbytes(), known is not None)
+                if known is not None:
+                    resident = resident._replace(**known._asdict())
+                    self.weight_reads.note(storage, layer, known)
+                self.residents.append(resident)
             elif tensor.nbytes == storage.nbytes() and storage._cdata in numbers:
-                known = self.residents[numbers[storage._cdata]]
-                self.residents[numbers[storage._cdata]] = known._replace(
-                    num_names=known.num_names + 1
-                )
+                number = numbers[storage._cdata]
+                resident = self.residents[number]
+                self.residents[number] = resident._replace(num_names=resident.num_names + 1)
         return sum(each.nbytes for each in self.residents)
 
     def new_among(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

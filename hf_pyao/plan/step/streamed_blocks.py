@@ -1,37 +1,65 @@
 """Layers whose frozen weights are not on the device: they are uploaded when a pass needs them.
 
-A block is the frozen weights of one layer. Streamed blocks share a ring of slots on the device,
-each as large as the largest of them. The host has the master copy of each, so that nothing is ever
-copied back.
+A block is what one upload brings: the frozen weights of one layer. A layer with fused experts has
+several, where these are large: one of all other weights, and one of each group of experts. Blocks
+share a ring of slots on the device, each as large as the largest of them. The host has the master
+copy of each, so that nothing is ever copied back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
+
+
+class WeightBlock(NamedTuple):
+    """What one upload brings."""
+
+    nbytes: int
+    """Alignment of its weights included."""
+    experts: int = 0
+    """As :attr:`~hf_pyao.plan.step.step_program.Resident.experts`; 0: it has no group of them."""
+    first: int = 0
+    """First expert of the group."""
+    last: int = 0
+    """The one behind the last."""
+
+
+LayerBlocks = tuple[WeightBlock, ...]
+"""Blocks of one layer, in the order in which its forward reads them."""
 
 
 @dataclass(frozen=True)
 class StreamedBlocks:
     """The blocks that are streamed."""
 
+    layer_blocks: tuple[LayerBlocks, ...] = ()
+    """Of each layer of the model, by position; empty for one whose weights stay. Empty: those of
+    all layers do."""
     layer_bytes: tuple[int, ...] = ()
-    """What is uploaded for each layer of the model, by position; 0: its weights stay. Empty: those
-    of all layers do."""
+    """Of each layer, the memory that its streamed weights take on the host."""
 
     def __bool__(self) -> bool:
         """Return whether any block is streamed."""
-        return any(self.layer_bytes)
+        return any(self.layer_blocks)
 
     def __contains__(self, layer: int) -> bool:
-        """Return whether the block of *layer* is streamed."""
-        return 0 <= layer < len(self.layer_bytes) and self.layer_bytes[layer] > 0
+        """Return whether the weights of *layer* are streamed."""
+        return 0 <= layer < len(self.layer_blocks) and bool(self.layer_blocks[layer])
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose blocks are streamed, in forward order."""
-        return tuple(layer for layer, nbytes in enumerate(self.layer_bytes) if nbytes)
+        """The layers whose weights are streamed, in forward order."""
+        return tuple(layer for layer, blocks in enumerate(self.layer_blocks) if blocks)
+
+    @property
+    def blocks(self) -> tuple[tuple[int, WeightBlock], ...]:
+        """All blocks, in forward order, each with its layer."""
+        return tuple(
+            (layer, block) for layer, blocks in enumerate(self.layer_blocks) for block in blocks
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -41,12 +69,12 @@ class StreamedBlocks:
     @property
     def num_slots(self) -> int:
         """Slots of the ring."""
-        return min(NUM_SLOTS, len(self.layers))
+        return min(NUM_SLOTS, len(self.blocks))
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot: of the largest block."""
-        return max(self.layer_bytes, default=0)
+        return max((block.nbytes for _, block in self.blocks), default=0)
 
     @property
     def device_bytes(self) -> int:
@@ -55,7 +83,7 @@ class StreamedBlocks:
 
     @property
     def saved_bytes(self) -> int:
-        """By how much the device has less than with all blocks resident."""
+        """By how much the device has less than with all weights resident."""
         return self.host_bytes - self.device_bytes
 
 

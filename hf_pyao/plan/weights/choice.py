@@ -9,6 +9,7 @@ that are equally fast, the fewest are streamed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +24,7 @@ from hf_pyao.plan.solve.collections_paused import collections_paused
 from hf_pyao.plan.solve.planner import KEEP_ALL, Candidate, NoPlanFitsError, Planner
 from hf_pyao.plan.step.streamed_step import (
     block_bytes,
+    streamed_blocks,
     streamed_layers,
     with_streamed_blocks,
 )
@@ -146,7 +148,7 @@ class StreamingChoice:
             limit_bytes: what the device may hold.
         """
         most = self._most()
-        numbers: list[int] = [0, *range(NUM_SLOTS + 1, most)]
+        numbers: list[int] = [0, *range(self._fewest, most)]
         for number in numbers:
             saved_bytes = self.resident_bytes() - self.resident_bytes(self.num_blocks - number)
             needed_bytes = candidate.memory.needed_within(limit_bytes + saved_bytes)
@@ -188,14 +190,14 @@ class StreamingChoice:
         self, levers: Levers, most: int, limit_bytes: float, found: Mapping[int, float]
     ) -> Iterator[int]:
         """Yield the numbers to look at, one after the other; *found* has what they came to."""
-        if most <= NUM_SLOTS or self._needed_bytes(levers, 0, limit_bytes) <= limit_bytes:
+        if most < self._fewest or self._needed_bytes(levers, 0, limit_bytes) <= limit_bytes:
             yield 0
-        if most <= NUM_SLOTS:
-            return  # the ring would take as much as it frees
+        if most < self._fewest:
+            return
         least = next(
             (
                 number
-                for number in range(NUM_SLOTS + 1, most)
+                for number in range(self._fewest, most)
                 if self._needed_bytes(levers, number, limit_bytes) <= limit_bytes
             ),
             most,
@@ -222,8 +224,21 @@ class StreamingChoice:
         largest: int = max(self._sizes, default=0)
         if largest and self._host_limit_bytes < self.num_blocks * largest:
             most = int(self._host_limit_bytes // largest)
-            return most if most > NUM_SLOTS else 0
+            return most if most >= self._fewest else 0
         return self.num_blocks
+
+    @functools.cached_property
+    def _fewest(self) -> int:
+        """The fewest streamed blocks that free memory: with fewer, the ring takes as much."""
+        program = self.resident.configured.program
+        return next(
+            (
+                number
+                for number in range(1, self.num_blocks + 1)
+                if streamed_blocks(program, self._layers(number)).saved_bytes > 0
+            ),
+            NUM_SLOTS + 1,
+        )
 
     def _layers(self, num_streamed: int) -> list[int]:
         with_frozen = [layer for layer, nbytes in enumerate(self._sizes) if nbytes]

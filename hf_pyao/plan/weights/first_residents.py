@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -20,22 +20,31 @@ def optimizer_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(MOMENTS * each.nbytes for each in parameters if each.requires_grad)
 
 
-def first_residents(block_bytes: Sequence[int], other_bytes: float, limit_bytes: float) -> int:
+def first_residents(
+    block_bytes: Sequence[int],
+    other_bytes: float,
+    limit_bytes: float,
+    largest_bytes: Callable[[Sequence[int]], int] | None = None,
+) -> int:
     """Return how many layers stay: all if they leave :data:`FREE_SHARE` of the device, or fewer.
 
     Args:
         block_bytes: frozen weights of each layer.
         other_bytes: of the model, gradients and optimizer states: what is there in any case.
         limit_bytes: what the device may hold.
+        largest_bytes: returns the largest block of these layers, by position, where a layer may
+            have several; None: a layer is one block.
     """
     room = (1 - FREE_SHARE) * limit_bytes - other_bytes
     num_layers = len(block_bytes)
     if sum(block_bytes) <= room:
         return num_layers
-    for number in range(num_layers - NUM_SLOTS - 1, 0, -1):
+    for number in range(num_layers - 1, 0, -1):
         stay = resident_layers(num_layers, number)
-        streamed = [each for layer, each in enumerate(block_bytes) if layer not in stay]
-        slots = NUM_SLOTS * max(streamed, default=0)
-        if sum(block_bytes) - sum(streamed) + slots <= room:
+        streamed = [layer for layer in range(num_layers) if layer not in stay]
+        sizes = [block_bytes[layer] for layer in streamed]
+        slot_bytes = max(sizes, default=0) if largest_bytes is None else largest_bytes(streamed)
+        ring_bytes = NUM_SLOTS * slot_bytes
+        if ring_bytes < sum(sizes) and sum(block_bytes) - sum(sizes) + ring_bytes <= room:
             return number
     return 0

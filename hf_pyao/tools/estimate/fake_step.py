@@ -29,10 +29,13 @@ from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.text import describe_error
 from hf_pyao.tools.simulation.late_transport import LateTransport
 
 BUCKET_BYTES = zero_bucket().nbytes
 """What ZeRO-2 reduces gradients in: 5e8 elements of half precision."""
+
+ALL_LINEAR = "all-linear"
 
 UNLIMITED_HOST_GIB = 2.0**20
 
@@ -70,7 +73,10 @@ class FakeTraining:
     operations_of: str = "cuda"
     """Whose choice of operations is run: ``"cuda"`` or ``"cpu"``."""
     lora_rank: int | None = None
-    """Train LoRA adapters of this rank on all linear layers; None: all parameters."""
+    """Train LoRA adapters of this rank; None: all parameters."""
+    lora_targets: str = ALL_LINEAR
+    """Modules that get adapters: names, separated by commas, or ``"all-linear"`` as in PEFT. That
+    puts adapters on fused experts too, which then cannot be streamed."""
     dtype: str = "bfloat16"
     """Of weights and arithmetic; that of LoRA is bfloat16."""
     implementation: str = FUSED
@@ -95,7 +101,12 @@ class FakeTraining:
             if self.lora_rank is None:
                 model = build_model(config, checkpointing=self.checkpointing, dtype=self.dtype)
             else:
-                model = build_lora_model(config, self.lora_rank, checkpointing=self.checkpointing)
+                model = build_lora_model(
+                    config,
+                    self.lora_rank,
+                    checkpointing=self.checkpointing,
+                    targets=self.lora_targets,
+                )
             yield model, fake_mode
 
     def let_gradients_go(self, model: nn.Module) -> None:
@@ -225,23 +236,35 @@ def build_model(config: Any, *, checkpointing: bool, dtype: str = "bfloat16") ->
     return model
 
 
-def build_lora_model(config: Any, rank: int, *, checkpointing: bool) -> Any:
-    """Return the model of *config* with LoRA adapters in bfloat16 on all linear layers.
+def build_lora_model(
+    config: Any, rank: int, *, checkpointing: bool, targets: str = ALL_LINEAR
+) -> Any:
+    """Return the model of *config* with LoRA adapters in bfloat16.
+
+    Args:
+        config: of transformers.
+        rank: of the adapters.
+        checkpointing: of the model.
+        targets: as :attr:`FakeTraining.lora_targets`.
 
     Raises:
-        ConfigError: peft is missing.
+        ConfigError: peft is missing, or the model has no such modules.
     """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError("LoRA needs peft, which is not installed: pip install peft.") from error
-    lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    names = targets if targets == ALL_LINEAR else targets.split(",")
+    lora = LoraConfig(r=rank, target_modules=names, task_type="CAUSAL_LM")
     # On the meta device first: peft moves parameters, which fake ones do not take.
     with unset_fake_temporarily(), torch.device("meta"):
         model = build_model(config, checkpointing=checkpointing)
         # A checkpoint's first input has to carry a gradient, where the embedding is frozen.
         model.enable_input_require_grads()
-        model = get_peft_model(model, lora, autocast_adapter_dtype=False).train()
+        try:
+            model = get_peft_model(model, lora, autocast_adapter_dtype=False).train()
+        except ValueError as error:
+            raise ConfigError(f"adapters on {targets!r}: {describe_error(error)}") from error
     _materialize(model)
     return model
 
