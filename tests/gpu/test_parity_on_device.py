@@ -52,7 +52,8 @@ def test_the_default_transport_of_the_device_gives_the_same(gpu: Device) -> None
         outcome = train(model, gpu)
         metrics = offloader.metrics()
     assert outcome.difference_from(expected) is None
-    assert metrics["offloaded_bytes"] == metrics["reloaded_bytes"] > 0
+    # What has not left when backward reads it is read where it is: how much depends on the link.
+    assert 0 < metrics["reloaded_bytes"] <= metrics["offloaded_bytes"]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
