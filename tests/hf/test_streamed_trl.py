@@ -32,7 +32,12 @@ def tokenizer() -> Any:
     words = {f"w{i}": i for i in range(VOCAB)}
     backend = Tokenizer(WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="w0",
+        eos_token="w1",
+        model_input_names=["input_ids", "attention_mask"],  # TRL 0.24 hands all to `generate`
+    )
 
 
 def words(seed: int, count: int = 6) -> str:

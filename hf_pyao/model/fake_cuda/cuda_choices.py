@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import masking_utils
 
 from hf_pyao.model import (
@@ -81,12 +82,25 @@ def answers_without_values(*, has_padding: bool = False) -> tuple[Replacement, .
         pass
     return (
         Replacement(older, "_ignore_causal_mask_sdpa", needed),
-        Replacement(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
+        *_no_packed_sequences(),
         Replacement(masking_utils, "_ignore_causal_mask_sdpa", needs),
         Replacement(torch, "rand", partial(_rand, torch.rand)),
         Replacement(torch, "_check_tensor_all", _holds),
         Replacement(torch, "_check_tensor_all_with", _holds),
     )
+
+
+def _no_packed_sequences() -> tuple[Replacement, ...]:
+    """Return what finds no packed sequences in positions without values.
+
+    Nothing is replaced where transformers does not look at values. Before release 5, a batch
+    without ``attention_mask`` gets a mask in training without a cache, packed or not.
+    """
+    name = "find_packed_sequence_indices"
+    with unset_fake_temporarily():
+        if getattr(masking_utils, name)(torch.arange(2)[None]) is not None:
+            return ()
+    return (Replacement(masking_utils, name, lambda *_, **__: None),)
 
 
 def grouped_products() -> tuple[Replacement, ...]:
