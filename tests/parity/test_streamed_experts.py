@@ -96,7 +96,7 @@ def streamed(model: nn.Module, **settings: Any) -> Offloader:
 def test_of_each_mixture(model_type: str, experts: str, precision: str) -> None:
     dtype, autocast = PRECISIONS[precision]
     model = mixture(model_type, experts, dtype)
-    check(model, f"{model_type}, {experts}, {precision}", autocast, may_keep_casts=True)
+    check(model, f"{model_type}, {experts}, {precision}", autocast)
 
 
 @pytest.mark.sampled(every=12)
@@ -107,7 +107,7 @@ def test_under_each_configuration(experts: str, config: str, precision: str) -> 
     dtype, autocast = PRECISIONS[precision]
     model = mixture("qwen3_moe", experts, dtype)
     what = f"{experts}, {config}, {precision}"
-    check(model, what, autocast, may_keep_casts=True, **CONFIGS[config])
+    check(model, what, autocast, **CONFIGS[config])
 
 
 @pytest.mark.sampled(every=4)

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.streamed_forwards import (
-    LayerForward,
-    module_forward,
-)
+from hf_pyao.auto.install.streamed_forwards import LayerForward, ModuleForward
 from hf_pyao.auto.install.streaming_checks import check_model, nothing_frozen
 from hf_pyao.auto.install.weights_on_host import WeightsOnHost
 from hf_pyao.config import GIB
@@ -28,7 +25,7 @@ from hf_pyao.engine.weights.blocks import Block, blocks_of
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
-from hf_pyao.engine.weights.tables import put_on, take_off
+from hf_pyao.engine.weights.tables import StreamedTable, put_on, take_off
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.patching.lasting_forward import exchange, give_back
@@ -310,11 +307,10 @@ class StreamedLayers:
         for index, (_, ref) in enumerate(self._layers):
             if (layer := ref()) is None:
                 continue
-            is_in_blocks = len(of_layer[index]) > 1
-            for module in layer.modules():
-                forward = module_forward(module, ring, is_in_blocks=is_in_blocks)
-                if forward is not None:
-                    self._exchange(module, _MODULE, forward)
+            if len(of_layer[index]) > 1:
+                for module in layer.modules():
+                    if isinstance(module._parameters, StreamedTable):
+                        self._exchange(module, _MODULE, ModuleForward(ring))
             self._exchange(layer, _LAYER, LayerForward(ring, index))
         names = [name for name, p in model.named_parameters() if id(p) in streamed]
         vars(model)[_DDP_IGNORES] = [*vars(model).get(_DDP_IGNORES, ()), *names]

@@ -48,6 +48,10 @@ _NUMBERS = frozenset({bool, int, float, complex})
 _PLAIN = (torch.Tensor, Parameter, FakeTensor)
 
 
+class UnwrappingTensor(torch.Tensor):
+    """A tensor whose operations run on plain tensors, which a trace sees in its place."""
+
+
 class Trace(RemovableMode):
     """What one layer call computed, as far as it can be replayed.
 
@@ -107,6 +111,8 @@ class Trace(RemovableMode):
         """Run *func* and note what it reads and makes."""
         kwargs = kwargs or {}
         own = runner_of(func)
+        if types and any(issubclass(kind, UnwrappingTensor) for kind in types):
+            return NotImplemented  # torch asks the tensor next, with this mode on
         if self.is_paused:
             return own(*args, **kwargs)
         watcher, path = self._watcher, self._paths[-1]

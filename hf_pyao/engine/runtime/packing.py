@@ -126,8 +126,6 @@ class Packer:
         makes_new = self._makes_new.get(type(node))
         if not makes_new:
             if is_parameter(tensor, call.frozen_shapes):
-                if self.weights is not None and node is None and tensor.grad_fn is None:
-                    self.weights.note_kept(call.layer.index, nbytes_of(tensor))
                 return self._keep_parameter(call, tensor)
             if makes_new is None and not isinstance(node, BackwardCFunction):
                 self._makes_new[type(node)] = makes_new_tensors(node)

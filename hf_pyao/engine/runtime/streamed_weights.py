@@ -37,11 +37,8 @@ class StreamedWeights(Protocol):
         """Have the weights of layer number *layer* on the device, whose backward begins."""
         ...
 
-    def note_kept(self, layer: int, nbytes: int) -> None:
-        """Note that layer number *layer* saves *nbytes* of a weight's cast, which the graph holds.
-
-        Which weight it is a cast of is not known.
-        """
+    def streams(self, parameter: object) -> bool:
+        """Say whether *parameter* is streamed: then casts of it are known where they are made."""
         ...
 
     def stalls_ms(self) -> tuple[float, float]:

@@ -31,10 +31,11 @@ def runner_of(operator: Any) -> Callable[..., Any]:
     """
     if operator.namespace in _OF_TORCH:
         return operator  # type: ignore[no-any-return]
-    return functools.partial(_run_custom, operator)
+    return functools.partial(run_under_autocast, operator)
 
 
-def _run_custom(operator: Any, *args: Any, **kwargs: Any) -> Any:
+def run_under_autocast(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call *operator* from a handler with the autocast of whoever called the operation."""
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         enabled = [
             name

@@ -71,6 +71,11 @@ class Weight:
         return self.master.dtype
 
     @property
+    def is_castable(self) -> bool:
+        """True if autocast may cast it: it leaves integers and double precision alone."""
+        return self.dtype.is_floating_point and self.dtype != torch.float64
+
+    @property
     def name(self) -> str:
         """Qualified name of the parameter."""
         return self.master.name

@@ -22,10 +22,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hf_pyao.engine.transfer.compute_streams import Home, is_held_elsewhere
-from hf_pyao.engine.transfer.layout import bytes_view
+from hf_pyao.engine.transfer.layout import bytes_view, view_of_storage
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import LinkTimes, Transport
-from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.weights.blocks import Block, Weight
+from hf_pyao.engine.weights.castable import Part
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.slot_view import SlotView, lost_write
 
@@ -45,8 +46,25 @@ class DeviceSlot:
         """True once compute is ordered behind the upload."""
         self.views: dict[int, SlotView] = {}
         """Views that were handed out, by the weight's offset."""
+        self.parts: dict[tuple[int, Part], torch.Tensor] = {}
+        """Plain views that casts are made of, by the weight's offset and the part of it."""
         self.content: int | None = None
         """The block whose bytes are in it, or on their way; also when it was forgotten since."""
+
+    def let_go_of_views(self) -> None:
+        """Forget the views that were handed out."""
+        self.views.clear()
+        self.parts.clear()
+
+    def part(self, weight: Weight, part: Part, blank: torch.Tensor) -> torch.Tensor:
+        """Return *part* of *weight*, which the slot holds, as a plain tensor of *blank*'s dtype."""
+        view = self.parts.get((weight.offset, part))
+        if view is None:
+            assert self.storage is not None
+            first = weight.offset // blank.itemsize + part.offset
+            view = view_of_storage(blank, self.storage, first, part.size, part.stride)
+            self.parts[weight.offset, part] = view
+        return view
 
     def meet(self) -> None:
         """Let the current stream read the slot, if the memory belongs to another stream."""
@@ -151,7 +169,7 @@ class DeviceSlots:
             ConflictError: a layer has written into it.
         """
         written = next((v.weight.name for v in slot.views.values() if v.was_written), None)
-        slot.views.clear()
+        slot.let_go_of_views()
         slot.content = None
         if not slot.is_here:
             for ticket in slot.tickets:

@@ -21,8 +21,9 @@ class UploadFigures:
     """Times that a slot's memory was left to someone who still held a view of it."""
     left_bytes: int = 0
     """Bytes of that memory, added up."""
-    kept_cast_bytes: int = 0
-    """Casts of weights of unknown origin that graphs held, in all forwards."""
+    changed_cast_bytes: int = 0
+    """Casts of weights that were changed in place and then saved, in all forwards; they are treated
+    as activations."""
     transfer_ms: float = 0.0
     """Time in which uploads ran."""
     stall_forward_ms: float = 0.0

@@ -3,8 +3,8 @@
 [Note: Saved weights]
 - A saved tensor that lies in a slot is known by its storage, and becomes a block and a layout. In
   backward the block is uploaded again, into any slot, and viewed in the same way.
-- Under autocast the cast of a weight has a storage of its own. It is known only if it was made here
-  (:meth:`WeightRing.casts`), for the operation that is about to read it. Backward makes it again.
+- The cast of a weight has a storage of its own. It is known where it is made, see [Note: Casts of
+  weights] in ``castable.py``. Backward makes it again.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
 from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
+from hf_pyao.engine.weights.castable import CastableView, Part, whole_of
 from hf_pyao.engine.weights.device_slots import DeviceSlot, DeviceSlots
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.weights.slot_view import SlotView
+from hf_pyao.engine.weights.known_casts import CastSource, KnownCasts
+from hf_pyao.engine.weights.slot_view import SlotView, lost_write
 from hf_pyao.engine.weights.unrecorded import unrecorded
 from hf_pyao.errors import ConflictError
 
 logger = logging.getLogger(__name__)
 
 _PLAIN = frozenset({torch.Tensor, SlotView})
+_TO_COPY: Callable[..., torch.Tensor] = torch.ops.aten._to_copy.default
 
 
 class _Here(threading.local):
@@ -45,8 +48,6 @@ class _Here(threading.local):
         """Layers whose forward runs."""
         self.stand_ins: dict[int, torch.Tensor] = {}
         """What is read in place of weights, by the weight's id, while one operation runs."""
-        self.cast_keys: dict[int, tuple[Weight, torch.dtype]] = {}
-        """Those of them that are casts, by storage."""
 
 
 class WeightRing(RingSchedule):
@@ -90,11 +91,12 @@ class WeightRing(RingSchedule):
         self._weights = weights_by_parameter(blocks)
         self._blanks: dict[torch.dtype, torch.Tensor] = {}
         self._layouts = Layouts()
+        self._casts = KnownCasts()
         self._here = _Here()
         self._lock = threading.RLock()  # autograd runs a thread for each device
         self._current_slot: DeviceSlot | None = None
         """That of the block in use."""
-        self._kept_in: set[int] = set()
+        self._changes_casts: set[str] = set()
 
     @property
     def slot_bytes(self) -> int:
@@ -107,6 +109,10 @@ class WeightRing(RingSchedule):
         return self._device_slots.times
 
     # ---- what the model sees -------------------------------------------------------------------
+
+    def streams(self, parameter: object) -> bool:
+        """Say whether *parameter* is streamed: then casts of it are known where they are made."""
+        return self.weight_of(parameter) is not None
 
     def weight_of(self, parameter: object) -> Weight | None:
         """Return what is streamed of *parameter*; None if nothing is."""
@@ -130,7 +136,7 @@ class WeightRing(RingSchedule):
                 assert self._read_groups is not None
                 return self._read_groups(self, weight)  # type: ignore[no-any-return]
             stand_in = None if weight.stand_in is None else weight.stand_in()
-            return self.tensor_of(weight) if stand_in is None else stand_in
+            return self.given(weight) if stand_in is None else stand_in
         with self._lock:
             for part in weight.groups or (weight,):
                 self.forget(part.block)
@@ -173,27 +179,14 @@ class WeightRing(RingSchedule):
         finally:
             here.depth -= 1
 
-    @contextlib.contextmanager
-    def casts(self, parameter: Parameter, dtype: torch.dtype) -> Iterator[None]:
-        """Let the operation that runs read *parameter* as *dtype*, cast here.
-
-        The bits are those of autocast's own cast; what is saved of it is known to be a cast of this
-        parameter, and of no other.
-        """
-        weight = self.weight_of(parameter)
-        if weight is None or not self._is_used_here:
-            yield
-            return
-        cast = self._cast(weight, dtype)
-        key = cast.untyped_storage()._cdata
-        cast_keys = self._here.cast_keys
-        cast_keys[key] = weight, dtype
-        try:
-            with self.standing_in(parameter, cast):
-                del cast
-                yield
-        finally:
-            cast_keys.pop(key, None)
+    def given(self, weight: Weight) -> torch.Tensor:
+        """Return what stands for *weight* in a layer: castable where autocast may cast it."""
+        kind = self.device.type
+        if weight.is_castable and torch.is_autocast_enabled(kind):
+            if torch.get_autocast_dtype(kind) != weight.dtype:
+                part = whole_of(weight)
+                return CastableView.of(weight, part, self.held(weight, part), self)
+        return self.tensor_of(weight)
 
     def tensor_of(self, weight: Weight) -> torch.Tensor:
         """Return *weight* on the device, ready for compute on the current stream."""
@@ -239,6 +232,9 @@ class WeightRing(RingSchedule):
 
     def find(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return what gives *tensor* again, if it lies in a slot or in a cast; else None."""
+        if type(tensor) is CastableView:
+            saved = SavedWeight(tensor.weight)
+            return functools.partial(self._stored_again, tensor.weight, tensor.part, saved)
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
         if tensor.is_conj() or tensor.is_neg():
@@ -251,11 +247,14 @@ class WeightRing(RingSchedule):
             block, layout = self.blocks[slot.content], self._layouts.of(tensor)
             saved = SavedWeight(block.weight_at(int(tensor.storage_offset()) * tensor.itemsize))
             return functools.partial(self._view_again, block, layout, saved)
-        cast = self._here.cast_keys.get(key)
-        if cast is None:
+        source = self._casts.find(tensor)
+        if source is None:
             return None
-        saved = SavedWeight(cast[0])
-        return functools.partial(self._cast_again, *cast, self._layouts.of(tensor), saved)
+        if tensor._version:
+            self._note_changed_cast(source.weight, tensor.nbytes)
+            return None
+        saved = SavedWeight(source.weight)
+        return functools.partial(self._cast_again, source, self._layouts.of(tensor), saved)
 
     def begin_forward(self, *, trains: bool) -> None:
         """Begin a forward, and let the first blocks come.
@@ -307,22 +306,6 @@ class WeightRing(RingSchedule):
             if len(blocks) <= 1:
                 self._arrive(blocks)
 
-    def note_kept(self, layer: int, nbytes: int) -> None:
-        """Count a cast of a weight that is not known; say so once for each layer."""
-        blocks = self._blocks_of_layer[layer]
-        if not blocks:
-            return
-        self.counts.kept_cast_bytes += nbytes
-        if layer not in self._kept_in:
-            self._kept_in.add(layer)
-            logger.warning(
-                "layer %r saves casts of frozen weights that were not made by a linear layer's own "
-                "forward: which weights they are is not known, and the graph holds them until "
-                "backward (%.3f GiB the first of them).",
-                self.blocks[blocks[0]].layer,
-                nbytes / 2**30,
-            )
-
     def stalls_ms(self) -> tuple[float, float]:
         """Return how long forward and backward compute have waited for uploads, in ms."""
         counts = self.figures()
@@ -347,7 +330,7 @@ class WeightRing(RingSchedule):
         with self._lock:
             self.forget(block)
             if (place := slot()) is not None:
-                place.views.clear()
+                place.let_go_of_views()
 
     def _arrive(self, blocks: Sequence[int]) -> None:
         if blocks:
@@ -403,15 +386,75 @@ class WeightRing(RingSchedule):
             slot.meet()
             return view
 
-    def _cast(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return self.tensor_of(weight).to(dtype)
+    def held(self, weight: Weight, part: Part) -> torch.Tensor:
+        """Return *part* of *weight* as a plain view of the slot."""
+        with self._lock:
+            slot = self._slot_in_use(weight.block)
+            known = None if slot is None else slot.parts.get((weight.offset, part))
+            if known is not None:
+                return known
+        with self._lock, unrecorded():
+            slot = self._bring(weight.block)
+            view = slot.part(weight, part, self._blank(weight.dtype))
+            slot.meet()
+            return view
+
+    def keep(self, weight: Weight, part: Part, held: torch.Tensor) -> torch.Tensor:
+        """Return a view that equals *held*, and lives as long as a slot has *weight*."""
+        slot = self._device_slots.of_storage(held.untyped_storage()._cdata)
+        return held if slot is None else slot.parts.setdefault((weight.offset, part), held)
+
+    def stored(self, weight: Weight, part: Part, held: torch.Tensor) -> torch.Tensor:
+        """Return *part* of *weight* as a plain tensor of the stored dtype."""
+        return held
+
+    def cast(
+        self, weight: Weight, part: Part, held: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return what ``_to_copy`` with *options* makes of *part* of *weight*."""
+        cast = _TO_COPY(self.stored(weight, part, held), **options)
+        with self._lock:
+            self._casts.note(cast, CastSource(weight, part, options))
+        return cast
+
+    def data_of(self, weight: Weight) -> torch.Tensor:
+        """Return what the weight's ``data`` gives; see [Note: Lost writes]."""
+        return self.tensor_of(weight).data
+
+    def refuse_write(self, weight: Weight) -> None:
+        """Refuse an operation that writes into *weight*.
+
+        Raises:
+            ConflictError: always.
+        """
+        raise lost_write(weight.name)
 
     def _cast_again(
-        self, weight: Weight, dtype: torch.dtype, layout: TensorLayout, saved: SavedWeight
+        self, source: CastSource, layout: TensorLayout, saved: SavedWeight
     ) -> torch.Tensor:
         saved.check()
-        return layout.view_of(self._cast(weight, dtype).untyped_storage(), 0)
+        held = self.held(source.weight, source.part)
+        with unrecorded():
+            cast = _TO_COPY(self.stored(source.weight, source.part, held), **source.options)
+            return layout.view_of(cast.untyped_storage(), 0)
+
+    def _note_changed_cast(self, weight: Weight, nbytes: int) -> None:
+        """Count a cast that was changed in place before it was saved; say so once per layer."""
+        self.counts.changed_cast_bytes += nbytes
+        layer = self.blocks[weight.block].layer
+        if layer not in self._changes_casts:
+            self._changes_casts.add(layer)
+            logger.warning(
+                "layer %r changes a cast of the frozen weight %r in place. What it saves of that "
+                "cast is treated as an activation (%.3f GiB the first time).",
+                layer,
+                weight.name,
+                nbytes / 2**30,
+            )
+
+    def _stored_again(self, weight: Weight, part: Part, saved: SavedWeight) -> torch.Tensor:
+        saved.check()
+        return self.stored(weight, part, self.held(weight, part))
 
     def _blank(self, dtype: torch.dtype) -> torch.Tensor:
         blank = self._blanks.get(dtype)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from hf_pyao.engine.weights.castable import CastableView
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.engine.weights.slot_view import SlotView
 
@@ -42,7 +43,9 @@ class StreamedTable(dict[str, Any]):
 
         PEFT, for one, sets a quantised weight to itself on its device.
         """
-        if isinstance(value, SlotView):  # as whoever exchanged the parameter for a while found it
+        if isinstance(
+            value, SlotView | CastableView
+        ):  # as whoever exchanged the parameter for a while found it
             value = value.parameter
         if value is None or not self._ring.holds(value):
             super().__setitem__(name, value)

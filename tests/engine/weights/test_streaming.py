@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 import pickle
@@ -242,9 +243,10 @@ def test_mutant_that_takes_a_cast_for_that_of_another_weight_of_its_shape(
     expected.backward()
     own = WeightRing._cast_again
 
-    def other(ring: WeightRing, weight: Any, dtype: Any, layout: Any, saved: Any) -> torch.Tensor:
+    def other(ring: WeightRing, source: Any, layout: Any, saved: Any) -> torch.Tensor:
+        weight = source.weight
         same = [w for w in ring.blocks[weight.block].weights if w.size == weight.size]
-        return own(ring, same[0], dtype, layout, saved)
+        return own(ring, dataclasses.replace(source, weight=same[0]), layout, saved)
 
     monkeypatch.setattr(WeightRing, "_cast_again", other)
     with streamed(model), torch.autocast("cpu", torch.bfloat16):
