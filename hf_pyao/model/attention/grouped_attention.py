@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 KEY = "_pyao_attention_groups"
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_A_MASK = (
+    "a mask is given, and flash attention takes none (padding, packed samples or a sliding window; "
+    "transformers 4 also makes one where neither a cache nor an attention_mask is given)"
+)
 _NOT_WORTH_SAYING = NoKernel("")
 
 
@@ -114,8 +118,7 @@ class GroupedAttention(LeftBehind):
             dimensions = "(batch, heads, length, head_dim)"
             return NoKernel(f"query, key or value has other dimensions than {dimensions}")
         if others["attn_mask"] is not None:
-            mask = "a mask is given (padding, or a sliding window)"
-            return NoKernel(f"{mask}, and flash attention takes none")
+            return NoKernel(_A_MASK)
         if key.shape != value.shape or query.shape[0] != key.shape[0] or query.shape[2] < 2:
             return _NOT_WORTH_SAYING
         if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3] or not query.numel():

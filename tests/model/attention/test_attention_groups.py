@@ -106,6 +106,16 @@ def test_training_is_bitwise_the_same(
     assert not any(KEY in vars(module) or "forward" in vars(module) for module in model.modules())
 
 
+def test_a_batch_that_does_not_say_whether_it_is_padded() -> None:
+    """Its calls are divided, or it is said that transformers has made a mask."""
+    model = tiny_model("llama", attention="sdpa")
+    with attach(model, GROUPS) as offloader:
+        train(model, ((tiny_batch(0),),))
+        assert offloader.attention_groups is not None
+        said = offloader.attention_groups.describe()
+        assert (offloader.attention_groups.last_plan is None) == ("a mask is given" in said)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_with_checkpointing_of_transformers(use_reentrant: bool) -> None:
     model = tiny_model("llama", attention="sdpa")
