@@ -12,13 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
+from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import RecomputationError
-from hf_pyao.model.map import (
-    architectures,
-)
 from tests.engine.recompute.test_saved_attention import Kernels
-from tests.engine.recompute.test_segments import INPUT, Counting, Sharing, lifecycle_of, step
+from tests.engine.recompute.test_segments import INPUT, lifecycle_of, step
 from tests.helpers import (
     EVERY_LAYER,
     FunctionLayer,
@@ -38,17 +35,6 @@ def nested(length: int, **settings: Any) -> PyAOConfig:
     return dataclasses.replace(
         EVERY_LAYER, checkpoint_every=length, checkpoint_nested=True, **settings
     )
-
-
-def smooth(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-    return torch.sin(x @ layer.weight)
-
-
-@pytest.fixture
-def _models_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architectures, "_registered_maps", {})
-    for name in ("Sharing", "Counting"):
-        register_module_map(name, ModuleMap(layers=("layers",)))
 
 
 def check(*functions: Callable[..., Any]) -> None:
@@ -129,93 +115,7 @@ def test_random_numbers_of_torch_and_python() -> None:
     check(noisy, linear_relu, noisy, noisy, noisy)
 
 
-def test_a_gradient_that_is_taken_inside_of_a_layer() -> None:
-    def force(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-        (grad,) = torch.autograd.grad(
-            torch.sin(x @ layer.weight).sum(), layer.weight, create_graph=True
-        )
-        return torch.tanh(x @ grad)
-
-    model = Stack(force, force, force)
-    expected = step(copy.deepcopy(model))
-    with attach(model, nested(3)):
-        assert_same_tensors(step(model), expected, "")
-
-
-@pytest.mark.parametrize("is_inside", [False, True], ids=["backward outside", "backward inside"])
-def test_autocast_at_the_time_of_forward_holds(is_inside: bool) -> None:
-    def run(model: nn.Module) -> dict[str, torch.Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(INPUT).float().square().sum()
-            if is_inside:
-                loss.backward()
-        if not is_inside:
-            loss.backward()
-        return gradients_of(model)
-
-    model = Stack(linear_relu, linear_relu, linear_relu)
-    expected = run(copy.deepcopy(model))
-    with attach(model, nested(3)):
-        assert_same_tensors(run(model), expected, "")
-
-
-@pytest.mark.usefixtures("_models_are_known")
-@pytest.mark.parametrize("length", LENGTHS)
-def test_arguments_beside_the_hidden_states(length: int) -> None:
-    model = Sharing()
-    expected = step(copy.deepcopy(model))
-    with attach(model, nested(length)) as offloader:
-        assert_same_tensors(step(model), expected, "")
-        assert lifecycle_of(offloader).filled.num_runs == 4
-
-
-@pytest.mark.usefixtures("_models_are_known")
-def test_buffers_are_written_once() -> None:
-    model = Counting()
-    plain = copy.deepcopy(model)
-    with attach(model, nested(3)):
-        for _ in range(3):
-            assert_same_tensors(step(model), step(plain), "gradients")
-            assert_same_tensors(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
-
-
-def test_module_hooks_of_others() -> None:
-    def add_hooks(model: Stack) -> None:
-        for layer in model.layers:
-            layer.register_forward_pre_hook(lambda module, args: (torch.sin(args[0]),))
-            layer.register_forward_hook(lambda module, args, out: torch.tanh(out))
-
-    model = Stack(linear_relu, linear_relu, linear_relu)
-    plain = copy.deepcopy(model)
-    add_hooks(plain)
-    expected = step(plain)
-    with attach(model, nested(3)):
-        add_hooks(model)
-        assert_same_tensors(step(model), expected, "")
-
-
-# ---- backward more than once, and of a part ------------------------------------------------------
-
-
-def test_a_retained_graph_and_gradients_of_gradients() -> None:
-    def run(model: nn.Module, *, is_twice: bool) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        x = INPUT.clone().requires_grad_()
-        loss = model(x).square().sum()
-        if is_twice:
-            (first,) = torch.autograd.grad(loss, x, create_graph=True)
-            first.square().sum().backward()
-        else:
-            loss.backward(retain_graph=True)
-            loss.backward()
-        return gradients_of(model)
-
-    model = Stack(smooth, smooth, smooth)
-    plain = copy.deepcopy(model)
-    with attach(model, nested(3)) as offloader:
-        for is_twice in (False, True):
-            assert_same_tensors(run(model, is_twice=is_twice), run(plain, is_twice=is_twice), "")
-            assert not list(lifecycle_of(offloader).filled._segments)
+# ---- backward of a part ---------------------------------------------------------------------------
 
 
 def test_a_backward_that_comes_to_a_part_only() -> None:
@@ -245,66 +145,7 @@ def test_a_backward_that_comes_to_a_part_only() -> None:
         assert lifecycle_of(offloader).filled.num_runs == 1 + 2 + 3
 
 
-def test_a_saved_tensor_that_is_looked_at_outside_of_backward() -> None:
-    model = Stack(smooth, smooth)
-    with attach(model, nested(2)) as offloader:
-        out = model(INPUT)
-        hidden = torch.sin(INPUT @ model.layers[0].weight)
-        assert torch.equal(out.grad_fn._saved_self, hidden @ model.layers[1].weight)
-        assert not list(lifecycle_of(offloader).filled._segments)
-        out.sum().backward()
-
-
 # ---- failures ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fails_at", range(1, 9), ids=lambda at: f"run {at}")
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_a_failure_leaves_nothing(kind: type[BaseException], fails_at: int) -> None:
-    calls: list[int] = []
-
-    def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == fails_at:
-            raise kind("this run fails")
-        return torch.sin(nn.functional.dropout(x @ layer.weight, 0.2))
-
-    model = Stack(function, function, function)
-    plain = copy.deepcopy(model)
-    with attach(model, nested(3)) as offloader:
-        with pytest.raises(kind):
-            step(model)
-        assert torch.is_grad_enabled()
-        calls += [0] * 10
-        found = step(model)
-        assert offloader.host_pool.settle() == 0
-    assert_same_tensors(found, step(plain), "after the failure")
-
-
-def test_a_backward_that_fails_may_be_tried_again() -> None:
-    fails = [True]
-
-    def hook(grad: torch.Tensor) -> None:
-        if fails:
-            fails.clear()
-            raise ValueError("in the middle")
-
-    def watched(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-        x.register_hook(hook)
-        return torch.sin(x @ layer.weight)
-
-    model = Stack(smooth, watched, smooth)
-    fails.clear()
-    expected = step(copy.deepcopy(model))
-    fails.append(True)
-    with attach(model, nested(3)):
-        loss = model(INPUT.clone().requires_grad_()).square().sum()
-        with pytest.raises(ValueError, match="in the middle"):
-            loss.backward(retain_graph=True)
-        model.zero_grad()
-        loss.backward()
-        found = gradients_of(model)
-    assert_same_tensors(found, {n: g for n, g in expected.items() if n in found}, "")
 
 
 def test_a_layer_that_changes_its_input_runs_once(caplog: pytest.LogCaptureFixture) -> None:

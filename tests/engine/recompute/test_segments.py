@@ -46,6 +46,10 @@ from tests.helpers.ledger import AllocationLedger
 
 BY_ONE = dataclasses.replace(EVERY_LAYER, checkpoint_every=1)
 BY_TWO = dataclasses.replace(EVERY_LAYER, checkpoint_every=2)
+NESTED = dataclasses.replace(EVERY_LAYER, checkpoint_every=3, checkpoint_nested=True)
+
+of_both = pytest.mark.parametrize("config", [BY_TWO, NESTED], ids=["whole", "nested"])
+"""Segments that run again as a whole, and layer by layer."""
 
 INPUT = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -60,6 +64,10 @@ def step(model: nn.Module, x: torch.Tensor = INPUT) -> dict[str, torch.Tensor]:
     assert x.grad is not None
     drawn = torch.tensor([torch.rand(()).item(), random.random()])
     return {"input": x.grad, "drawn": drawn, **gradients_of(model)}
+
+
+def smooth(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x @ layer.weight)
 
 
 def lifecycle_of(offloader: Offloader) -> SegmentLifecycle:
@@ -141,8 +149,9 @@ def test_settings_at_the_time_of_forward_hold() -> None:
     assert seen == [seen[0]] * 2
 
 
+@of_both
 @pytest.mark.parametrize("is_inside", [False, True], ids=["backward outside", "backward inside"])
-def test_autocast_at_the_time_of_forward_holds(is_inside: bool) -> None:
+def test_autocast_at_the_time_of_forward_holds(is_inside: bool, config: PyAOConfig) -> None:
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(INPUT).float().square().sum()
@@ -154,56 +163,53 @@ def test_autocast_at_the_time_of_forward_holds(is_inside: bool) -> None:
 
     model = Stack(linear_relu, linear_relu, linear_relu)
     expected = run(copy.deepcopy(model))
-    with attach(model, BY_TWO):
+    with attach(model, config):
         assert_same_tensors(run(model), expected, "")
 
 
 # ---- backward more than once ---------------------------------------------------------------------
 
 
-def test_a_retained_graph() -> None:
+@pytest.mark.parametrize(("config", "num_runs"), [(BY_TWO, 2), (NESTED, 3)])
+def test_a_retained_graph(config: PyAOConfig, num_runs: int) -> None:
     model = Stack(linear_relu, linear_relu, linear_relu)
     loss = model(INPUT).square().sum()
     loss.backward(retain_graph=True)
     loss.backward()
     expected = gradients_of(model)
     model.zero_grad()
-    with attach(model, BY_TWO) as offloader:
+    with attach(model, config) as offloader:
         loss = model(INPUT).square().sum()
         loss.backward(retain_graph=True)
         filled = lifecycle_of(offloader).filled
-        assert filled.num_runs == 2
+        assert filled.num_runs == num_runs
         assert not list(filled._segments), "something is held between two backward passes"
         loss.backward()
-        assert filled.num_runs == 4
+        assert filled.num_runs == 2 * num_runs
     assert_same_tensors(gradients_of(model), expected, "")
 
 
-def test_gradients_of_gradients() -> None:
+@of_both
+def test_gradients_of_gradients(config: PyAOConfig) -> None:
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
         x = INPUT.clone().requires_grad_()
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         first.square().sum().backward()
         return gradients_of(model)
 
-    def smooth(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x @ layer.weight)
-
     model = Stack(smooth, smooth, smooth)
     expected = run(copy.deepcopy(model))
-    with attach(model, BY_TWO):
+    with attach(model, config):
         assert_same_tensors(run(model), expected, "")
 
 
-def test_saved_tensors_that_are_looked_at_outside_of_backward() -> None:
-    def smooth(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x @ layer.weight)
-
-    model = Stack(smooth)
-    with attach(model, BY_ONE) as offloader:
+@of_both
+def test_saved_tensors_that_are_looked_at_outside_of_backward(config: PyAOConfig) -> None:
+    model = Stack(smooth, smooth)
+    with attach(model, config) as offloader:
         out = model(INPUT)
-        expected = INPUT @ model.layers[0].weight
-        assert torch.equal(out.grad_fn._saved_self, expected)
+        hidden = torch.sin(INPUT @ model.layers[0].weight)
+        assert torch.equal(out.grad_fn._saved_self, hidden @ model.layers[1].weight)
         assert not list(lifecycle_of(offloader).filled._segments)
         out.sum().backward()
 
@@ -227,16 +233,17 @@ def test_a_node_that_asks_twice() -> None:
     check(function, function, num_runs=1)
 
 
-def test_a_gradient_that_is_taken_inside_of_a_layer() -> None:
+@of_both
+def test_a_gradient_that_is_taken_inside_of_a_layer(config: PyAOConfig) -> None:
     def force(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
         (grad,) = torch.autograd.grad(
             torch.sin(x @ layer.weight).sum(), layer.weight, create_graph=True
         )
         return torch.tanh(x @ grad)
 
-    model = Stack(force, force)
+    model = Stack(force, force, force)
     expected = step(copy.deepcopy(model))
-    with attach(model, BY_TWO):
+    with attach(model, config):
         assert_same_tensors(step(model), expected, "")
 
 
@@ -339,13 +346,16 @@ def _sharing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_sharing_is_known")
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_arguments_beside_the_hidden_states(length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "is_nested"), [(1, False), (2, False), (2, True), (3, True), (4, False), (100, True)]
+)
+def test_arguments_beside_the_hidden_states(length: int, is_nested: bool) -> None:
     model = Sharing()
     expected = step(copy.deepcopy(model))
-    with attach(model, dataclasses.replace(EVERY_LAYER, checkpoint_every=length)) as offloader:
+    config = dataclasses.replace(NESTED, checkpoint_every=length, checkpoint_nested=is_nested)
+    with attach(model, config) as offloader:
         assert_same_tensors(step(model), expected, "")
-        assert lifecycle_of(offloader).filled.num_runs == -(-4 // length)
+        assert lifecycle_of(offloader).filled.num_runs == (4 if is_nested else -(-4 // length))
 
 
 def test_arguments_of_other_kinds_come_again_as_they_were() -> None:
@@ -386,17 +396,18 @@ def test_graphs_that_are_dropped_leave_nothing() -> None:
 # ---- hooks and state of others -------------------------------------------------------------------
 
 
+@of_both
 @pytest.mark.parametrize("is_attached_first", [True, False])
-def test_module_hooks_of_others(is_attached_first: bool) -> None:
+def test_module_hooks_of_others(is_attached_first: bool, config: PyAOConfig) -> None:
     """Those on a layer may change what it gets and what it returns."""
 
     def add_hooks(model: Stack) -> None:
-        layer = model.layers[1]
-        layer.register_forward_pre_hook(lambda module, args: (torch.sin(args[0]),))
-        layer.register_forward_pre_hook(
-            lambda module, args, kwargs: ((torch.cos(args[0]),), kwargs), with_kwargs=True
-        )
-        layer.register_forward_hook(lambda module, args, out: torch.tanh(out))
+        for layer in model.layers[1:]:
+            layer.register_forward_pre_hook(lambda module, args: (torch.sin(args[0]),))
+            layer.register_forward_pre_hook(
+                lambda module, args, kwargs: ((torch.cos(args[0]),), kwargs), with_kwargs=True
+            )
+            layer.register_forward_hook(lambda module, args, out: torch.tanh(out))
 
     model = Stack(linear_relu, linear_relu, linear_relu)
     plain = copy.deepcopy(model)
@@ -404,7 +415,7 @@ def test_module_hooks_of_others(is_attached_first: bool) -> None:
     expected = step(plain)
     if not is_attached_first:
         add_hooks(model)
-    with attach(model, BY_TWO):
+    with attach(model, config):
         if is_attached_first:
             add_hooks(model)
         assert_same_tensors(step(model), expected, "")
@@ -469,10 +480,11 @@ class Counting(nn.Module):
 
 
 @pytest.mark.usefixtures("_sharing_is_known")
-def test_buffers_are_written_once() -> None:
+@of_both
+def test_buffers_are_written_once(config: PyAOConfig) -> None:
     model = Counting()
     plain = copy.deepcopy(model)
-    with attach(model, BY_TWO):
+    with attach(model, config):
         for _ in range(3):
             assert_same_tensors(step(model), step(plain), "gradients")
             assert_same_tensors(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
@@ -576,9 +588,14 @@ def test_a_layer_that_saves_less_the_second_time() -> None:
             model(INPUT).sum().backward()
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 3, 4], ids=lambda at: f"run {at}")
+@pytest.mark.parametrize(
+    ("config", "num_layers", "fails_at"),
+    [*((BY_TWO, 2, at) for at in range(1, 5)), *((NESTED, 3, at) for at in range(1, 9))],
+)
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_a_failure_leaves_nothing(kind: type[BaseException], fails_at: int) -> None:
+def test_a_failure_leaves_nothing(
+    kind: type[BaseException], config: PyAOConfig, num_layers: int, fails_at: int
+) -> None:
     calls: list[int] = []
 
     def function(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
@@ -587,9 +604,9 @@ def test_a_failure_leaves_nothing(kind: type[BaseException], fails_at: int) -> N
             raise kind("this run fails")
         return torch.sin(nn.functional.dropout(x @ layer.weight, 0.2))
 
-    model = Stack(function, function)
+    model = Stack(*[function] * num_layers)
     plain = copy.deepcopy(model)
-    with attach(model, BY_TWO) as offloader:
+    with attach(model, config) as offloader:
         with pytest.raises(kind):
             step(model)
         assert torch.is_grad_enabled()
@@ -601,24 +618,30 @@ def test_a_failure_leaves_nothing(kind: type[BaseException], fails_at: int) -> N
     assert_same_tensors(found, step(plain), "after the failure")
 
 
-def test_a_backward_that_fails_may_be_tried_again() -> None:
-    model = Stack(linear_relu, linear_relu, linear_relu)
-    expected = step(copy.deepcopy(model))
-    fails = [True]
+@of_both
+@pytest.mark.parametrize("fails_in", [0, 1])
+def test_a_backward_that_fails_may_be_tried_again(config: PyAOConfig, fails_in: int) -> None:
+    fails = []
 
     def hook(grad: torch.Tensor) -> None:
         if fails:
             fails.clear()
             raise ValueError("in the middle")
 
-    with attach(model, BY_TWO):
-        x = INPUT.clone().requires_grad_()
+    def watched(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
         x.register_hook(hook)
-        loss = model(x).square().sum()
+        return torch.sin(x @ layer.weight)
+
+    functions = [smooth, smooth, smooth]
+    functions[fails_in] = watched
+    model = Stack(*functions)
+    expected = step(copy.deepcopy(model))
+    with attach(model, config):
+        fails.append(True)
+        loss = model(INPUT.clone().requires_grad_()).square().sum()
         with pytest.raises(ValueError, match="in the middle"):
             loss.backward(retain_graph=True)
         model.zero_grad()
-        x.grad = None
         loss.backward()
         found = gradients_of(model)
     assert_same_tensors(found, {n: g for n, g in expected.items() if n in found}, "")
