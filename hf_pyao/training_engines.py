@@ -102,8 +102,6 @@ class TrainingEngine:
     anew."""
     reduces_in_backward: bool = False
     """Whether a failed micro-batch cannot begin anew once gradients are being reduced."""
-    ranks_share_micro_batch: bool = False
-    """Whether several ranks compute one micro-batch together, instead of each its own."""
     outcomes: Mapping[Feature, Outcome] = field(default_factory=dict)
     """Features that do not simply work."""
     untried: frozenset[Feature] = frozenset()
@@ -283,7 +281,6 @@ DTENSOR = TrainingEngine(
     family="tensor parallelism",
     parameter_attribute="full_tensor",
     shards=Sharded.WEIGHTS,
-    ranks_share_micro_batch=True,
     untried=_BESIDE_OFFLOADING - {Feature.PLANNING, Feature.HEAD_LOSS, Feature.MLP_TILES},
     outcomes={
         **_instead(Feature.OFFLOADING, "saved `DTensor`s stay on the device"),
@@ -301,7 +298,6 @@ PIPELINE = TrainingEngine(
     name="pipeline stages (`torch.distributed.pipelining`)",
     family="a pipeline",
     source_path="/distributed/pipelining/",
-    ranks_share_micro_batch=True,
     untried=_BESIDE_OFFLOADING - {Feature.RUN_AGAIN},
     outcomes=_refused(
         Feature.RUN_AGAIN, _ENDS, "other ranks have had results of it, or wait for them"

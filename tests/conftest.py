@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,3 +172,15 @@ def small_heap() -> Iterator[None]:
     _python_dispatch._is_in_torch_dispatch_mode = False
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """Make a group of one process: wrappers are real, and nothing needs a second process."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.head_loss_curve import compare_curves
+from bench.turns import peak_bytes, times_in_turns
 from hf_pyao.model.head.head_loss import install_head_loss
-from hf_pyao.plan.documents.bench import StepTimes
 from result_file import write_result
 
 SCHEMA_VERSION = 1
-NUM_WARMUP = 1
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -85,20 +85,8 @@ def _measure(
     handle = install_head_loss(models["chunked"], "chunked", budget_bytes=budget_bytes)
     embedded = torch.randn(1, num_tokens, arguments.hidden)
     labels = torch.randint(0, num_vocab, (1, num_tokens))
-    wall_ms: dict[str, list[float]] = {way: [] for way in models}
-    cpu_ms: dict[str, list[float]] = {way: [] for way in models}
-    for turn in range(NUM_WARMUP + arguments.rounds):
-        ways = list(models) if turn % 2 else list(reversed(models))
-        for way in ways:
-            wall_s, cpu_s = time.perf_counter(), time.process_time()
-            _step(models[way], embedded, labels)
-            wall_ms[way].append((time.perf_counter() - wall_s) * 1e3)
-            cpu_ms[way].append((time.process_time() - cpu_s) * 1e3)
-    times = {
-        f"{way}_{clock}": StepTimes.of(values[way][NUM_WARMUP:], NUM_WARMUP)
-        for clock, values in (("wall", wall_ms), ("cpu", cpu_ms))
-        for way in models
-    }
+    ways = {way: partial(_step, model, embedded, labels) for way, model in models.items()}
+    times = times_in_turns(ways, arguments.rounds)
     ratios = {
         f"{clock}_time_ratio": times[f"chunked_{clock}"].median_ms / times[f"own_{clock}"].median_ms
         for clock in ("wall", "cpu")
@@ -110,7 +98,7 @@ def _measure(
         "dtype": "float32",
         "budget_mib": budget_mib,
         **ratios,
-        "peak_bytes": {way: _peak_bytes(m, embedded, labels) for way, m in models.items()},
+        "peak_bytes": {way: _peak_bytes(models[way], step) for way, step in ways.items()},
         **handle.metrics(),
         **times,
     }
@@ -133,21 +121,9 @@ def _step(model: LlamaForCausalLM, embedded: torch.Tensor, labels: torch.Tensor)
     model(inputs_embeds=hidden, labels=labels, use_cache=False).loss.backward()
 
 
-def _peak_bytes(model: LlamaForCausalLM, embedded: torch.Tensor, labels: torch.Tensor) -> int:
-    """Return the most bytes that one step has allocated at once, by the allocator's own events."""
+def _peak_bytes(model: LlamaForCausalLM, step: Callable[[], object]) -> int:
     model.zero_grad()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, acc_events=True
-    ) as profile:
-        _step(model, embedded, labels)
-    profiler: Any = profile.profiler
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    live, peak = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return peak_bytes(step)
 
 
 def _print_row(row: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,14 +28,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_pyao.model.tiles import TiledCall, plan_tiles, run_in_tiles
 from hf_pyao.model.tiles.weight_sums import SummedProducts, WeightSums
-from hf_pyao.plan.documents.bench import StepTimes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.turns import peak_bytes, times_in_turns
 from result_file import write_result
 
 SCHEMA_VERSION = 1
-NUM_WARMUP = 1
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -111,14 +109,8 @@ def _measure(
         "again": partial(_again, mlp, call, hidden),
     }
     ways["tiled"]()  # sees which product is the last
-    cpu_ms: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(NUM_WARMUP + arguments.rounds):
-        for way in ways if turn % 2 else reversed(ways):
-            start_s = time.process_time()
-            ways[way]()
-            cpu_ms[way].append((time.process_time() - start_s) * 1e3)
-    times = {way: StepTimes.of(values[NUM_WARMUP:], NUM_WARMUP) for way, values in cpu_ms.items()}
-    whole, tiled, forward, again = (times[way].median_ms for way in ways)
+    times = times_in_turns(ways, arguments.rounds)
+    whole, tiled, forward, again = (times[f"{way}_cpu"].median_ms for way in ways)
     return {
         "mlp": kind,
         "num_tokens": num_tokens,
@@ -130,8 +122,8 @@ def _measure(
         "cpu_time_ratio": tiled / whole,
         "cpu_time_ratio_with_what_runs_again": tiled / (whole + again),
         "cpu_time_ratio_with_one_forward_more": tiled / (whole + forward),
-        "peak_bytes": {way: _peak_bytes(ways[way], mlp) for way in ("whole", "tiled")},
-        **{f"{way}_cpu": each for way, each in times.items()},
+        "peak_bytes": {way: peak_bytes(ways[way]) for way in ("whole", "tiled")},
+        **{name: each for name, each in times.items() if name.endswith("_cpu")},
     }
 
 
@@ -151,22 +143,6 @@ def _again(mlp: nn.Module, call: TiledCall, hidden: Tensor) -> Tensor:
     with SummedProducts(WeightSums(()), call.ending):
         output: Tensor = mlp(hidden)
     return output
-
-
-def _peak_bytes(step: Callable[[], object], mlp: nn.Module) -> int:
-    """Return the most bytes that one step has allocated at once, by the allocator's own events."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, acc_events=True
-    ) as profile:
-        step()
-    profiler: Any = profile.profiler
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    live, peak = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 def _print_row(row: dict[str, Any]) -> None:

@@ -47,8 +47,3 @@ def source(document: dict[str, Any]) -> str:
         f"`{commit}`, {machine}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}: [result file]({folder}/{name}.json).*"
     )
-
-
-def gb(value: float | None) -> str:
-    """Return bytes as GB of 1e9; a dash for nothing."""
-    return "–" if value is None else f"{value / 1e9:.2f}"

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NOT_IN_TEXT = "not in the text"
-
 NUM_NODES = 5
 LINK_GBIT_PER_S = 1.0
 SEQUENCE_LENGTH = 512

@@ -6,7 +6,6 @@ Times are never asserted. Each run starts its nodes anew, which takes most of it
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -23,16 +22,13 @@ from cluster.cluster_result import ClusterPoint, ClusterSweep
 from cluster.cluster_settings import EVENT_PREFIX, NodeSettings
 from cluster.cluster_sweep import ClusterError, Gathered, plan_points
 from hf_pyao.errors import ConfigError
+from tests.helpers.ranks import needs_deepspeed
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
 
 pytestmark = [pytest.mark.thorough, pytest.mark.distributed]
 
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="not run: DeepSpeed is not installed (pip install 'hf_pyao[deepspeed]')",
-)
 ENGINES = ["ddp", pytest.param("zero2", marks=needs_deepspeed)]
 
 LEAST, MOST = 0.98, 1.04

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import needs_deepspeed, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 WORKER = "tests.distributed.tiles_worker"
-
-
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="not run: DeepSpeed is not installed (pip install 'hf_pyao[deepspeed]')",
-)
 
 
 CASES = [

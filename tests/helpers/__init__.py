@@ -24,6 +24,13 @@ from hf_pyao import PyAOConfig
 from hf_pyao.engine.transfer.layout import bytes_of
 from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket
 
+PRECISIONS = {
+    "fp32": (torch.float32, None),
+    "bf16 autocast": (torch.float32, torch.bfloat16),
+    "bf16 weights": (torch.bfloat16, None),
+}
+"""Dtype of the weights, and that of autocast."""
+
 VOCAB = 64
 HIDDEN = 32
 NUM_LAYERS = 3
@@ -165,9 +172,6 @@ def enable_checkpointing(model: PreTrainedModel, *, use_reentrant: bool, **optio
     enable({"use_reentrant": use_reentrant}, **options)
 
 
-CHECKPOINTS_FORWARD = hasattr(PreTrainedModel, "activation_checkpointing_enable")
-"""True from transformers 5.23 on, which checkpoints a layer's ``forward``; before, ``__call__``."""
-
 # ---- data ----------------------------------------------------------------------------------------
 
 
@@ -255,6 +259,12 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def num_hooks(model: nn.Module) -> int:
+    """Return how many hooks the modules of *model* have."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+
 def assert_same_trajectory(ours: Trajectory, reference: Trajectory, what: str = "") -> None:
     """Compare bits of losses, gradients and parameters, and the state of the random generator."""
     for index, (loss, expected) in enumerate(zip(ours.losses, reference.losses, strict=True)):
@@ -284,6 +294,12 @@ NOTHING_BUT_ROUNDING = 1e-6
 
 So is that of a key projection's bias: it adds the same to all scores of a query.
 """
+
+
+def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
+    """Compare all parameters by bits."""
+    pairs = (dict(each.named_parameters()) for each in (model, reference))
+    assert_same_tensors(*pairs, "parameters")
 
 
 def relative_errors(

@@ -7,6 +7,7 @@ The test calls :func:`run_ranks`; each rank is ``python -m MODULE FOLDER ARGUMEN
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import socket
@@ -18,8 +19,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="not run: DeepSpeed is not installed (pip install 'hf_pyao[deepspeed]')",
+)
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300

@@ -23,8 +23,6 @@ from hf_pyao.config import SETTINGS
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.trainer import _resolve_config
 from hf_pyao.levers import Levers
-from hf_pyao.plan.hardware.presets import Hardware
-from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.options.auto_plan import plan_of_choice
 from hf_pyao.plan.options.plan_levers import free_levers
 from hf_pyao.plan.options.plan_request import PlanRequest
@@ -33,6 +31,7 @@ from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
+from tests.helpers.hardware import HARDWARE
 
 IMPLIED = {
     "keep_last_layers": (1, 1),
@@ -280,13 +279,6 @@ def test_flags_fill_what_the_trainers_configuration_leaves_open() -> None:
 
 # ---- the same plan -------------------------------------------------------------------------------
 
-HARDWARE = Hardware(
-    name="made up",
-    device=DeviceModel(tflop_per_s=0.05, memory_gib_per_s=2.0, launch_us=1.0),
-    link=LinkModel(d2h_gib_per_s=0.3, h2d_gib_per_s=0.3),
-    memory_gib=1,
-    source="made up",
-)
 SHARE = -0.1
 """Less memory than offloading everything takes: options that are open are needed."""
 LENGTH, MICRO_BATCH = 64, 2

@@ -19,13 +19,13 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from hf_pyao import PyAOAccelerator, PyAOConfig, PyAOPlugin
 from hf_pyao.errors import ConfigError, ConflictError, NoLayersFoundError
 from hf_pyao.plan.documents.run import RunReport
+from tests.helpers import VOCAB, assert_same_parameters, num_hooks, tiny_model
 
-VOCAB = 64
 SMALL: dict[str, Any] = {"policy": "all", "min_bytes": 0, "host_memory_gib": 0.25}
 """Tiny models save tiny tensors: offload those too."""
 
@@ -48,28 +48,8 @@ def reset_accelerate() -> None:
         state._reset_state()
 
 
-@pytest.fixture
-def one_process_group(tmp_path: Path) -> Iterator[None]:
-    """A group of one process: wrappers are real, nothing needs a second process."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def tiny_llama(num_layers: int = 3) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_hidden_layers=num_layers,
-        vocab_size=VOCAB,
-        attention_dropout=0.1,
-    )
-    set_seed(0)
-    return LlamaForCausalLM(config)
+def tiny_llama(num_layers: int = 3) -> PreTrainedModel:
+    return tiny_model("llama", num_hidden_layers=num_layers, dropout=0.1)
 
 
 def train(accelerator: Accelerator, *wrapped: nn.Module, num_steps: int = 2) -> list[nn.Module]:
@@ -87,16 +67,6 @@ def train(accelerator: Accelerator, *wrapped: nn.Module, num_steps: int = 2) -> 
             optimizer.step()
             optimizer.zero_grad()
     return list(models)
-
-
-def num_hooks(model: nn.Module) -> int:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-
-
-def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    assert all(torch.equal(ours, plain) for ours, plain in pairs)
 
 
 def test_every_config_field_has_its_field_here() -> None:
@@ -456,7 +426,7 @@ def test_each_model_and_the_end_have_their_line(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.distributed
-@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.usefixtures("one_rank")
 def test_under_ddp_it_is_bitwise_the_same() -> None:
     def prepared_by(accelerator: Accelerator) -> nn.Module:
         accelerator.state.distributed_type = DistributedType.MULTI_CPU
@@ -472,7 +442,7 @@ def test_under_ddp_it_is_bitwise_the_same() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.usefixtures("one_rank")
 def test_under_fsdp2_which_bypasses_prepare_model_it_is_bitwise_the_same() -> None:
     def prepared_by(accelerator: Accelerator) -> nn.Module:
         # On a CPU Accelerate would fall back to DDP in silence.

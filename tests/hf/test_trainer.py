@@ -13,15 +13,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    set_seed,
 )
 
 from hf_pyao import (
@@ -34,6 +29,7 @@ from hf_pyao import (
 )
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.plan.documents.run import RunReport
+from tests.helpers import VOCAB, assert_same_parameters, num_hooks, tiny_model
 
 # TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is depre:FutureWarning")
@@ -41,39 +37,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is depr
 RENAMED = "activation_checkpointing" in inspect.signature(TrainingArguments).parameters
 CHECKPOINTING = "activation_checkpointing" if RENAMED else "gradient_checkpointing"
 
-VOCAB = 64
 EVERYTHING = PyAOConfig(policy="all", min_bytes=0, keep_last_layers=1, host_memory_gib=0.25)
 """Tiny models save tiny tensors: offload those too."""
 
 
 def tiny_opt(dropout: float = 0.0) -> PreTrainedModel:
-    config = OPTConfig(
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_attention_heads=2,
-        num_hidden_layers=3,
-        vocab_size=VOCAB,
-        max_position_embeddings=32,
-        dropout=dropout,
-        attention_dropout=dropout,
-    )
-    set_seed(0)
-    return OPTForCausalLM(config)
+    return tiny_model("opt", dropout=dropout)
 
 
 def tiny_llama(dropout: float = 0.0) -> PreTrainedModel:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_hidden_layers=3,
-        vocab_size=VOCAB,
-        attention_dropout=dropout,
-    )
-    set_seed(0)
-    return LlamaForCausalLM(config)
+    return tiny_model("llama", dropout=dropout)
 
 
 MODELS = {"opt": tiny_opt, "llama": tiny_llama}
@@ -108,19 +81,8 @@ def trainer_for(cls: type[Trainer], model: nn.Module, args: TrainingArguments, *
     return cls(model=model, args=args, train_dataset=data, eval_dataset=data[:4], **more)
 
 
-def num_hooks(model: nn.Module) -> int:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-
-
 def logged(trainer: Trainer, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
-def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
-    parameters = dict(model.named_parameters())
-    for name, expected in reference.named_parameters():
-        assert torch.equal(parameters[name], expected), name
 
 
 class FailsAt(TrainerCallback):

@@ -6,7 +6,6 @@ import copy
 from dataclasses import replace
 
 import pytest
-import torch
 
 from hf_pyao import attach
 from hf_pyao.plan.solve.planner import Planner
@@ -14,16 +13,11 @@ from tests.helpers import (
     ACCUMULATING,
     EVERYTHING,
     MAIN,
+    PRECISIONS,
     assert_same_trajectory,
     tiny_model,
     train,
 )
-
-PRECISIONS = {
-    "fp32": (torch.float32, None),
-    "bf16 autocast": (torch.float32, torch.bfloat16),
-    "bf16 weights": (torch.bfloat16, None),
-}
 
 
 @pytest.mark.sampled(every=23)

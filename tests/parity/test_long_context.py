@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_pyao import PyAOConfig, attach
-from tests.helpers import ARCHITECTURES, NUM_LAYERS, Batch, relative_errors, tiny_batch, tiny_model
+from tests.helpers import (
+    ARCHITECTURES,
+    NUM_LAYERS,
+    Batch,
+    gradients_of,
+    relative_errors,
+    tiny_batch,
+    tiny_model,
+)
 
 ALL = PyAOConfig(
     policy="all",
@@ -30,9 +38,7 @@ def gradients(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]
     model.zero_grad()
     loss = model(**batch, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }
+    return loss.detach(), gradients_of(model)
 
 
 def check(model: nn.Module, config: PyAOConfig, bound: float) -> dict[str, float]:

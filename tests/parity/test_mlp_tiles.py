@@ -20,6 +20,7 @@ from tests.helpers import (
     VOCAB,
     Batch,
     enable_checkpointing,
+    gradients_of,
     relative_errors,
     tiny_batch,
     tiny_model,
@@ -82,8 +83,7 @@ def gradients(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    return loss.detach(), gradients_of(model)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -284,7 +284,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         with torch.autocast("cpu", dtype=dtype):
             loss = of(**batch).loss
         loss.backward()
-        return {n: p.grad.clone() for n, p in of.named_parameters() if p.grad is not None}
+        return gradients_of(of)
 
     expected = run(copy.deepcopy(model))
     with attach(model, OFFLOADED):

@@ -6,7 +6,6 @@ import copy
 from dataclasses import replace
 
 import pytest
-import torch
 
 from hf_pyao import attach
 from tests.helpers import (
@@ -14,6 +13,7 @@ from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,
     MAIN,
+    PRECISIONS,
     assert_same_trajectory,
     enable_checkpointing,
     tiny_model,
@@ -21,11 +21,6 @@ from tests.helpers import (
 )
 
 CHECKPOINTING = {"plain": None, "reentrant": True, "non-reentrant": False}
-PRECISIONS = {
-    "fp32": (torch.float32, None),
-    "bf16 autocast": (torch.float32, torch.bfloat16),
-    "bf16 weights": (torch.bfloat16, None),
-}
 CONFIGS = {
     "plain": (EVERYTHING, replace(EVERY_LAYER, window=4096)),
     "reentrant": (EVERY_LAYER,),

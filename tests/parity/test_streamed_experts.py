@@ -19,9 +19,9 @@ from hf_pyao.errors import ConflictError
 from hf_pyao.model.weights import streamable
 from hf_pyao.model.weights.experts import FusedExperts
 from tests.engine.weights.test_streaming import SlotsSeen
-from tests.helpers import HIDDEN, VOCAB, enable_checkpointing, gradients_of, tiny_batch
+from tests.helpers import HIDDEN, PRECISIONS, VOCAB, enable_checkpointing, gradients_of, tiny_batch
 from tests.helpers.adapters import with_adapters
-from tests.parity.test_streamed_weights import CONFIGS, PRECISIONS, check
+from tests.parity.test_streamed_weights import CONFIGS, check
 
 _COMMON = {
     "hidden_size": HIDDEN,

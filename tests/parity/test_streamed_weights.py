@@ -13,6 +13,7 @@ from hf_pyao import PyAOConfig, attach
 from tests.helpers import (
     ACCUMULATING,
     ARCHITECTURES,
+    PRECISIONS,
     assert_same_trajectory,
     enable_checkpointing,
     train,
@@ -22,11 +23,6 @@ from tests.helpers.adapters import tiny_lora
 STEPS = (*ACCUMULATING, *ACCUMULATING[:2])
 """Five steps, some of several micro-batches."""
 
-PRECISIONS = {
-    "fp32": (torch.float32, None),
-    "bf16 autocast": (torch.float32, torch.bfloat16),
-    "bf16 weights": (torch.bfloat16, None),
-}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "all": {"policy": "all"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from recipe_arguments import parse_arguments
+from tests.helpers.ranks import needs_deepspeed
 from tests.recipes.conftest import RECIPES, REPOSITORY
 
 CONFIGS = RECIPES / "configs"
 LAUNCH_FILES = sorted(CONFIGS.glob("*.yaml"))
 DEEPSPEED_FILES = sorted(CONFIGS.glob("*.json"))
-
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="not run: DeepSpeed is not installed (pip install 'hf_pyao[deepspeed]')",
-)
 
 
 def test_every_launch_file_is_there() -> None:

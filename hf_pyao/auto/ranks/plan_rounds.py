@@ -61,11 +61,6 @@ class Proposer:
         self._text = ""
         self._begins_at = 0
 
-    @property
-    def waits(self) -> bool:
-        """True from a proposal to its decision."""
-        return self._round is not None
-
     def propose(self, text: str, number: int) -> None:
         """Propose a plan, before micro-batch *number*; an empty *text* says that there is none.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -25,15 +24,6 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     if device.type in WITHOUT_STREAMS:
         return None
     return torch.accelerator.current_stream(device.index)  # an index is found faster than a device
-
-
-class Queued(Protocol):
-    """A copy, as far as it matters here."""
-
-    @property
-    def compute(self) -> torch.Stream | None:
-        """The stream that was current when it was queued; None on a CPU."""
-        ...
 
 
 class ComputeStreams:

@@ -219,13 +219,12 @@ class StreamTransport:
         return streams
 
 
-TRANSPORTS: dict[str, Callable[[int], Transport]] = {
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "stream": StreamTransport,
-    "blocking": lambda copy_streams: BlockingTransport(),
+    "blocking": BlockingTransport,
 }
 
 
-def transport_for(device: torch.device, copy_streams: int = 2) -> Transport:
+def transport_for(device: torch.device) -> Transport:
     """Return the transport that suits *device*: streams on an accelerator, else blocking."""
-    name = "blocking" if device.type in ("cpu", "meta") else "stream"
-    return TRANSPORTS[name](copy_streams)
+    return TRANSPORTS["blocking" if device.type in ("cpu", "meta") else "stream"]()

@@ -9,7 +9,6 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -64,9 +63,9 @@ class Provenance:
     """Variables that change speed or memory, where they are set."""
 
 
-def collect_provenance(argv: Sequence[str] | None = None) -> Provenance:
-    """Return the provenance of this process, or of the command line *argv*."""
-    argv = sys.argv if argv is None else argv
+def collect_provenance() -> Provenance:
+    """Return the provenance of this process."""
+    argv = sys.argv
     commit, is_dirty = git_state()
     return Provenance(
         command=shlex.join([Path(argv[0]).name or "python", *argv[1:]]) if argv else "",

@@ -40,13 +40,13 @@ class LinkSpeed:
         return self.both_gib_per_s > 1.3 * max(self.d2h_gib_per_s, self.h2d_gib_per_s)
 
 
-def measure_link(device: torch.device, num_bytes: int = COPY_BYTES) -> LinkSpeed:
+def measure_link(device: torch.device) -> LinkSpeed:
     """Measure the link of *device*; a CPU has none."""
     if device.type == "cpu":
         return LinkSpeed()
-    on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    pinned = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    pageable = torch.zeros(num_bytes, dtype=torch.uint8)
+    on_device = [torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    pinned = [torch.zeros(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    pageable = torch.zeros(COPY_BYTES, dtype=torch.uint8)
     streams = [torch.Stream(device) for _ in range(2)]
 
     def d2h() -> None:
@@ -65,14 +65,14 @@ def measure_link(device: torch.device, num_bytes: int = COPY_BYTES) -> LinkSpeed
         pageable.copy_(on_device[0])
 
     return LinkSpeed(
-        d2h_gib_per_s=_speed(d2h, num_bytes, device),
-        h2d_gib_per_s=_speed(h2d, num_bytes, device),
-        both_gib_per_s=_speed(both, 2 * num_bytes, device),
-        d2h_pageable_gib_per_s=_speed(d2h_pageable, num_bytes, device),
+        d2h_gib_per_s=_speed(d2h, COPY_BYTES, device),
+        h2d_gib_per_s=_speed(h2d, COPY_BYTES, device),
+        both_gib_per_s=_speed(both, 2 * COPY_BYTES, device),
+        d2h_pageable_gib_per_s=_speed(d2h_pageable, COPY_BYTES, device),
     )
 
 
-def _speed(copy: Callable[[], None], num_bytes: int, device: torch.device) -> float:
+def _speed(copy: Callable[[], None], COPY_BYTES: int, device: torch.device) -> float:
     """Return the median speed of *copy* in GiB/s."""
     seconds = []
     for _ in range(NUM_COPIES + 1):
@@ -81,4 +81,4 @@ def _speed(copy: Callable[[], None], num_bytes: int, device: torch.device) -> fl
         copy()
         torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return num_bytes / 2**30 / statistics.median(seconds[1:])  # the first warms up
+    return COPY_BYTES / 2**30 / statistics.median(seconds[1:])  # the first warms up

@@ -22,7 +22,7 @@ and launch. An assumption, for predicted intervals alone."""
 
 
 def by_pack_intervals(
-    program: StepProgram, device: DeviceModel, layer: int = 1, *, host_us: float = HOST_COST_US
+    program: StepProgram, device: DeviceModel, layer: int = 1
 ) -> dict[str, float]:
     """Return the throughput of each sub-module as the paper times it, in GiB/s.
 
@@ -33,7 +33,6 @@ def by_pack_intervals(
         program: the step; every saved tensor counts, as often as it is saved.
         device: speeds.
         layer: which layer, of the first two; the second stands for those between.
-        host_us: least length of an interval.
     """
     ends_ms = _ends_ms(program, device)
     starts = _starts(program, layer)
@@ -43,7 +42,7 @@ def by_pack_intervals(
         if pack.layer != layer:
             continue
         begin_ms = max(before_ms, ends_ms[min(starts.get(pack.path, pack.at), pack.at)])
-        elapsed_ms = ends_ms[pack.at] - begin_ms + host_us / 1e3
+        elapsed_ms = ends_ms[pack.at] - begin_ms + HOST_COST_US / 1e3
         rates[pack.path].append(pack.nbytes / GIB / (elapsed_ms / 1e3))
         before_ms = ends_ms[pack.at]
     return {path: fmean(values) for path, values in rates.items()}

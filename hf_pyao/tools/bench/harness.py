@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_pyao.plan.documents.bench import OK, REFERENCE, BenchReport, BenchRow
-from hf_pyao.plan.documents.provenance import Provenance, collect_provenance
+from hf_pyao.plan.documents.provenance import collect_provenance
 from hf_pyao.plan.documents.schema import to_plain, write_json
 from hf_pyao.tools.bench.methods import find_method, is_lossy
 from hf_pyao.tools.bench.processes import probe, run_trials
@@ -29,7 +29,6 @@ def run_bench(
     output: Path | None = None,
     timeout_s: float = 600.0,
     progress: Progress = silent,
-    provenance: Provenance | None = None,
 ) -> BenchReport:
     """Measure each of *trials* in a process of its own and return the report.
 
@@ -39,7 +38,6 @@ def run_bench(
         output: where the report is written, anew after each row; None: nowhere.
         timeout_s: most time for a row.
         progress: told of each row.
-        provenance: where the figures come from; None: this process's command line.
 
     Raises:
         ConfigError: a method is unknown, or the device or the model cannot be had.
@@ -55,7 +53,7 @@ def run_bench(
             setup=to_plain(setup),
             device=device,
             link=link,
-            provenance=provenance or collect_provenance(),
+            provenance=collect_provenance(),
             rows=[],
         ),
         output,

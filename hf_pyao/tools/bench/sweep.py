@@ -68,7 +68,6 @@ def run_sweep(
     timeout_s: float = 600.0,
     on_machine: Callable[[str], None] = lambda line: None,
     on_point: Progress = lambda point: None,
-    provenance: Provenance | None = None,
 ) -> SweepReport:
     """Measure each budget with each seed, and return the report.
 
@@ -80,7 +79,6 @@ def run_sweep(
         timeout_s: most time for a point.
         on_machine: told of the machine once.
         on_point: told of each point.
-        provenance: where the figures come from; None: this process's command line.
 
     Raises:
         ConfigError: the device or the model cannot be had, or a setting is bad.
@@ -89,7 +87,7 @@ def run_sweep(
     find_method(plan.trial(0).method)
     device, link, _ = probe(plan.setup.device, with_speeds=False)
     on_machine(describe_machine(device, link))
-    report = _empty_report(plan, device, provenance or collect_provenance())
+    report = _empty_report(plan, device, collect_provenance())
     points: list[SweepPoint] = []
     try:
         for seed in plan.seeds:

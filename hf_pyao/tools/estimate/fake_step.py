@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from hf_pyao.attachment import attach
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.config import PyAOConfig
-from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.fake_cuda.cuda_choices import answers_without_values, choices_of_cuda
 from hf_pyao.model.fake_cuda.cuda_operations import operations_of_cuda, replaced
@@ -181,7 +180,6 @@ def peak_of(
     settings: PyAOConfig,
     micro_batch: int,
     sequence_length: int,
-    transport: Transport | None = None,
 ) -> StepPeak:
     """Run one step and return what would be alive on the device.
 
@@ -190,13 +188,12 @@ def peak_of(
         settings: what is offloaded.
         micro_batch: samples.
         sequence_length: tokens of each.
-        transport: how copies are done; None: never before something waits for them.
     """
     with training.model() as (model, fake_mode):
         weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         state_bytes = training.state_bytes(model)
         training.let_gradients_go(model)
-        with attach(model, settings, transport=transport or LateTransport()) as offloader:
+        with attach(model, settings, transport=LateTransport()) as offloader:
             ledger = MemoryLedger(offloader.link.tiers.owns)
             ledger.note([*model.parameters(), *model.buffers()])
             stack = find_layers(model).stack

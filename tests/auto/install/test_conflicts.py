@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaForCausalLM, TrainingArguments
 from trl import SFTConfig
 
 from hf_pyao import attach
@@ -21,6 +21,7 @@ from hf_pyao.auto.install.conflicts import (
     uses_checkpointing,
 )
 from hf_pyao.errors import ConfigError, ConflictError
+from tests.helpers import tiny_model
 
 # TRL sets the older of the two names of checkpointing, which transformers 5.23 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is depre:FutureWarning")
@@ -36,21 +37,9 @@ def cpu_arguments(**values: Any) -> TrainingArguments:
     return TrainingArguments("out", use_cpu=True, **values)
 
 
-def tiny_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=64,
-    )
-    return LlamaForCausalLM(config)
-
-
 def test_plain_arguments_and_a_plain_model_pass() -> None:
     check_training_arguments(cpu_arguments())
-    check_model(tiny_llama())
+    check_model(tiny_model("llama"))
 
 
 def test_checkpointing_and_segments_are_not_both_asked_for() -> None:
@@ -62,7 +51,7 @@ def test_checkpointing_and_segments_are_not_both_asked_for() -> None:
 
 
 def test_an_activation_that_writes_what_was_saved_is_refused() -> None:
-    model = tiny_llama()
+    model = tiny_model("llama")
     model.model.layers[1].mlp.act_fn = nn.RReLU()
     with pytest.raises(ConflictError, match=r"model.layers.1.mlp.act_fn.*nn.RReLU"):
         check_model(model)
@@ -73,8 +62,8 @@ def test_an_activation_that_writes_what_was_saved_is_refused() -> None:
 def test_compiled_autograd_is_refused() -> None:
     with torch._dynamo.config.patch(compiled_autograd=True):
         with pytest.raises(ConflictError, match=r"compiled_autograd is on.*Switch it off"):
-            attach(tiny_llama())
-    attach(tiny_llama()).detach()
+            attach(tiny_model("llama"))
+    attach(tiny_model("llama")).detach()
 
 
 def test_transformers_own_checkpoint_offloading_is_refused() -> None:
@@ -109,7 +98,7 @@ def test_several_gpus_in_one_process_are_refused() -> None:
 
 def test_data_parallel_is_refused() -> None:
     with pytest.raises(ConflictError, match="DataParallel"):
-        attach(nn.DataParallel(tiny_llama()))
+        attach(nn.DataParallel(tiny_model("llama")))
 
 
 def test_unified_memory_is_refused() -> None:
@@ -127,7 +116,7 @@ def test_unified_memory_is_refused() -> None:
 
 
 def test_saved_tensor_hooks_around_the_caller_are_refused() -> None:
-    model = tiny_llama()
+    model = tiny_model("llama")
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
         pytest.raises(ConflictError, match=r"saved-tensor hooks are already set.*outside"),
@@ -138,7 +127,7 @@ def test_saved_tensor_hooks_around_the_caller_are_refused() -> None:
 
 @pytest.mark.skipif(not CAN_OFFLOAD, reason="this transformers offloads no checkpoints")
 def test_a_model_that_offloads_its_checkpoints_is_refused() -> None:
-    model = tiny_llama()
+    model = tiny_model("llama")
     enable = getattr(model, f"{CHECKPOINTING}_enable")
     enable(offload=True)
     with pytest.raises(ConflictError, match=r"offload=True.*without `offload`"):
@@ -150,7 +139,7 @@ def test_a_model_that_offloads_its_checkpoints_is_refused() -> None:
 def test_torchs_offload_wrapper_is_refused() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
-    model = tiny_llama()
+    model = tiny_model("llama")
     model.model.layers[1] = offload_wrapper(model.model.layers[1])
     with pytest.raises(ConflictError, match=r"model\.layers\.1"):
         check_model(model)

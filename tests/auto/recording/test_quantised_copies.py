@@ -17,6 +17,7 @@ from hf_pyao.auto.recording.quantised_copies import tensors_beside
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.tools.simulation.late_transport import LateTransport
 from tests.auto.recording.test_model_copy import program_of
+from tests.helpers import gradients_of
 from tests.helpers.quantised import KINDS, quantise_
 from tests.helpers.storages import LiveStorages
 from tests.plan.predict.test_referee import storages_alone
@@ -58,10 +59,6 @@ def step(model: nn.Module, seed: int = 0) -> torch.Tensor:
     loss: torch.Tensor = model(**batch(seed), use_cache=False).loss
     loss.backward()
     return loss.detach()
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,9 +135,9 @@ def test_auto_plans_within_a_limit(kind: str, family: str, tmp_path: Path) -> No
         plan = offloader.plan
     assert plan is not None
     assert found["offloaded_bytes"] + found["recomputed_bytes"] > 0
-    expected = gradients(reference)
-    assert gradients(model).keys() == expected.keys()
-    assert all(torch.equal(each, expected[n]) for n, each in gradients(model).items())
+    expected = gradients_of(reference)
+    assert gradients_of(model).keys() == expected.keys()
+    assert all(torch.equal(each, expected[n]) for n, each in gradients_of(model).items())
 
 
 def test_weights_of_a_subclass_with_attributes() -> None:

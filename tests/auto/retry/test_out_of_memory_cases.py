@@ -291,13 +291,6 @@ def test_no_tensor_of_a_failed_try_is_alive_in_the_next() -> None:
 # ---- what cannot be undone -----------------------------------------------------------------------
 
 
-def run_twice(
-    model: nn.Module, function: Callable[[], Any], config: PyAOConfig = EVERYTHING
-) -> None:
-    with attach(model, config) as offloader:
-        offloader.run_micro_batch(function)
-
-
 def test_zero_grad_in_the_micro_batch_ends_the_run() -> None:
     model = plant(tiny_model("llama"), Bomb(2))
     with attach(model, EVERYTHING) as offloader:

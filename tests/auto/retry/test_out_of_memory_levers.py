@@ -19,8 +19,20 @@ from hf_pyao.errors import PyAOError
 from tests.auto.retry import (
     test_out_of_memory_loops as loops,
 )
-from tests.auto.retry.test_out_of_memory import NUM_MICRO_BATCHES, OFF, assert_clean, train
-from tests.helpers import EVERY_LAYER, EVERYTHING, assert_same_tensors, tiny_batch, tiny_model
+from tests.auto.retry.test_out_of_memory import (
+    OFF,
+    assert_clean,
+    check_points,
+)
+from tests.helpers import (
+    EVERY_LAYER,
+    EVERYTHING,
+    assert_same_tensors,
+    gradients_of,
+    num_hooks,
+    tiny_batch,
+    tiny_model,
+)
 from tests.helpers.memory_faults import EVER, MemoryFaults, sample
 
 CASES: dict[str, tuple[str, PyAOConfig]] = {
@@ -40,28 +52,14 @@ def _few_objects(small_heap: None) -> None:
     gc.collect()
 
 
-def check_points(name: str, num_points: int) -> None:
-    model_type, config = CASES[name]
-    counted = MemoryFaults()
-    expected, _ = train(model_type, config, counted)
-    for at in sample(len(counted.allocations), num_points):
-        faults = MemoryFaults({at}, counted.allocations)
-        found, offloader = train(model_type, config, faults)
-        assert faults.num_raised == 1
-        assert _len_torch_dispatch_stack() == 0
-        assert_same_tensors(found, expected, f"{name}, allocation {at}")
-        if config.policy != "auto":  # which on a CPU does nothing
-            assert offloader.totals()["num_micro_batches"] == 2 * NUM_MICRO_BATCHES
-
-
 def test_a_run_completes_with_the_same_bits() -> None:
-    check_points("two layers again", 2)
+    check_points("two layers again", 2, CASES)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_completes_with_the_same_bits_at_any_allocation(name: str) -> None:
-    check_points(name, 60)
+    check_points(name, 60, CASES)
 
 
 @pytest.mark.thorough
@@ -92,19 +90,11 @@ def test_without_room_at_all_it_ends_with_the_error_and_plain_training_goes_on(n
     assert_same_tensors(gradients(model), expected, "plain training")
 
 
-def num_hooks(model: nn.Module) -> int:
-    return sum(
-        len(getattr(module, name))
-        for module in model.modules()
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    )
-
-
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     model.zero_grad()
     model(**tiny_batch(), use_cache=False).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 @pytest.mark.thorough

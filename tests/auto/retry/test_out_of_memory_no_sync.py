@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_pyao import OutOfDeviceMemoryError, attach
@@ -32,13 +29,6 @@ class NumberedBomb(Bomb):
         if self.now == self.number:
             self.number = -1
             raise self.error()
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(number: int, *, in_backward: bool, offloads: bool = True, **options: Any) -> Any:

@@ -17,6 +17,7 @@ from hf_pyao.engine.runtime.observer import Observer
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,
+    PRECISIONS,
     Batch,
     Trajectory,
     assert_same_trajectory,
@@ -28,11 +29,6 @@ from tests.helpers import (
 )
 from tests.helpers.recompute_sets import ALONE, CASES, SETS
 
-PRECISIONS = {
-    "fp32": (torch.float32, None),
-    "bf16 autocast": (torch.float32, torch.bfloat16),
-    "bf16 weights": (torch.bfloat16, None),
-}
 VARIANTS = tuple(itertools.product(("sdpa", "eager"), (0.0, 0.1), PRECISIONS))
 BASES = (ALONE, EVERYTHING, replace(EVERY_LAYER, window=4096))
 STEPS: tuple[tuple[Batch, ...], ...] = ((tiny_batch(0),), (tiny_batch(1, padding=2),))

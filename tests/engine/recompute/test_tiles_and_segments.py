@@ -19,6 +19,7 @@ from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.map import (
     architectures,
 )
+from tests.helpers import gradients_of
 
 SIZE = 8
 Gradients = dict[str, Tensor]
@@ -107,8 +108,7 @@ def step(model: nn.Module, between: Callable[[], None] = lambda: None) -> Gradie
     loss = model(x).square().sum()
     between()
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return found | {"input": x.grad}
+    return gradients_of(model) | {"input": x.grad}
 
 
 def assert_same(found: Gradients, expected: Gradients, settings: str) -> None:

@@ -22,6 +22,7 @@ from tests.helpers import (
     assert_same_tensors,
     gradients_of,
     linear_relu,
+    num_hooks,
     tiny_batch,
     tiny_model,
 )
@@ -129,22 +130,14 @@ def test_nothing_is_left_right_after_the_failure_when_detached(
     for where in ("forward 1", "backward 1"):
         bomb = Bomb(kind)
         model = plant(tiny_model("llama"), bomb)
-        hooks = count_hooks(model)
+        hooks = num_hooks(model)
         bomb.where = where
         with pytest.raises(kind, match="boom"), attach(model, config) as offloader:
             step(model)
         gc.collect()  # the traceback's frames
         check_nothing_left(offloader)
-        assert count_hooks(model) == hooks
+        assert num_hooks(model) == hooks
         assert not offloader.is_attached
-
-
-def count_hooks(model: nn.Module) -> int:
-    return sum(
-        len(getattr(module, name))
-        for module in model.modules()
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    )
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before ours", "after ours"])

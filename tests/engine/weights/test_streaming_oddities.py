@@ -42,8 +42,7 @@ def step(model: Stack, seed: int = 0) -> dict[str, torch.Tensor]:
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
     loss = model(x).square().sum()
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}
+    return {"loss": loss.detach(), **gradients_of(model)}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -145,12 +144,6 @@ def test_linear_layers_that_are_layers_themselves() -> None:
             assert all(map(torch.equal, *results))
         assert ring_of(offloader).counts.changed_cast_bytes == 0
         assert ring_of(offloader).num_uploads > 0
-
-
-def edit_transposed(model: Stack) -> None:
-    for layer in model.layers:
-        layer.weight.data[1, 2] += 0.25
-        layer.weight.data.mul_(0.75)
 
 
 def test_writes_through_data_into_a_transposed_weight() -> None:

@@ -35,12 +35,12 @@ from hf_pyao.hf.micro_batch.memory_beside import library_bytes, memory_beside
 from hf_pyao.hf.micro_batch.sample_batches import SampleBatches
 from hf_pyao.hf.micro_batch.take_batch import take_batch
 from hf_pyao.hf.micro_batch.trial_step import check_undoable, try_step
+from tests.helpers import num_hooks
 from tests.hf.test_trainer import (
     EVERYTHING,
     arguments,
     examples,
     logged,
-    num_hooks,
     tiny_opt,
     trainer_for,
 )

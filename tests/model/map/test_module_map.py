@@ -8,8 +8,6 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -206,17 +204,6 @@ class PlainModel(nn.Module):
 @pytest.fixture(autouse=True)
 def _forget_registered_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architectures, "_registered_maps", {})
-
-
-@pytest.fixture
-def gloo(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 class TestArchitectures:
@@ -421,7 +408,7 @@ class TestWrappers:
             unwrap_model(torch.compile(model))
 
     @pytest.mark.distributed
-    @pytest.mark.usefixtures("gloo")
+    @pytest.mark.usefixtures("one_rank")
     def test_ddp_in_both_orders_with_compile(self) -> None:
         base = build("gpt2")
         ddp = nn.parallel.DistributedDataParallel(base)
@@ -432,7 +419,7 @@ class TestWrappers:
         assert unwrap_model(nn.parallel.DistributedDataParallel(compiled)) is inner
 
     @pytest.mark.distributed
-    @pytest.mark.usefixtures("gloo")
+    @pytest.mark.usefixtures("one_rank")
     def test_fsdp1_wrapper_is_the_layer(self) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -453,7 +440,7 @@ class TestWrappers:
         check_roles(found)
 
     @pytest.mark.distributed
-    @pytest.mark.usefixtures("gloo")
+    @pytest.mark.usefixtures("one_rank")
     def test_fsdp2_renamed_classes(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

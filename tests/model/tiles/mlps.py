@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_pyao.model.tiles import TiledCall, TilePlan, run_in_tiles
 from hf_pyao.plan.options.tile_plan import plan_tiles
+from tests.helpers import gradients_of
 
 HIDDEN = 32
 INNER = 80
@@ -59,7 +60,7 @@ def gradients(
     leaf = hidden.detach().requires_grad_(hidden.requires_grad)
     output = function(leaf)
     output.backward(grad.to(output.dtype))
-    weights = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    weights = gradients_of(module)
     return output.detach(), leaf.grad, weights
 
 

@@ -25,7 +25,7 @@ from hf_pyao.model.tiles.mlp_proof import Proofs
 from hf_pyao.model.tiles.mlp_search import FoundMLP, find_mlps
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.step_program import StepProgram
-from tests.helpers import HIDDEN, NUM_LAYERS, tiny_batch, tiny_model
+from tests.helpers import HIDDEN, NUM_LAYERS, gradients_of, tiny_batch, tiny_model
 
 OFF = {"policy": "off"}
 
@@ -34,7 +34,7 @@ def gradients(model: nn.Module, length: int = 8) -> dict[str, Tensor]:
     """Return the gradients of one step."""
     model.zero_grad()
     model(**tiny_batch(length=length)).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

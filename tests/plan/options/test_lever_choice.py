@@ -17,8 +17,6 @@ from hf_pyao import PyAOConfig
 from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.documents.plan import Plan, PlannedSlot
 from hf_pyao.plan.documents.plan_facts import PlanError
-from hf_pyao.plan.hardware.presets import Hardware
-from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.options.auto_plan import describe, plan_of_choice
 from hf_pyao.plan.options.lever_choice import GAIN, WORTH, ChosenLevers, LeverChoice, LeverRoom
 from hf_pyao.plan.options.plan_levers import GivenLevers, levers_of_plan
@@ -32,6 +30,7 @@ from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.simulated_step import simulate_step
 from hf_pyao.tools.report.views.plan_view import plan_view
+from tests.helpers.hardware import HARDWARE
 
 NUM_LAYERS = 16
 FREE = LeverRoom(segments=True, attention=True)
@@ -382,13 +381,6 @@ def test_bad_levers_are_refused(levers: dict[str, Any], message: str) -> None:
 
 MODEL = "llama:hidden_size=64,intermediate_size=256,num_hidden_layers=8,num_attention_heads=4,vocab_size=128"
 MICRO_BATCH, LENGTH = 4, 64
-HARDWARE = Hardware(
-    name="made up",
-    device=DeviceModel(tflop_per_s=0.05, memory_gib_per_s=2.0, launch_us=1.0),
-    link=LinkModel(d2h_gib_per_s=0.3, h2d_gib_per_s=0.3),
-    memory_gib=1,
-    source="made up",
-)
 SETTINGS = {"min_bytes": 4096, "window": 2**15}
 
 

@@ -22,6 +22,7 @@ from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.replayed_step import replay_step
 from tests.plan.predict.test_architectures import SHAPES
+from tests.plan.predict.test_predict import check_lifetimes
 
 MICRO_BATCH, LENGTH = 2, 32
 MIN_BYTES = 1024
@@ -134,15 +135,7 @@ def test_lifetimes_of_what_is_rebuilt_add_up() -> None:
     num_rebuilt = 0
     for drawn in drawn_plans("phi3", 8):
         num_rebuilt += len(drawn.step.rebuilds)
-        program, predicted = drawn.step.program, drawn.late
-        live = [program.resident_bytes] * program.num_operations
-        for buffer, start, end in predicted.lifetimes:
-            for number in range(start, min(end, program.num_operations)):
-                live[number] += program.buffers[buffer].nbytes
-        # What came and went between two operations is in the one that follows.
-        assert all(ours <= theirs for ours, theirs in zip(live, predicted.live_bytes, strict=True))
-        same = sum(ours == theirs for ours, theirs in zip(live, predicted.live_bytes, strict=True))
-        assert same > 0.8 * len(live)
+        check_lifetimes(drawn.step.program, drawn.late, 0.8)
     assert num_rebuilt
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from hf_pyao import PyAOConfig
 from hf_pyao.levers import Levers
-from hf_pyao.plan.hardware.presets import Hardware
-from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.options.auto_plan import plan_of
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.predict import operation_times_ms
@@ -20,16 +18,10 @@ from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.simulated_step import simulate_step
+from tests.helpers.hardware import HARDWARE
 
 MODEL = "llama:hidden_size=64,intermediate_size=256,num_hidden_layers=6,num_attention_heads=4,vocab_size=128"
 MICRO_BATCH, LENGTH = 4, 64
-HARDWARE = Hardware(
-    name="made up",
-    device=DeviceModel(tflop_per_s=0.05, memory_gib_per_s=2.0, launch_us=1.0),
-    link=LinkModel(d2h_gib_per_s=0.3, h2d_gib_per_s=0.3),
-    memory_gib=1,
-    source="made up, so that some copies are hidden and others are not",
-)
 INPUTS = Levers(checkpoint_every=1)
 CASES = [
     Levers(checkpoint_every=1, save_attention=True),
