@@ -57,7 +57,7 @@ def texts() -> Any:
 
 
 def trained(base: Any, config: Any, data: Any, model: nn.Module, folder: Path, **more: Any) -> Any:
-    """Return the trainer after three steps of two micro-batches."""
+    """Return the trainer after its steps: three of two micro-batches, if *more* has no options."""
     options: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 3,

@@ -25,7 +25,8 @@ from transformers import (
 from hf_pyao import PyAOConfig, PyAOTrainerMixin
 from tests.helpers import VOCAB, tiny_model
 from tests.helpers.storages import LiveStorages
-from tests.hf.test_streamed_trl import pairs, texts, tokenizer, words
+from tests.hf.test_streamed_trl import pairs, texts, words
+from tests.hf.test_streamed_trl import trained as trained_by
 
 trl = pytest.importorskip("trl")
 
@@ -120,33 +121,16 @@ def trained(
             return loss
 
     options = {
-        "output_dir": str(folder),
         "max_steps": NUM_STEPS,
         "gradient_accumulation_steps": NUM_ACCUMULATED,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
         "bf16": False,
-        "seed": 3,
         CHECKPOINTING: False,
         **given.get("options", {}),
     }
     more |= {key: value for key, value in given.items() if key != "options"}
     if is_lora:
         more["peft_config"] = LoraConfig(target_modules="all-linear", r=2)
-    torch.manual_seed(11)  # adapters that the trainer adds
-    trainer = Counted(
-        model=model,
-        args=arguments(**options),
-        train_dataset=data(),
-        processing_class=tokenizer(),
-        **more,
-    )
-    trainer.train()
-    return trainer
+    return trained_by(Counted, arguments, data(), model, folder, options=options, **more)
 
 
 def assert_same_parameters(found: Any, expected: Any, start: nn.Module) -> None:

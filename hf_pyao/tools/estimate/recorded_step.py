@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import ParamSpec
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +19,8 @@ from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
+
+Parameters = ParamSpec("Parameters")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class _StepOf:
         self.training.run(model, self.micro_batch, self.sequence_length, label=label)
 
 
-def record_step(
+def recorded_step(
     training: FakeTraining,
     micro_batch: int,
     sequence_length: int,
@@ -66,8 +70,8 @@ def record_step(
     keep_last_layers: int = 0,
     is_whole: bool = False,
     must_run_again: bool = False,
-) -> StepProgram:
-    """Run one step and return it as a program.
+) -> RecordedStep:
+    """Run one step and return it with as few layers as will do.
 
     Args:
         training: the model, and how it is trained.
@@ -85,33 +89,6 @@ def record_step(
         ConfigError: a chunked loss was asked for, and the model keeps its own.
         LeversRefusedError: a layer does not take part that has to.
     """
-    recorded = recorded_step(
-        training,
-        micro_batch,
-        sequence_length,
-        levers=levers,
-        recompute_modules=recompute_modules,
-        plan=plan,
-        keep_last_layers=keep_last_layers,
-        is_whole=is_whole,
-        must_run_again=must_run_again,
-    )
-    return recorded.whole()
-
-
-def recorded_step(
-    training: FakeTraining,
-    micro_batch: int,
-    sequence_length: int,
-    *,
-    levers: Levers = NO_LEVERS,
-    recompute_modules: Sequence[str] = (),
-    plan: Plan | None = None,
-    keep_last_layers: int = 0,
-    is_whole: bool = False,
-    must_run_again: bool = False,
-) -> RecordedStep:
-    """Run one step and return it with as few layers as will do; see :func:`record_step`."""
     recorded, num_chunks = record_fake_step(
         _StepOf(training, micro_batch, sequence_length),
         levers=levers,
@@ -124,3 +101,15 @@ def recorded_step(
     if levers.head_loss == "chunked" and not num_chunks:
         raise ConfigError("the model kept its own loss where a chunked one was asked for.")
     return recorded
+
+
+def _whole(record: Callable[Parameters, RecordedStep]) -> Callable[Parameters, StepProgram]:
+    @functools.wraps(record)
+    def recorded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> StepProgram:
+        return record(*args, **kwargs).whole()
+
+    return recorded
+
+
+record_step = _whole(recorded_step)
+"""Run one step and return it as a program, with all layers; arguments of :func:`recorded_step`."""
