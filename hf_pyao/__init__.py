@@ -11,9 +11,7 @@ from hf_pyao.version import __version__ as __version__
 if TYPE_CHECKING:
     from hf_pyao.attachment import attach as attach
     from hf_pyao.auto.offloader import Offloader as Offloader
-    from hf_pyao.auto.retry.out_of_memory import (
-        OutOfDeviceMemoryError as OutOfDeviceMemoryError,
-    )
+    from hf_pyao.auto.retry.out_of_memory import OutOfDeviceMemoryError as OutOfDeviceMemoryError
     from hf_pyao.config import PyAOConfig as PyAOConfig
     from hf_pyao.hf.accelerator import PyAOAccelerator as PyAOAccelerator
     from hf_pyao.hf.arguments import PyAOArguments as PyAOArguments

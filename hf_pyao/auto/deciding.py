@@ -24,12 +24,7 @@ from hf_pyao.auto.plans.fit import policy_of
 from hf_pyao.auto.policy import AutoPolicy
 from hf_pyao.auto.pyao_rule import PyAORule
 from hf_pyao.auto.residency import Residency
-from hf_pyao.auto.retry.tightening import (
-    MachineTightening,
-    Tightening,
-    paths_of,
-    rungs_of,
-)
+from hf_pyao.auto.retry.tightening import MachineTightening, Tightening, paths_of, rungs_of
 from hf_pyao.engine.recompute.verification import SEGMENT, SecondRuns, Wrong
 from hf_pyao.engine.runtime.backward_order import BackwardOrder
 from hf_pyao.engine.runtime.engine import OffloadEngine
@@ -37,11 +32,7 @@ from hf_pyao.engine.runtime.policy import KeepEverything, OffloadAll, Policy, Re
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.model_identity import identity_of
-from hf_pyao.model.map.module_map import (
-    FoundLayers,
-    named_submodules,
-    resolve_selections,
-)
+from hf_pyao.model.map.module_map import FoundLayers, named_submodules, resolve_selections
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.device_limit import allocator_settings, release_cached
 from hf_pyao.plan.options.plan_request import PlanRequest

@@ -19,12 +19,7 @@ from hf_pyao.auto.plans.correction import LEAST_TIMED, beside, find_off
 from hf_pyao.auto.plans.draft import Draft
 from hf_pyao.auto.plans.files import PlanFiles
 from hf_pyao.auto.plans.fit import LARGER, ready_of
-from hf_pyao.auto.plans.plan_timing import (
-    NUM_UNCOUNTED,
-    PlanCheck,
-    TimedMicroBatch,
-    loses,
-)
+from hf_pyao.auto.plans.plan_timing import NUM_UNCOUNTED, PlanCheck, TimedMicroBatch, loses
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.trained import mark_of

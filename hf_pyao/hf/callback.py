@@ -11,10 +11,7 @@ from transformers import TrainerCallback
 
 from hf_pyao.attachment import attach
 from hf_pyao.auto.effects.arguments import look_at_arguments
-from hf_pyao.auto.install.conflicts import (
-    check_checkpointing_arguments,
-    check_training_arguments,
-)
+from hf_pyao.auto.install.conflicts import check_checkpointing_arguments, check_training_arguments
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
 from hf_pyao.config import PyAOConfig

@@ -11,14 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.communication import (
-    Cluster,
-    StepTime,
-    Work,
-    find_engine,
-    sent_bytes,
-    step_time,
-)
+from experiments.communication import Cluster, StepTime, Work, find_engine, sent_bytes, step_time
 from hf_pyao.errors import ConfigError
 
 MOST_EFFICIENCY = 1448 / 1514

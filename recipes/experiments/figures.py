@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from experiments import memory, memory_page, overheads, throughput
-from experiments.measured import (
-    bench_rows,
-    held_rows,
-    host_rows,
-    method_of,
-    methods_of_all,
-)
+from experiments.measured import bench_rows, held_rows, host_rows, method_of, methods_of_all
 from experiments.rows import Result
 from experiments.runner import Experiment, Mode, NotBuilt, Options, need_accelerator
 from hf_pyao.errors import ConfigError

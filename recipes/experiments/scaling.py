@@ -7,13 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments.calibration import (
-    HeldOut,
-    Point,
-    calibrate,
-    check,
-    errors_of,
-)
+from experiments.calibration import HeldOut, Point, calibrate, check, errors_of
 from experiments.communication import Cluster, Work, find_engine, time_of_accumulated
 from experiments.miniature_cluster import points_of, read_sweeps
 from experiments.predictor import ASSUMPTIONS, Predictor, use_one_thread

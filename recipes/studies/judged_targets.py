@@ -14,13 +14,7 @@ from tqdm import tqdm
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.solve.optimal import solve
-from hf_pyao.plan.solve.plan_problem import (
-    LayerGroup,
-    PlanProblem,
-    RebuildStep,
-    SlotChoice,
-    Way,
-)
+from hf_pyao.plan.solve.plan_problem import LayerGroup, PlanProblem, RebuildStep, SlotChoice, Way
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL
 from hf_pyao.tools.estimate.recorded_step import record_step
 from studies.judged_steps import (

@@ -14,9 +14,7 @@ from torch import nn
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.offloader import Offloader
-from hf_pyao.auto.recording import (
-    lever_recording,
-)
+from hf_pyao.auto.recording import lever_recording
 from hf_pyao.auto.recording.lever_recording import room_for
 from hf_pyao.config import GIB
 from hf_pyao.engine.recompute.segment_lifecycle import SegmentLifecycle

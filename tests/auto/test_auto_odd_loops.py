@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.auto import (
-    profiling,
-)
+from hf_pyao.auto import profiling
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.plans.plan_timing import PlanCheck, TimedMicroBatch, loses
 from hf_pyao.auto.recording.forward_watch import ForwardWatch

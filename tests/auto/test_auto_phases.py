@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.auto import (
-    deciding,
-)
+from hf_pyao.auto import deciding
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.auto.plans.trained import STRIDE, TrainedParameters
 from hf_pyao.auto.policy import PLAN_FILE

@@ -11,12 +11,8 @@ import pytest
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.auto import (
-    deciding,
-)
-from hf_pyao.auto import (
-    policy as auto_policy,
-)
+from hf_pyao.auto import deciding
+from hf_pyao.auto import policy as auto_policy
 from hf_pyao.auto.machine.states import Mode
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.trained import TrainedParameters
@@ -26,20 +22,10 @@ from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.schema import read_json
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.ranks import ProcessRank
-from tests.auto.test_auto_levers import (
-    config_of,
-    levers_of,
-    lifecycle_of,
-)
+from tests.auto.test_auto_levers import config_of, levers_of, lifecycle_of
 from tests.auto.test_auto_levers import wanted as wanted  # a fixture
 from tests.auto.test_auto_phases import TIGHT, attached, freeze, llama, run
-from tests.auto.test_auto_policy import (
-    NUM_MEASURED,
-    assert_same,
-    batch_of,
-    step,
-    transport,
-)
+from tests.auto.test_auto_policy import NUM_MEASURED, assert_same, batch_of, step, transport
 from tests.helpers import enable_checkpointing, tiny_model
 
 

@@ -19,9 +19,7 @@ import torch
 
 from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, attach
 from hf_pyao.errors import PyAOError
-from hf_pyao.model.tiles import (
-    mlp_proof,
-)
+from hf_pyao.model.tiles import mlp_proof
 from tests.engine.runtime.program_steps import (
     AROUND,
     AROUND_OF_THREAD,

@@ -9,9 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from hf_pyao.hf import (
-    setting_fields,
-)
+from hf_pyao.hf import setting_fields
 from hf_pyao.hf.flags import OffloadSwitches
 
 STUBS = Path(setting_fields.__file__).with_suffix(".pyi")

@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pyao import (
     PyAOCallback,

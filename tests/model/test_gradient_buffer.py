@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pyao.model import (
-    gradient_buffer,
-)
+from hf_pyao.model import gradient_buffer
 from hf_pyao.model.gradient_buffer import GradientBuffer
 from tests.helpers.ledger import AllocationLedger
 

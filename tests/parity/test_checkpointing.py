@@ -19,9 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from hf_pyao import ModuleMap, Offloader, attach, register_module_map
-from hf_pyao.model.map import (
-    architectures,
-)
+from hf_pyao.model.map import architectures
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,

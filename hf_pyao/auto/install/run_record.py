@@ -15,12 +15,7 @@ from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.levers import Levers
 from hf_pyao.metrics import describe_totals, format_bytes, nothing_moved, select_metrics
-from hf_pyao.plan.documents.run import (
-    UNKNOWN,
-    check_report_path,
-    outcome_of,
-    write_run_report,
-)
+from hf_pyao.plan.documents.run import UNKNOWN, check_report_path, outcome_of, write_run_report
 from hf_pyao.ranks import process_rank
 
 logger = logging.getLogger(__name__)

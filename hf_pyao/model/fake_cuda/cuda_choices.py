@@ -12,9 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import masking_utils
 
-from hf_pyao.model import (
-    gradient_buffer,
-)
+from hf_pyao.model import gradient_buffer
 from hf_pyao.model.fake_cuda.cuda_operations import Replacement, can_trace_wide_products
 from hf_pyao.model.losses import cross_entropy
 

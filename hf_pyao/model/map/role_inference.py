@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_pyao.model.map import (
-    role_names as names,
-)
+from hf_pyao.model.map import role_names as names
 from hf_pyao.model.map.architectures import ROLES
 from hf_pyao.model.map.role_names import Kind, is_named, kind_of
 from hf_pyao.model.map.wrappers import named_submodules

@@ -21,14 +21,7 @@ from hf_pyao.model.patching.lasting_forward import exchange, give_back
 from hf_pyao.model.tiles.mlp_proof import KnownMLP, Proofs
 from hf_pyao.model.tiles.mlp_search import FoundMLP, NotFound, find_mlps, find_norms
 from hf_pyao.model.tiles.spread_mlp import ActPart, DownPart, UpPart
-from hf_pyao.model.tiles.tiled_mlp import (
-    KEY,
-    Notes,
-    Part,
-    TiledForwards,
-    TiledMLP,
-    reason_now,
-)
+from hf_pyao.model.tiles.tiled_mlp import KEY, Notes, Part, TiledForwards, TiledMLP, reason_now
 from hf_pyao.plan.options.tile_plan import TilePlan
 
 logger = logging.getLogger(__name__)

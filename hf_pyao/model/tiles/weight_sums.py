@@ -17,13 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hf_pyao.model.gradient_buffer import GradientBuffer
-from hf_pyao.model.tiles.endings import (
-    Ending,
-    NeedsValuesError,
-    check_way,
-    is_linear,
-    needs_values,
-)
+from hf_pyao.model.tiles.endings import Ending, NeedsValuesError, check_way, is_linear, needs_values
 
 
 class WeightSums:

@@ -11,10 +11,7 @@ from typing import Any, Protocol
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.provenance import Provenance, collect_provenance, now
-from hf_pyao.plan.documents.schema import (
-    JsonDocument,
-    ReportError,
-)
+from hf_pyao.plan.documents.schema import JsonDocument, ReportError
 from hf_pyao.ranks import process_rank
 from hf_pyao.text import describe_error, echo
 

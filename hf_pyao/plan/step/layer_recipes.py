@@ -12,12 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_pyao.engine.recompute.cheapest import cheapest, num_bytes
-from hf_pyao.plan.step.layer_graph import (
-    MADE,
-    PARAMETER,
-    GraphOperation,
-    LayerGraph,
-)
+from hf_pyao.plan.step.layer_graph import MADE, PARAMETER, GraphOperation, LayerGraph
 from hf_pyao.plan.step.step_program import Operation
 
 DROPOUT = "native_dropout"

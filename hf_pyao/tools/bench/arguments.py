@@ -14,13 +14,7 @@ from hf_pyao.text import one_line, say
 from hf_pyao.tools.bench.board import board_methods, run_board
 from hf_pyao.tools.bench.harness import run_bench, smoke
 from hf_pyao.tools.bench.methods import CUSTOM_PREFIX, find_method, known_methods
-from hf_pyao.tools.bench.setup import (
-    DTYPES,
-    GRADIENT_MODES,
-    MAX_MICRO_BATCH,
-    BenchSetup,
-    Trial,
-)
+from hf_pyao.tools.bench.setup import DTYPES, GRADIENT_MODES, MAX_MICRO_BATCH, BenchSetup, Trial
 from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES
 from hf_pyao.tools.estimate.model_specs import parse_model
 from hf_pyao.tools.report.tables import markdown_of

@@ -19,9 +19,7 @@ from torch import library, nn
 from torch._guards import active_fake_mode
 
 from hf_pyao import attach
-from hf_pyao.auto import (
-    profiling,
-)
+from hf_pyao.auto import profiling
 from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.auto.recording.model_copy import CopyError
 from hf_pyao.auto.recording.seen_forward import SeenForward

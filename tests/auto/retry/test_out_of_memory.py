@@ -15,13 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_
 
 from hf_pyao import Offloader, PyAOConfig, attach
 from hf_pyao.engine.runtime.saved_tensor import KeptTensor, SavedStorage
-from tests.helpers import (
-    EVERY_LAYER,
-    EVERYTHING,
-    assert_same_tensors,
-    tiny_batch,
-    tiny_model,
-)
+from tests.helpers import EVERY_LAYER, EVERYTHING, assert_same_tensors, tiny_batch, tiny_model
 from tests.helpers.memory_faults import MemoryFaults, sample
 
 OFF = PyAOConfig(policy="off", min_bytes=0)

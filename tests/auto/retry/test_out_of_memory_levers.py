@@ -16,14 +16,8 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.retry.out_of_memory import OutOfDeviceMemoryError
 from hf_pyao.errors import PyAOError
-from tests.auto.retry import (
-    test_out_of_memory_loops as loops,
-)
-from tests.auto.retry.test_out_of_memory import (
-    OFF,
-    assert_clean,
-    check_points,
-)
+from tests.auto.retry import test_out_of_memory_loops as loops
+from tests.auto.retry.test_out_of_memory import OFF, assert_clean, check_points
 from tests.helpers import (
     EVERY_LAYER,
     EVERYTHING,

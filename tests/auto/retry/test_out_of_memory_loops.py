@@ -13,13 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainingArguments
 
-from hf_pyao import (
-    OutOfDeviceMemoryError,
-    PyAOConfig,
-    PyAOPlugin,
-    PyAOTrainer,
-    PyAOTrainerMixin,
-)
+from hf_pyao import OutOfDeviceMemoryError, PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainerMixin
 from tests.helpers import EVERYTHING, assert_same_tensors, tiny_batch, tiny_model
 from tests.helpers.memory_faults import EVER, MemoryFaults, sample
 

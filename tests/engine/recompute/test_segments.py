@@ -22,15 +22,8 @@ from hf_pyao import ModuleMap, Offloader, PyAOConfig, attach, register_module_ma
 from hf_pyao.engine.recompute.noted_caches import Held, hold
 from hf_pyao.engine.recompute.segment_calls import noted
 from hf_pyao.engine.recompute.segment_lifecycle import SegmentLifecycle
-from hf_pyao.errors import (
-    ConfigError,
-    ConflictError,
-    RecomputationError,
-    SavedTensorModifiedError,
-)
-from hf_pyao.model.map import (
-    architectures,
-)
+from hf_pyao.errors import ConfigError, ConflictError, RecomputationError, SavedTensorModifiedError
+from hf_pyao.model.map import architectures
 from tests.helpers import (
     EVERY_LAYER,
     FunctionLayer,

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from hf_pyao import ModuleMap, Offloader, PyAOConfig, attach, register_module_map
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
-from hf_pyao.model.map import (
-    architectures,
-)
+from hf_pyao.model.map import architectures
 from tests.helpers import gradients_of
 
 SIZE = 8

@@ -7,11 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import SavedTensorModifiedError

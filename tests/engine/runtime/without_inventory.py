@@ -13,17 +13,13 @@ from typing import Any
 from unittest import mock
 
 from hf_pyao import attach
-from hf_pyao.auto.recording import (
-    lever_recording,
-)
+from hf_pyao.auto.recording import lever_recording
 from hf_pyao.engine.recompute import replay, segment_admission, tracing
 from hf_pyao.engine.recompute.segment_calls import RecordedCall
 from hf_pyao.engine.rerun import inventory, surroundings
 from hf_pyao.engine.rerun.generators import RandomState, RandomStates
 from hf_pyao.errors import PyAOError
-from hf_pyao.model.tiles import (
-    tiled_mlp,
-)
+from hf_pyao.model.tiles import tiled_mlp
 from tests.helpers.second_run_programs import CONFIGS, Program, here, proofs_made_once
 
 SECOND_RUN_CONFIGS = tuple(each for each in CONFIGS if each)

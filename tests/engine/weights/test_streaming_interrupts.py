@@ -23,13 +23,7 @@ from tests.engine.runtime.test_interrupts import (
     lines_of,
 )
 from tests.engine.weights.test_streaming import llama, loss_of, streamed
-from tests.helpers import (
-    EVERY_LAYER,
-    Stack,
-    assert_same_tensors,
-    autocasting,
-    gradients_of,
-)
+from tests.helpers import EVERY_LAYER, Stack, assert_same_tensors, autocasting, gradients_of
 from tests.helpers.interrupts import Interrupter, Line
 
 STREAMED = replace(EVERY_LAYER, stream_weights=0, window=2048)

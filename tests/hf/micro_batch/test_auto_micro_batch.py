@@ -18,17 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import HfArgumentParser, Trainer
 
-from hf_pyao import (
-    PyAOCallback,
-    PyAOConfig,
-    PyAOPlugin,
-    PyAOTrainer,
-    PyAOTrainingArguments,
-)
+from hf_pyao import PyAOCallback, PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainingArguments
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.hf.micro_batch import (
-    before_training as auto_micro_batch,
-)
+from hf_pyao.hf.micro_batch import before_training as auto_micro_batch
 from hf_pyao.hf.micro_batch.before_training import choose_batch
 from hf_pyao.hf.micro_batch.chooser import ChosenBatch
 from hf_pyao.hf.micro_batch.memory_beside import library_bytes, memory_beside
@@ -36,14 +28,7 @@ from hf_pyao.hf.micro_batch.sample_batches import SampleBatches
 from hf_pyao.hf.micro_batch.take_batch import take_batch
 from hf_pyao.hf.micro_batch.trial_step import check_undoable, try_step
 from tests.helpers import num_hooks
-from tests.hf.test_trainer import (
-    EVERYTHING,
-    arguments,
-    examples,
-    logged,
-    tiny_opt,
-    trainer_for,
-)
+from tests.hf.test_trainer import EVERYTHING, arguments, examples, logged, tiny_opt, trainer_for
 
 ROOMY_GIB = 0.01
 """More than the tiny model takes at any micro-batch."""

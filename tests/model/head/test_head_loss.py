@@ -15,12 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_pyao.errors import ConfigError, SavedTensorModifiedError

@@ -6,15 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_pyao.model import (
-    gradient_buffer,
-)
-from hf_pyao.model.losses import (
-    Cast,
-    LogitTransform,
-    chunked_linear_cross_entropy,
-    softcap,
-)
+from hf_pyao.model import gradient_buffer
+from hf_pyao.model.losses import Cast, LogitTransform, chunked_linear_cross_entropy, softcap
 from hf_pyao.model.losses.chunking import plan_chunks
 from tests.helpers.ledger import AllocationLedger
 

@@ -18,9 +18,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_pyao.errors import ConfigError, ConflictError, NoLayersFoundError
-from hf_pyao.model.map import (
-    architectures,
-)
+from hf_pyao.model.map import architectures
 from hf_pyao.model.map.module_map import (
     MODULE_MAPS,
     FoundLayers,

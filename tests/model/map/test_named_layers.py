@@ -16,9 +16,7 @@ from torch import nn
 import hf_pyao
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 from hf_pyao.errors import ConfigError, ConflictError, NoLayersFoundError
-from hf_pyao.model.map import (
-    architectures,
-)
+from hf_pyao.model.map import architectures
 from hf_pyao.model.map.module_map import find_layers
 from tests.helpers import EVERYTHING, assert_same_tensors, gradients_of, tiny_batch, tiny_model
 

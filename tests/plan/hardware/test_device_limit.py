@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_pyao.plan.hardware import (
-    device_limit,
-)
+from hf_pyao.plan.hardware import device_limit
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.device_limit import allocator_settings, release_cached
 

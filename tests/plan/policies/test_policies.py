@@ -353,9 +353,7 @@ def test_compiled_layers_cannot_be_timed_and_nothing_is_kept(
 
 
 def test_what_is_flagged_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_pyao.auto import (
-        pyao_rule,
-    )
+    from hf_pyao.auto import pyao_rule
     from hf_pyao.plan.paper.iqr import Outliers
 
     def flag(rates: dict[str, float], link_gib_per_s: float) -> Outliers:

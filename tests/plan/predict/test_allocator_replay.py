@@ -9,9 +9,7 @@ import pytest
 
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import find_hardware
-from hf_pyao.plan.predict import (
-    allocator_replay,
-)
+from hf_pyao.plan.predict import allocator_replay
 from hf_pyao.plan.predict.allocator_replay import ACCURACY, StepMemory
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Planner

@@ -15,9 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.engine.stores import HostPool
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
-from hf_pyao.tools import (
-    simulation,
-)
+from hf_pyao.tools import simulation
 from hf_pyao.tools.simulation.late_transport import LateTransport
 from hf_pyao.tools.simulation.transport import SimulatedTransport
 

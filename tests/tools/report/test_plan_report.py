@@ -11,9 +11,7 @@ import pytest
 from hf_pyao.cli import main
 from hf_pyao.plan.documents.plan import LeverSetting, Plan, PlannedSlot
 from hf_pyao.plan.documents.schema import write_json
-from hf_pyao.plan.policies import (
-    plan_policy as policy,
-)
+from hf_pyao.plan.policies import plan_policy as policy
 from hf_pyao.tools.report.kinds import figure_of, read_document
 from hf_pyao.tools.report.tables import markdown_of
 from hf_pyao.tools.report.views.plan_view import bytes_by_action, plan_view, ranges
