@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,11 +171,8 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from tqdm import tqdm
-
     from hf_pyao.plan.documents.plan_facts import NO_FACTS
     from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-    from hf_pyao.plan.hardware.presets import find_hardware
     from hf_pyao.plan.options.auto_plan import plan_of_choice
     from hf_pyao.plan.options.lever_choice import LeverRoom
     from hf_pyao.plan.options.plan_request import PlanRequest
@@ -181,8 +180,6 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.plan.weights.choice import choose_streaming
     from hf_pyao.plan.weights.weight_plan import figures_of, less_by_streaming
     from hf_pyao.settings import Size
-    from hf_pyao.tools.estimate.card_memory import card_memory
-    from hf_pyao.tools.estimate.common_arguments import link_gib_per_s
 
     is_profile = args.source.endswith(".json")
     of_models = [*given_levers(args), *given_training(args)]
@@ -193,22 +190,11 @@ def _plan(args: argparse.Namespace) -> Plan:
         )
     stream_weights = resident_blocks_of(args, is_profile=is_profile)
     training = None if is_profile else _training_of(args)
-    named = args.device or (None if is_profile else "rtx4070")
-    hardware = None if named is None else find_hardware(named)
-    if hardware is not None and args.link is not None:
-        hardware = hardware.with_link(link_gib_per_s(args.link))
+    hardware = _hardware_of(args, is_profile=is_profile)
     host = float("inf")
     if args.host_memory is not None:
         host = float(Size().check("--host-memory", args.host_memory))
-    if args.device_memory is not None:
-        limit_bytes = float(Size().check("--device-memory", args.device_memory))
-    elif hardware is not None:
-        kernels = None if training is None else training.kernels
-        limit_bytes = float(card_memory(hardware, kernels).limit_bytes)
-    else:
-        raise ConfigError(
-            "how much memory the device has is not in a profile: give --device-memory, as 11GiB."
-        )
+    limit_bytes = _limit_bytes_of(args, hardware, training)
     profile = _read_profile(args) if training is None else _predicted_profile(args, training)
     config = _config_for(args, profile)
     request = PlanRequest.of_config(
@@ -224,16 +210,9 @@ def _plan(args: argparse.Namespace) -> Plan:
         link=_link(args, hardware),
         kernels=hardware.kernels if is_profile and hardware is not None else None,
     )
-    is_hidden = args.json or not sys.stderr.isatty()
     figures: dict[str, float] = {}
     facts = NO_FACTS
-    with tqdm(disable=is_hidden, leave=False, unit="step", desc="other levers") as bar:
-
-        def record(levers: Levers) -> StepProgram:
-            assert training is not None
-            bar.update()
-            return _recorded(args, training, levers)
-
+    with _recorder(args, training) as record:
         choice = request.choice(
             planner,
             record,
@@ -265,6 +244,57 @@ def _plan(args: argparse.Namespace) -> Plan:
         facts=facts,
         figures=figures,
     )
+
+
+def _hardware_of(args: argparse.Namespace, *, is_profile: bool) -> Hardware | None:
+    """Return the card that is planned for; None: the device of the profile."""
+    from hf_pyao.plan.hardware.presets import find_hardware
+    from hf_pyao.tools.estimate.common_arguments import link_gib_per_s
+
+    named = args.device or (None if is_profile else "rtx4070")
+    hardware = None if named is None else find_hardware(named)
+    if hardware is not None and args.link is not None:
+        hardware = hardware.with_link(link_gib_per_s(args.link))
+    return hardware
+
+
+def _limit_bytes_of(
+    args: argparse.Namespace, hardware: Hardware | None, training: FakeTraining | None
+) -> float:
+    """Return the memory that the plan has to fit into.
+
+    Raises:
+        ConfigError: it is neither given nor known.
+    """
+    from hf_pyao.settings import Size
+    from hf_pyao.tools.estimate.card_memory import card_memory
+
+    if args.device_memory is not None:
+        return float(Size().check("--device-memory", args.device_memory))
+    if hardware is None:
+        raise ConfigError(
+            "how much memory the device has is not in a profile: give --device-memory, as 11GiB."
+        )
+    kernels = None if training is None else training.kernels
+    return float(card_memory(hardware, kernels).limit_bytes)
+
+
+@contextmanager
+def _recorder(
+    args: argparse.Namespace, training: FakeTraining | None
+) -> Iterator[Callable[[Levers], StepProgram]]:
+    """Yield what records the step with other levers, and draws a bar meanwhile."""
+    from tqdm import tqdm
+
+    is_hidden = args.json or not sys.stderr.isatty()
+    with tqdm(disable=is_hidden, leave=False, unit="step", desc="other levers") as bar:
+
+        def record(levers: Levers) -> StepProgram:
+            assert training is not None
+            bar.update()
+            return _recorded(args, training, levers)
+
+        yield record
 
 
 def _what_peaks_hold(args: argparse.Namespace, plan: Plan) -> str:
