@@ -257,7 +257,6 @@ ZERO_3 = TrainingEngine(
     gathers_per_layer=True,
     has_half_way_state=True,
     outcomes={
-        **_instead(Feature.PLANNING, _ALL),
         **_instead(
             Feature.RECOMPUTATION, "what it names is offloaded", "parameters gathered by ZeRO-3"
         ),
@@ -387,6 +386,9 @@ def whole_shape(weight: torch.Tensor) -> torch.Size | None:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of *tensor*: its shard, or all of what is not sharded."""
+    if ZERO_3.has(tensor):
+        part: torch.Tensor = tensor.ds_tensor  # type: ignore[attr-defined]
+        return part
     if not DTENSOR.has(tensor):
         return tensor
     with torch.no_grad():

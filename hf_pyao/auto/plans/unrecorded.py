@@ -20,6 +20,7 @@ from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING, PlanFacts
 from hf_pyao.plan.documents.profile import Profile, ProfiledSlot
 from hf_pyao.plan.hardware.device_limit import DeviceLimit
 from hf_pyao.plan.options.auto_plan import SOURCE
+from hf_pyao.training_engines import ZERO_3, local_part, whole_shape
 
 LOGITS_COPIES = 4
 """Tensors of the size of float32 logits that head and loss hold at once: logits, their float32
@@ -32,9 +33,9 @@ def kept_peak_bytes(
     """Return a bound above the peak of keeping everything; None if none is known.
 
     On an accelerator: the measured peak, and all that autograd would hold for the layers besides.
-    On a CPU, where nothing is
-    counted: parameters, their gradients, what autograd would hold for the layers, and logits for
-    each element of the batch, as wide as the widest parameter.
+    On a CPU, where nothing is counted: parameters, whole and sharded, their gradients, what
+    autograd would hold for the layers, and logits for each element of the batch, as wide as the
+    widest parameter.
 
     Args:
         profile: of the measured micro-batches.
@@ -54,9 +55,12 @@ def kept_peak_bytes(
         return None
     nbytes, widest = saved_bytes, 0
     for each in parameters:
-        own_bytes = each.numel() * each.element_size()
+        shape = whole_shape(each) or each.shape  # at most all of them are gathered
+        own_bytes = shape.numel() * each.element_size()
         nbytes += own_bytes * (2 if each.requires_grad else 1)
-        widest = max(widest, *each.shape, 0)
+        if ZERO_3.has(each):
+            nbytes += local_part(each).nbytes
+        widest = max(widest, *shape, 0)
     return nbytes + LOGITS_COPIES * 4 * widest * num_elements
 
 

@@ -26,6 +26,7 @@ from hf_pyao.auto.recording.quantised_copies import note_stand_ins
 from hf_pyao.auto.recording.seen_forward import SeenForward, with_tensors
 from hf_pyao.auto.recording.sharded_copy import CopyError as CopyError
 from hf_pyao.auto.recording.sharded_copy import ShardedUnits
+from hf_pyao.auto.recording.zero_copy import ZeroCopy
 from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.weights.tables import streamed_in
@@ -48,6 +49,7 @@ class CopiedStep:
         self._seen = seen
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._units = ShardedUnits(model)
+        self._zero = ZeroCopy(model)
         self._interrupts = HeldInterrupts()
 
     @property
@@ -67,12 +69,14 @@ class CopiedStep:
     @property
     def runs_all_layers(self) -> bool:
         """True where layers that stand for others would not do: units of FSDP2 gather others by
-        name, or hold gradients from one micro-batch to the next."""
+        name, or hold gradients from one micro-batch to the next; ZeRO goes by the whole model."""
+        if self._zero.runs_all_layers:
+            return True
         return bool(self._units) and (self._units.prefetches or self._units.accumulates)
 
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
-        """Make the copy; what FSDP2 has sharded is sharded anew in it.
+        """Make the copy; what FSDP2 or ZeRO has sharded is sharded anew in it.
 
         Raises:
             CopyError: the model has what cannot be copied so.
@@ -88,6 +92,7 @@ class CopiedStep:
                 with torch.no_grad(), FakeCopyMode(fake_mode):
                     note_stand_ins(self._model, memo)
                     self._units.unshard_into(memo, fake_mode)
+                    self._zero.make_whole(memo, fake_mode)
                     memo.update(_streamed_on_device(self._model, fake_mode))
                     fake = copy.deepcopy(self._model, memo)
                     what = "what the model is called with"
@@ -105,20 +110,25 @@ class CopiedStep:
             stack.enter_context(fake_mode)
             stack.enter_context(_answers(self._seen.has_padding))
             self._units.shard_anew(meshes)
+            self._zero.install(fake)
             yield fake, fake_mode
 
     def let_gradients_go(self, model: nn.Module) -> None:
         """Gradients stay, as in a loop by hand."""
 
     def before(self, model: nn.Module) -> Sequence[Tensor]:
-        """Run the micro-batches before, where they leave gradients that are not reduced."""
-        if not self._units.accumulates:
-            return ()
-        return self._units.accumulate(lambda: self.run(model, lambda tensor, name: None))
+        """Run the micro-batches before, where they leave something, or ZeRO-3 learns from them."""
+
+        def run() -> None:
+            self.run(model, lambda tensor, name: None)
+
+        if self._zero:
+            return self._zero.before(run)
+        return self._units.accumulate(run) if self._units.accumulates else ()
 
     def state_bytes(self, model: nn.Module) -> int:
-        """Return 0: an optimizer's states are not known of."""
-        return 0
+        """Return the bytes of ZeRO's buffers; an optimizer's states are not known of."""
+        return self._zero.buffer_bytes()
 
     def run(self, model: nn.Module, label: Callable[[Tensor, str], None]) -> None:
         """Run forward, loss and backward.
@@ -138,6 +148,7 @@ class CopiedStep:
                     raise guard.error  # the model's own code went on in spite of it
                 label(loss, "the loss")
                 loss.backward()  # type: ignore[no-untyped-call]
+                self._zero.end_micro_batch()
         except CopyError:
             raise
         except Exception as error:  # of the model's own code

@@ -27,6 +27,7 @@ from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
 from hf_pyao.model.fake_cuda.quiet import quiet_fake_tensors
 from hf_pyao.model.losses.chunking import ChunkPlan
 from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.model.map.sharding import is_sharded_by_zero
 from hf_pyao.model.map.wrappers import plain_path, unwrap_model
 from hf_pyao.model.tiles import TilePlan
 from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE, Plan
@@ -74,7 +75,10 @@ class FakeStep(Protocol):
         ...
 
     def before(self, model: nn.Module) -> Sequence[Tensor]:
-        """Run what runs before the step; return tensors that are there since then."""
+        """Run what runs before the step; return tensors that are there since then.
+
+        The levers are on the model.
+        """
         ...
 
     def state_bytes(self, model: nn.Module) -> int:
@@ -155,7 +159,6 @@ def record_fake_step(
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
         recorder = StepRecorder(fake_mode, step.kernels, step.device)
-        recorder.note_held(step.before(model))
         pool = HostPool(UNLIMITED_BYTES, pin=False)
         link = LinkContext(RecordingTransport(recorder), pool, 0)
         found = find_layers(model, layers)
@@ -171,9 +174,13 @@ def record_fake_step(
         installed.put_on(model, found, lifecycle, levers)
         try:
             lifecycle.install()
+            with _few_parts(recorder):
+                recorder.note_held(step.before(model))
             names = [name for name, _ in found.layers]
             # Nothing of a layer that runs again as a whole is rebuilt by itself.
-            recorder.begin(names, pool.owns, with_graph=not levers.checkpoint_every)
+            # Nor where weights are gone by then: no saved tensor is recomputed under ZeRO-3.
+            with_graph = not levers.checkpoint_every and not is_sharded_by_zero(model)
+            recorder.begin(names, pool.owns, with_graph=with_graph)
             engine.observe(recorder)
             resident_bytes = recorder.note_residents(
                 _named_tensors(model), streamable_tensors(model, found)

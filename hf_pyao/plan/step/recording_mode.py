@@ -54,6 +54,8 @@ class RecordingTransport(BlockingTransport):
     ) -> DoneTicket:
         assert isinstance(label, Slot)
         recorder = self._recorder
+        if not recorder.has_begun:  # a micro-batch before the one that is recorded
+            return super()._copy(direction, src, dst, after, label, None)
         if direction == "offload":
             recorder.left(label, src, dst.nbytes)
         else:

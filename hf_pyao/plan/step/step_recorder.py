@@ -125,6 +125,11 @@ class StepRecorder(Observer):
         """Number of operations so far."""
         return len(self._operations)
 
+    @property
+    def has_begun(self) -> bool:
+        """True from :meth:`begin` on."""
+        return bool(self._layer_names)
+
     def begin(
         self,
         layer_names: Sequence[str],

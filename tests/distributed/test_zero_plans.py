@@ -1,0 +1,118 @@
+"""Policy auto on two ranks that DeepSpeed's ZeRO trains: plans, bits, bytes, what is gathered.
+
+Each rank asserts that its engine is ZeRO in the stage of the case; see ``zero_worker.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.models import BATCH, SEQUENCE, VOCAB
+from tests.distributed.zero_cases import CASES, THRESHOLDS
+from tests.recipes.conftest import REPOSITORY
+
+pytestmark = [
+    pytest.mark.thorough,  # each starts two processes that import DeepSpeed
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="not run: DeepSpeed is not installed (pip install 'hf_pyao[deepspeed]')",
+    ),
+]
+
+MOST_OVER = 1.02
+"""By what factor the predicted peak of a plan may be above the counted one."""
+
+LOGITS_BYTES = 4 * BATCH * SEQUENCE * VOCAB
+"""Trainer lets go of the outputs before backward. The recorded step holds them, as loops do."""
+
+NUM_EVENTS = 100
+"""Modules that ZeRO-3 comes to and leaves in a micro-batch, at least."""
+
+FOLLOWS = ("CHECKING", "FOLLOWING")
+
+
+def run(cases: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Run *cases* on two ranks; return what each saw."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("PYAO_")}
+    environment |= {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    command = [sys.executable, "-m", "tests.distributed.zero_worker", str(folder), *cases]
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    workers = []
+    try:
+        for rank, log in enumerate(logs):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("wb") as out:
+                workers.append(
+                    subprocess.Popen(
+                        command, cwd=REPOSITORY, env=own, stdout=out, stderr=subprocess.STDOUT
+                    )
+                )
+        for worker, log in zip(workers, logs, strict=True):
+            assert worker.wait(600) == 0, log.read_text(errors="replace")[-4000:]
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def check(case: str, ranks: list[dict[str, Any]]) -> None:
+    """Check what the two *ranks* saw of a case."""
+    for rank in ranks:
+        assert "error" not in rank, rank["error"]
+        assert rank["different"] == []
+        assert rank["num"] > 20, "all parameters"
+        plain, planned = rank["plain"], rank["planned"]
+        assert plain["losses"] == planned["losses"]
+        assert planned["parameters_moved"] == planned["misses"] == []
+        assert planned["plan"], planned["summary"]
+        assert planned["counted"] <= planned["predicted"]
+        assert planned["counted"] < plain["counted"]
+    first, second = (rank["planned"] for rank in ranks)
+    most = max(first["counted"], second["counted"])
+    assert first["predicted"] <= MOST_OVER * most + LOGITS_BYTES
+    if case.startswith("zero 3"):
+        assert first["copied_gathers"] == first["gathers"]
+        assert len(first["gathers"]) > NUM_EVENTS
+    changed = [
+        next(at for at, mode in each["changes"] if mode in FOLLOWS) for each in (first, second)
+    ]
+    assert changed[0] == changed[1]
+    for what in ("plan", "levers", "window"):
+        assert first[what] == second[what]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_zero_keeps_its_bits_and_takes_no_more_than_predicted(case: str, tmp_path: Path) -> None:
+    check(case, [rank[case] for rank in run([case], tmp_path)])
+
+
+def test_the_copy_gathers_what_zero_3_does_with_each_threshold(tmp_path: Path) -> None:
+    ranks = run(list(THRESHOLDS), tmp_path)
+    for name in THRESHOLDS:
+        found = ranks[0][name]
+        assert "error" not in found, found["error"]
+        assert len(found["gathers"]) > NUM_EVENTS
+        assert found["copied_gathers"] == found["gathers"] == ranks[1][name]["gathers"], name
+        assert found["counted"] <= found["predicted"] <= MOST_OVER * found["counted"], name

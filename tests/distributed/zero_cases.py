@@ -1,0 +1,67 @@
+"""What two ranks train under DeepSpeed's ZeRO; this file imports no DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    stage: int
+    offloads: bool = False
+    zero: dict[str, Any] = field(default_factory=dict)
+    """Beside what is common to all, of DeepSpeed's ``zero_optimization``."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the configuration."""
+    model: str = "llama"
+    bf16: bool = False
+    cap_kib: int = 300
+    """Limit of the device under which a plan offloads something."""
+    accumulation: int = 1
+
+
+SMALL = {
+    "stage3_prefetch_bucket_size": 3000,
+    "stage3_param_persistence_threshold": 100,
+    "stage3_max_live_parameters": 20000,
+    "stage3_max_reuse_distance": 4000,
+}
+
+NOW: dict[str, Any] = {"window": 0, "checkpoint_every": 0}
+"""Copies are waited for at once, so that what is offloaded is gone."""
+
+CASES = {
+    "zero 3": Case(3, zero=SMALL, config=NOW),
+    "zero 3, offloaded": Case(3, offloads=True, zero=SMALL, config=NOW, model="opt"),
+    "zero 3, segments": Case(3, zero=SMALL, config={"window": 0, "checkpoint_every": 1}),
+    "zero 3, all levers": Case(3, zero=SMALL, config={"window": 0}),
+    "zero 3, chunked loss": Case(3, zero=SMALL, config={**NOW, "head_loss": "chunked"}),
+    "zero 3, bfloat16": Case(3, zero=SMALL, config=NOW, bf16=True, cap_kib=150),
+    "zero 2": Case(2, config=NOW),
+    "zero 2, offloaded": Case(2, offloads=True, config=NOW),
+    "zero 2, all levers": Case(2, offloads=True, config={"window": 0}),
+    "zero 2, chunked loss": Case(2, offloads=True, config={**NOW, "head_loss": "chunked"}),
+    "zero 2, accumulated": Case(2, config=NOW, accumulation=2),
+    "zero 1": Case(1, config=NOW),
+}
+
+ALONE = "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"
+THRESHOLDS: dict[str, tuple[str, dict[str, int]]] = {
+    "nothing ahead": (
+        "llama",
+        {**SMALL, **dict.fromkeys(ALONE, 0), "stage3_max_reuse_distance": 0},
+    ),
+    "small": ("opt", SMALL),
+    "few live": ("llama", {**SMALL, "stage3_max_live_parameters": 4000}),
+    "far ahead": ("llama", {**SMALL, "stage3_prefetch_bucket_size": 12000}),
+    "reused": ("gpt2", {**SMALL, "stage3_max_reuse_distance": 10**9}),
+    "matrices persist": ("llama", {**SMALL, "stage3_param_persistence_threshold": 1500}),
+    "defaults": ("opt", {}),
+    "a bucket for each": ("llama", {**SMALL, "reduce_bucket_size": 500}),
+    "all-reduced": ("gpt2", {**SMALL, "reduce_scatter": False}),
+    "not contiguous": ("llama", {**SMALL, "contiguous_gradients": False}),
+}
+"""By name: a model, and settings of ZeRO-3 that decide what is gathered, or reduced at once."""

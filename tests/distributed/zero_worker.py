@@ -1,0 +1,439 @@
+"""One of two ranks that transformers' Trainer trains under DeepSpeed's ZeRO, case by case.
+
+Called as ``python -m tests.distributed.zero_worker FOLDER CASE...``, with the variables of a
+launcher. Each case is trained without hf_pyao, and again with policy auto.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_pyao import PyAOConfig, PyAOTrainer
+from hf_pyao.auto.recording.model_copy import CopiedStep
+from hf_pyao.auto.recording.seen_forward import seen_forward
+from hf_pyao.auto.recording.step_recording import record_fake_step
+from hf_pyao.auto.recording.zero_gathers import Gathers, Place
+from hf_pyao.config import GIB
+from hf_pyao.plan.predict.predict import predict
+from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.training_engines import ZERO_3
+from tests.distributed.audit import RecogniserAudit
+from tests.distributed.models import BATCH, batch_of, build_model, layers_of
+from tests.distributed.zero_cases import CASES, THRESHOLDS, Case
+
+NUM_STEPS = 8
+NUM_COUNTED = 2
+"""Last steps, whose bytes are counted; of two counts the lower one is taken, see
+``sharded_worker.py``."""
+
+
+def deepspeed_settings(case: Case) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": case.stage,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 4000,
+        **case.zero,
+    }
+    if case.offloads:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    values = ("lr", "betas", "eps", "weight_decay")
+    adam = {"torch_adam": True, **dict.fromkeys(values, "auto")}  # which is not compiled first
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "steps_per_print": 10**9,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "bf16": {"enabled": "auto"},
+    }
+
+
+def arguments(case: Case, folder: str) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        deepspeed=deepspeed_settings(case),
+        bf16=case.bf16,
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=case.accumulation,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def examples() -> list[dict[str, torch.Tensor]]:
+    batches = [batch_of(9, index) for index in range(12)]
+    return [
+        {key: value[row] for key, value in batch.items()}
+        for batch in batches
+        for row in range(BATCH)
+    ]
+
+
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters, gathered. All ranks must call it together."""
+    # Those that are whole already stay so, as in a run that nobody watches.
+    divided = [each for each in model.parameters() if ZERO_3.has(each) and not each.numel()]
+    with deepspeed.zero.GatheredParameters(divided):
+        return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+class Watch(TrainerCallback):
+    """Sees what Trainer trains, and tells an audit its parameters."""
+
+    def __init__(self, audit: RecogniserAudit | None) -> None:
+        self.audit = audit
+        self.trainer: Any = None
+        self.step = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check the engine; gather the parameters that this step starts with."""
+        self.step = state.global_step
+        if self.audit is not None:
+            self.audit.learn(whole_parameters(self.trainer.model))
+
+
+def check_engine(trainer: Any, case: Case) -> None:
+    """Assert that DeepSpeed trains on two ranks, in the stage that is asked for."""
+    engine = trainer.model_wrapped
+    assert type(engine).__name__ == "DeepSpeedEngine"
+    assert engine.zero_optimization_stage() == case.stage
+    assert trainer.accelerator.num_processes == dist.get_world_size() == 2
+    assert trainer.accelerator.distributed_type.value == "DEEPSPEED"
+    assert all(ZERO_3.has(each) == (case.stage == 3) for each in trainer.model.parameters())
+    assert len(layers_of(trainer.model, case.model)) == 3
+    assert (
+        bool(getattr(engine.optimizer, "offload_optimizer", False))
+        or bool(getattr(engine.optimizer, "cpu_offload", False)) == case.offloads
+    )
+
+
+class Counter:
+    """Counts the bytes of a training step on the device, optimizer apart."""
+
+    def __init__(self, trainer: Any, watch: Watch) -> None:
+        self.trainer = trainer
+        self.watch = watch
+        self.counted: int | None = None
+        self.gathers: list[list[Any]] = []
+        """What ZeRO-3 had gathered after it came to a module, and after it left one."""
+
+    def step(self, run: Callable[[], Any]) -> Any:
+        """Run a training step, counted if it is one of the last."""
+        if self.watch.step < NUM_STEPS - NUM_COUNTED:
+            return run()
+        engine, offloader = self.trainer.model_wrapped, getattr(self.trainer, "offloader", None)
+        result, nbytes, self.gathers = counted(engine, run, offloader)
+        self.counted = min(nbytes, self.counted or nbytes)
+        return result
+
+
+def counted(
+    engine: Any, run: Callable[[], Any], offloader: Any = None
+) -> tuple[Any, int, list[list[Any]]]:
+    """Run forward and backward; return their result, the most bytes, and what was gathered."""
+    model, optimizer = engine.module, engine.optimizer
+    hosted = set(map(storage_of, host_tensors(optimizer)))
+    ledger = MemoryLedger(
+        lambda storage: (
+            storage._cdata in hosted
+            or (offloader is not None and offloader.link.tiers.owns(storage))
+        )
+    )
+    for each in model.parameters():
+        ledger.note([each.data])
+        if ZERO_3.has(each):
+            ledger.note([each.ds_tensor])
+    ledger.note(model.buffers())
+    for bucket in optimizer.ipg_buckets.values():
+        if isinstance(bucket.buffer, torch.Tensor):
+            ledger.note([bucket.buffer])
+    parts = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if parts is not None:
+        ledger.note([parts])
+    gathers: list[list[Any]] = []
+    names = {each.ds_id: name for name, each in model.named_parameters() if ZERO_3.has(each)}
+    peaks: list[int] = []
+    step = engine.step
+
+    def step_uncounted(*args: Any, **kwargs: Any) -> Any:
+        peaks.append(ledger.peak_bytes)  # Accelerate's backward steps the optimizer too
+        return step(*args, **kwargs)
+
+    with (
+        NotingMode(ledger),
+        gathers_noted(model, names, gathers),
+        mock.patch.object(engine, "step", step_uncounted),
+    ):
+        result = run()
+    return result, (peaks or [ledger.peak_bytes])[0], gathers
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def host_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield what an offloaded optimizer has on the host, which here is the device too."""
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        for each in getattr(optimizer, name, ()):
+            yield each
+            if each.grad is not None:
+                yield each.grad
+    is_offloaded = getattr(optimizer, "offload_optimizer", False)
+    parts = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if is_offloaded and parts is not None:
+        yield parts
+
+
+@contextlib.contextmanager
+def gathers_noted(
+    model: nn.Module, names: dict[int, str], found: list[list[Any]]
+) -> Iterator[None]:
+    """Note what DeepSpeed has gathered whenever it has come to a module, or has left one."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        PartitionedParameterCoordinator as Coordinator,
+    )
+
+    paths = {module: path for path, module in model.named_modules()}
+
+    def noting(name: str) -> Any:
+        own = getattr(Coordinator, name)
+
+        def note(coordinator: Any, module: nn.Module, forward: bool = False) -> None:
+            own(coordinator, module, forward)
+            whole = [
+                (names[each.ds_id], each.ds_status.name)
+                for each in model.parameters()
+                if each.ds_status.name != "NOT_AVAILABLE"
+            ]
+            found.append([name, paths[module], forward, sorted(whole)])
+
+        return mock.patch.object(Coordinator, name, note)
+
+    with noting("fetch_sub_module"), noting("release_sub_module"):
+        yield
+
+
+@contextlib.contextmanager
+def copied_gathers_noted(found: list[list[Any]]) -> Iterator[None]:
+    """The same of the copy that is recorded, whose last micro-batch stays in *found*."""
+    status = {Place.PARTITIONED: "NOT_AVAILABLE", Place.UNDER_WAY: "INFLIGHT"}
+    begin = Gathers.begin_micro_batch
+
+    def begin_micro_batch(gathers: Gathers) -> None:
+        begin(gathers)
+        found.clear()
+
+    def noting(name: str, called: str) -> Any:
+        own = getattr(Gathers, name)
+
+        def note(gathers: Gathers, module: nn.Module, *, is_forward: bool) -> None:
+            own(gathers, module, is_forward=is_forward)
+            root = gathers._root
+            paths = {module: path for path, module in root.named_modules()}
+            names = {id(each): name for name, each in root.named_parameters()}
+            parameters = {
+                each for module in root.modules() for each in gathers.parameters_of(module)
+            }
+            whole = [
+                (names[id(each.parameter)], status.get(each.place, "AVAILABLE"))
+                for each in parameters
+                if each.place is not Place.PARTITIONED
+            ]
+            found.append([called, paths[module], is_forward, sorted(whole)])
+
+        return mock.patch.object(Gathers, name, note)
+
+    with (
+        mock.patch.object(Gathers, "begin_micro_batch", begin_micro_batch),
+        noting("enter", "fetch_sub_module"),
+        noting("leave", "release_sub_module"),
+    ):
+        yield
+
+
+def train(case: Case, config: PyAOConfig | None) -> dict[str, Any]:
+    """Train some steps; return what they gave, with hf_pyao if there is a configuration."""
+    linear = nn.functional.linear
+    audit = None if config is None else RecogniserAudit()
+    watch = Watch(audit)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        common: dict[str, Any] = {
+            "model": build_model(case.model, "full", ""),
+            "args": arguments(case, folder),
+            "train_dataset": examples(),
+            "callbacks": [watch],
+        }
+        base: Any = Trainer if config is None else PyAOTrainer
+        given = {} if config is None else {"pyao_config": config}
+
+        class Counting(base):  # type: ignore[misc]
+            def training_step(self, *args: Any, **kwargs: Any) -> Any:
+                return counter.step(lambda: super(Counting, self).training_step(*args, **kwargs))
+
+        trainer = Counting(**common, **given)
+        counter = Counter(trainer, watch)
+        watch.trainer = trainer
+        found: dict[str, Any] = {}
+        copied: list[list[Any]] = []
+        if audit is not None:
+            stack.enter_context(copied_gathers_noted(copied))
+            stack.enter_context(audit.watching())
+            stack.enter_context(noted(found))
+        trainer.train()
+        check_engine(trainer, case)
+        if audit is not None:
+            found |= audit.findings()
+    nn.functional.linear = linear  # which ZeRO-3 has replaced
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found |= {
+        "losses": losses,
+        "bits": whole_parameters(trainer.model),
+        "counted": counter.counted,
+        "gathers": json.loads(json.dumps(counter.gathers)),
+        "copied_gathers": json.loads(json.dumps(copied)),
+    }
+    deepspeed.comm.barrier()
+    return found
+
+
+@contextlib.contextmanager
+def noted(found: dict[str, Any]) -> Iterator[None]:
+    """Note what the run decided, when hf_pyao leaves the model."""
+    from hf_pyao.auto.offloader import Offloader
+
+    detach = Offloader.detach
+
+    def noting(offloader: Any, *args: Any, **kwargs: Any) -> Any:
+        plan = offloader.plan
+        if offloader.auto is not None and "summary" not in found:
+            found.update(
+                {
+                    "summary": offloader.auto.summary,
+                    "offloaded_slots": dict(offloader.metrics()).get("offloaded_bytes"),
+                    "plan": None if plan is None else plan.to_dict()["slots"],
+                    "levers": None if plan is None else plan.levers,
+                    "window": None if plan is None else plan.facts.window_bytes,
+                    "predicted": None if plan is None else plan.facts.peak_bytes,
+                    "changes": [
+                        [each["forward"], each["to"]]
+                        for each in offloader.auto.report()["transitions"]
+                    ],
+                }
+            )
+        return detach(offloader, *args, **kwargs)
+
+    with mock.patch.object(Offloader, "detach", noting):
+        yield
+
+
+def compare(case: Case) -> dict[str, Any]:
+    settings = {
+        "policy": "auto",
+        "profile_steps": 2,
+        "min_bytes": 0,
+        "host_memory_gib": 0.25,
+        "device_memory_gib": case.cap_kib * 1024 / GIB,
+        **case.config,
+    }
+    chunked = settings.get("head_loss")
+    # The chunked loss has bits of its own: they are compared with those of the loss alone.
+    reference = PyAOConfig(policy="off", head_loss=chunked) if chunked else None
+    plain = train(case, reference)
+    planned = train(case, PyAOConfig(**settings))
+    bits = plain.pop("bits"), planned.pop("bits")
+    different = [name for name, value in bits[0].items() if not torch.equal(value, bits[1][name])]
+    return {"plain": plain, "planned": planned, "different": different, "num": len(bits[0])}
+
+
+def compare_thresholds(name: str) -> dict[str, Any]:
+    """Run micro-batches without hf_pyao; return what was gathered and counted, and predicted."""
+    architecture, zero = THRESHOLDS[name]
+    linear = nn.functional.linear
+    settings = deepspeed_settings(Case(3, zero=zero))
+    settings |= {"train_micro_batch_size_per_gpu": BATCH, "bf16": {"enabled": False}}
+    for filled in ("gradient_accumulation_steps", "train_batch_size", "gradient_clipping"):
+        del settings[filled]
+    settings["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+    model = build_model(architecture, "full", "")
+    engine = deepspeed.initialize(model=model, config=settings)[0]
+    assert engine.zero_optimization_stage() == 3
+    assert dist.get_world_size() == 2
+    found: dict[str, Any] = {}
+    for step in range(4):
+        batch = {**batch_of(dist.get_rank(), step), "use_cache": False}
+
+        def run(batch: Any = batch) -> None:
+            outputs = engine(**batch)  # which live on, as the recorded step has it
+            engine.backward(outputs.loss)
+
+        _, nbytes, gathers = counted(engine, run)
+        engine.step()
+        found = {"counted": nbytes, "gathers": gathers}
+    if dist.get_rank() == 0:
+        copied: list[list[Any]] = []
+        with copied_gathers_noted(copied):
+            step_of_copy = CopiedStep(engine.module, seen_forward((), batch))
+            program = record_fake_step(step_of_copy)[0].whole()
+        kept = predict(program, [False] * len(program.slots), window_bytes=0)
+        found |= {
+            "copied_gathers": json.loads(json.dumps(copied)),
+            "predicted": kept.peak_bytes,
+        }
+    found["gathers"] = json.loads(json.dumps(found["gathers"]))
+    nn.functional.linear = linear
+    return found
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled
+    found: dict[str, Any] = {}
+    for case in cases:
+        try:
+            if case in CASES:
+                found[case] = compare(CASES[case])
+            else:
+                found[case] = compare_thresholds(case)
+        except Exception:
+            found[case] = {"error": traceback.format_exc()}
+            break  # the ranks may be apart
+    rank = os.environ["RANK"]
+    (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        main(Path(sys.argv[1]), sys.argv[2:])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # gloo's threads may abort the interpreter while it shuts down
