@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,7 @@ MIN_LARGE_BYTES = 10 * MIB
 LARGE_ROUNDING_BYTES = 2 * MIB
 """``kRoundLarge``: the sizes of such segments are multiples of this."""
 _EVERYTHING = 2**62
+_ADDRESS_BITS = 72
 
 
 class DeviceFullError(PyAOError, MemoryError):
@@ -129,29 +130,37 @@ class _Pool:
         self.is_small = is_small
         self.settings = settings
         self.page_bytes = SMALL_BUFFER_BYTES if is_small else LARGE_BUFFER_BYTES
-        self.keys: list[tuple[int, int]] = []
-        """Size and address of each free block with memory, in order."""
-        self.blocks: dict[int, Block] = {}
-        """The same blocks by address."""
+        is_cut_finely = is_small or settings.expandable_segments
+        self.least_rest_bytes = MIN_BLOCK_BYTES if is_cut_finely else SMALL_BYTES + 1
+        """What has to be left of a block for it to become a block (``should_split``)."""
+        self.least_whole_bytes = math.inf if is_cut_finely else settings.max_split_bytes
+        """Requests from this on are never served by a part of a block (``should_split``)."""
+        self.keys: list[int] = []
+        """Size and address of each free block with memory as one number, in order."""
+        self.blocks: list[Block] = []
+        """The same blocks, in the same order."""
         self.unmapped: list[int] = []
         """Addresses of blocks without memory, in order."""
-        self.unmapped_blocks: dict[int, Block] = {}
+        self.unmapped_blocks: list[Block] = []
 
     def insert(self, block: Block) -> None:
         if block.is_mapped:
-            insort(self.keys, (block.size, block.address))
-            self.blocks[block.address] = block
+            key = (block.size << _ADDRESS_BITS) + block.address
+            at = bisect_left(self.keys, key)
+            self.keys.insert(at, key)
+            self.blocks.insert(at, block)
         else:
-            insort(self.unmapped, block.address)
-            self.unmapped_blocks[block.address] = block
+            at = bisect_left(self.unmapped, block.address)
+            self.unmapped.insert(at, block.address)
+            self.unmapped_blocks.insert(at, block)
 
     def remove(self, block: Block) -> None:
         if block.is_mapped:
-            del self.keys[bisect_left(self.keys, (block.size, block.address))]
-            del self.blocks[block.address]
+            at = bisect_left(self.keys, (block.size << _ADDRESS_BITS) + block.address)
+            del self.keys[at], self.blocks[at]
         else:
-            del self.unmapped[bisect_left(self.unmapped, block.address)]
-            del self.unmapped_blocks[block.address]
+            at = bisect_left(self.unmapped, block.address)
+            del self.unmapped[at], self.unmapped_blocks[at]
 
     def take_best(self, size: int) -> Block | None:
         """Take the smallest free block that holds *size* (``get_free_block``).
@@ -159,30 +168,30 @@ class _Pool:
         Of an expandable segment, a block counts with what it can grow to.
         """
         keys, settings = self.keys, self.settings
-        at = bisect_left(keys, (size, 0))
+        at = bisect_left(keys, size << _ADDRESS_BITS)
         if at == len(keys):
             return None
-        block = self.blocks[keys[at][1]]
         if settings.expandable_segments:
-            for _, address in keys[at + 1 :]:
-                other = self.blocks[address]
-                if _can_grow_to(other) >= _can_grow_to(block):
-                    break
-                block = other
-        most = settings.max_split_bytes
-        if size < most <= block.size:
-            return None
-        if size >= most and block.size >= size + settings.max_non_split_rounding_bytes:
-            return None
-        self.remove(block)
-        return block
+            at = self._least_growing(at)
+        if settings.max_split_bytes != math.inf:
+            most, held = settings.max_split_bytes, self.blocks[at].size
+            if size < most <= held:
+                return None
+            if size >= most and held >= size + settings.max_non_split_rounding_bytes:
+                return None
+        del keys[at]
+        return self.blocks.pop(at)
 
-    def should_split(self, block: Block, size: int) -> bool:
-        """Say whether what *size* leaves of *block* becomes a block (``should_split``)."""
-        rest = block.size - size
-        if self.is_small or self.settings.expandable_segments:
-            return rest >= MIN_BLOCK_BYTES
-        return size < self.settings.max_split_bytes and rest > SMALL_BYTES
+    def _least_growing(self, at: int) -> int:
+        """Return the first block from *at* on that the next one can grow beyond."""
+        blocks = self.blocks
+        grows_to = _can_grow_to(blocks[at])
+        for other in range(at + 1, len(blocks)):
+            others = _can_grow_to(blocks[other])
+            if others >= grows_to:
+                break
+            at, grows_to = other, others
+        return at
 
     def merge(self, block: Block, other: Block | None) -> None:
         """Join *block* with a neighbour that is free as it is (``try_merge_blocks``)."""
@@ -235,8 +244,8 @@ class CachingAllocator:
         Raises:
             DeviceFullError: it does not fit.
         """
-        size = max(1, -(-nbytes // MIN_BLOCK_BYTES)) * MIN_BLOCK_BYTES
-        pool = self._pool(stream, size <= SMALL_BYTES)
+        size = rounded(nbytes)
+        pool = self._pools.get((stream, size <= SMALL_BYTES)) or self._pool(stream, size)
         block = pool.take_best(size) or self._reserve(pool, size)
         if block is None and self._release_oversized(pool, size):
             block = self._reserve(pool, size)
@@ -249,7 +258,7 @@ class CachingAllocator:
                 f"{nbytes} bytes were asked for; {self.allocated_bytes} are allocated and "
                 f"{self.reserved_bytes} reserved of {self.limit_bytes:.0f}."
             )
-        if block.size != size and pool.should_split(block, size):
+        if block.size - size >= pool.least_rest_bytes and size < pool.least_whole_bytes:
             pool.insert(_cut(block, size))
         block.is_free = False
         self.allocated_bytes += block.size
@@ -266,13 +275,12 @@ class CachingAllocator:
             pool.merge(block, block.previous)
         if block.next is not None and block.next.is_free:
             pool.merge(block, block.next)
-        insort(pool.keys, (block.size, block.address))
-        pool.blocks[block.address] = block
+        pool.insert(block)
 
     def release_cached(self) -> None:
         """Give back every segment, or page, that is wholly free (``release_cached_blocks``)."""
         for pool in self._pools.values():
-            for block in list(pool.blocks.values()):
+            for block in list(pool.blocks):
                 if self.settings.expandable_segments:
                     self._unmap(block)
                 elif block.previous is None and block.next is None:
@@ -281,13 +289,13 @@ class CachingAllocator:
     def free_blocks(self) -> Iterator[Block]:
         """Yield the free blocks that have memory."""
         for pool in self._pools.values():
-            yield from pool.blocks.values()
+            yield from pool.blocks
 
-    def _pool(self, stream: int, is_small: bool) -> _Pool:
-        key = (stream, is_small)
-        if key not in self._pools:
-            self._pools[key] = _Pool(is_small, self.settings)
-        return self._pools[key]
+    def _pool(self, stream: int, size: int) -> _Pool:
+        """Make the pool that serves requests of *size* on a stream (``get_pool``)."""
+        is_small = size <= SMALL_BYTES
+        pool = self._pools[stream, is_small] = _Pool(is_small, self.settings)
+        return pool
 
     # ---- segments ------------------------------------------------------------------------------
 
@@ -327,12 +335,12 @@ class CachingAllocator:
         if math.isinf(most) or self.settings.expandable_segments:
             return False
         wanted, released = max(size, int(most)), 0
-        at = bisect_left(pool.keys, (wanted, 0))
+        at = bisect_left(pool.keys, wanted << _ADDRESS_BITS)
         if at < len(pool.keys):
-            self._release(pool.blocks[pool.keys[at][1]])
+            self._release(pool.blocks[at])
             return True
-        while released < wanted and pool.keys and pool.keys[-1][0] >= most:
-            block = pool.blocks[pool.keys[-1][1]]
+        while released < wanted and pool.blocks and pool.blocks[-1].size >= most:
+            block = pool.blocks[-1]
             released += block.size
             self._release(block)
         return released >= wanted
@@ -355,8 +363,7 @@ class CachingAllocator:
 
     def _expandable(self, pool: _Pool, size: int) -> Block:
         """Return where to grow: the lowest addresses with room (``find_expandable_block``)."""
-        for address in pool.unmapped:
-            block = pool.unmapped_blocks[address]
+        for block in pool.unmapped_blocks:
             if block.previous is not None and block.previous.is_free:
                 block = block.previous
             room, each = 0, block
@@ -408,6 +415,11 @@ class CachingAllocator:
         pool.merge(block, block.previous)
         pool.merge(block, block.next)
         pool.insert(block)
+
+
+def rounded(nbytes: int) -> int:
+    """Return what a request takes of a block (``round_size``)."""
+    return max(1, -(-nbytes // MIN_BLOCK_BYTES)) * MIN_BLOCK_BYTES
 
 
 def segment_bytes(size: int) -> int:

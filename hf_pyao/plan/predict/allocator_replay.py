@@ -32,8 +32,9 @@ from hf_pyao.plan.hardware.caching_allocator import (
     Block,
     CachingAllocator,
     DeviceFullError,
+    rounded,
 )
-from hf_pyao.plan.step.prediction import FREED, MemoryEvent, Prediction
+from hf_pyao.plan.step.prediction import FREED, MemoryEvent, MemoryKey, Prediction
 from hf_pyao.plan.step.step_program import StepProgram
 
 NUM_STEPS = 3
@@ -87,9 +88,13 @@ class StepMemory:
         self._tied = [each.nbytes for each in program.residents for _ in range(each.num_names - 1)]
         rest_bytes = program.resident_bytes - sum(self._residents)
         self._states = _states(self._residents, rest_bytes)
-        self._last = _compact(late.memory)
+        self._late = late
         self._early = early if late.offloaded_bytes else None
         self._known: dict[float, Reserved] = {}
+        self._unbound: dict[int, Reserved] = {}
+        """By case: what is reserved where nothing is given back."""
+        self._first_tried = 0
+        """The case that did not fit last: it may be the first that does not fit again."""
         self._needed_bytes: int | None = None
 
     def fits(self, limit_bytes: float) -> bool:
@@ -106,7 +111,11 @@ class StepMemory:
         if self.peak_bytes > limit_bytes:
             return False
         expandable = replace(settings, expandable_segments=True)
-        return all(self._replay(case, expandable, limit_bytes).fits for case in self._cases)
+        return all(
+            self._requested_bytes(case) <= limit_bytes
+            and self._replay(case, expandable, limit_bytes)[0].fits
+            for case in self._cases
+        )
 
     def reserved(self, limit_bytes: float = math.inf) -> Reserved:
         """Return what is reserved where at most *limit_bytes* may be."""
@@ -114,9 +123,12 @@ class StepMemory:
             return Reserved(self.peak_bytes, self.peak_bytes, 0, self.peak_bytes <= limit_bytes)
         if limit_bytes not in self._known:
             found = []
-            for case in self._cases:
-                found.append(self._replay(case, self.settings, limit_bytes))
+            numbers = list(range(len(self._cases)))
+            numbers.insert(0, numbers.pop(self._first_tried))
+            for number in numbers:
+                found.append(self._reserved(number, self.settings, limit_bytes))
                 if not found[-1].fits:
+                    self._first_tried = number
                     break
             self._known[limit_bytes] = Reserved(
                 max(each.allocated_bytes for each in found),
@@ -125,6 +137,28 @@ class StepMemory:
                 all(each.fits for each in found),
             )
         return self._known[limit_bytes]
+
+    def _reserved(self, number: int, settings: AllocatorSettings, limit_bytes: float) -> Reserved:
+        """Return what is reserved in a case: replayed, where that is not known already.
+
+        A limit changes nothing for what reserves less without giving anything back, and nothing
+        fits into less than its requests.
+        """
+        unbound = self._unbound.get(number)
+        if unbound is not None and unbound.reserved_bytes <= limit_bytes:
+            return unbound
+        case = self._cases[number]
+        if self._requested_bytes(case) > limit_bytes:
+            return Reserved(self._requested_bytes(case), self._requested_bytes(case), 0, False)
+        found, is_unbound = self._replay(case, settings, limit_bytes)
+        if is_unbound:
+            self._unbound[number] = found
+        return found
+
+    def _requested_bytes(self, case: _Case) -> int:
+        """Return the most bytes that are asked for at once."""
+        later_bytes = sum(map(rounded, self._states)) + self._last.most_bytes
+        return sum(map(rounded, self._residents)) + max(later_bytes, case.first.most_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -163,9 +197,14 @@ class StepMemory:
         return found.reserved_bytes
 
     @cached_property
+    def _last(self) -> _Events:
+        """The step whose copies are late."""
+        return _compact(self._late.memory)
+
+    @cached_property
     def _cases(self) -> Sequence[_Case]:
         """What may come before a step whose copies are late."""
-        firsts: list[Sequence[_Event]] = [self._last]
+        firsts = [self._last]
         if self._early is not None:
             early = _compact(self._early().memory)
             if early != self._last:
@@ -173,7 +212,10 @@ class StepMemory:
         tied: list[Sequence[int]] = [[], self._tied] if self._tied else [[]]
         return [_Case(first, freed) for freed in tied for first in firsts]
 
-    def _replay(self, case: _Case, settings: AllocatorSettings, limit_bytes: float) -> Reserved:
+    def _replay(
+        self, case: _Case, settings: AllocatorSettings, limit_bytes: float
+    ) -> tuple[Reserved, bool]:
+        """Return what is reserved, and whether the limit made no difference."""
         allocator = CachingAllocator(settings, limit_bytes=limit_bytes)
         num_retries = 0
         first = case.first
@@ -194,53 +236,72 @@ class StepMemory:
         except DeviceFullError:
             return Reserved(
                 allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, num_retries, False
-            )
+            ), False
+        # Blocks that may not be split are given back without a retry.
+        is_unbound = not allocator.num_retries and math.isinf(settings.max_split_bytes)
         return Reserved(
             allocator.peak_allocated_bytes,
             allocator.peak_reserved_bytes,
             num_retries,
             num_retries <= MOST_RETRIES,
-        )
+        ), is_unbound or math.isinf(limit_bytes)
 
 
-_Event = tuple[int, int]
-"""Number of an allocation, and its bytes; :data:`FREED` where it ends."""
+class _Events(NamedTuple):
+    """What a step allocates and frees."""
+
+    events: Sequence[tuple[int, int]]
+    """Number of an allocation, and its bytes; :data:`FREED` where it ends."""
+    num_allocations: int
+    most_bytes: int
+    """Most bytes that are asked for at once, each request rounded up."""
 
 
 class _Case(NamedTuple):
     """What comes before the steps that are looked at."""
 
-    first: Sequence[_Event]
+    first: _Events
     """The first step."""
     freed_before: Sequence[int]
     """What was allocated behind the weights, in bytes, and freed before the first step."""
 
 
-def _compact(memory: Sequence[MemoryEvent]) -> list[_Event]:
+def _compact(memory: Sequence[MemoryEvent]) -> _Events:
     """Number the allocations of a step; what takes no bytes is left out."""
-    numbers: dict[tuple[str, int], int] = {}
-    found, count = [], 0
+    numbers: dict[MemoryKey, tuple[int, int]] = {}
+    found = []
+    count = live_bytes = most_bytes = 0
     for key, nbytes in memory:
         if nbytes > 0:
-            numbers[key] = count
+            size = rounded(nbytes)
+            numbers[key] = (count, size)
+            found.append((count, nbytes))
             count += 1
-            found.append((numbers[key], nbytes))
+            live_bytes += size
+            if live_bytes > most_bytes:
+                most_bytes = live_bytes
         elif nbytes == FREED and key in numbers:
-            found.append((numbers.pop(key), FREED))
-    return found
+            number, size = numbers.pop(key)
+            live_bytes -= size
+            found.append((number, FREED))
+    return _Events(found, count, most_bytes)
 
 
-def _run(events: Sequence[_Event], allocator: CachingAllocator) -> None:
+def _run(step: _Events, allocator: CachingAllocator) -> None:
     """Run one step; what it does not free ends with it."""
-    live: dict[int, Block] = {}
+    live: list[Block | None] = [None] * step.num_allocations
     allocate, free = allocator.allocate, allocator.free
-    for number, nbytes in events:
+    for number, nbytes in step.events:
         if nbytes == FREED:
-            free(live.pop(number))
+            block = live[number]
+            assert block is not None
+            free(block)
+            live[number] = None
         else:
             live[number] = allocate(nbytes)
-    for block in live.values():
-        free(block)
+    for block in live:
+        if block is not None:
+            free(block)
 
 
 def _states(residents: Sequence[int], nbytes: int) -> list[int]:

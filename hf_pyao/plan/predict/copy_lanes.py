@@ -108,8 +108,13 @@ class TimedLanes:
         self._orders = itertools.count()
         shared = link.copy_engines == 1
         out = (OFFLOAD, GRADIENT)
-        self._engines = [(RELOAD, *out)] if shared else [(RELOAD,), out]
-        self._free_ms = [0.0] * len(self._engines)
+        engines = [(RELOAD, *out)] if shared else [(RELOAD,), out]
+        self._free_ms = [0.0] * len(engines)
+        self._lanes = [
+            (_ORDER[direction], engine, self._queues[direction])
+            for engine, directions in enumerate(engines)
+            for direction in directions
+        ]
 
     def book(self, copy: Copy) -> None:
         """Queue *copy*."""
@@ -118,6 +123,8 @@ class TimedLanes:
 
     def is_done(self, copy: Copy, now_ms: float) -> bool:
         """Say whether *copy* has ended by *now_ms*, which may lie before compute's own time."""
+        if now_ms <= 0:
+            return False  # copies take time
         self._run(now_ms)
         return copy.end_ms <= now_ms
 
@@ -138,24 +145,21 @@ class TimedLanes:
 
     def _start_next(self, until_ms: float) -> bool:
         """Start the copy that starts first, if any starts by then."""
-        best: tuple[float, int, int] | None = None
-        for engine, directions in enumerate(self._engines):
-            for direction in directions:
-                queue = self._queues[direction]
-                if not queue:
-                    continue
-                copy = queue[0]
-                needs_ms = 0.0 if copy.needs is None else copy.needs.end_ms
-                start_ms = max(copy.ready_ms, needs_ms, self._free_ms[engine])
-                if start_ms < math.inf:
-                    candidate = (start_ms, _ORDER[direction], engine)
-                    best = candidate if best is None else min(best, candidate)
-        if best is None or best[0] > until_ms:
+        first: tuple[float, int, int, deque[Copy]] | None = None
+        for order, engine, queue in self._lanes:
+            if not queue:
+                continue
+            copy = queue[0]
+            start_ms = max(copy.ready_ms, self._free_ms[engine])
+            if copy.needs is not None and copy.needs.end_ms > start_ms:
+                start_ms = copy.needs.end_ms
+            if start_ms < math.inf and (first is None or (start_ms, order) < first[:2]):
+                first = (start_ms, order, engine, queue)
+        if first is None or first[0] > until_ms:
             return False
-        start_ms, order, engine = best
-        direction = next(name for name, number in _ORDER.items() if number == order)
-        copy = self._queues[direction].popleft()
-        kind = RELOAD if direction == RELOAD else OFFLOAD
+        start_ms, _, engine, queue = first
+        copy = queue.popleft()
+        kind = RELOAD if copy.direction == RELOAD else OFFLOAD
         others_run = any(
             free_ms > start_ms for number, free_ms in enumerate(self._free_ms) if number != engine
         )

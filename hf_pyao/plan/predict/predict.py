@@ -24,7 +24,6 @@ from hf_pyao.plan.predict.predicted_memory import PredictedMemory
 from hf_pyao.plan.predict.predicted_uploads import PredictedUploads
 from hf_pyao.plan.predict.step_clock import LanesClock, StepClock
 from hf_pyao.plan.step.prediction import (
-    BUFFER,
     WORKSPACE,
     Coded,
     PredictedCopy,
@@ -73,9 +72,69 @@ def predict(
     """
     if times_ms is None and device is not None:
         times_ms = operation_times_ms(program, device)
+    plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {})
+    prediction, _ = _walked(program, plan, times_ms, link, host, is_first_step=is_first_step)
+    return prediction
+
+
+def predict_timed_and_late(
+    program: StepProgram,
+    leaves: Sequence[bool],
+    *,
+    window_bytes: int | None,
+    times_ms: Sequence[float],
+    link: LinkModel | None,
+    rebuilds: Mapping[int, Rebuild] | None = None,
+    gradient_bytes: int = 0,
+    coded: Mapping[int, Coded] | None = None,
+) -> tuple[Prediction, Prediction]:
+    """Predict the step with times, and with copies that are late.
+
+    A host that is far ahead sees no copy done. As long as it would not see one done either that is
+    late, the same is on the device at each moment, and one walk tells both.
+
+    Args:
+        program: as for :func:`predict`.
+        leaves: as for :func:`predict`.
+        window_bytes: as for :func:`predict`.
+        times_ms: what each operation takes.
+        link: speeds of copies; None: as for :func:`predict`.
+        rebuilds: as for :func:`predict`.
+        gradient_bytes: as for :func:`predict`; late copies do without.
+        coded: as for :func:`predict`.
+
+    Returns:
+        What :func:`predict` returns with the times and the link, and without both.
+    """
+    plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {})
+    timed, clock = _walked(program, plan, times_ms, link, FAR_AHEAD)
+    if not clock.late_differs:
+        return timed, replace(
+            timed,
+            step_ms=math.nan,
+            compute_ms=math.nan,
+            stall_forward_ms=0.0,
+            stall_backward_ms=0.0,
+            start_ms=(),
+            copies=(),
+            stalls=(),
+        )
+    late, _ = _walked(program, replace(plan, gradient_bytes=0), None, None, FAR_AHEAD)
+    return timed, late
+
+
+def _walked(
+    program: StepProgram,
+    plan: StepPlan,
+    times_ms: Sequence[float] | None,
+    link: LinkModel | None,
+    host: HostModel,
+    *,
+    is_first_step: bool = False,
+) -> tuple[Prediction, LanesClock]:
+    """Walk through the step; return what it comes to, and the clock."""
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
     clock = LanesClock(lanes, host, is_timed=times_ms is not None)
-    plan = StepPlan(leaves, window_bytes, rebuilds or {}, gradient_bytes, coded or {})
     walk = StepWalk(program, plan, times_ms, clock, is_first_step=is_first_step)
     prediction = replace(
         walk.run(),
@@ -83,9 +142,9 @@ def predict(
         stall_backward_ms=clock.stall_ms[BACKWARD],
     )
     if times_ms is None or link is None:
-        return prediction
+        return prediction, clock
     clock.finish()
-    return replace(prediction, copies=walk.copies(), stalls=tuple(clock.stalls))
+    return replace(prediction, copies=walk.copies(), stalls=tuple(clock.stalls)), clock
 
 
 def operation_times_ms(program: StepProgram, device: DeviceModel) -> list[float]:
@@ -198,44 +257,59 @@ class StepWalk:
             events[moment].append((unpack, number))
         return events
 
-    def _events_after(self) -> _Events:
-        """Return what happens at the end of each operation: what ends, and then what is made."""
+    def _ends(self) -> _Events:
+        """Return what ends with each operation, besides what was there from birth to death."""
         events: _Events = defaultdict(list)
         buffers = self._program.buffers
-        own = [number for number in range(len(buffers)) if number not in self._made_again]
-        die, make, end, free = self._memory.die, self._make, self._slot_ends, self._free_rebuilt
-        for number in own:
-            events[buffers[number].death].append((die, number))
+        end, free = self._slot_ends, self._free_rebuilt
         for number, slot in enumerate(self._program.slots):
             if slot.link_bytes and slot.reloaded >= 0:
                 events[buffers[slot.reloaded].death].append((end, number))
         for rebuild in self._plan.rebuilds.values():
             for number in (made for each in rebuild.operations for made in each.makes):
                 events[buffers[number].death].append((free, number))
-        for number in own:
-            events[buffers[number].birth].append((make, number))
         return events
+
+    def _births_and_deaths(self) -> tuple[_Numbers, _Numbers]:
+        """Return which buffers each operation makes and ends, except those that are made again."""
+        births: _Numbers = defaultdict(list)
+        deaths: _Numbers = defaultdict(list)
+        made_again = self._made_again
+        for number, buffer in enumerate(self._program.buffers):
+            if number not in made_again:
+                births[buffer.birth].append(number)
+                deaths[buffer.death].append(number)
+        return births, deaths
 
     def run(self) -> Prediction:
         """Walk; waits are counted by the clock."""
         program, memory, clock, times_ms = self._program, self._memory, self._clock, self._times_ms
-        before, after = self._events_before(), self._events_after()
+        before, ends = self._events_before(), self._ends()
+        births, deaths = self._births_and_deaths()
+        read_by = self._uploads.read_by
         peaks: list[int] = []
         start_ms: list[float] = []
         compute_ms = 0.0
         for number, operation in enumerate(program.operations):
             memory.begin(number)
-            for event, subject in before.get(number, ()):
-                event(subject)
+            if number in before:
+                for event, subject in before[number]:
+                    event(subject)
             elapsed_ms = 0.0 if times_ms is None else times_ms[number]
-            blocks = self._uploads.read_by.get(number)
-            if blocks is None:
-                start_ms.append(clock.run_kernel(elapsed_ms) if elapsed_ms else clock.now_ms)
+            if number in read_by:
+                started_ms = self._run_by_block(read_by[number], elapsed_ms)
             else:
-                start_ms.append(self._run_by_block(blocks, elapsed_ms))
-            compute_ms += elapsed_ms
-            for event, subject in after.get(number, ()):
-                event(subject)
+                started_ms = clock.run_kernel(elapsed_ms) if elapsed_ms else clock.now_ms
+            if times_ms is not None:
+                start_ms.append(started_ms)
+                compute_ms += elapsed_ms
+            if number in deaths:
+                memory.die(deaths[number])
+            if number in ends:
+                for event, subject in ends[number]:
+                    event(subject)
+            if number in births:
+                memory.make(births[number])
             if operation.workspace_bytes:
                 self._allocate_inside(number, operation.workspace_bytes)
             peaks.append(memory.peak_bytes)
@@ -259,9 +333,9 @@ class StepWalk:
             read_in_place_bytes=self._reloads.read_in_place_bytes,
             uploaded_bytes=self._uploads.uploaded_bytes,
             num_uploads=len(self._uploads.copies),
-            lifetimes=tuple(memory.lifetimes),
-            memory=tuple(memory.events),
-            start_ms=() if times_ms is None else tuple(start_ms),
+            lifetimes=memory.lifetimes,
+            memory=memory.events,
+            start_ms=tuple(start_ms),
         )
 
     def copies(self) -> tuple[PredictedCopy, ...]:
@@ -302,9 +376,6 @@ class StepWalk:
         self._uploads.ahead()
         self._uploads.wait()
 
-    def _make(self, buffer: int) -> None:
-        self._memory.allocate((BUFFER, buffer), self._program.buffers[buffer].nbytes)
-
     def _pack(self, number: int) -> None:
         slot = self._program.slots[number]
         if self._leaves[number]:
@@ -334,9 +405,8 @@ class StepWalk:
             for again in rebuild.operations:
                 for block in self._uploads.read_by.get(again.operation, ()):
                     self._uploads.read(block)
+                self._memory.make(again.makes)
                 for buffer in again.makes:
-                    nbytes = self._program.buffers[buffer].nbytes
-                    self._memory.allocate((BUFFER, buffer), nbytes)
                     self._rebuilt_at[buffer] = self._memory.operation
                 workspace_bytes = self._program.operations[again.operation].workspace_bytes
                 if inside_bytes := again.beside_bytes + workspace_bytes:
@@ -357,9 +427,12 @@ class StepWalk:
         """Free a buffer that was rebuilt, unless that was done when an operation had read it."""
         start = self._rebuilt_at.pop(buffer, None)
         if start is not None:
-            self._memory.free((BUFFER, buffer))
+            self._memory.unmake(buffer)
             self._memory.end_lifetime(buffer, start)
 
+
+_Numbers = defaultdict[int, list[int]]
+"""By number of operation: numbers of buffers."""
 
 _Events = defaultdict[int, list[tuple[Callable[[int], None], int]]]
 """By number of operation: what happens, and to which slot, buffer or segment."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 
-from hf_pyao.plan.hardware.host_model import HostClock, HostModel
-from hf_pyao.plan.predict.copy_lanes import Copy, Lanes
+from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostClock, HostModel
+from hf_pyao.plan.predict.copy_lanes import OFFLOAD, Copy, Lanes
 from hf_pyao.plan.step.prediction import Stall
 from hf_pyao.plan.step.step_program import BACKWARD, FORWARD
 
@@ -58,6 +58,13 @@ class LanesClock(StepClock):
         self._is_timed = is_timed
         self._lanes = lanes
         self._host = HostClock(host)
+        self._is_far_ahead = host == FAR_AHEAD
+        self._awaited_order = -1
+        """The newest copy to the host that was waited for."""
+        self.late_differs = False
+        """True once a copy to the host was seen done that late copies would not have been, or the
+        other way round (:class:`~hf_pyao.plan.predict.copy_lanes.LateLanes`). Until then, what is
+        on the device and when is as with late copies."""
 
     @property
     def now_ms(self) -> float:
@@ -66,6 +73,10 @@ class LanesClock(StepClock):
 
     def run_kernel(self, elapsed_ms: float) -> float:
         """Run a kernel that the host queues; return when it starts."""
+        if self._is_far_ahead:  # it takes no time, and never waits
+            start_ms = self._now_ms
+            self._now_ms += elapsed_ms
+            return start_ms
         start_ms = self._host.launch(self._now_ms)
         self._now_ms = start_ms + elapsed_ms
         self._host.ends(self._now_ms)
@@ -82,10 +93,15 @@ class LanesClock(StepClock):
 
     def is_done(self, copy: Copy) -> bool:
         """Say whether the host knows by now that *copy* is done."""
-        return self._lanes.is_done(copy, self._host.seen_ms(self._now_ms))
+        found = self._lanes.is_done(copy, self._host.seen_ms(self._now_ms))
+        if found is not (copy.order <= self._awaited_order):
+            self.late_differs = True
+        return found
 
     def wait(self, copy: Copy) -> None:
         """Let compute wait for *copy*."""
+        if copy.direction == OFFLOAD and copy.order > self._awaited_order:
+            self._awaited_order = copy.order
         until_ms = self._lanes.wait(copy, self._now_ms)
         if until_ms > self._now_ms:
             self.stalls.append(Stall(self.phase, copy.slot, self._now_ms, until_ms, copy.layer))

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING
@@ -22,7 +23,7 @@ from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.paper.pyao_plan import paths_of
 from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
-from hf_pyao.plan.predict.predict import predict
+from hf_pyao.plan.predict.predict import predict, predict_timed_and_late
 from hf_pyao.plan.predict.speed_range import AS_GIVEN, scaled
 from hf_pyao.plan.solve.coding import CodedWays
 from hf_pyao.plan.solve.optimal import InfeasibleError, solve
@@ -293,27 +294,18 @@ class Proposals:
         if otherwise is None:
             otherwise = [OFFLOAD if conditions.may_offload else KEEP] * num_slots
         step = self.stepper.plan(actions, products, otherwise, self._coded(actions, codecs))
-        predict_timed = partial(
-            predict,
-            step.program,
-            step.leaves,
-            window_bytes=conditions.window_bytes,
-            times_ms=step.times_ms,
-            link=None if conditions.is_blocking else conditions.link,
-            rebuilds=step.rebuilds,
-            gradient_bytes=conditions.gradient_bytes,
-            coded=step.coded,
-        )
-        timed = predict_timed()
+        given: Any = {
+            "window_bytes": conditions.window_bytes,
+            "times_ms": step.times_ms,
+            "link": None if conditions.is_blocking else conditions.link,
+            "rebuilds": step.rebuilds,
+            "gradient_bytes": conditions.gradient_bytes,
+            "coded": step.coded,
+        }
+        timed, late = predict_timed_and_late(step.program, step.leaves, **given)
+        predict_early = partial(predict, step.program, step.leaves, **given, host=IN_STEP)
         if conditions.is_blocking:
             timed = with_blocking_copies(timed, conditions.link)
-        late = predict(
-            step.program,
-            step.leaves,
-            window_bytes=conditions.window_bytes,
-            rebuilds=step.rebuilds,
-            coded=step.coded,
-        )
         return Candidate(
             name=name,
             actions=tuple(actions),
@@ -325,7 +317,7 @@ class Proposals:
             step=step,
             timed=timed,
             late=late,
-            early=None if conditions.is_blocking else partial(predict_timed, host=IN_STEP),
+            early=None if conditions.is_blocking else predict_early,
             allocator=conditions.allocator,
             problem=problem,
             choice=choice,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,9 +38,9 @@ class Prediction:
     """Streamed weights that cross the link to the device."""
     num_uploads: int = 0
     """Blocks that they are uploaded in."""
-    lifetimes: tuple[Lifetime, ...]
+    lifetimes: Sequence[Lifetime]
     """When each buffer is on the device under the plan."""
-    memory: tuple[MemoryEvent, ...] = ()
+    memory: Sequence[MemoryEvent] = ()
     """What is allocated and freed on the device, in order; what is not freed lives until the step
     ends."""
     start_ms: tuple[float, ...] = ()
@@ -50,21 +51,14 @@ class Prediction:
     """When compute waits for copies, in order; empty without times, or without a link."""
 
 
-class Lifetime(NamedTuple):
-    """A stretch of operations over which a buffer is on the device."""
+Lifetime = tuple[int, int, int]
+"""A stretch of operations over which a buffer is on the device: the buffer, the first operation
+with it, and the first one without it. A plain tuple, because a step has thousands."""
 
-    buffer: int
-    start: int
-    """The first operation with it."""
-    end: int
-    """The first operation without it."""
+MemoryKey = int | tuple[str, int]
+"""What is allocated: a buffer of the program by its number, or one of the uses below and a number.
+"""
 
-
-MemoryKey = tuple[str, int]
-"""What is allocated: one of the uses below, and a number."""
-
-BUFFER = "buffer"
-"""A buffer of the program, by its number."""
 RELOADED = "reloaded"
 """What backward gets of a slot that left, by the slot's number."""
 PAYLOAD = "payload"
@@ -77,12 +71,8 @@ WORKSPACE = "workspace"
 FREED = -1
 
 
-class MemoryEvent(NamedTuple):
-    """An allocation on the device, or the end of one."""
-
-    key: MemoryKey
-    nbytes: int
-    """:data:`FREED` where it ends."""
+MemoryEvent = tuple[MemoryKey, int]
+"""An allocation on the device and its bytes, or the end of one and :data:`FREED`."""
 
 
 class Replayed(NamedTuple):

@@ -34,6 +34,7 @@ from hf_pyao.plan.policies.budget import OffloadBudget, leaving
 from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.predict.sized_memory import PlanMemory, SizedMemory
 from hf_pyao.plan.predict.speed_range import MEASURED
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
@@ -48,7 +49,7 @@ from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import most_positions
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.search import largest_fitting, largest_on_a_line
+from hf_pyao.tools.estimate.search import largest_on_a_line, largest_that_fits
 from hf_pyao.tools.estimate.ways import Family, PredictedWay, Way
 
 LONGEST = 2**24
@@ -99,6 +100,7 @@ class Estimator:
         self.limit_bytes = self.card_memory.limit_bytes
         self._training = FakeTraining(config=config, training_state=training_state, **more)
         self._recorded: dict[tuple[Family, int, int], StepProgram] = {}
+        self._memories: dict[tuple[Way, Family, int, int], SizedMemory] = {}
         self._lines: dict[tuple[Family, str, int], Callable[[int], StepProgram] | None] = {}
         self._flagged: tuple[str, ...] | None = None
         self._rule_plan: Plan | None = None
@@ -178,7 +180,7 @@ class Estimator:
         if weights is None:
             return {}
         hardware, length = self.hardware, self.sequence_length
-        program = self._record(self._family(way, head_loss), micro_batch, length)
+        program = self.program(self._family(way, head_loss), micro_batch, length)
         return {
             "num_streamed_blocks": len(weights.streamed_layers),
             "num_resident_blocks": weights.num_resident,
@@ -214,12 +216,60 @@ class Estimator:
         """
         family = self._family(way, head_loss)
 
-        def needed_at(size: int) -> int:
-            program = self.program(family, size, self.sequence_length)
-            return self._needed(way, program, allocator)
+        def memory_at(size: int) -> SizedMemory:
+            return self._sized(way, family, size, self.sequence_length)
 
-        search = largest_fitting if family.levers.scales else largest_on_a_line
-        return max(at_least, search(needed_at, self.limit_bytes))
+        return self._largest(family.levers.scales, memory_at, allocator, at_least=at_least)
+
+    def _largest(
+        self,
+        is_computed: bool,
+        memory_at: Callable[[int], SizedMemory],
+        allocator: AllocatorSettings,
+        *,
+        most: int | None = None,
+        at_least: int = 0,
+    ) -> int:
+        """Return the largest size that fits.
+
+        Args:
+            is_computed: steps are computed from a few recordings; False: each one is recorded.
+            memory_at: the memory of the step at a size.
+            allocator: settings of PyTorch's allocator.
+            most: the largest size that there is; None: there is no such.
+            at_least: a size that is known to fit.
+        """
+        limit_bytes = self.limit_bytes
+        if not is_computed:
+
+            def needed_at(size: int) -> int:
+                return memory_at(size).needed_within(limit_bytes, allocator)
+
+            return max(at_least, largest_on_a_line(needed_at, limit_bytes, most=most))
+        return largest_that_fits(
+            lambda size: memory_at(size).peak_bytes,
+            lambda size: memory_at(size).fits(limit_bytes, allocator),
+            limit_bytes,
+            most=most,
+            at_least=at_least,
+        )
+
+    def _sized(self, way: Way, family: Family, micro_batch: int, length: int) -> SizedMemory:
+        """Return the memory of a way to train at a size."""
+        key = (way, family, micro_batch, length)
+        if key not in self._memories:
+            program = self.program(family, micro_batch, length)
+            if way.streams:  # all that can be
+                program = with_streamed_blocks(program, range(program.num_layers))
+            later_bytes = self._training.optimizer_step_bytes(program)
+            if way.is_auto:  # what fits: without solving anything
+                plans = self._planner(program, NO_LEVERS).simple().values()
+                found = [PlanMemory(each.step.program, each.late, each.early) for each in plans]
+            else:
+                late = self._predict(way, program)
+                found = [PlanMemory(program, late, self._early(way, program))]
+            self._memories[key] = SizedMemory(found, later_bytes)
+        return self._memories[key]
 
     def predicted(self, way: Way, head_loss: str, micro_batch: int) -> PredictedWay:
         """Predict one step.
@@ -233,7 +283,7 @@ class Estimator:
             ConfigError: the model has no head that the chunked loss understands.
         """
         family = self._family(way, head_loss)
-        program = self._record(family, micro_batch, self.sequence_length)
+        program = self.program(family, micro_batch, self.sequence_length)
         if way.is_auto:
             choice, weights = self._choice(program, family, micro_batch), None
             if way.streams:
@@ -274,20 +324,29 @@ class Estimator:
 
     def program(self, family: Family, micro_batch: int, length: int) -> StepProgram:
         """Return the step at a size: recorded there, or computed from recordings at others."""
-        line = None if micro_batch == 1 else self._line(family, "micro-batch", length)
-        return line(micro_batch) if line else self._record(family, micro_batch, length)
+        if (family, micro_batch, length) in self._recorded:
+            return self._recorded[family, micro_batch, length]
+        line = None
+        if micro_batch > 1 and length == self.sequence_length:
+            line = self._line(family, "micro-batch", length)
+        elif micro_batch == 1 and length != self.sequence_length:
+            line = self._line(family, "length", 1)
+        size = micro_batch if micro_batch > 1 else length
+        return line(size) if line else self._record(family, micro_batch, length)
 
     def _line(self, family: Family, what: str, fixed: int) -> Callable[[int], StepProgram] | None:
         """Return the step as a function of one size; None if it runs other operations then."""
         key = (family, what, fixed)
         if key not in self._lines:
             self._lines[key] = None
-            if family.levers.scales:
-                if what == "micro-batch":  # a single sample may run other operations
-                    points = [(size, self._record(family, size, fixed)) for size in (2, 3)]
-                else:
-                    lengths = [LENGTH_STEP * each for each in (1, 2, 3)]
-                    points = [(size, self._record(family, fixed, size)) for size in lengths]
+            points: list[tuple[int, StepProgram]] = []
+            if what == "micro-batch":  # a single sample may run other operations
+                sizes = [2, 3] if family.levers.scales else []
+                points = [(size, self._record(family, size, fixed)) for size in sizes]
+            elif family.levers.scales and self._longest_multiple >= 3:
+                lengths = [LENGTH_STEP * each for each in (1, 2, 3)]
+                points = [(size, self._record(family, fixed, size)) for size in lengths]
+            if points:
                 with suppress(OtherOperationsError):
                     self._lines[key] = interpolate(points)
         return self._lines[key]
@@ -308,6 +367,10 @@ class Estimator:
                 )
         return self._recorded[key]
 
+    @property
+    def _longest_multiple(self) -> int:
+        return (self.most_length or LONGEST) // LENGTH_STEP
+
     def longest_sequence(self, way: Way, head_loss: str) -> int:
         """Return the longest sequence that fits at micro-batch 1, in steps of :data:`LENGTH_STEP`.
 
@@ -319,28 +382,14 @@ class Estimator:
             ConfigError: the model has no head that the chunked loss understands.
         """
         family = self._family(way, head_loss)
-        most = (self.most_length or LONGEST) // LENGTH_STEP
-        line = self._line(family, "length", 1) if most >= 3 else None
+        most = max(self._longest_multiple, 1)
+        is_computed = self._line(family, "length", 1) is not None
 
-        def needed_at(multiple: int) -> int:
-            length = multiple * LENGTH_STEP
-            program = self._record(family, 1, length) if line is None else line(length)
-            return self._needed(way, program, self.allocator)
+        def memory_at(multiple: int) -> SizedMemory:
+            return self._sized(way, family, 1, multiple * LENGTH_STEP)
 
-        search = largest_fitting if line is not None else largest_on_a_line
-        return search(needed_at, self.limit_bytes, most=max(most, 1)) * LENGTH_STEP
-
-    def _memory(self, way: Way, program: StepProgram, allocator: AllocatorSettings) -> StepMemory:
-        """Return what *program* makes the allocator reserve."""
-        if way.is_auto:  # what fits: without solving anything
-            plans = sorted(
-                self._planner(program, NO_LEVERS, allocator).simple().values(),
-                key=lambda each: each.peak_bytes,
-            )
-            fitting = (each for each in plans if each.memory.fits(self.limit_bytes))
-            return next(fitting, plans[0]).memory
-        late = self._predict(way, program)
-        return StepMemory(program, late, self._early(way, program), allocator)
+        multiple = self._largest(is_computed, memory_at, self.allocator, most=most)
+        return multiple * LENGTH_STEP
 
     # ---- plans ---------------------------------------------------------------------------------
 
@@ -356,15 +405,13 @@ class Estimator:
         room = LeverRoom(segments=True, nested=True, attention=True, groups=True)
         return LeverChoice(family.levers, configured, planner_with, room)
 
-    def _planner(
-        self, program: StepProgram, levers: Levers, allocator: AllocatorSettings | None = None
-    ) -> Planner:
+    def _planner(self, program: StepProgram, levers: Levers) -> Planner:
         conditions = Conditions(
             link=self.hardware.link,
             window_bytes=self.window_bytes,
             min_bytes=DEFAULT_MIN_BYTES,
             keep_last_layers=levers.kept_layers(program.num_layers, DEFAULT_KEEP_LAST_LAYERS),
-            allocator=allocator or self.allocator,
+            allocator=self.allocator,
             # `auto` plans after it has measured: these are the speeds that it finds.
             speed_ratios=MEASURED,
         )
@@ -390,13 +437,6 @@ class Estimator:
             link=self.hardware.link,
             host=IN_STEP,
         )
-
-    def _needed(self, way: Way, program: StepProgram, allocator: AllocatorSettings) -> int:
-        """Return what a step needs of the device, the optimizer's part included."""
-        if way.streams:  # all that can be
-            program = with_streamed_blocks(program, range(program.num_layers))
-        needed_bytes = self._memory(way, program, allocator).needed_within(self.limit_bytes)
-        return max(needed_bytes, self._training.optimizer_step_bytes(program))
 
     def leaves(self, way: Way, program: StepProgram) -> list[bool]:
         """Return which slots of *program* are offloaded."""

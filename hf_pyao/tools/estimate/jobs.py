@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import sys
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,9 @@ from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.text import describe_error
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED, Way
+
+COLLECTION_THRESHOLDS = (20_000, 20, 20)
+"""Of the garbage collector: steps are thousands of tuples, none of them in a cycle."""
 
 HEAD_LOSSES = ("off", "chunked")
 
@@ -101,11 +107,12 @@ def run_jobs(
     """
     done: list[tuple[list[EstimateRow], int]] = []
     if num_processes == 1:
-        for job in jobs:
-            done.append(job.run())
-            on_done(len(job.cases))
+        with _few_collections():
+            for job in jobs:
+                done.append(job.run())
+                on_done(len(job.cases))
     else:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(_start_method())
         with ProcessPoolExecutor(num_processes, context, _begin) as pool:
             running = {pool.submit(job.run): job for job in jobs}
             try:
@@ -120,12 +127,37 @@ def run_jobs(
     return rows, sum(count for _, count in done)
 
 
+def _start_method() -> str:
+    """Return how processes are started: a fork need not import torch and transformers again.
+
+    A process that has threads of its own, or a GPU, cannot be forked safely.
+    """
+    import torch
+
+    is_alone = threading.active_count() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return "fork" if sys.platform == "linux" and is_alone else "spawn"
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Have the collector pass over what is there, and come seldom."""
+    thresholds = gc.get_threshold()
+    gc.freeze()  # a million imported objects, which each full pass would go through
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
 def _begin() -> None:
     """Keep a process quiet, and on one core; have the collector pass over what is imported."""
     import torch
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     torch.set_num_threads(1)
-    gc.freeze()  # a million objects, which each full pass would go through
+    gc.freeze()
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -273,3 +273,30 @@ def test_it_is_known_where_expandable_segments_would_help() -> None:
     assert not found.fits_if_expandable(121 * MIB), "it does not fit in any way"
     assert not memory_of(program, EXPANDABLE).fits_if_expandable(130 * MIB)
     assert not memory_of(program, None).fits_if_expandable(100 * MIB)
+
+
+@pytest.mark.parametrize(
+    "settings", [DEFAULT, EXPANDABLE, AllocatorSettings(max_split_bytes=2**25)]
+)
+def test_what_is_not_replayed_again_would_have_said_the_same(settings: AllocatorSettings) -> None:
+    draw = Random(3)
+    num_given_back = num_short = 0
+    for _ in range(12):
+        buffers = []
+        for start in range(60):
+            length = draw.randint(1, 30)
+            buffers.append((draw.choice([0.3, 3, 15, 40]) * draw.random(), start, start + length))
+        program = made_up(buffers, weights=(20, 7), states=30)
+        memory = memory_of(program, settings)
+        unbound = memory.reserved().reserved_bytes
+        for share in (1.2, 1.0, 0.99, 0.95, 0.9, 0.85, 0.8, 0.7):
+            limit_bytes = int(share * unbound)
+            anew = memory_of(program, settings)._replay(memory._cases[0], settings, limit_bytes)[0]
+            found = memory.reserved(limit_bytes)
+            assert found.fits == anew.fits
+            if found.fits:
+                assert found == anew
+                num_given_back += found.num_retries > 0 or found.reserved_bytes < unbound
+            num_short += not found.fits
+    assert num_short > 10
+    assert num_given_back or settings.expandable_segments
