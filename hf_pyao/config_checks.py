@@ -42,6 +42,12 @@ def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> No
                 f"{every}: {why} then. Give {label('checkpoint_every')}, such as {least}, or drop "
                 "it."
             )
+    if values["stream_dtype"] != "stored" and values["stream_weights"] == "off":
+        raise ConfigError(
+            f"{label('stream_dtype')} is {values['stream_dtype']!r}, which has no effect while "
+            f"{label('stream_weights')} is 'off': give {label('stream_weights')}, such as 0, or "
+            "drop it."
+        )
     if values["checkpoint_every"]:
         _check_against_segments(values, label)
     for name, policies, example in (

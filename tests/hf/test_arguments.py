@@ -52,6 +52,7 @@ EXAMPLES = {
     "save_attention": True,
     "attention_groups": 4,
     "stream_weights": 8,
+    "stream_dtype": "compute",
     "verify_recompute": "always",
     "auto_micro_batch": "largest",
     "log_metrics": "all",

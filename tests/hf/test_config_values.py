@@ -70,6 +70,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "save_attention": (False, True),
     "attention_groups": ("off", "auto", 2),
     "stream_weights": ("off", "auto", 0, 8),
+    "stream_dtype": ("stored", "compute"),
     "verify_recompute": ("auto", "always"),
     "auto_micro_batch": ("off",),
     "log_metrics": ("summary", "all"),

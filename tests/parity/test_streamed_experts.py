@@ -99,6 +99,14 @@ def test_of_each_mixture(model_type: str, experts: str, precision: str) -> None:
     check(model, f"{model_type}, {experts}, {precision}", autocast)
 
 
+@pytest.mark.sampled(every=9)
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager", "batched_mm"])
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_uploaded_in_the_dtype_of_autocast(model_type: str, experts: str) -> None:
+    what = f"{model_type}, {experts}, compute"
+    check(mixture(model_type, experts), what, torch.bfloat16, stream_dtype="compute")
+
+
 @pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("config", CONFIGS)

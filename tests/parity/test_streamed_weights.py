@@ -94,6 +94,20 @@ def test_of_a_mixture_with_adapters_on_attention(model_type: str, autocast: Any)
     check(model, model_type, autocast, policy="all")
 
 
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_uploaded_in_the_dtype_of_autocast(config: str) -> None:
+    model = tiny_lora("llama", dropout=0.1, num_hidden_layers=4)
+    check(model, config, torch.bfloat16, stream_dtype="compute", **CONFIGS[config])
+
+
+@pytest.mark.sampled(every=6)
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_of_each_architecture_uploaded_in_the_dtype_of_autocast(model_type: str) -> None:
+    model = tiny_lora(model_type, dropout=0.1)
+    check(model, model_type, torch.bfloat16, policy="all", stream_dtype="compute")
+
+
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])

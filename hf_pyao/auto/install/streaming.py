@@ -28,11 +28,17 @@ class StreamingSettings:
     """``"off"``, ``"auto"``, or how many layers stay on the device."""
     label: str
     """How messages call the field."""
+    converts: bool = False
+    """Upload float32 weights in the dtype of autocast."""
 
     @classmethod
     def of(cls, config: PyAOConfig) -> StreamingSettings:
         """Return what *config* says."""
-        return cls(value=config.stream_weights, label=config.label("stream_weights"))
+        return cls(
+            value=config.stream_weights,
+            label=config.label("stream_weights"),
+            converts=config.stream_dtype == "compute",
+        )
 
     def as_planned(self, plan: Plan | None) -> StreamingSettings:
         """Return the same with the layers that stay under *plan*, where that was left to it."""
@@ -76,7 +82,9 @@ def streaming_of(
             )
         stream_weights = _first_residents(model, found, limit)
     assert isinstance(stream_weights, int)
-    return StreamedLayers(model, found, stream_weights, label, link, device)
+    return StreamedLayers(
+        model, found, stream_weights, label, link, device, converts=settings.converts
+    )
 
 
 def _first_residents(model: nn.Module, found: FoundLayers, limit: DeviceLimit) -> int:

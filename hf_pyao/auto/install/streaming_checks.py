@@ -49,8 +49,12 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
     stay = resident_layers(len(layers), int(config.stream_weights))
     streamed = [layer for index, layer in enumerate(layers) if index not in stay]
     nbytes = sum(layer.nbytes for layer in streamed)
+    converted_bytes = 0
+    if config.stream_dtype == "compute":
+        converted_bytes = check_can_convert(streamed)
     if (shared := shared_weights_of(model)) is not None:
         nbytes = -(-nbytes // shared.num_processes)
+    nbytes += converted_bytes
     if config.host_memory_gib is None:
         tensors = [tensor for layer in streamed for _, tensor in layer.tensors]
         on_host = sum(each.nbytes for each in tensors if each.device.type == "cpu")
@@ -85,6 +89,23 @@ def nothing_frozen(label: str, value: int | str, layers: Sequence[StreamableLaye
         f"parameters are: {found or 'none'}. Freeze the base model and train adapters (PEFT), or "
         f"give {label}='off'."
     )
+
+
+def check_can_convert(layers: Sequence[StreamableLayer]) -> int:
+    """Return the host bytes of copies of the streamed *layers* in the dtype of autocast.
+
+    Raises:
+        ConfigError: they have no weights that autocast would cast.
+    """
+    nbytes = sum(layer.converted_nbytes for layer in layers)
+    if not nbytes and any(layer.nbytes for layer in layers):
+        dtypes = sorted({str(tensor.dtype) for layer in layers for _, tensor in layer.tensors})
+        raise ConfigError(
+            "stream_dtype is 'compute', and no streamed weight is a float32 matrix that is read "
+            f"under autocast alone (as it is not by DoRA): their dtypes are {', '.join(dtypes)}. "
+            "Give stream_dtype='stored'."
+        )
+    return nbytes
 
 
 def no_room(label: str, num_layers: int, nbytes: int, room: int) -> ConfigError:

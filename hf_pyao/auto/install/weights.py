@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 from hf_pyao.auto.install.streamed_forwards import LayerForward, ModuleForward
-from hf_pyao.auto.install.streaming_checks import check_model, nothing_frozen
+from hf_pyao.auto.install.streaming_checks import (
+    check_can_convert,
+    check_model,
+    nothing_frozen,
+)
 from hf_pyao.auto.install.weights_on_host import WeightsOnHost
 from hf_pyao.config import GIB
 from hf_pyao.engine.runtime.engine import OffloadEngine
@@ -22,6 +26,7 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block, blocks_of
+from hf_pyao.engine.weights.converted import ComputeDtype
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
@@ -60,6 +65,7 @@ class StreamedLayers:
         label: how messages call that setting.
         link: transport and host memory.
         device: where compute runs.
+        converts: upload float32 weights in the dtype of autocast, from copies on the host.
 
     Raises:
         ConfigError: no layer has frozen weights, or the host has no room for them.
@@ -74,6 +80,8 @@ class StreamedLayers:
         label: str,
         link: LinkContext,
         device: torch.device,
+        *,
+        converts: bool = False,
     ) -> None:
         check_model(model, label)
         self._model = weakref.ref(model)
@@ -100,7 +108,10 @@ class StreamedLayers:
         self._held: dict[int, Masters] = {}
         """By layer, the memory that its weights are in now."""
         self._wanted: int | None = num_resident
+        self._compute = ComputeDtype() if converts else None
         streamed = self._to_stream(layers, num_resident)
+        if converts:
+            check_can_convert([layers[number] for number in streamed])
         self._masters = self._masters_of(layers, streamed)
         self.blocks: list[Block] = self._blocks_of([layers[number] for number in streamed])
         """What is uploaded: layers, or groups of experts and what else their layers have."""
@@ -110,6 +121,11 @@ class StreamedLayers:
     def nbytes(self) -> int:
         """Bytes of the streamed weights on the host."""
         return sum(masters.nbytes for masters in self._masters)
+
+    @property
+    def converted_nbytes(self) -> int:
+        """Bytes of their copies in the dtype of autocast."""
+        return sum(masters.all_nbytes for masters in self._masters) - self.nbytes
 
     @property
     def num_layers(self) -> int:
@@ -148,7 +164,13 @@ class StreamedLayers:
         found: list[Masters] = []
         for layer in sorted(streamed):
             tensors = layers[layer].tensors
-            masters = Masters(layers[layer].fqn, tensors, home=self._homes[layer])
+            masters = Masters(
+                layers[layer].fqn,
+                tensors,
+                home=self._homes[layer],
+                convertible=layers[layer].convertible,
+                compute=self._compute,
+            )
             held = self._held.get(layer)
             if held is not None and held.has(tensors):
                 masters.go_on_from(held)
@@ -396,6 +418,9 @@ class StreamedLayers:
             f"stream_weights: the frozen weights of {len(self._masters)} of {num_layers} layers "
             f"({self.nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
         )
+        if self.converted_nbytes:
+            more = self.converted_nbytes / GIB
+            sentence += f", uploaded in autocast's dtype from copies ({more:.2f} GiB more there)"
         num_groups = len(self.blocks) - len(self._masters)
         if num_groups:
             sentence += f", their experts in {num_groups} groups"

@@ -43,6 +43,7 @@ class WeightsOnHost:
         """
         room = self._store.room_to_reserve(sum(each.host_bytes_before for each in found))
         needed = sum(map(self._counted_bytes, found))
+        needed += sum(each.all_nbytes - each.nbytes for each in found)
         if needed > room:
             raise no_room(label, len(found), needed, room)
         num_ranks, counted_by = ranks_of_node(os.environ)
@@ -66,12 +67,20 @@ class WeightsOnHost:
             if memory is None:
                 return False
             masters.move_to(memory, self._mapped_files.let_go)
+        converted = masters.converted
+        if converted is not None and converted.memory is None:
+            converted.memory = self._store.reserve(converted.nbytes, in_place_of_bytes=0)
+            if converted.memory is None:
+                self.give_back(masters)
+                return False
         return True
 
     def give_back(self, masters: Masters) -> None:
         """Count the memory of *masters* no longer, whoever still reads it."""
         if masters.memory is not None:
             self._store.return_reserved(masters.memory)
+        if masters.converted is not None and masters.converted.memory is not None:
+            self._store.return_reserved(masters.converted.memory)
 
     def num_processes(self, found: Sequence[Masters]) -> int:
         """Return how many processes have one copy of the weights, this one included."""

@@ -15,8 +15,10 @@ import torch
 
 from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.layout import view_of_storage
+from hf_pyao.engine.weights.converted import ITEMSIZE, ConvertedWeights
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES, aligned
-from hf_pyao.engine.weights.masters import Master, Masters
+from hf_pyao.engine.weights.master import Master
+from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 
 
@@ -42,22 +44,40 @@ class Weight:
         master: the whole parameter on the host.
         offset: first byte in the block's slot.
         experts: the first of the group, and the one behind its last; None for all.
+        converted: the copies that are uploaded in its place; None: it is uploaded as it is stored.
     """
 
-    __slots__ = ("block", "experts", "groups", "master", "nbytes", "offset", "size", "stand_in")
+    __slots__ = (
+        "block",
+        "converted",
+        "experts",
+        "groups",
+        "master",
+        "nbytes",
+        "offset",
+        "size",
+        "stand_in",
+    )
 
     def __init__(
-        self, block: int, master: Master, offset: int, experts: tuple[int, int] | None = None
+        self,
+        block: int,
+        master: Master,
+        offset: int,
+        experts: tuple[int, int] | None = None,
+        converted: ConvertedWeights | None = None,
     ) -> None:
         self.block = block
         self.master = master
         self.offset = offset
         self.experts = experts
+        self.converted = converted
         self.size = master.size
-        self.nbytes = master.nbytes
+        self.nbytes = self._whole_nbytes
+        """Bytes in a slot."""
         if experts is not None:
             num_experts = experts[1] - experts[0]
-            self.nbytes = master.nbytes // master.size[0] * num_experts
+            self.nbytes = self._whole_nbytes // master.size[0] * num_experts
             self.size = torch.Size((num_experts, *master.size[1:]))
         self.groups: tuple[Weight, ...] = ()
         """The groups that the parameter is divided into: this weight stands for all of them."""
@@ -71,6 +91,18 @@ class Weight:
         return self.master.dtype
 
     @property
+    def slot_dtype(self) -> torch.dtype | None:
+        """That of its bytes in a slot; None: it is converted, and autocast was never on yet."""
+        return self.dtype if self.converted is None else self.converted.compute.dtype
+
+    @property
+    def _whole_nbytes(self) -> int:
+        """Bytes that all of the parameter would take in a slot."""
+        if self.converted is None:
+            return self.master.nbytes
+        return self.master.nbytes // self.dtype.itemsize * ITEMSIZE
+
+    @property
     def is_castable(self) -> bool:
         """True if autocast may cast it: it leaves integers and double precision alone."""
         return self.dtype.is_floating_point and self.dtype != torch.float64
@@ -82,10 +114,13 @@ class Weight:
 
     @property
     def first_byte(self) -> int:
-        """Its first byte in the memory of its layer."""
+        """Its first byte in the memory that its upload reads."""
+        first = self.master.offset
+        if self.converted is not None:
+            first = self.converted.offsets[self.master.name]
         if self.experts is None:
-            return self.master.offset
-        return self.master.offset + self.experts[0] * (self.master.nbytes // self.master.size[0])
+            return first
+        return first + self.experts[0] * (self._whole_nbytes // self.master.size[0])
 
     def ref(self) -> torch.Tensor | None:
         """Return the parameter; None once it is gone."""
@@ -98,6 +133,28 @@ class Weight:
             return parameter
         return parameter.detach()[self.experts[0] : self.experts[1]]
 
+    def copy_on(
+        self, device: torch.device, size: Sequence[int], stride: Sequence[int], offset: int
+    ) -> torch.Tensor:
+        """Return a copy of a view of the weight, in its stored dtype, with the view's strides.
+
+        Args:
+            device: of the copy; the host waits for it.
+            size: shape of the view.
+            stride: in elements.
+            offset: elements from the weight's first one.
+        """
+        host = self.on_host()
+        assert host is not None, f"{self.name!r} is gone"
+        host = host.detach()
+        if host.stride() == self.master.stride:
+            view = host.as_strided(size, stride, int(host.storage_offset()) + offset)
+            copied = view.to(device, copy=True)
+            if copied.stride() == tuple(stride):
+                return copied
+        whole = torch.empty_strided(self.size, self.master.stride, dtype=self.dtype, device=device)
+        return whole.copy_(host).as_strided(size, stride, offset)
+
     def is_read_as(self, stand_in: Callable[[], torch.Tensor | None]) -> None:
         """Let :attr:`stand_in` be *stand_in*; None of it: the plain weight is read."""
         self.stand_in = stand_in
@@ -107,9 +164,9 @@ class Weight:
 
         Args:
             storage: the block's bytes.
-            blank: an empty tensor of the weight's dtype, on the device of *storage*.
+            blank: an empty tensor of :attr:`slot_dtype`, on the device of *storage*.
         """
-        first = self.offset // self.dtype.itemsize
+        first = self.offset // blank.itemsize
         return view_of_storage(blank, storage, first, self.size, self.master.stride)
 
 
@@ -155,12 +212,16 @@ class Block:
         self.index = index
         self.masters = masters
         self.layer = masters.layer
+        converted = masters.converted
+        if parts is None and converted is not None:  # those that lie together come together
+            names = converted.offsets
+            parts = [(m, None) for m in sorted(masters.masters, key=lambda m: m.name in names)]
         self._is_whole = parts is None
         if parts is None:
             self.weights = tuple(Weight(index, each, each.offset) for each in masters.masters)
             end = masters.nbytes
         else:
-            self.weights, end = _places_in_slot(index, parts)
+            self.weights, end = _places_in_slot(index, parts, converted)
         self.nbytes = end
         """Bytes that it takes of a slot."""
         self._samples = WeightSamples()
@@ -178,25 +239,45 @@ class Block:
 
         Weights that lie beside each other on the host are one piece.
         """
-        memory = self.masters.to_upload()
+        stored = self.masters.to_upload()
         if self._is_whole:
-            yield 0, memory[: self.nbytes]
+            yield 0, stored[: self.nbytes]
             return
         start = source = length = 0
+        memory = stored
         for weight in self.weights:
-            if weight.first_byte - source == weight.offset - start and length:
+            if weight.slot_dtype is None:
+                continue  # who reads it reads the host
+            is_beside = weight.first_byte - source == weight.offset - start
+            its_memory = self._memory_of(weight, stored)
+            if is_beside and length and memory is its_memory:
                 length = weight.offset - start + weight.nbytes
                 continue
             if length:
                 yield start, memory[source : source + length]
             start, source, length = weight.offset, weight.first_byte, weight.nbytes
+            memory = its_memory
         if length:
             yield start, memory[source : source + length]
+
+    def _memory_of(self, weight: Weight, stored: torch.Tensor) -> torch.Tensor:
+        """Return the bytes that the upload of *weight* reads; *stored* are the masters'."""
+        converted = weight.converted
+        return stored if converted is None else converted.to_upload(self._own_memory())
+
+    def _own_memory(self) -> torch.Tensor:
+        assert self.memory is not None
+        return self.memory
 
     def note_content(self) -> None:
         """Remember what the weights hold, for :meth:`has_changed`."""
         tensors = self._on_host()
         self._seen = (_marks(tensors), self._samples.take(tensors))
+
+    def follow_changes(self) -> None:
+        """Have converted copies made anew if the weights were changed since they were uploaded."""
+        if self.masters.converted is not None and self.has_changed():
+            self.masters.may_have_changed()
 
     def has_changed(self) -> bool:
         """Say whether the weights on the host were changed since :meth:`note_content`.
@@ -252,13 +333,16 @@ def _marks(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _places_in_slot(
-    index: int, parts: Sequence[tuple[Master, tuple[int, int] | None]]
+    index: int,
+    parts: Sequence[tuple[Master, tuple[int, int] | None]],
+    converted: ConvertedWeights | None,
 ) -> tuple[tuple[Weight, ...], int]:
     """Return the weights of a block one behind the other, and the bytes of that."""
     weights: list[Weight] = []
     end = 0
     for master, experts in parts:
-        weight = Weight(index, master, 0, experts)
+        is_converted = converted is not None and master.name in converted.offsets
+        weight = Weight(index, master, 0, experts, converted if is_converted else None)
         # The place within 512 bytes is that on the host: results depend on it.
         weight.offset = end + weight.first_byte % ALIGNMENT_BYTES
         weights.append(weight)
@@ -306,6 +390,6 @@ def weights_by_parameter(blocks: Sequence[Block]) -> dict[int, Weight]:
 def _whole(weights: Sequence[Weight]) -> Weight:
     if weights[0].experts is None:
         return weights[0]
-    whole = Weight(weights[0].block, weights[0].master, 0)
+    whole = Weight(weights[0].block, weights[0].master, 0, converted=weights[0].converted)
     whole.groups = tuple(weights)
     return whole

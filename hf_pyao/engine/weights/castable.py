@@ -10,7 +10,8 @@ module's attribute gives a view of the slot whose operations torch hands to
   weight and its place in it;
 - ``_to_copy``, by which autocast and ``Tensor.to`` cast, makes the cast, and the ring notes what
   makes it again. Where weights are uploaded in that dtype, the cast is the view of the slot;
-- every other operation reads the weight in its stored dtype.
+- every other operation reads the weight in its stored dtype. Where that is not what was uploaded,
+  it is copied from the host, which is counted.
 
 Which operations autocast casts is torch's decision alone. Results are plain tensors.
 """
@@ -80,8 +81,21 @@ class CastableView(UnwrappingTensor):
 
     @staticmethod
     def of(weight: Weight, part: Part, held: torch.Tensor, reader: Reader) -> CastableView:
-        """Return *part* of *weight*, whose view of a slot is *held*."""
-        made = torch.Tensor._make_subclass(CastableView, held, False)
+        """Return *part* of *weight*, whose view of a slot is *held*.
+
+        If the slot has another dtype than the weight, the view has no memory that kernels can read.
+        """
+        if held.dtype == weight.dtype:
+            made = torch.Tensor._make_subclass(CastableView, held, False)
+        else:
+            made = torch.Tensor._make_wrapper_subclass(
+                CastableView,
+                part.size,
+                strides=part.stride,
+                storage_offset=part.offset,
+                dtype=weight.dtype,
+                device=held.device,
+            )
         made.weight, made.part, made.held, made.reader = weight, part, held, reader
         return made
 

@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -33,6 +34,19 @@ from hf_pyao.engine.weights.slot_view import SlotView, lost_write
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """A plain view of a part of a weight."""
+
+    view: torch.Tensor
+    first_version: int
+
+    @property
+    def was_written(self) -> bool:
+        """Whether a layer has changed it, see [Note: Lost writes]."""
+        return self.view._version != self.first_version
+
+
 class DeviceSlot:
     """Memory on the device, and what is in it."""
 
@@ -46,8 +60,8 @@ class DeviceSlot:
         """True once compute is ordered behind the upload."""
         self.views: dict[int, SlotView] = {}
         """Views that were handed out, by the weight's offset."""
-        self.parts: dict[tuple[int, Part], torch.Tensor] = {}
-        """Plain views that casts are made of, by the weight's offset and the part of it."""
+        self.parts: dict[tuple[Weight, Part], HeldPart] = {}
+        """Plain views that casts are made of, or that stand for casts."""
         self.content: int | None = None
         """The block whose bytes are in it, or on their way; also when it was forgotten since."""
 
@@ -56,15 +70,25 @@ class DeviceSlot:
         self.views.clear()
         self.parts.clear()
 
+    def written(self) -> str | None:
+        """Return the name of a weight that a layer has written into; None if it has not."""
+        names = [view.weight.name for view in self.views.values() if view.was_written]
+        names += [weight.name for (weight, _), each in self.parts.items() if each.was_written]
+        return names[0] if names else None
+
     def part(self, weight: Weight, part: Part, blank: torch.Tensor) -> torch.Tensor:
         """Return *part* of *weight*, which the slot holds, as a plain tensor of *blank*'s dtype."""
-        view = self.parts.get((weight.offset, part))
-        if view is None:
-            assert self.storage is not None
-            first = weight.offset // blank.itemsize + part.offset
-            view = view_of_storage(blank, self.storage, first, part.size, part.stride)
-            self.parts[weight.offset, part] = view
-        return view
+        known = self.parts.get((weight, part))
+        if known is not None:
+            return known.view
+        assert self.storage is not None
+        first = weight.offset // blank.itemsize + part.offset
+        view = view_of_storage(blank, self.storage, first, part.size, part.stride)
+        return self.keep(weight, part, view)
+
+    def keep(self, weight: Weight, part: Part, view: torch.Tensor) -> torch.Tensor:
+        """Keep *view* of *part* of *weight*, or return the one that is kept already."""
+        return self.parts.setdefault((weight, part), HeldPart(view, view._version)).view
 
     def meet(self) -> None:
         """Let the current stream read the slot, if the memory belongs to another stream."""
@@ -134,6 +158,7 @@ class DeviceSlots:
             ).untyped_storage()
             slot.home = self._streams.home_here(self._device)
             self._slot_of_storage[slot.storage._cdata] = slot
+        meant.follow_changes()
         meant.note_content()
         slot.content = block
         home = slot.home
@@ -168,7 +193,7 @@ class DeviceSlots:
         Raises:
             ConflictError: a layer has written into it.
         """
-        written = next((v.weight.name for v in slot.views.values() if v.was_written), None)
+        written = slot.written()
         slot.let_go_of_views()
         slot.content = None
         if not slot.is_here:

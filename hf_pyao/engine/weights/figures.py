@@ -21,6 +21,11 @@ class UploadFigures:
     """Times that a slot's memory was left to someone who still held a view of it."""
     left_bytes: int = 0
     """Bytes of that memory, added up."""
+    num_stored_reads: int = 0
+    """Times that a weight which is uploaded in the dtype of autocast was read in its stored dtype,
+    and was copied from the host for that."""
+    stored_read_bytes: int = 0
+    """Bytes of these copies."""
     changed_cast_bytes: int = 0
     """Casts of weights that were changed in place and then saved, in all forwards; they are treated
     as activations."""

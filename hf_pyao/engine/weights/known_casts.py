@@ -21,8 +21,8 @@ class CastSource:
 
     weight: Weight
     part: Part
-    options: dict[str, Any]
-    """Of ``_to_copy``."""
+    options: dict[str, Any] | None
+    """Of ``_to_copy``; None: it is no cast, but a copy in the stored dtype."""
 
 
 class KnownCasts:

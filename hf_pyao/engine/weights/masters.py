@@ -8,37 +8,15 @@ weights as before. The copy on the host is the only one that lasts: nothing is c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from hf_pyao.engine.transfer.layout import view_of_storage
+from hf_pyao.engine.weights.converted import ComputeDtype, ConvertedWeights
 from hf_pyao.engine.weights.host_bytes import HostBytes, places_of
+from hf_pyao.engine.weights.master import Master
 from hf_pyao.errors import ConflictError
-
-
-class Master:
-    """One parameter, and its place in the memory of its layer.
-
-    Args:
-        name: qualified name in the model.
-        parameter: held weakly; frozen, dense, on any device.
-        offset: first byte in the layer's memory.
-        home: the device that it goes back to.
-    """
-
-    __slots__ = ("dtype", "home", "name", "nbytes", "offset", "ref", "size", "stride")
-
-    def __init__(self, name: str, parameter: torch.Tensor, offset: int, home: torch.device) -> None:
-        self.name = name
-        self.ref: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
-        self.offset = offset
-        self.dtype = parameter.dtype
-        self.size = parameter.size()
-        self.stride = parameter.stride()
-        self.nbytes = parameter.numel() * parameter.element_size()
-        self.home = home
-        """The device that the parameter goes back to."""
 
 
 class Masters(HostBytes):
@@ -48,6 +26,8 @@ class Masters(HostBytes):
         layer: the layer's qualified name.
         parameters: name and parameter of each; frozen, dense, on any device.
         home: the device that they go back to; None: the one that each is on.
+        convertible: names of those that are uploaded in the dtype of *compute*.
+        compute: the dtype that autocast casts to; None: all are uploaded as they are stored.
     """
 
     def __init__(
@@ -56,6 +36,8 @@ class Masters(HostBytes):
         parameters: Sequence[tuple[str, torch.Tensor]],
         *,
         home: torch.device | None = None,
+        convertible: Collection[str] = (),
+        compute: ComputeDtype | None = None,
     ) -> None:
         lies_in, offsets, nbytes = places_of([tensor for _, tensor in parameters])
         super().__init__(lies_in)
@@ -66,12 +48,34 @@ class Masters(HostBytes):
         )
         self.nbytes = nbytes
         """Bytes of host memory."""
+        chosen = [master for master in masters if master.name in convertible]
+        self.converted = ConvertedWeights(chosen, compute) if chosen and compute else None
+        """Copies that uploads read in place of the weights; None for none."""
         self.host_bytes_before = sum(
             master.nbytes
             for master, (_, parameter) in zip(masters, parameters, strict=True)
             if parameter.device.type == "cpu"
         )
         """Bytes that the parameters took on the host before they were moved here."""
+
+    @property
+    def all_nbytes(self) -> int:
+        """Bytes of host memory, those of converted copies included."""
+        return self.nbytes + (0 if self.converted is None else self.converted.nbytes)
+
+    def may_have_changed(self) -> None:
+        """Note that the weights may hold something else than before."""
+        super().may_have_changed()
+        if self.converted is not None:
+            self.converted.may_have_changed()
+
+    def go_on_from(self, held: HostBytes) -> None:
+        """Have the memory of *held*, which has the same weights."""
+        super().go_on_from(held)
+        if self.converted is not None:
+            assert isinstance(held, Masters)
+            assert held.converted is not None
+            self.converted.go_on_from(held.converted)
 
     def has(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> bool:
         """Say whether these are the layer's weights, in this memory."""

@@ -1,17 +1,8 @@
-"""The ring: which streamed weight compute reads, and which saved tensor is one.
-
-[Note: Saved weights]
-- A saved tensor that lies in a slot is known by its storage, and becomes a block and a layout. In
-  backward the block is uploaded again, into any slot, and viewed in the same way.
-- The cast of a weight has a storage of its own. It is known where it is made, see [Note: Casts of
-  weights] in ``castable.py``. Backward makes it again.
-"""
+"""The ring: when blocks of streamed weights are uploaded, and what the engine tells of a step."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,23 +12,15 @@ import torch
 from torch.nn import Parameter
 
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
-from hf_pyao.engine.transfer.layout import Layouts, TensorLayout
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
+from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
 from hf_pyao.engine.transfer.transport import LinkTimes
-from hf_pyao.engine.weights.blocks import Block, SavedWeight, Weight, weights_by_parameter
-from hf_pyao.engine.weights.castable import CastableView, Part, whole_of
+from hf_pyao.engine.weights.blocks import Block, Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_slots import DeviceSlot, DeviceSlots
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.weights.known_casts import CastSource, KnownCasts
-from hf_pyao.engine.weights.slot_view import SlotView, lost_write
+from hf_pyao.engine.weights.reads import WeightReads
 from hf_pyao.engine.weights.unrecorded import unrecorded
 from hf_pyao.errors import ConflictError
-
-logger = logging.getLogger(__name__)
-
-_PLAIN = frozenset({torch.Tensor, SlotView})
-_TO_COPY: Callable[..., torch.Tensor] = torch.ops.aten._to_copy.default
 
 
 class _Here(threading.local):
@@ -50,7 +33,7 @@ class _Here(threading.local):
         """What is read in place of weights, by the weight's id, while one operation runs."""
 
 
-class WeightRing(RingSchedule):
+class WeightRing(WeightReads):
     """Blocks that are streamed through slots on the device.
 
     Args:
@@ -75,28 +58,21 @@ class WeightRing(RingSchedule):
         counts: UploadFigures | None = None,
         read_groups: Callable[[WeightRing, Weight], Any] | None = None,
     ) -> None:
-        super().__init__(len(blocks), num_slots)
+        counts = UploadFigures() if counts is None else counts
+        slots = DeviceSlots(blocks, num_slots, link, device, counts)
+        super().__init__(blocks, slots, num_slots, device, counts)
         self._on_forward = on_forward
         self._read_groups = read_groups
-        self.blocks = tuple(blocks)
         self._masters = tuple(dict.fromkeys(block.masters for block in blocks))
-        self.counts = UploadFigures() if counts is None else counts
-        """What was counted so far; :meth:`figures` brings it up to date."""
-        self.counts.pool_bytes = sum(masters.nbytes for masters in self._masters)
-        self._counted_before = self.counts.num_uploads, self.counts.num_late_uploads
-        self.device = device
-        """Where the slots are."""
+        counts.pool_bytes = sum(masters.all_nbytes for masters in self._masters)
+        self._counted_before = counts.num_uploads, counts.num_late_uploads
         self._blocks_of_layer = tuple(blocks_of_layer)
-        self._device_slots = DeviceSlots(blocks, num_slots, link, device, self.counts)
         self._weights = weights_by_parameter(blocks)
-        self._blanks: dict[torch.dtype, torch.Tensor] = {}
-        self._layouts = Layouts()
-        self._casts = KnownCasts()
         self._here = _Here()
-        self._lock = threading.RLock()  # autograd runs a thread for each device
         self._current_slot: DeviceSlot | None = None
         """That of the block in use."""
-        self._changes_casts: set[str] = set()
+        converted = [each.converted for each in self._masters if each.converted is not None]
+        self._compute = converted[0].compute if converted else None
 
     @property
     def slot_bytes(self) -> int:
@@ -170,6 +146,7 @@ class WeightRing(RingSchedule):
         here.depth += 1
         try:
             with self._lock, unrecorded():
+                self._note_autocast()
                 self._arrive(self._blocks_of_layer[layer][:1])
                 self.ahead()
             yield
@@ -178,33 +155,6 @@ class WeightRing(RingSchedule):
             raise
         finally:
             here.depth -= 1
-
-    def given(self, weight: Weight) -> torch.Tensor:
-        """Return what stands for *weight* in a layer: castable where autocast may cast it."""
-        kind = self.device.type
-        if weight.is_castable and torch.is_autocast_enabled(kind):
-            if torch.get_autocast_dtype(kind) != weight.dtype:
-                part = whole_of(weight)
-                return CastableView.of(weight, part, self.held(weight, part), self)
-        return self.tensor_of(weight)
-
-    def tensor_of(self, weight: Weight) -> torch.Tensor:
-        """Return *weight* on the device, ready for compute on the current stream."""
-        with self._lock:
-            slot = self._slot_in_use(weight.block)
-            known = None if slot is None else slot.views.get(weight.offset)
-            if known is not None:
-                return known
-        with self._lock, unrecorded():
-            slot = self._bring(weight.block)
-            view = slot.views.get(weight.offset)
-            if view is None:
-                assert slot.storage is not None
-                plain = weight.view_of(slot.storage, self._blank(weight.dtype))
-                on_write = functools.partial(self._refuse_write, weakref.ref(slot), weight.block)
-                view = slot.views[weight.offset] = SlotView.over(plain, weight, on_write)
-            slot.meet()
-            return view
 
     def stop(self) -> None:
         """Let go of the slots. Graphs that still hold handles bring their blocks again."""
@@ -224,37 +174,7 @@ class WeightRing(RingSchedule):
         self._device_slots.collect()
         return counts
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether *tensor* lies in a slot."""
-        return self._device_slots.of_storage(tensor.untyped_storage()._cdata) is not None
-
     # ---- what the engine asks ------------------------------------------------------------------
-
-    def find(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Return what gives *tensor* again, if it lies in a slot or in a cast; else None."""
-        if type(tensor) is CastableView:
-            saved = SavedWeight(tensor.weight)
-            return functools.partial(self._stored_again, tensor.weight, tensor.part, saved)
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-            return None
-        if tensor.is_conj() or tensor.is_neg():
-            return None  # which a layout does not tell: the graph holds the slot's memory
-        key = tensor.untyped_storage()._cdata
-        slot = self._device_slots.of_storage(key)
-        if slot is not None:
-            if slot.content is None:
-                return None
-            block, layout = self.blocks[slot.content], self._layouts.of(tensor)
-            saved = SavedWeight(block.weight_at(int(tensor.storage_offset()) * tensor.itemsize))
-            return functools.partial(self._view_again, block, layout, saved)
-        source = self._casts.find(tensor)
-        if source is None:
-            return None
-        if tensor._version:
-            self._note_changed_cast(source.weight, tensor.nbytes)
-            return None
-        saved = SavedWeight(source.weight)
-        return functools.partial(self._cast_again, source, self._layouts.of(tensor), saved)
 
     def begin_forward(self, *, trains: bool) -> None:
         """Begin a forward, and let the first blocks come.
@@ -272,6 +192,7 @@ class WeightRing(RingSchedule):
     def _begin_forward(self, trains: bool) -> None:
         with self._lock, unrecorded():
             self._on_forward()
+            self._note_autocast()
             self._device_slots.collect()
             for masters in self._masters:
                 masters.refuse_thawed()
@@ -281,6 +202,17 @@ class WeightRing(RingSchedule):
             self.begin(trains=trains)
             self.current = None
             self.ahead()
+
+    def _note_autocast(self) -> None:
+        """Let converted weights be uploaded from the first layer under autocast on."""
+        compute = self._compute
+        if compute is None or compute.dtype is not None:
+            return
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind) and compute.note(torch.get_autocast_dtype(kind)):
+            for held in list(self.slots):
+                if held is not None:
+                    self.forget(held)
 
     def forget(self, block: int) -> None:
         """Bring *block* again where it is used next: the host's bytes may have changed."""
@@ -357,14 +289,13 @@ class WeightRing(RingSchedule):
             self._device_slots.await_upload(slot)
             for weight, tensor in self.blocks[block].strays():
                 assert slot.storage is not None
-                plain = weight.view_of(slot.storage, self._blank(weight.dtype))
-                plain.copy_(tensor.detach())
+                if weight.slot_dtype is not None:
+                    plain = weight.view_of(slot.storage, self._blank(weight.slot_dtype))
+                    plain.copy_(tensor.detach())
         self._current_slot = slot
         if goes_ahead:
             self.ahead()
         return slot
-
-    # ---- views and casts -----------------------------------------------------------------------
 
     def _slot_in_use(self, block: int) -> DeviceSlot | None:
         """Return the slot of *block* if it is in use, and the current stream its home's."""
@@ -372,95 +303,6 @@ class WeightRing(RingSchedule):
         if slot is None or self.current != block:
             return None
         return slot if slot.is_at_home else None
-
-    def _view_again(self, block: Block, layout: TensorLayout, saved: SavedWeight) -> torch.Tensor:
-        saved.check()
-        with self._lock:
-            known = self._slot_in_use(block.index)
-            if known is not None and known.storage is not None:
-                return layout.view_of(known.storage, 0)
-        with self._lock, unrecorded():
-            slot = self._bring(block.index)
-            assert slot.storage is not None
-            view = layout.view_of(slot.storage, 0)
-            slot.meet()
-            return view
-
-    def held(self, weight: Weight, part: Part) -> torch.Tensor:
-        """Return *part* of *weight* as a plain view of the slot."""
-        with self._lock:
-            slot = self._slot_in_use(weight.block)
-            known = None if slot is None else slot.parts.get((weight.offset, part))
-            if known is not None:
-                return known
-        with self._lock, unrecorded():
-            slot = self._bring(weight.block)
-            view = slot.part(weight, part, self._blank(weight.dtype))
-            slot.meet()
-            return view
-
-    def keep(self, weight: Weight, part: Part, held: torch.Tensor) -> torch.Tensor:
-        """Return a view that equals *held*, and lives as long as a slot has *weight*."""
-        slot = self._device_slots.of_storage(held.untyped_storage()._cdata)
-        return held if slot is None else slot.parts.setdefault((weight.offset, part), held)
-
-    def stored(self, weight: Weight, part: Part, held: torch.Tensor) -> torch.Tensor:
-        """Return *part* of *weight* as a plain tensor of the stored dtype."""
-        return held
-
-    def cast(
-        self, weight: Weight, part: Part, held: torch.Tensor, options: dict[str, Any]
-    ) -> torch.Tensor:
-        """Return what ``_to_copy`` with *options* makes of *part* of *weight*."""
-        cast = _TO_COPY(self.stored(weight, part, held), **options)
-        with self._lock:
-            self._casts.note(cast, CastSource(weight, part, options))
-        return cast
-
-    def data_of(self, weight: Weight) -> torch.Tensor:
-        """Return what the weight's ``data`` gives; see [Note: Lost writes]."""
-        return self.tensor_of(weight).data
-
-    def refuse_write(self, weight: Weight) -> None:
-        """Refuse an operation that writes into *weight*.
-
-        Raises:
-            ConflictError: always.
-        """
-        raise lost_write(weight.name)
-
-    def _cast_again(
-        self, source: CastSource, layout: TensorLayout, saved: SavedWeight
-    ) -> torch.Tensor:
-        saved.check()
-        held = self.held(source.weight, source.part)
-        with unrecorded():
-            cast = _TO_COPY(self.stored(source.weight, source.part, held), **source.options)
-            return layout.view_of(cast.untyped_storage(), 0)
-
-    def _note_changed_cast(self, weight: Weight, nbytes: int) -> None:
-        """Count a cast that was changed in place before it was saved; say so once per layer."""
-        self.counts.changed_cast_bytes += nbytes
-        layer = self.blocks[weight.block].layer
-        if layer not in self._changes_casts:
-            self._changes_casts.add(layer)
-            logger.warning(
-                "layer %r changes a cast of the frozen weight %r in place. What it saves of that "
-                "cast is treated as an activation (%.3f GiB the first time).",
-                layer,
-                weight.name,
-                nbytes / 2**30,
-            )
-
-    def _stored_again(self, weight: Weight, part: Part, saved: SavedWeight) -> torch.Tensor:
-        saved.check()
-        return self.stored(weight, part, self.held(weight, part))
-
-    def _blank(self, dtype: torch.dtype) -> torch.Tensor:
-        blank = self._blanks.get(dtype)
-        if blank is None:
-            blank = self._blanks[dtype] = torch.empty(0, dtype=dtype, device=self.device)
-        return blank
 
 
 def compiled_by_now(what: str) -> ConflictError:

@@ -16,6 +16,8 @@ from torch.nn.utils import parametrize
 from hf_pyao.engine.transfer.layout import byte_span
 from hf_pyao.engine.weights import expert_groups
 from hf_pyao.engine.weights.blocks import ExpertGroups
+from hf_pyao.engine.weights.converted import ITEMSIZE
+from hf_pyao.engine.weights.host_bytes import aligned
 from hf_pyao.model.weights.experts import FusedExperts, fused_experts
 from hf_pyao.model.weights.quantised import QuantisedWeight, quantised
 from hf_pyao.training_engines import package_of
@@ -48,11 +50,22 @@ class StreamableLayer:
     """Modules of fused experts, by qualified name, of which all weights may be streamed."""
     left_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of the others, by reason."""
+    convertible: frozenset[str] = frozenset()
+    """Names of the parameters that may be uploaded in the dtype of autocast."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters that may be streamed, and of their scales."""
         return sum(tensor.nbytes for _, tensor in self.tensors)
+
+    @property
+    def converted_nbytes(self) -> int:
+        """Bytes that copies of those parameters take on the host."""
+        return sum(
+            aligned(parameter.numel() * ITEMSIZE)
+            for name, parameter in self.parameters
+            if name in self.convertible
+        )
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -112,11 +125,13 @@ def streamable_layers(
     owners = _owners(model)
     wrapped = _wrapped_by_peft(model)
     adapters = _of_adapters(model)
+    by_dora = _read_by_dora(model)
     found = []
     for fqn, layer in layers:
         inside = {id(module) for module in layer.modules()}
         parameters: dict[int, tuple[str, Parameter]] = {}
         packed: list[tuple[str, QuantisedWeight]] = []
+        convertible: set[str] = set()
         fused: list[tuple[str, FusedExperts]] = []
         left: Counter[str] = Counter()
         for path, module in layer.named_modules():
@@ -142,6 +157,8 @@ def streamable_layers(
                 else:
                     whole = ".".join(part for part in (fqn, path, name) if part)
                     parameters[id(parameter)] = whole, parameter
+                    if id(module) not in by_dora and _is_convertible(module, parameter, experts):
+                        convertible.add(whole)
                     if weight is not None:
                         packed.append((whole, weight))
         names = {name for name, _ in parameters.values()}
@@ -159,6 +176,7 @@ def streamable_layers(
                 experts=tuple(whole_experts),
                 quantised=tuple(packed),
                 left_bytes=left,
+                convertible=frozenset(convertible),
             )
         )
     return found
@@ -183,6 +201,18 @@ def _reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool) 
     return ""
 
 
+def _is_convertible(module: nn.Module, parameter: Parameter, experts: FusedExperts | None) -> bool:
+    """Say whether autocast casts *parameter* wherever *module* is taken to read it.
+
+    It does not for look-ups in tables, nor for products of several experts at once.
+    """
+    if type(parameter) is not Parameter or parameter.dtype != torch.float32:
+        return False
+    if experts is not None and not experts.are_read_together:
+        return False
+    return not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
 def _of_adapters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of PEFT's adapters, and of what they take the place of.
 
@@ -201,6 +231,17 @@ def _of_adapters(model: nn.Module) -> set[int]:
         for part in parts:
             if isinstance(part, nn.Module | nn.ParameterDict):
                 found.update(map(id, part.parameters()))
+    return found
+
+
+def _read_by_dora(model: nn.Module) -> set[int]:
+    """Return the ids of the modules whose weights PEFT's DoRA reads in their stored dtype."""
+    found = set()
+    for module in model.modules():
+        anything: Any = module
+        used = getattr(module, "use_dora", None)
+        if isinstance(used, dict) and any(used.values()) and hasattr(module, "get_base_layer"):
+            found.add(id(anything.get_base_layer()))
     return found
 
 
