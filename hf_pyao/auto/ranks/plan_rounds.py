@@ -16,11 +16,8 @@ further ahead. Nothing is a collective.
 from __future__ import annotations
 
 import json
-import logging
 
 from hf_pyao.auto.ranks.rank_exchange import RankExchange
-
-logger = logging.getLogger(__name__)
 
 LEAD = 2
 """Micro-batches from a proposal to the plan."""

@@ -8,12 +8,9 @@ reserves it, so the reserving thread is moved there for the moment.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-
-logger = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
 

@@ -35,9 +35,6 @@ FOREACH, FUSED, FOR_LOOP = "foreach", "fused", "for-loop"
 IMPLEMENTATIONS = (FUSED, FOREACH, FOR_LOOP)
 """How an optimizer of torch goes over parameters."""
 
-CHUNK_ELEMENTS = 65_536
-"""Elements that a block of a foreach kernel works on (``kChunkSize``)."""
-
 
 class Beside(NamedTuple):
     """Memory that is there beside a step."""
