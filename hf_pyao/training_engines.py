@@ -403,8 +403,13 @@ def compiled_inner(module: nn.Module) -> nn.Module | None:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Say whether ``module.compile()`` was called."""
-    return module.__dict__.get("_compiled_call_impl") is not None
+    """Say whether ``module.compile()`` was called, or ``module.forward`` is a compiled function."""
+    attributes = module.__dict__
+    if attributes.get("_compiled_call_impl") is not None:
+        return True
+    forward = attributes.get("forward")  # torch.compiler.disable leaves the same attribute
+    is_wrapped = forward is not None and hasattr(forward, "_torchdynamo_orig_callable")
+    return is_wrapped and not getattr(forward, "_torchdynamo_disable", False)
 
 
 def is_compiled(module: nn.Module) -> bool:

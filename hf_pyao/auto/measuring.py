@@ -22,7 +22,7 @@ from hf_pyao.model.map.module_map import FoundLayers, find_layers
 from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.run import check_report_path
-from hf_pyao.training_engines import is_compiled
+from hf_pyao.training_engines import compiled_part
 
 MOST_BARE = 3
 """Most micro-batches that are timed bare with everything offloaded: the first is not counted."""
@@ -211,7 +211,7 @@ class Measuring:
             title=f"{class_name(model)} on {self._device.type}",
             identity=identity,
             layer_names=[fqn for fqn, _ in found.layers],
-            has_compiled_layers=any(is_compiled(layer) for _, layer in found.layers),
+            has_compiled_layers=any(compiled_part(layer) is not None for _, layer in found.layers),
             on_done=None if for_plans is None else weakly(for_plans.profiled, None),
             on_again=None if for_plans is None else weakly(for_plans.measured_nothing, None),
         )

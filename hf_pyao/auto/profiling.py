@@ -85,7 +85,7 @@ class ProfileWriter:
         title: a heading.
         identity: what tells the model.
         layer_names: qualified names of its layers.
-        has_compiled_layers: whether some are compiled.
+        has_compiled_layers: whether some, or modules inside of them, are compiled.
         on_done: is handed the profile when it is complete, before a forward; None where none came
             of it. Not when training ends first.
         on_again: called when what was measured is of no use for *on_done*, and it begins anew.
@@ -306,7 +306,7 @@ class ProfileWriter:
     def _recorded(self) -> tuple[dict[str, Any] | None, str]:
         """Return the recorded step, or why there is none."""
         if self._has_compiled_layers:
-            return None, "some layers are compiled."
+            return None, "some layers are compiled, or modules inside of them."
         try:
             if self._watch is None:
                 raise CopyError(_NOT_YET)

@@ -69,8 +69,13 @@ def compiled(how: str) -> tuple[nn.Module, Call, str]:
         model.compile(backend="eager")
         return model, model, "compiled as a whole"
     for layer in model.model.layers:
-        layer.compile(backend="eager")
-    return model, model, "some layers are compiled"
+        if how == "parts":
+            layer.mlp.compile(backend="eager")
+        elif how == "forwards":
+            layer.forward = torch.compile(layer.forward, backend="eager")
+        else:
+            layer.compile(backend="eager")
+    return model, model, "some layers are compiled, or modules inside of them"
 
 
 CASES: dict[str, Callable[[], tuple[nn.Module, Call, str]]] = {
@@ -79,6 +84,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Call, str]]] = {
     "compiled": lambda: compiled("wrapped"),
     "compiled in place": lambda: compiled("in place"),
     "compiled layers": lambda: compiled("layers"),
+    "compiled parts of layers": lambda: compiled("parts"),
+    "compiled forwards of layers": lambda: compiled("forwards"),
 }
 
 
@@ -194,3 +201,43 @@ def test_a_part_is_kept_where_not_all_fits(name: str, caplog: pytest.LogCaptureF
     assert kept == sorted(kept)
     for share, found in zip((0.25, 0.5, 0.75, 0.95), kept, strict=True):
         assert 0.6 * share * moved_bytes < found <= share * moved_bytes
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+@pytest.mark.sampled(every=2)
+def test_predicted_bytes_of_compiled_layers_are_the_moved_ones(budget: float) -> None:
+    """What the compiler saves is planned, not what the eager model would save."""
+
+    def build() -> Any:
+        torch._dynamo.reset()
+        model: Any = tiny_model("llama")
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager_decomp_partition")
+            expected.append(step(model, model))  # compiled here, with this budget
+        return model
+
+    expected: list[dict[str, Tensor]] = []
+    moved: list[float] = []
+    bound = 0.0
+    for gib in (1e-5, 1000.0, None):
+        model = build()
+        limit_gib = (bound - 0.5 * moved[0]) / 2**30 if gib is None else gib
+        with attach(model, config(limit_gib)) as offloader:
+            for _ in range(4):
+                assert_same_tensors(step(model, model), expected[0], f"{budget}, {limit_gib}")
+            moved.append(offloader.metrics()["offloaded_bytes"])
+            plan = offloader.plan
+        if plan is not None and plan.facts.kept_bound_bytes is not None:
+            bound = plan.facts.kept_bound_bytes
+    assert plan is not None
+    last = len(model.model.layers) - 1  # is kept in any case
+    kept_bytes = sum(
+        (slot.nbytes or 0) * len([layer for layer in slot.layers or () if layer != last])
+        for slot in plan.slots
+    )
+    assert 0 < kept_bytes < moved[0]
+    assert moved[0] - kept_bytes == moved[2]
+    assert moved[1] == 0
