@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.text import echo, one_line, say
+from hf_pyao.tools.packages import need_torch
 
 if TYPE_CHECKING:
     from hf_pyao.tools.report.kinds import Document
@@ -140,21 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _need_torch() -> None:
-    """Say in one line if torch itself cannot be imported.
-
-    Raises:
-        PyAOError: it cannot.
-    """
-    from hf_pyao.tools.bench.packages import import_failure
-
-    failure = import_failure("torch")
-    if failure is not None:
-        raise PyAOError(f"{failure}. Without torch nothing else can be looked at: install it anew.")
-
-
 def _estimate(args: argparse.Namespace) -> int:
-    _need_torch()
     from hf_pyao.tools.estimate import command, find_command
 
     if args.find is not None:
@@ -164,21 +151,20 @@ def _estimate(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    _need_torch()
+    need_torch()
     from hf_pyao.tools.estimate.profile_command import run_from_arguments
 
     return run_from_arguments(args)
 
 
 def _plan(args: argparse.Namespace) -> int:
-    _need_torch()
     from hf_pyao.tools.estimate.plan_command import run_from_arguments
 
     return run_from_arguments(args)
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    _need_torch()
+    need_torch()
     from hf_pyao.tools.bench.sweep_command import run_from_arguments
 
     return run_from_arguments(args)
@@ -217,7 +203,7 @@ def _with_steps(document: Document) -> list[Document]:
         return [document, Plan.from_dict(document.extra["plan"], "the plan in the report")]
     if not isinstance(document, Profile) or not (document.timeline or document.program):
         return [document]
-    _need_torch()
+    need_torch()
     from hf_pyao.plan.measure.profile_steps import steps_of
 
     return [document, *steps_of(document)]
@@ -226,7 +212,7 @@ def _with_steps(document: Document) -> list[Document]:
 def _doctor(args: argparse.Namespace) -> int:
     import json
 
-    _need_torch()
+    need_torch()
     from hf_pyao.tools.bench import doctor
     from hf_pyao.tools.bench.verdict import verdict_on
 

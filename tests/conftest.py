@@ -184,3 +184,9 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have commands compute their answers, and leave the user's cache directory alone."""
+    monkeypatch.setattr("hf_pyao.tools.answers.answers_folder", lambda: None)

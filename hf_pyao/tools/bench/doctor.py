@@ -14,8 +14,8 @@ from hf_pyao.plan.documents.bench import FactsReport
 from hf_pyao.plan.documents.provenance import collect_provenance
 from hf_pyao.plan.hardware.device_speed import DeviceSpeed
 from hf_pyao.plan.hardware.link_speed import LinkSpeed
-from hf_pyao.tools.bench.packages import REMEDY, Broken
 from hf_pyao.tools.bench.processes import broken_packages, probe
+from hf_pyao.tools.packages import REMEDY, Broken
 
 GIB = 2**30
 WINDOW_MS = 10.0

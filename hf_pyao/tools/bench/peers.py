@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_pyao.engine.torch_hooks.checkpoint_arguments import hooks_argument
-from hf_pyao.tools.bench.packages import import_failure
+from hf_pyao.tools.packages import import_failure
 
 if TYPE_CHECKING:
     import torch

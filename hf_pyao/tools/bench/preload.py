@@ -7,7 +7,7 @@ it meets the same error, and says so.
 import atexit
 import gc
 
-from hf_pyao.tools.bench.packages import import_failure
+from hf_pyao.tools.packages import import_failure
 
 for name in (
     "transformers.models.gpt2.modeling_gpt2",

@@ -25,13 +25,13 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.bench import CRASHED, NOT_REACHED, TIMED_OUT, BenchRow
 from hf_pyao.text import one_line
 from hf_pyao.tools.bench.methods import find_method
-from hf_pyao.tools.bench.packages import CHECKED, REMEDY, Broken, import_failure, is_installed
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
+from hf_pyao.tools.packages import CHECKED, REMEDY, Broken, import_failure, is_installed
 
 PRELOAD = ["hf_pyao.tools.bench.preload"]
 SERVER = "hf_pyao.tools.bench.worker:serve"
 PROBE = "hf_pyao.tools.bench.worker:serve_probe"
-IMPORTER = "hf_pyao.tools.bench.packages:serve_imports"
+IMPORTER = "hf_pyao.tools.packages:serve_imports"
 START_METHOD_VARIABLE = "PYAO_BENCH_START_METHOD"
 """Environment variable that chooses another of multiprocessing's start methods: ``spawn``, if
 forked processes cannot reach the device."""

@@ -25,8 +25,8 @@ from hf_pyao.tools.bench.measure import Bench
 from hf_pyao.tools.bench.memory import DeviceMemory, device_properties, pick_device
 from hf_pyao.tools.bench.methods import MethodUnavailable, find_method
 from hf_pyao.tools.bench.models import build_model
-from hf_pyao.tools.bench.packages import MODELS, REMEDY, import_failure
 from hf_pyao.tools.bench.setup import BenchSetup, Trial
+from hf_pyao.tools.packages import MODELS, REMEDY, import_failure
 
 CUBLAS_WORKSPACE = ":4096:8"
 """What cuBLAS needs for deterministic products; read when its handle is made."""

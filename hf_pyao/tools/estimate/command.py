@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.beside_step import FUSED
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware
+from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
     add_card_arguments,
     add_output_arguments,
@@ -25,6 +25,8 @@ from hf_pyao.tools.estimate.common_arguments import (
     training_fields_of,
 )
 from hf_pyao.tools.estimate.model_sizes import MODEL_SIZES
+from hf_pyao.tools.packages import need_torch
+from hf_pyao.tools.progress import Progress
 
 DESCRIPTION = """\
 Estimate, without a GPU, what training a model takes on a card, for each way to save memory: the
@@ -73,6 +75,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that work at it, 3 at most (default: 2, where there are two cores)",
     )
+    add_cache_argument(how)
     add_output_arguments(how)
     how.add_argument(
         "--step",
@@ -94,26 +97,34 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model cannot be had.
     """
+    from hf_pyao.plan.documents.estimate import EstimateReport
     from hf_pyao.plan.documents.schema import write_json
 
     hardware = hardware_of(args)
     _check_options(args)
-    report = estimate_report(
-        args.model,
-        hardware,
-        sequence_length=args.sequence_length or DEFAULT_LENGTH,
-        micro_batch=args.micro_batch,
-        lora_rank=args.lora,
-        engine=args.engine,
-        optimizer=args.optimizer,
-        optimizer_step=args.optimizer_step,
-        deterministic=args.deterministic,
-        attention=args.attention,
-        allocator=AllocatorSettings.parse(args.alloc_conf),
-        with_longest=not args.no_longest_sequence,
-        num_processes=args.processes or min(2, os.cpu_count() or 1),
-        shows_progress=not args.json and sys.stderr.isatty(),
-    )
+    allocator = AllocatorSettings.parse(args.alloc_conf)
+
+    def compute() -> EstimateReport:
+        need_torch()
+        report: EstimateReport = estimate_report(
+            args.model,
+            hardware,
+            sequence_length=args.sequence_length or DEFAULT_LENGTH,
+            micro_batch=args.micro_batch,
+            lora_rank=args.lora,
+            engine=args.engine,
+            optimizer=args.optimizer,
+            optimizer_step=args.optimizer_step,
+            deterministic=args.deterministic,
+            attention=args.attention,
+            allocator=allocator,
+            with_longest=not args.no_longest_sequence,
+            num_processes=args.processes or min(2, os.cpu_count() or 1),
+            shows_progress=not args.json,
+        )
+        return report
+
+    report = answered(args, args.model, EstimateReport, compute, tells=not args.json)
     if args.step is not None:
         write_json(args.step, _step(args, report, hardware))
     also_written = [] if args.step is None else [args.step]
@@ -182,7 +193,7 @@ def estimate_report(
         allocator: settings of PyTorch's allocator; None: its default.
         with_longest: look for the longest sequences too.
         num_processes: how many work at it.
-        shows_progress: draw a bar to stderr.
+        shows_progress: tell stderr what is done.
 
     Returns:
         An :class:`~hf_pyao.plan.documents.estimate.EstimateReport`.
@@ -190,8 +201,6 @@ def estimate_report(
     Raises:
         ConfigError: the model is unknown, or has no positions for so long a sequence.
     """
-    from tqdm import tqdm
-
     from hf_pyao.plan.documents.estimate import EstimateReport
     from hf_pyao.plan.documents.provenance import collect_provenance
     from hf_pyao.tools.estimate.assumptions import assumptions_for
@@ -221,10 +230,8 @@ def estimate_report(
         with_longest=with_longest,
     )
     num_cases = sum(len(job.cases) for job in jobs)
-    with tqdm(
-        total=num_cases, disable=not shows_progress, leave=False, unit="way", desc="estimating"
-    ) as bar:
-        rows, num_recordings = run_jobs(jobs, num_processes, lambda count: bar.update(count))
+    with Progress("estimating", num_cases, "ways", is_shown=shows_progress) as progress:
+        rows, num_recordings = run_jobs(jobs, num_processes, progress.done)
     trained = "" if lora_rank is None else f", LoRA of rank {lora_rank}"
     return EstimateReport(
         title=f"{spec.name}{trained} on {hardware.name}, {sequence_length} tokens, {engine}",

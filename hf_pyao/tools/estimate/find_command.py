@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.text import describe_error
+from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
 from hf_pyao.tools.estimate.common_arguments import (
     ENGINES,
@@ -30,6 +30,8 @@ from hf_pyao.tools.estimate.lever_arguments import (
     levers_of,
     resident_blocks_of,
 )
+from hf_pyao.tools.packages import need_torch
+from hf_pyao.tools.progress import Progress
 
 if TYPE_CHECKING:
     from hf_pyao.tools.estimate.fake_step import FakeTraining
@@ -116,8 +118,16 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     Raises:
         PyAOError: an option is bad, or the model cannot be had.
     """
+    from hf_pyao.plan.documents.microbatch import MicroBatchReport
+
     _check_options(args)
-    report = microbatch_report(args, shows_progress=not args.json and sys.stderr.isatty())
+
+    def compute() -> MicroBatchReport:
+        need_torch()
+        report: MicroBatchReport = microbatch_report(args, shows_progress=not args.json)
+        return report
+
+    report = answered(args, args.model, MicroBatchReport, compute, tells=not args.json)
     tell(report, as_json=args.json, output=args.output)
     return 0 if report.chosen is not None else 1
 
@@ -242,11 +252,11 @@ def _micro_batch(
         lambda levers: SizedSteps(lambda size: record(size, length, levers), scales=levers.scales)
     )
     best = _best(args, hardware, training, limit_bytes)
-    with _bar(shows_progress, len(sizes or divisors_of(global_batch)), "size") as bar:
+    with _progress(shows_progress, len(sizes or divisors_of(global_batch)), "sizes") as progress:
 
         def best_at(size: int) -> Any:
             found = best(partial(steps.at, size), is_accumulating=size < global_batch)
-            bar.update()
+            progress.done(f"micro-batch {size}")
             return found
 
         choice = choose_micro_batch(
@@ -287,12 +297,12 @@ def _longest(
     )
     best = _best(args, hardware, training, limit_bytes)
     is_accumulating = args.global_batch is None or args.global_batch > micro_batch
-    with _bar(shows_progress, None, "length") as bar:
+    with _progress(shows_progress, None, "lengths") as progress:
 
         def best_at(length: int) -> Any:
             at_length = partial(steps.at, length // LENGTH_STEP)
             found = best(at_length, is_accumulating=is_accumulating)
-            bar.update()
+            progress.done(f"{length} tokens")
             return found
 
         choice = longest_sequence(
@@ -301,12 +311,8 @@ def _longest(
     return choice, steps.num_recordings
 
 
-def _bar(shows_progress: bool, total: int | None, unit: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(
-        total=total, disable=not shows_progress, leave=False, unit=unit, desc="looking for plans"
-    )
+def _progress(is_shown: bool, total: int | None, unit: str) -> Progress:
+    return Progress("looking for plans", total, unit, is_shown=is_shown)
 
 
 def _training(args: argparse.Namespace, config: Any, hardware: Hardware) -> FakeTraining:

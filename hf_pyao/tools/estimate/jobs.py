@@ -6,12 +6,14 @@ import gc
 import logging
 import multiprocessing
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_pyao.errors import ConfigError
@@ -23,6 +25,9 @@ from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED, Way
 
 COLLECTION_THRESHOLDS = (20_000, 20, 20)
 """Of the garbage collector: steps are thousands of tuples, none of them in a cycle."""
+
+POLL_SECONDS = 1.0
+"""How often what processes have done is looked up."""
 
 HEAD_LOSSES = ("off", "chunked")
 
@@ -47,10 +52,13 @@ class Job:
     micro_batch: int | None
     with_longest: bool
 
-    def run(self) -> tuple[list[EstimateRow], int]:
+    def run(self, on_done: Callable[[str], None]) -> tuple[list[EstimateRow], int]:
         """Return the rows, and how many steps were recorded.
 
         A way whose head the chunked loss does not understand has none.
+
+        Args:
+            on_done: told the name of each way that is done.
 
         Raises:
             ConfigError: the model cannot be run on fake tensors.
@@ -68,6 +76,7 @@ class Job:
             except ConfigError:
                 if head_loss == "off":
                     raise
+                on_done(way.name_with(head_loss))
                 continue
             except Exception as error:  # of the model's own code, which may look at values
                 raise ConfigError(
@@ -75,7 +84,17 @@ class Job:
                     f"no values: {describe_error(error)}"
                 ) from error
             rows.append(row)
+            on_done(row.method)
         return rows, estimator.num_recordings
+
+    def run_noting(self, notes: Path) -> tuple[list[EstimateRow], int]:
+        """Return what :meth:`run` does, and add the name of each way that is done to *notes*."""
+
+        def note(name: str) -> None:
+            with notes.open("a", encoding="utf-8") as file:
+                file.write(name + "\n")
+
+        return self.run(note)
 
 
 def all_jobs(**shared: Any) -> list[Job]:
@@ -93,14 +112,14 @@ def all_jobs(**shared: Any) -> list[Job]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], num_processes: int, on_done: Callable[[int], None]
+    jobs: Sequence[Job], num_processes: int, on_done: Callable[[str], None]
 ) -> tuple[list[EstimateRow], int]:
     """Run *jobs*; return their rows, in the order of ways, and how many steps were recorded.
 
     Args:
         jobs: what is estimated.
         num_processes: 1: this one.
-        on_done: told how many cases a job had that is done.
+        on_done: told the name of each way that is done.
 
     Raises:
         ConfigError: a job did.
@@ -109,22 +128,39 @@ def run_jobs(
     if num_processes == 1:
         with _few_collections():
             for job in jobs:
-                done.append(job.run())
-                on_done(len(job.cases))
+                done.append(job.run(on_done))
     else:
-        context = multiprocessing.get_context(_start_method())
-        with ProcessPoolExecutor(num_processes, context, _begin) as pool:
-            running = {pool.submit(job.run): job for job in jobs}
-            try:
-                for future in as_completed(running):
-                    done.append(future.result())
-                    on_done(len(running[future].cases))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        done = _run_in_processes(jobs, num_processes, on_done)
     rows = [row for rows, _ in done for row in rows]
     rows.sort(key=lambda row: METHODS.index(row.method))
     return rows, sum(count for _, count in done)
+
+
+def _run_in_processes(
+    jobs: Sequence[Job], num_processes: int, on_done: Callable[[str], None]
+) -> list[tuple[list[EstimateRow], int]]:
+    """Run each of *jobs* in one of several processes; a file tells what they have done."""
+    context = multiprocessing.get_context(_start_method())
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(num_processes, context, _begin) as pool,
+    ):
+        notes, num_told = Path(folder) / "done.txt", 0
+        notes.touch()
+        running = {pool.submit(job.run_noting, notes) for job in jobs}
+        done: list[tuple[list[EstimateRow], int]] = []
+        try:
+            while running:
+                ended, running = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+                done += [future.result() for future in ended]
+                names = notes.read_text(encoding="utf-8").splitlines()
+                for name in names[num_told:]:
+                    on_done(name)
+                num_told = len(names)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return done
 
 
 def _start_method() -> str:

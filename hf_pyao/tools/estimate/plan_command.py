@@ -15,6 +15,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.text import echo, one_line, say
+from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
     add_allocator_argument,
     add_training_arguments,
@@ -31,6 +32,7 @@ from hf_pyao.tools.estimate.lever_arguments import (
     resident_blocks_of,
 )
 from hf_pyao.tools.estimate.tried_plans import prediction_report
+from hf_pyao.tools.packages import need_torch
 
 if TYPE_CHECKING:
     from hf_pyao.plan.documents.plan import Plan
@@ -101,6 +103,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the plan, or what --try says",
     )
     add("--json", action="store_true", help="print JSON")
+    add_cache_argument(parser)
     add("--compare", nargs="+", type=Path, metavar="PLAN.json", help="show plans side by side")
     add(
         "--try",
@@ -129,8 +132,6 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         PyAOError: an option is bad, a file is not what it should be, or nothing fits.
     """
     from hf_pyao.plan.documents.schema import write_json
-    from hf_pyao.plan.options.plan_levers import free_levers
-    from hf_pyao.plan.weights.weight_plan import said_of
     from hf_pyao.tools.report.tables import markdown_of
 
     if args.compare:
@@ -140,15 +141,20 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     if args.tried is not None:
         tell(prediction_report(args), as_json=args.json, output=args.save)
         return 0
-    plan = _plan(args)
+    plan = _answer(args)
     if args.save is not None:
         write_json(args.save, plan)
     say(json.dumps(plan.to_dict(), indent=2) if args.json else markdown_of(plan))
     if not args.json and not args.source.endswith(".json"):
         say(_what_peaks_hold(args, plan))
-        if said_of(plan.figures):
-            say(said_of(plan.figures))
+        if any(name.startswith("weights/") for name in plan.figures):
+            from hf_pyao.plan.weights.weight_plan import said_of  # which imports torch
+
+            if said_of(plan.figures):
+                say(said_of(plan.figures))
     if args.save is not None and not args.json:
+        from hf_pyao.plan.options.plan_levers import free_levers  # which imports torch
+
         say(f"written: {one_line(str(args.save))}")
         # What is left open is set by the plan; what changes sums has to be asked for.
         free = free_levers(lever_config_of(args)) - {"mlp_tiles"}
@@ -168,6 +174,19 @@ def _compare(args: argparse.Namespace) -> int:
     plans = {str(path): Plan.from_json_file(path) for path in args.compare}
     say(markdown_of_view(plans_side_by_side(plans)))
     return 0
+
+
+def _answer(args: argparse.Namespace) -> Plan:
+    """Return the plan; that for a model may have been kept."""
+    from hf_pyao.plan.documents.plan import Plan
+
+    def compute() -> Plan:
+        need_torch()
+        return _plan(args)
+
+    if args.source.endswith(".json"):
+        return compute()
+    return answered(args, args.source, Plan, compute, tells=not args.json)
 
 
 def _plan(args: argparse.Namespace) -> Plan:

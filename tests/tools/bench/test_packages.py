@@ -13,9 +13,9 @@ import pytest
 
 from hf_pyao.tools.bench import processes
 from hf_pyao.tools.bench.doctor import examine, render
-from hf_pyao.tools.bench.packages import Broken, import_failure, is_installed
 from hf_pyao.tools.bench.peers import MethodUnavailable, need_package
 from hf_pyao.tools.bench.processes import broken_packages
+from hf_pyao.tools.packages import Broken, import_failure, is_installed
 from tests.tools.bench.test_doctor import GOOD
 
 ROOT = Path(__file__).parents[3]

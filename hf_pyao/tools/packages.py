@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from hf_pyao.errors import PyAOError
 from hf_pyao.text import describe_error
 
 CHECKED = (
@@ -48,6 +49,17 @@ def import_failure(name: str) -> Broken | None:
         cause = _root_cause(error)
         return Broken(_package_at_fault(cause) or name.split(".")[0], describe_error(cause))
     return None
+
+
+def need_torch() -> None:
+    """Say in one line if torch itself cannot be imported.
+
+    Raises:
+        PyAOError: it cannot.
+    """
+    failure = import_failure("torch")
+    if failure is not None:
+        raise PyAOError(f"{failure}. Without torch nothing else can be looked at: install it anew.")
 
 
 def is_installed(name: str) -> bool:
