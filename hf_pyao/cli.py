@@ -55,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status (2: something asked for cannot be)."""
     from hf_pyao.tools.old_commands import renamed
 
-    args = make_parser().parse_args(renamed(sys.argv[1:] if argv is None else argv))
+    words = renamed(sys.argv[1:] if argv is None else argv)
+    if not words:  # what there is to ask
+        say(f"{DESCRIPTION}\npyao COMMAND --help lists the options of a command.")
+        return 0
+    args = make_parser().parse_args(words)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)

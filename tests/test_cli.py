@@ -48,12 +48,9 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hf_pyao {__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["plans"]])
-def test_no_command_or_an_unknown_one_is_an_error(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(argv)
+        cli.main(["plans"])
     assert ended.value.code == 2
     assert "usage: pyao" in capsys.readouterr().err
 
@@ -212,3 +209,16 @@ def test_bench_refuses_in_one_line(
     err = capsys.readouterr().err
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_alone_it_says_what_each_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  pyao {command} " in printed for command in COMMANDS)
+    assert "--help" in printed
+
+
+def test_a_card_is_given_as_a_device_or_as_a_gpu() -> None:
+    parser = cli.make_parser()
+    for command in (["estimate", "--model", "opt:tiny"], ["plan", "opt:tiny"]):
+        assert parser.parse_args([*command, "--gpu", "l4"]).device == "l4"

@@ -3,34 +3,39 @@
 Speeds are what kernels reach, not what data sheets promise: 85 % of a sheet's dense tensor-core
 rate for 16-bit inputs that are summed in 32 bits, and 80 % of its memory bandwidth, unless the
 source says otherwise; a PCIe 4.0 link of 16 lanes carries 25e9 bytes a second, a PCIe 5.0 link
-50e9, a PCIe 3.0 link of 8 lanes 6.25e9. They are starting points: give measured ones where there
-are any.
+50e9, a PCIe 3.0 link or a PCIe 4.0 link of 8 lanes 12.5e9, a PCIe 3.0 link of 8 lanes 6.25e9. They
+are starting points: give measured ones where there are any.
 
 Numbers of streaming multiprocessors are those of NVIDIA's data sheets and whitepapers (GA106,
-GA107, GA100: Ampere; AD102, AD104: Ada; GH100: Hopper; GB202: Blackwell), and compute units of
-AMD's; compute capabilities are those of NVIDIA's page "CUDA GPUs". What attention allocates inside
-depends on both (``attention_workspaces``).
+GA107, GA102, GA100: Ampere; AD102, AD104, AD106: Ada; TU104: Turing; GH100: Hopper; GB202:
+Blackwell), and compute units of AMD's; compute capabilities are those of NVIDIA's page "CUDA GPUs".
+What attention allocates inside depends on both (``attention_workspaces``).
 
 What of a card's memory no tensor can have, ``context_gib``, is what the driver keeps (the memory
 that is sold less the "total capacity" of PyTorch's out-of-memory messages) and the CUDA context of
 one process (memory "in use" less what is allocated and reserved in such a message). Both are from
 messages that users have posted:
 
-========  =========================================================  ========  =======
-card      posted in                                                  capacity  context
-========  =========================================================  ========  =======
-rtx4070   GitHub, Kwai-Kolors/Kolors, issue 11 (a 4070 Ti)           11.70      0.33
-rtx4090   GitHub, 3DTopia/Phidias-Diffusion, issue 8                 23.64      0.49
-rtx5090   GitHub, Wan-Video/Wan2.1, issue 465                        31.37      0.58
-a100      GitHub, lianqi1008/Control-GIC, issue 6                    79.14      0.49
-h100      GitHub, Tianhao-Qi/Mask2DiT, issue 4 (card not named)      79.33      0.50
-========  =========================================================  ========  =======
+=========  =========================================================  ========  =======
+card       posted in                                                  capacity  context
+=========  =========================================================  ========  =======
+rtx4070    GitHub, Kwai-Kolors/Kolors, issue 11 (a 4070 Ti)           11.70      0.33
+rtx4090    GitHub, 3DTopia/Phidias-Diffusion, issue 8                 23.64      0.49
+rtx5090    GitHub, Wan-Video/Wan2.1, issue 465                        31.37      0.58
+a100       GitHub, lianqi1008/Control-GIC, issue 6                    79.14      0.49
+h100       GitHub, Tianhao-Qi/Mask2DiT, issue 4 (card not named)      79.33      0.50
+rtx3090    GitHub, ucwxb/GraphAvatar, issue 4                         23.69
+t4         GitHub, Zheng-Chong/CatVTON, issue 133                     14.56      0.13
+l4         GitHub, ArcInstitute/evo2, issue 190                       22.03      0.23
+a100-40gb  GitHub, TianheWu/CoSeR, issue 10 (size not named)          39.50      0.49
+=========  =========================================================  ========  =======
 
 PyTorch's developers name 300 to 400 MB for a context since CUDA 11.7 loads kernels when they first
-run (GitHub, pytorch/pytorch, issues 107667 and 109888). For cards that are not in the table 0.65
-GiB are taken in all. The memory of the H200 is its capacity; 0.65 GiB is the largest context that
-was seen. ``pyao doctor`` says what it is on a card that is there.
-"""
+run (GitHub, pytorch/pytorch, issues 107667 and 109888): 0.4 GiB are taken where a message shows
+less, and 0.5 where it does not say. The capacity of the RTX 4060 Ti is taken to be that of another
+card of 16 GB (15.61 GiB, GitHub, DengKaiCQ/VGGT-Long, issue 6). For cards that are not in the table
+0.65 GiB are taken in all. The memory of the H200 is its capacity; 0.65 GiB is the largest context
+that was seen. ``pyao doctor`` says what it is on a card that is there."""
 
 from __future__ import annotations
 
@@ -48,6 +53,8 @@ MEMORY_SHARE = 0.80
 CONTEXT_GIB = 0.65
 """What no tensor can have of a card of which nothing was measured."""
 PCIE_3_X8_GIB_PER_S = 6.25e9 / GIB
+PCIE_3_GIB_PER_S = 12.5e9 / GIB
+PCIE_4_X8_GIB_PER_S = 12.5e9 / GIB
 PCIE_4_GIB_PER_S = 25e9 / GIB
 PCIE_5_GIB_PER_S = 50e9 / GIB
 
@@ -153,6 +160,31 @@ _CARDS = (
         source="RTX 3060 12 GB: 12.8 TFLOP/s of shaders, tensor cores twice that with 32-bit sums",
     ),
     _card(
+        "rtx3090",
+        sheet_tflop_per_s=71,
+        sheet_gb_per_s=936,
+        memory_gib=24,
+        context_gib=0.85,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=1,
+        num_multiprocessors=82,
+        capability=86,
+        source="NVIDIA GA102 architecture whitepaper, tensor cores with 32-bit sums",
+    ),
+    _card(
+        "rtx4060ti-16gb",
+        sheet_tflop_per_s=44.1,
+        sheet_gb_per_s=288,
+        memory_gib=16,
+        context_gib=0.9,
+        link_gib_per_s=PCIE_4_X8_GIB_PER_S,
+        copy_engines=1,
+        num_multiprocessors=34,
+        capability=89,
+        source="RTX 4060 Ti 16 GB: 22.06 TFLOP/s of shaders, tensor cores twice that with 32-bit "
+        "sums; PCIe 4.0 of 8 lanes",
+    ),
+    _card(
         "rtx4070",
         sheet_tflop_per_s=58.3,
         sheet_gb_per_s=504,
@@ -186,6 +218,67 @@ _CARDS = (
         num_multiprocessors=170,
         capability=120,
         source="NVIDIA RTX Blackwell architecture whitepaper",
+    ),
+    _card(
+        "t4",
+        sheet_tflop_per_s=65,
+        sheet_gb_per_s=320,
+        memory_gib=16,
+        context_gib=1.85,
+        link_gib_per_s=PCIE_3_GIB_PER_S,
+        copy_engines=2,
+        num_multiprocessors=40,
+        capability=75,
+        source="NVIDIA T4 data sheet, float16: it has no bfloat16 units, and torch's flash "
+        "attention does not run on it",
+    ),
+    _card(
+        "l4",
+        sheet_tflop_per_s=121,
+        sheet_gb_per_s=300,
+        memory_gib=24,
+        context_gib=2.4,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=2,
+        num_multiprocessors=58,
+        capability=89,
+        source="NVIDIA L4 data sheet, half of the rate that it states with sparsity",
+    ),
+    _card(
+        "a10",
+        sheet_tflop_per_s=125,
+        sheet_gb_per_s=600,
+        memory_gib=24,
+        context_gib=2.4,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=2,
+        num_multiprocessors=72,
+        capability=86,
+        source="NVIDIA A10 data sheet; its capacity is taken to be that of the L4",
+    ),
+    _card(
+        "a10g",
+        sheet_tflop_per_s=70,
+        sheet_gb_per_s=600,
+        memory_gib=24,
+        context_gib=2.4,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=2,
+        num_multiprocessors=80,
+        capability=86,
+        source="NVIDIA A10G data sheet (AWS G5); its capacity is taken to be that of the L4",
+    ),
+    _card(
+        "a100-40gb",
+        sheet_tflop_per_s=312,
+        sheet_gb_per_s=1555,
+        memory_gib=40,
+        context_gib=1.0,
+        link_gib_per_s=PCIE_4_GIB_PER_S,
+        copy_engines=2,
+        num_multiprocessors=108,
+        capability=80,
+        source="NVIDIA A100 40 GB data sheet",
     ),
     _card(
         "a100",
@@ -248,11 +341,26 @@ def find_hardware(name: str) -> Hardware:
     Raises:
         ConfigError: there is none; the nearest name and all names are given.
     """
-    key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
-    for maker in ("nvidia", "geforce", "amd", "instinct"):
+    key = _key(name)
+    for maker in ("nvidia", "geforce", "tesla", "amd", "instinct"):
         key = key.removeprefix(maker)
-    if key.isdigit() and f"rtx{key}" in HARDWARE:
+    known = {_key(each): card for each, card in HARDWARE.items()}
+    key = _OTHER_NAMES.get(key, key)
+    if f"rtx{key}" in known:
         key = f"rtx{key}"
-    if key not in HARDWARE:
+    if key not in known:
         raise unknown_name("device", name, HARDWARE)
-    return HARDWARE[key]
+    return known[key]
+
+
+_OTHER_NAMES = {
+    "a10040": "a10040gb",
+    "a10080": "a100",
+    "a10080gb": "a100",
+    "rtx4060ti16": "rtx4060ti16gb",
+    "4060ti16": "rtx4060ti16gb",
+}
+
+
+def _key(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "").replace("_", "")

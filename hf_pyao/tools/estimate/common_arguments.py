@@ -136,7 +136,10 @@ def add_card_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     """Add the card, its memory and its link; return their group."""
     card = parser.add_argument_group("what it is trained on")
     card.add_argument(
-        "--device", default="rtx4070", metavar="NAME", help="see below (default: rtx4070)"
+        *("--device", "--gpu"),
+        default="rtx4070",
+        metavar="NAME",
+        help="a card, see below (default: rtx4070)",
     )
     card.add_argument(
         "--device-memory",

@@ -80,7 +80,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_allocator_argument(parser)
     add("--host-memory", metavar="SIZE", help="most on the host, as 32GiB (default: no bound)")
     add(
-        "--device",
+        *("--device", "--gpu"),
         metavar="NAME",
         help="a card, as for pyao estimate (default: of a model "
         "rtx4070, of a profile the one that was profiled)",

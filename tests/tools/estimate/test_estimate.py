@@ -221,8 +221,20 @@ def test_a_length_without_positions_is_refused(capsys: pytest.CaptureFixture[str
 def test_cards_are_found_by_the_names_that_people_write() -> None:
     for name in ("RTX 4070", "rtx-4070", "4070", "GeForce RTX 4070", "NVIDIA H200", "MI300X"):
         assert find_hardware(name).name in HARDWARE
-    with pytest.raises(ConfigError, match="unknown device 'b300'"):
-        find_hardware("b300")
+    for name, expected in {
+        "A100-40": "a100-40gb",
+        "A100 80GB": "a100",
+        "Tesla T4": "t4",
+        "NVIDIA L4": "l4",
+        "A10G": "a10g",
+        "NVIDIA GeForce RTX 3090": "rtx3090",
+        "4060 Ti 16": "rtx4060ti-16gb",
+        "RTX 4060 Ti 16GB": "rtx4060ti-16gb",
+    }.items():
+        assert find_hardware(name).name == expected
+    for unknown in ("b300", "RTX 4060 Ti"):  # the latter has 8 GB or 16
+        with pytest.raises(ConfigError, match="unknown device"):
+            find_hardware(unknown)
 
 
 def test_help_names_cards_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,7 +316,8 @@ def test_the_command_writes_a_step_that_is_drawn(
 @pytest.mark.sampled(every=1)
 def test_every_card_says_what_no_tensor_can_have(name: str) -> None:
     card = HARDWARE[name]
-    assert 0.3 <= card.context_gib <= 1.5
+    # Cards that check their memory keep a sixteenth of it for that.
+    assert 0.3 <= card.context_gib <= (2.5 if name in ("t4", "l4", "a10", "a10g") else 1.5)
     assert card_memory(card).limit_bytes < (card.memory_gib - card.context_gib) * 2**30
 
 
