@@ -100,7 +100,7 @@ def attach(
         place = torch.empty(0, device=device).device  # with its index
     link = link_for(place, transport, host_pool, link, parts.link)
     limit = None
-    if parts.streaming.value == "auto":
+    if parts.streaming.need_limit:
         limit = parts.auto.device_limit(place)
     streaming = streaming_of(model, found, parts.streaming.as_planned(plan), link, place, limit)
     offloader = _wire(model, found, config, parts, plan, levers, link, backward_order, streaming)

@@ -51,6 +51,9 @@ LOG_METRICS_NAMES = ("off", "summary", "all")
 AUTO_MICRO_BATCH_NAMES = ("off", "fastest", "largest")
 """Names that ``auto_micro_batch`` takes."""
 
+STREAM_EMBEDDINGS_NAMES = ("auto", "on", "off")
+"""Names that ``stream_embeddings`` takes."""
+
 STREAM_DTYPE_NAMES = ("stored", "compute")
 VERIFY_RECOMPUTE_NAMES = ("auto", "always", "off")
 """Names that ``verify_recompute`` takes."""
@@ -297,6 +300,16 @@ class PyAOConfig:
         "{host_memory_gib}: uploads and slots have half the bytes, and nothing is cast on the "
         "device. Bits do not change. A weight that is read outside of autocast is copied from the "
         "host each time, which is counted, and said once.",
+    )
+    stream_embeddings: str = setting(
+        "auto",
+        Choice(STREAM_EMBEDDINGS_NAMES, alone="on"),
+        "With {stream_weights}, whether the frozen weights of embeddings and head live on the "
+        "host, too. Of an embedding the rows of the batch are uploaded, for which the host reads "
+        "the ids. The head's weight is uploaded where logits or the loss are computed, once more "
+        "for their gradient unless {head_loss} is 'chunked', and once for each token that is "
+        "generated. 'auto': where the device has no room for them beside the layers that stay. "
+        "'on': always. 'off': never. Bits do not change.",
     )
     verify_recompute: str = setting(
         "auto",

@@ -48,6 +48,12 @@ def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> No
             f"{label('stream_weights')} is 'off': give {label('stream_weights')}, such as 0, or "
             "drop it."
         )
+    if values["stream_embeddings"] == "on" and values["stream_weights"] == "off":
+        raise ConfigError(
+            f"{label('stream_embeddings')} is 'on', which has no effect while "
+            f"{label('stream_weights')} is 'off'. Give {label('stream_weights')} too: 'auto', or "
+            "the number of layers whose weights stay on the device."
+        )
     if values["checkpoint_every"]:
         _check_against_segments(values, label)
     for name, policies, example in (

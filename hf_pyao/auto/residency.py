@@ -1,5 +1,8 @@
 """How many layers' frozen weights stay on the device, where ``stream_weights`` is ``"auto"``.
 
+Embeddings and head leave last (``stream_embeddings="auto"``): where no layer stays, and the step
+does not fit.
+
 As a model is attached its batches are not known: weights stay as far as they leave a share of the
 device free. Before the first forward in training the step is recorded on fake tensors, and as many
 stay as fit beside what the configured policy leaves on the device. Policy ``auto`` chooses the
@@ -75,6 +78,10 @@ class Residency:
     @property
     def can_stream_more(self) -> bool:
         """True while weights stay that could be streamed."""
+        return self._layers_stay or self._streaming.can_ask_for_ends
+
+    @property
+    def _layers_stay(self) -> bool:
         return self._streaming.num_asked_for > self._streaming.least_resident
 
     def ask_for(self, num_resident: int) -> None:
@@ -88,9 +95,15 @@ class Residency:
         self._streaming.ask_for(min(self._unplanned, self._streaming.num_asked_for))
 
     def stream_all(self) -> None:
-        """Let none stay from the next forward on, since memory ran out."""
+        """Let no layer stay from the next forward on, since memory ran out.
+
+        Where none stays already, embeddings and head leave.
+        """
         self._unplanned = 0
-        self._streaming.ask_for(0)
+        if self._layers_stay or not self._streaming.can_ask_for_ends:
+            self._streaming.ask_for(0)
+        else:
+            self._streaming.ask_for_ends()
 
     # ---- before the first forward --------------------------------------------------------------
 
@@ -145,7 +158,12 @@ class Residency:
         simple = planner.simple()
         held = simple.get(OFFLOAD_ALL) if self._policy in OFFLOADING else None
         choice = StreamingChoice(LeverChoice(request.levers, planner, _no_other, request.room))
-        number = choice.fewest_streamed(held or simple[KEEP_ALL], self._limit_bytes(choice))
+        limit_bytes = self._limit_bytes(choice)
+        number = choice.fewest_streamed(held or simple[KEEP_ALL], limit_bytes)
+        if self._streaming.can_ask_for_ends and not choice.fits(
+            held or simple[KEEP_ALL], number, limit_bytes
+        ):
+            self._streaming.ask_for_ends()
         return self._streaming.num_layers - number
 
     def _limit_bytes(self, choice: StreamingChoice) -> float:

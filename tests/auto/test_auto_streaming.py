@@ -23,6 +23,7 @@ from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.config import GIB
 from hf_pyao.engine.recompute.verification import NUM_FIRST_FORWARDS
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
+from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.weights.first_residents import FREE_SHARE, first_residents
@@ -59,6 +60,12 @@ def weights_of(offloader: Offloader) -> StreamedLayers:
     return offloader.weights
 
 
+def ends_of(offloader: Offloader) -> tuple[Block, ...]:
+    """Return embeddings and head, if they are on the host."""
+    source = weights_of(offloader)._ends.source
+    return () if source is None else source.blocks
+
+
 def uploads_of(offloader: Offloader) -> int:
     number: int = weights_of(offloader).figures()["num_uploads"]
     return number
@@ -68,7 +75,7 @@ def peak_bytes(model: nn.Module, offloader: Offloader, expected: list[torch.Tens
     """Run a step and return its peak by a ledger of storages, which knows nothing of plans."""
 
     def is_host(storage: torch.UntypedStorage) -> bool:
-        blocks = weights_of(offloader).blocks
+        blocks = [*weights_of(offloader).blocks, *ends_of(offloader)]
         masters = {b.memory.untyped_storage()._cdata for b in blocks if b.memory is not None}
         return offloader.host_pool.owns(storage) or storage._cdata in masters
 
@@ -155,7 +162,8 @@ def test_plans_stand_on_a_given_number_of_layers() -> None:
 def test_before_a_plan_running_out_streams_all_and_goes_on_measuring() -> None:
     expected = step(lora(), BATCH)
     model = lora()
-    with attach(model, config_of(model, 4.0), transport=transport()) as offloader:
+    config = config_of(model, 4.0, stream_embeddings="off")
+    with attach(model, config, transport=transport()) as offloader:
         assert offloader.auto is not None
         assert_same(step(model, BATCH, offloader), expected)
         assert weights_of(offloader).num_resident == NUM_LAYERS
@@ -178,7 +186,10 @@ def test_with_another_policy_running_out_streams_all_first() -> None:
         assert run_out(offloader) == ALL_STREAMED
         assert_same(step(model, BATCH, offloader), expected)
         assert weights_of(offloader).num_resident == 0
+        assert run_out(offloader) == ALL_STREAMED
         assert run_out(offloader) != ALL_STREAMED
+        assert_same(step(model, BATCH, offloader), expected)
+        assert len(ends_of(offloader)) == 2
 
 
 @pytest.mark.thorough
@@ -231,6 +242,39 @@ def test_first_layers_that_stay_leave_a_share_of_the_device(other_bytes: int) ->
         }
         fitting = [n for n, nbytes in needed.items() if nbytes <= (1 - FREE_SHARE) * limit]
         assert number == max(fitting, default=0)
+
+
+def test_embeddings_and_head_leave_last_by_the_first_batch() -> None:
+    """Where no layer stays, and the step does not fit; and where there is room they stay."""
+    expected = step(lora(), BATCH)
+    for share, leave in ((0.2, True), (4.0, False)):
+        model = lora()
+        with attach(
+            model, config_of(model, share, policy="all"), transport=transport()
+        ) as offloader:
+            before = model.get_input_embeddings().weight.detach().clone()
+            assert_same(step(model, BATCH, offloader), expected)
+            assert bool(ends_of(offloader)) == leave
+            assert torch.equal(model.get_input_embeddings().weight, before)
+        model = lora()
+        config = config_of(model, share, policy="all", stream_embeddings="off")
+        with attach(model, config, transport=transport()) as offloader:
+            assert_same(step(model, BATCH, offloader), expected)
+            assert not ends_of(offloader)
+
+
+def test_the_host_may_have_no_room_for_embeddings_and_head() -> None:
+    expected = step(lora(), BATCH)
+    model = lora()
+    with attach(model, config_of(model, 4.0, policy="all"), transport=transport()) as offloader:
+        assert_same(step(model, BATCH, offloader), expected)
+        assert run_out(offloader) == ALL_STREAMED
+        assert_same(step(model, BATCH, offloader), expected)
+        offloader.host_pool.capacity_bytes = 0
+        assert run_out(offloader) == ALL_STREAMED
+        assert_same(step(model, BATCH, offloader), expected)
+        assert not ends_of(offloader)
+        assert run_out(offloader) != ALL_STREAMED
 
 
 def test_ranks_take_the_least_number() -> None:

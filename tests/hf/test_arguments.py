@@ -53,6 +53,7 @@ EXAMPLES = {
     "attention_groups": 4,
     "stream_weights": 8,
     "stream_dtype": "compute",
+    "stream_embeddings": "on",
     "verify_recompute": "always",
     "auto_micro_batch": "largest",
     "log_metrics": "all",

@@ -71,6 +71,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "attention_groups": ("off", "auto", 2),
     "stream_weights": ("off", "auto", 0, 8),
     "stream_dtype": ("stored", "compute"),
+    "stream_embeddings": ("auto", "on", "off"),
     "verify_recompute": ("auto", "always"),
     "auto_micro_batch": ("off",),
     "log_metrics": ("summary", "all"),

@@ -17,7 +17,12 @@ from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.weights.streamable import slot_bytes, streamable_layers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.device_limit import DeviceLimit
-from hf_pyao.plan.weights.first_residents import first_residents, optimizer_bytes
+from hf_pyao.plan.weights.first_residents import (
+    FREE_SHARE,
+    device_bytes_of,
+    first_residents,
+    optimizer_bytes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,8 @@ class StreamingSettings:
     """How messages call the field."""
     converts: bool = False
     """Upload float32 weights in the dtype of autocast."""
+    embeddings: str = "off"
+    """Whether embeddings and head are on the host: ``"on"``, ``"off"`` or ``"auto"``."""
 
     @classmethod
     def of(cls, config: PyAOConfig) -> StreamingSettings:
@@ -38,7 +45,13 @@ class StreamingSettings:
             value=config.stream_weights,
             label=config.label("stream_weights"),
             converts=config.stream_dtype == "compute",
+            embeddings=config.stream_embeddings,
         )
+
+    @property
+    def need_limit(self) -> bool:
+        """True where the memory of the device decides what leaves it."""
+        return self.value != "off" and "auto" in (self.value, self.embeddings)
 
     def as_planned(self, plan: Plan | None) -> StreamingSettings:
         """Return the same with the layers that stay under *plan*, where that was left to it."""
@@ -72,31 +85,55 @@ def streaming_of(
     stream_weights, label = settings.value, settings.label
     if stream_weights == "off":
         return None
-    if stream_weights == "auto":
-        if limit is None and device.type == "cpu":
-            return None  # everything fits: the device is the host
-        if limit is None:
-            raise ConfigError(
-                f"{label} is 'auto', and how much memory {device} has is not known. Give "
-                f"device_memory_gib, or for {label} a number of layers that stay, such as 0."
-            )
-        stream_weights = _first_residents(model, found, limit)
+    if stream_weights == "auto" and limit is None and device.type != "cpu":
+        raise ConfigError(
+            f"{label} is 'auto', and how much memory {device} has is not known. Give "
+            f"device_memory_gib, or for {label} a number of layers that stay, such as 0."
+        )
+    ends_leave = settings.embeddings == "on"
+    if limit is not None:
+        stream_weights, fits = _at_first(model, found, stream_weights, limit)
+        ends_leave |= settings.embeddings == "auto" and not fits
+    elif stream_weights == "auto" and not ends_leave:
+        return None  # everything fits: the device is the host
+    elif stream_weights == "auto":
+        stream_weights = len(found.layers)
     assert isinstance(stream_weights, int)
     return StreamedLayers(
-        model, found, stream_weights, label, link, device, converts=settings.converts
+        model,
+        found,
+        stream_weights,
+        label,
+        link,
+        device,
+        converts=settings.converts,
+        ends_leave=ends_leave,
+        ends_may_leave=settings.embeddings == settings.value == "auto",
     )
 
 
-def _first_residents(model: nn.Module, found: FoundLayers, limit: DeviceLimit) -> int:
-    """Return how many layers stay until the first batch is known."""
+def _at_first(
+    model: nn.Module, found: FoundLayers, stream_weights: int | str, limit: DeviceLimit
+) -> tuple[int, bool]:
+    """Return how many layers stay until the first batch is known, and whether the device has room.
+
+    A number that was given stays.
+    """
     parameters = list(model.parameters())
     layers = streamable_layers(model, found.layers)
     sizes = [layer.nbytes for layer in layers]
-    all_bytes = sum(each.nbytes for each in (*parameters, *model.buffers()))
-    gradient_bytes = sum(each.nbytes for each in parameters if each.requires_grad)
+    all_bytes = sum(map(_dense_bytes, (*parameters, *model.buffers())))
+    gradient_bytes = sum(_dense_bytes(each) for each in parameters if each.requires_grad)
     other_bytes = all_bytes - sum(sizes) + gradient_bytes + optimizer_bytes(parameters)
 
     def largest_bytes(streamed: Sequence[int]) -> int:
         return slot_bytes([layers[number] for number in streamed])
 
-    return first_residents(sizes, other_bytes, limit.nbytes, largest_bytes)
+    if not isinstance(stream_weights, int):
+        stream_weights = first_residents(sizes, other_bytes, limit.nbytes, largest_bytes)
+    needed_bytes = device_bytes_of(sizes, stream_weights, largest_bytes) + other_bytes
+    return stream_weights, needed_bytes <= (1 - FREE_SHARE) * limit.nbytes
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else 0

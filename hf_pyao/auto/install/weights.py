@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pyao.auto.install.streamed_forwards import LayerForward, ModuleForward
+from hf_pyao.auto.install.ends import HostEnds
+from hf_pyao.auto.install.ring_on_model import RingOnModel
 from hf_pyao.auto.install.streaming_checks import (
     check_can_convert,
     check_model,
@@ -30,13 +31,10 @@ from hf_pyao.engine.weights.converted import ComputeDtype
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
-from hf_pyao.engine.weights.tables import StreamedTable, put_on, take_off
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.module_map import FoundLayers
-from hf_pyao.model.patching.lasting_forward import exchange, give_back
-from hf_pyao.model.weights.experts import ExpertsInGroups
-from hf_pyao.model.weights.places import StayingParameters, move_others
-from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight, move_state
+from hf_pyao.model.weights.places import move_others
+from hf_pyao.model.weights.quantised import QuantisedWeight, move_state
 from hf_pyao.model.weights.shared_weights import shared_weights_of
 from hf_pyao.model.weights.streamable import (
     StreamableLayer,
@@ -47,9 +45,6 @@ from hf_pyao.training_engines import compiled_part
 
 logger = logging.getLogger(__name__)
 
-_LAYER = "_pyao_streamed_layer"
-_MODULE = "_pyao_streamed_module"
-_QUANTISED = "_pyao_streamed_quantised"
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -66,6 +61,8 @@ class StreamedLayers:
         link: transport and host memory.
         device: where compute runs.
         converts: upload float32 weights in the dtype of autocast, from copies on the host.
+        ends_leave: the weights of embeddings and head are on the host, too.
+        ends_may_leave: they may be put there later.
 
     Raises:
         ConfigError: no layer has frozen weights, or the host has no room for them.
@@ -82,6 +79,8 @@ class StreamedLayers:
         device: torch.device,
         *,
         converts: bool = False,
+        ends_leave: bool = False,
+        ends_may_leave: bool = False,
     ) -> None:
         check_model(model, label)
         self._model = weakref.ref(model)
@@ -91,11 +90,8 @@ class StreamedLayers:
         self._on_host = WeightsOnHost(self._store, shared_weights_of(model))
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in found.layers]
         self._engine: weakref.ref[OffloadEngine] | None = None
-        self.ring: WeightRing | None = None
         self._counts = UploadFigures()
-        self._owners: list[weakref.ref[nn.Module]] = []
-        self._handles: list[tuple[weakref.ref[nn.Module], str, Any]] = []
-        self._staying: StayingParameters | None = None
+        self._on_layers = RingOnModel(self._layers, link, device, self._counts)
         self.left_bytes: Counter[str] = Counter()
         """Bytes of the streamed layers' parameters that stay on the device, by reason."""
         layers = streamable_layers(model, found.layers)
@@ -115,17 +111,29 @@ class StreamedLayers:
         self._masters = self._masters_of(layers, streamed)
         self.blocks: list[Block] = self._blocks_of([layers[number] for number in streamed])
         """What is uploaded: layers, or groups of experts and what else their layers have."""
-        self._on_host.check_room(label, self._masters)
+        self.ends_leave = ends_leave
+        """Whether embeddings and head are on the host, now or from :meth:`put_on` on."""
+        self._ends = HostEnds(self._on_host, link, device)
+        self._ends_may_leave = ends_may_leave and self._ends.find(model, found.layers).nbytes > 0
+        self._ends_are_asked_for = False
+        if ends_leave:
+            self._ends.prepare(model, found.layers)
+        self._on_host.check_room(label, [*self._masters, *self._ends.masters])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the streamed weights on the host."""
-        return sum(masters.nbytes for masters in self._masters)
+        """Bytes of the weights on the host."""
+        return sum(masters.nbytes for masters in self._masters) + self._ends.nbytes
+
+    @property
+    def ring(self) -> WeightRing | None:
+        """What uploads the weights of layers; None while none are streamed."""
+        return self._on_layers.ring
 
     @property
     def converted_nbytes(self) -> int:
         """Bytes of their copies in the dtype of autocast."""
-        return sum(masters.all_nbytes for masters in self._masters) - self.nbytes
+        return sum(masters.all_nbytes - masters.nbytes for masters in self._masters)
 
     @property
     def num_layers(self) -> int:
@@ -204,11 +212,26 @@ class StreamedLayers:
                     f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
                     f"weights of layer {masters.layer!r}. Let more layers stay on the device."
                 )
+        if not self._ends.move_to_host():
+            raise ConfigError(
+                f"the machine refused {self._ends.nbytes / GIB:.3f} GiB of host memory for "
+                "embeddings and head. Give stream_embeddings='off'."
+            )
         self._install(model, layers, engine)
 
     def ask_for(self, num_resident: int) -> None:
         """Let *num_resident* layers stay on the device from the next forward on."""
         self._wanted = num_resident
+
+    @property
+    def can_ask_for_ends(self) -> bool:
+        """Whether embeddings and head may be put on the host, and are not yet."""
+        return self._ends_may_leave and not (self.ends_leave or self._ends_are_asked_for)
+
+    def ask_for_ends(self) -> None:
+        """Let embeddings and head be on the host from the next forward on."""
+        self._ends_are_asked_for = True
+        self._wanted = self.num_asked_for
 
     def rearrange(self) -> None:
         """Let as many layers stay as was asked for last; before a forward.
@@ -217,16 +240,20 @@ class StreamedLayers:
         room on the device is streamed; one for which the host has none stays.
         """
         wanted, self._wanted = self._wanted, None
+        ends_leave = self._ends_are_asked_for and not self.ends_leave
+        self._ends_are_asked_for = False
         model, engine = self._model(), None if self._engine is None else self._engine()
         if wanted is None or model is None or engine is None:
             return
         layers = self._streamable(model)
         streamed = self._to_stream(layers, wanted)
-        if streamed == sorted(self._held):
+        if streamed == sorted(self._held) and not ends_leave:
             return
         quantised = self._quantised
         self._uninstall(engine)
         try:
+            if ends_leave:
+                self._let_ends_leave(model)
             for masters in self._masters_of(layers, streamed):
                 layer = self._numbers([masters])[0]
                 if masters.memory is None and not self._move_to_host(layer, masters):
@@ -247,6 +274,18 @@ class StreamedLayers:
         finally:
             self._follow(quantised)
             self._install(model, self._streamable(model), engine)
+
+    def _let_ends_leave(self, model: nn.Module) -> None:
+        layers = [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
+        self._ends.prepare(model, layers)
+        self.ends_leave = self._ends.move_to_host()
+        if not self.ends_leave:
+            logger.warning(
+                "the host has no room for embeddings and head: they stay on the device (%.3f GiB).",
+                self._ends.nbytes / GIB,
+            )
+            self._ends.stay()
+            self._ends_may_leave = False
 
     def _follow(self, quantised: Sequence[QuantisedWeight]) -> None:
         """Let quantised layers refer to their weights where they are now, tables and all."""
@@ -301,42 +340,18 @@ class StreamedLayers:
         self.left_bytes = Counter()
         for number in numbers:
             self.left_bytes.update(layers[number].left_bytes)
-        move_others(model, lambda each: id(each) in streamed, self.device)
-        if not self.blocks:
-            return
-        of_layer: list[list[int]] = [[] for _ in self._layers]
-        for block, number in zip(
-            self.blocks, self._numbers([each.masters for each in self.blocks]), strict=True
-        ):
-            of_layer[number].append(block.index)
-        self.ring = ring = WeightRing(
-            self.blocks,
-            of_layer,
-            self._link,
-            self.device,
-            read_groups=ExpertsInGroups,
-            on_forward=weakly(self._before_forward, None),
-            counts=self._counts,
+        if self.ends_leave or self._ends_may_leave:
+            self._ends.install(model, weakly(self._before_forward, None))
+        move_others(model, lambda each: id(each) in streamed or self._ends.has(each), self.device)
+        self._on_layers.install(
+            model, self.blocks, self._quantised, weakly(self._before_layers, None)
         )
-        for weight in self._quantised:
-            self._put_on_quantised(weight, ring)
-        self._staying = StayingParameters(lambda each: ring.weight_of(each) is not None)
-        for module in model.modules():
-            if any(id(p) in streamed for p in module._parameters.values()):
-                self._owners.append(weakref.ref(module))
-                self._staying.put_on(module)
-                put_on(module, ring)
-        for index, (_, ref) in enumerate(self._layers):
-            if (layer := ref()) is None:
-                continue
-            if len(of_layer[index]) > 1:
-                for module in layer.modules():
-                    if isinstance(module._parameters, StreamedTable):
-                        self._exchange(module, _MODULE, ModuleForward(ring))
-            self._exchange(layer, _LAYER, LayerForward(ring, index))
-        names = [name for name, p in model.named_parameters() if id(p) in streamed]
-        vars(model)[_DDP_IGNORES] = [*vars(model).get(_DDP_IGNORES, ()), *names]
-        engine.stream(ring)
+        names = [n for n, p in model.named_parameters() if id(p) in streamed]
+        names += self._ends.names(model)
+        if names:
+            vars(model)[_DDP_IGNORES] = [*vars(model).get(_DDP_IGNORES, ()), *names]
+        if self.ring is not None:
+            engine.stream(self.ring)
 
     def _before_forward(self) -> None:
         """Move what has come since to the device, such as adapters that were added.
@@ -346,46 +361,26 @@ class StreamedLayers:
         Raises:
             ConflictError: a part of the model was compiled meanwhile.
         """
-        model, ring = self._model(), self.ring
-        if model is None or ring is None:
+        model = self._model()
+        if model is None:
             return
         if "torch._dynamo" in sys.modules:  # else nothing was compiled
             if (compiled := compiled_part(model)) is not None:
                 raise compiled_by_now(f"a part of the model ({type(compiled).__name__})")
         if self.device.type != "cpu":
-            move_others(model, lambda each: ring.weight_of(each) is not None, self.device)
+            move_others(model, self._is_on_host, self.device)
 
-    def _put_on_quantised(self, weight: QuantisedWeight, ring: WeightRing) -> None:
-        """Let a linear layer of bitsandbytes run over its packed weight in a slot."""
-        weight.move_tables(self.device)
-        weight.follow()
-        module, parameter = weight.module, weight.parameter
-        streamed = ring.weight_of(parameter)
-        if module is not None and parameter is not None and streamed is not None:
-            forward = QuantisedForward(ring, weight)
-            streamed.is_read_as(weakly(forward.stand_in, None))
-            self._exchange(module, _QUANTISED, forward)
+    def _before_layers(self) -> None:
+        if not self.ends_leave:  # else the model's forward did that as it began
+            self._before_forward()
 
-    def _exchange(self, module: nn.Module, key: str, handle: Any) -> None:
-        self._handles.append((weakref.ref(module), key, handle))
-        exchange(module, key, handle)
+    def _is_on_host(self, parameter: object) -> bool:
+        return self._on_layers.has(parameter) or self._ends.has(parameter)
 
     def _uninstall(self, engine: OffloadEngine) -> None:
         """Let layers find their parameters as before. It may be called again."""
         engine.stream(None)
-        for ref, key, handle in self._handles:
-            if (module := ref()) is not None:
-                give_back(module, key, handle)
-        for owner in self._owners:
-            if (module := owner()) is not None:
-                if self._staying is not None:
-                    self._staying.take_off(module)
-                take_off(module)
-        self._handles, self._owners = [], []
-        if self.ring is not None:
-            self.ring.figures()
-            self.ring.stop()
-            self.ring = None
+        self._on_layers.uninstall()
         model = self._model()
         if model is not None:
             vars(model).pop(_DDP_IGNORES, None)
@@ -398,8 +393,10 @@ class StreamedLayers:
         """
         self._wanted = None
         self._uninstall(engine)
+        self._ends.uninstall()
         for masters in self._masters:
             masters.move_back()
+        self._ends.move_back()
         for weight in self._quantised:
             weight.follow()
 
@@ -407,16 +404,24 @@ class StreamedLayers:
         """Return what the uploads came to, as plain values."""
         if self.ring is not None:
             self.ring.figures()
-        return self._counts.as_dict()
+        figures = self._counts.as_dict()
+        if ends := self._ends.figures():
+            figures["embeddings_and_head"] = ends
+        return figures
 
     def describe(self) -> str:
         """Say in a sentence what is streamed."""
+        ends = self._ends.describe()
+        return f"{self._describe_layers()}; {ends}" if ends else self._describe_layers()
+
+    def _describe_layers(self) -> str:
         num_layers = len(self._layers)
         if not self.blocks:
             return f"stream_weights: the weights of all {num_layers} layers are on the device"
+        nbytes = sum(each.nbytes for each in self._masters)
         sentence = (
             f"stream_weights: the frozen weights of {len(self._masters)} of {num_layers} layers "
-            f"({self.nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
+            f"({nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
         )
         if self.converted_nbytes:
             more = self.converted_nbytes / GIB

@@ -69,7 +69,10 @@ class Purpose(Enum):
     MEMORY = "for less memory"
 
 
-ALL_STREAMED = "the frozen weights of all layers are streamed from the host"
+ALL_STREAMED = (
+    "the frozen weights of all layers are streamed from the host; where they were already, those "
+    "of embeddings and head are on the host"
+)
 """What is done first, to follow "from now on"."""
 
 RUNG_WORDS: Mapping[Target, str] = MappingProxyType(

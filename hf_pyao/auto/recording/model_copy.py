@@ -29,7 +29,7 @@ from hf_pyao.auto.recording.sharded_copy import ShardedUnits
 from hf_pyao.auto.recording.zero_copy import ZeroCopy
 from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
-from hf_pyao.engine.weights.tables import streamed_in
+from hf_pyao.engine.weights.tables import compute_device, streamed_in
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings, settings_of
 from hf_pyao.text import describe_error
 
@@ -57,8 +57,7 @@ class CopiedStep:
         """Where the model computes."""
         if self._units:
             return self._units.device
-        first = next(self._model.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        return compute_device(self._model) or torch.device("cpu")
 
     @property
     def kernels(self) -> KernelSettings:

@@ -48,9 +48,9 @@ def hooks_of_checkpoint() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     return top if top is not None and _is_of_torchs_checkpoint(top) else None
 
 
-def are_hooks_on() -> bool:
-    """Say whether anyone's hooks are on."""
-    return _top() is not None
+def topmost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return pack and unpack of whoever was entered last; None if no hooks are on."""
+    return _top()  # type: ignore[no-any-return]
 
 
 def _is_of_torchs_checkpoint(hooks: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a checkpointed layer saves of weights that are streamed.
+"""What graphs hold of streamed weights where the engine's hooks do not see them.
 
 A checkpoint holds all that a layer's second run saves until the layer's backward is done. Where the
 layer is one block, its slot is in use until then anyway. A layer of several blocks would keep all
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import (
-    are_hooks_on,
     hooks_of_checkpoint,
     is_inside_checkpoint,
     pack_hook,
     pop_hooks,
     push_hooks,
+    topmost_hooks,
 )
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 
@@ -51,29 +51,42 @@ def weights_kept_from_checkpoints(find: Find, layer: str) -> Iterator[None]:
     """
     checkpoint = hooks_of_checkpoint()
     # A reentrant checkpoint runs the layer again in backward without hooks.
-    runs_again = current_graph_task() != NO_TASK and not are_hooks_on()
+    runs_again = current_graph_task() != NO_TASK and topmost_hooks() is None
     if not torch.is_grad_enabled() or (checkpoint is None and not runs_again):
         yield
         return
-    hook = pack_hook(_pack, (find, checkpoint), is_second_run=is_inside_checkpoint())
+    with weights_kept_from_graphs(find, layer):
+        yield
+
+
+@contextlib.contextmanager
+def weights_kept_from_graphs(find: Find, name: str) -> Iterator[None]:
+    """Save weights as what brings them; other tensors are saved as they would be without this.
+
+    Args:
+        find: returns what gives a tensor again, if it is of a streamed weight.
+        name: what messages call the module.
+    """
+    outer = topmost_hooks()
+    hook = pack_hook(_pack, (find, outer), is_second_run=is_inside_checkpoint())
     try:
-        push_hooks(hook, functools.partial(_unpack, checkpoint))
+        push_hooks(hook, functools.partial(_unpack, outer))
         yield
     finally:
-        pop_hooks(hook, layer)
+        pop_hooks(hook, name)
 
 
 def _pack(known: tuple[Find, _Hooks], tensor: Tensor) -> Any:
-    find, checkpoint = known
+    find, outer = known
     give = find(tensor)
     if give is not None:
         return _Weight(give)
-    if checkpoint is not None:
-        return checkpoint[0](tensor)
+    if outer is not None:
+        return outer[0](tensor)
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _unpack(checkpoint: _Hooks, saved: Any) -> Any:
+def _unpack(outer: _Hooks, saved: Any) -> Any:
     if type(saved) is _Weight:
         return saved.give()
-    return saved if checkpoint is None else checkpoint[1](saved)
+    return saved if outer is None else outer[1](saved)

@@ -48,3 +48,15 @@ class UploadFigures:
         del values["host_peak_bytes"], values["device_peak_bytes"]
         values["host_bytes"] = values.pop("pool_bytes")
         return values
+
+
+@dataclass
+class OnDemandFigures(UploadFigures):
+    """Sums over all reads of weights outside of the layers; an upload is that of a whole weight."""
+
+    num_gathers: int = 0
+    """Look-ups of embeddings for which rows were uploaded."""
+    gathered_rows: int = 0
+    """Rows that were uploaded for them."""
+    gathered_bytes: int = 0
+    """Bytes of these rows."""

@@ -14,47 +14,67 @@ A copy of the module, and a pickled one, has a plain dictionary.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
 from hf_pyao.engine.weights.castable import CastableView
-from hf_pyao.engine.weights.ring import WeightRing
+from hf_pyao.engine.weights.host_weight import HostWeight
+from hf_pyao.engine.weights.on_demand import WeightsOnDemand
 from hf_pyao.engine.weights.slot_view import SlotView
+
+
+class Source(Protocol):
+    """What brings weights to the device: the ring, or reads on demand."""
+
+    device: torch.device
+    """Where compute reads the weights."""
+
+    def weight_of(self, parameter: object) -> object | None:
+        """Return what is known of *parameter*; None if it is not streamed."""
+        ...
+
+    def read(self, parameter: Parameter | None) -> torch.Tensor | None:
+        """Return what a module's attribute gives where *parameter* is in its table."""
+        ...
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say whether *tensor* lies in memory that weights are uploaded to."""
+        ...
 
 
 class StreamedTable(dict[str, Any]):
     """Parameters by name; those that are streamed are found on the device while they are used."""
 
-    def __init__(self, parameters: dict[str, Parameter | None], ring: WeightRing) -> None:
+    def __init__(self, parameters: dict[str, Parameter | None], source: Source) -> None:
         super().__init__(parameters)
-        self._ring = ring
+        self.source = source
 
     def __getitem__(self, name: str) -> Any:
         """Return what the module's attribute *name* is now."""
-        return self._ring.read(super().__getitem__(name))
+        return self.source.read(super().__getitem__(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set a parameter; what a look-up has given stands for the parameter itself.
 
         PEFT, for one, sets a quantised weight to itself on its device.
         """
-        if isinstance(
-            value, SlotView | CastableView
-        ):  # as whoever exchanged the parameter for a while found it
+        # Whoever exchanged the parameter for a while found one of these.
+        if isinstance(value, SlotView | CastableView | HostWeight):
             value = value.parameter
-        if value is None or not self._ring.holds(value):
+        if value is None or not self.source.holds(value):
             super().__setitem__(name, value)
 
     def streamed(self) -> Iterator[tuple[Parameter, torch.device]]:
         """Yield those that are streamed, and the device on which they are read."""
         for parameter in dict.values(self):
-            if parameter is not None and self._ring.weight_of(parameter) is not None:
-                yield parameter, self._ring.device
+            if parameter is not None and self.source.weight_of(parameter) is not None:
+                yield parameter, self.source.device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Leave the copy a plain table."""
@@ -81,9 +101,29 @@ def streamed_in(model: nn.Module) -> Iterator[tuple[Parameter, torch.device]]:
             yield from table.streamed()
 
 
-def put_on(module: nn.Module, ring: WeightRing) -> None:
-    """Let *module* find its streamed weights through *ring*."""
-    module.__dict__["_parameters"] = StreamedTable(module._parameters, ring)
+def compute_device(model: nn.Module) -> torch.device | None:
+    """Return the device on which *model* reads its first parameter; None if it has none."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return None
+    return next((device for p, device in streamed_in(model) if p is first), first.device)
+
+
+@contextlib.contextmanager
+def held_on_device(module: nn.Module) -> Iterator[None]:
+    """Keep the weights of *module* that are uploaded when they are read until the end."""
+    with contextlib.ExitStack() as stack:
+        for each in module.modules():
+            table = each.__dict__["_parameters"]
+            if isinstance(table, StreamedTable) and isinstance(table.source, WeightsOnDemand):
+                parameters = [parameter for parameter, _ in table.streamed()]
+                stack.enter_context(table.source.held(parameters))
+        yield
+
+
+def put_on(module: nn.Module, source: Source) -> None:
+    """Let *module* find its streamed weights through *source*."""
+    module.__dict__["_parameters"] = StreamedTable(module._parameters, source)
 
 
 def take_off(module: nn.Module) -> None:

@@ -10,7 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_pyao.model.map.sharding import is_sharded_for_calls
 from hf_pyao.model.map.wrappers import wrapped_module
-from hf_pyao.model.patching.exchanged_forwards import Forward, has_forward_of_its_own, own_forward
+from hf_pyao.model.patching.exchanged_forwards import (
+    Forward,
+    own_forward,
+    runs_forward_of_its_class,
+)
 from hf_pyao.training_engines import FSDP1, FSDP2, compiled_inner
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -78,7 +82,7 @@ def understand_head(head: nn.Module | None) -> OutputHead | NotUnderstood:
     if not is_sharded and (hooked := _first_with_hooks(head, inner)) is not None:
         return NotUnderstood(f"its head ({type(hooked).__name__}) has module hooks")
     has_own_class = type(inner).forward is nn.Linear.forward
-    if has_own_class and not has_forward_of_its_own(inner):
+    if has_own_class and runs_forward_of_its_class(inner):
         return OutputHead(head, inner, is_linear=True, is_sharded=is_sharded)
     package = type(inner).__module__.partition(".")[0]
     if not isinstance(inner, nn.Linear) and package != "peft":

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_pyao.engine.weights.tables import held_on_device
 from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.model.head.output_head import PLAIN, OutputHead
 from hf_pyao.model.losses.transforms import LogitTransform
@@ -138,7 +139,8 @@ class PutOffCall:
         request = LossRequest(labels=labels, **options)
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            loss = self._compute_loss(self, hidden, request)
+            with held_on_device(self.head.inner):  # chunks may read its weight several times
+                loss = self._compute_loss(self, hidden, request)
             self._unchanged.sample(self._sampled())  # from now on the logits may be read late
             return loss
 

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_pyao.model.patching.lasting_forward import leads_to_class
+
 Forward = Callable[..., Any]
 
 _Answers = dict[int, tuple[tuple[nn.Module, Forward], ...]]
@@ -151,6 +153,12 @@ def own_forward(module: nn.Module) -> Forward:
 def has_forward_of_its_own(module: nn.Module) -> bool:
     """Whether others than us have given this instance a ``forward`` that is not its class's."""
     return _own_entry(module) is not _MISSING
+
+
+def runs_forward_of_its_class(module: nn.Module) -> bool:
+    """Whether a call of *module* ends in its class's ``forward``, with nothing but ours between."""
+    forward = _own_entry(module)
+    return forward is _MISSING or leads_to_class(module, forward)
 
 
 def _own_entry(module: nn.Module) -> Any:

@@ -95,6 +95,12 @@ def is_exchanged(module: nn.Module, name: str = "forward") -> bool:
     return _PREVIOUS + name in module.__dict__ and method is not module.__dict__[_PREVIOUS + name]
 
 
+def leads_to_class(module: nn.Module, method: object, name: str = "forward") -> bool:
+    """Whether *method*, which *module* has by itself, is ours, put on the method of the class."""
+    is_ours = getattr(getattr(method, "__func__", None), _IS_OURS, False)
+    return is_ours and module.__dict__.get(_PREVIOUS + name) is None
+
+
 class _Below:
     """The method that a handle finds below it, where another handle is."""
 

@@ -3,6 +3,8 @@ compute device, also when someone moves the model."""
 
 from __future__ import annotations
 
+import copyreg
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -102,3 +104,56 @@ class StayingParameters(LeftBehind):
                 if dict.get(table, name) is not value:
                     dict.__setitem__(table, name, value)
         return module
+
+
+class ComputeDevice:
+    """Has ``model.device`` say where compute runs, while a model's first weight is on the host.
+
+    transformers takes the device of the first parameter, by a property of the class, which only a
+    class can answer in place of. So modules get a subclass with the same name, whose copies and
+    pickles have the class that was there before.
+
+    Args:
+        device: the compute device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._changed: list[tuple[weakref.ref[nn.Module], type[nn.Module]]] = []
+
+    def put_on(self, model: nn.Module) -> None:
+        """Answer for all parts of *model* that have a device, and would say another."""
+        for module in model.modules():
+            own = type(module)
+            if not isinstance(getattr(own, "device", None), property):
+                continue
+            if next(iter(module.parameters()), torch.empty(0)).device == self._device:
+                continue
+            self._changed.append((weakref.ref(module), own))
+            module.__class__ = _with_device(own, self._device)
+
+    def take_off(self) -> None:
+        """Undo :meth:`put_on`. It may be called again."""
+        for ref, own in self._changed:
+            module = ref()
+            if module is not None and type(module).__bases__ == (own,):
+                module.__class__ = own
+        self._changed = []
+
+
+def _with_device(own: type[nn.Module], device: torch.device) -> type[nn.Module]:
+    """Return a subclass of *own*, of the same name, whose instances compute on *device*."""
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        anything: Any = own
+        _, _, *rest = anything.__reduce_ex__(self, protocol)
+        return copyreg._reconstructor, (own, object, None), *rest  # type: ignore[attr-defined]
+
+    members = {
+        "device": property(lambda self: device),
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+        "__reduce_ex__": reduce,
+    }
+    return type(own.__name__, (own,), members)

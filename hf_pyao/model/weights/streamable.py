@@ -122,9 +122,9 @@ def streamable_layers(
         model: the whole model: what is tied with a parameter outside of its layer stays.
         layers: qualified name and module, in forward order.
     """
-    owners = _owners(model)
-    wrapped = _wrapped_by_peft(model)
-    adapters = _of_adapters(model)
+    owners = owners_by_storage(model)
+    wrapped = wrapped_by_peft(model)
+    adapters = parameters_of_adapters(model)
     by_dora = _read_by_dora(model)
     found = []
     for fqn, layer in layers:
@@ -142,14 +142,14 @@ def streamable_layers(
                 if parameter is None or id(parameter) in parameters:
                     continue
                 weight = quantised(module, parameter)
-                reason = _reason_to_stay(module, parameter, is_known=weight is not None)
+                reason = reason_to_stay(module, parameter, is_known=weight is not None)
                 if not reason and id(parameter) in adapters:
                     reason = ADAPTER
                 if not reason and experts is not None and name in experts.biases:
                     reason = VECTOR
                 if not reason and (id(module), name) in wrapped:
                     reason = PARAMETRIZED
-                if not reason and _is_tied(parameter, owners, inside):
+                if not reason and is_tied(parameter, owners, inside):
                     reason = TIED
                 if reason:
                     is_strided = parameter.layout is torch.strided
@@ -182,7 +182,14 @@ def streamable_layers(
     return found
 
 
-def _reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool) -> str:
+def reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool = False) -> str:
+    """Return why *parameter* of *module* cannot be streamed, whatever else has it; else empty.
+
+    Args:
+        module: its owner.
+        parameter: any.
+        is_known: it is of a class of its own that can be streamed.
+    """
     if parameter.requires_grad:
         return TRAINED
     if not (_is_plain(parameter) or is_known):
@@ -213,7 +220,7 @@ def _is_convertible(module: nn.Module, parameter: Parameter, experts: FusedExper
     return not isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
-def _of_adapters(model: nn.Module) -> set[int]:
+def parameters_of_adapters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of PEFT's adapters, and of what they take the place of.
 
     PEFT freezes and thaws both as adapters are switched, as DPO does for its reference.
@@ -245,7 +252,7 @@ def _read_by_dora(model: nn.Module) -> set[int]:
     return found
 
 
-def _wrapped_by_peft(model: nn.Module) -> set[tuple[int, str]]:
+def wrapped_by_peft(model: nn.Module) -> set[tuple[int, str]]:
     """Return module and name of the parameters that PEFT parametrizes during forward.
 
     Its ``ParamWrapper`` (adapters on parameters, as those of fused experts) puts what the module's
@@ -276,12 +283,12 @@ def _is_dense(parameter: Parameter) -> bool:
     return True
 
 
-_Owners = dict[int, dict[tuple[int, str], Parameter]]
+Owners = dict[int, dict[tuple[int, str], Parameter]]
 
 
-def _owners(model: nn.Module) -> _Owners:
+def owners_by_storage(model: nn.Module) -> Owners:
     """Return by storage who has a part of it: module, name and parameter."""
-    owners: _Owners = {}
+    owners: Owners = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or not _is_plain(parameter) or parameter.is_meta:
@@ -292,7 +299,7 @@ def _owners(model: nn.Module) -> _Owners:
     return owners
 
 
-def _is_tied(parameter: Parameter, owners: _Owners, inside: set[int]) -> bool:
+def is_tied(parameter: Parameter, owners: Owners, inside: set[int]) -> bool:
     """Say whether another parameter has some of its bytes, or a module outside of the layer has it.
 
     Parameters that lie beside each other in one storage are not tied.

@@ -25,6 +25,7 @@ from hf_pyao.plan.solve.coding import CodedWays
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.step.ends_on_host import with_ends_on_host
 from hf_pyao.plan.step.step_program import StepProgram
 
 
@@ -68,6 +69,8 @@ class PlanRequest:
     """That of the link; other models may join and leave it at any time."""
     stream_weights: int | str = "off"
     """As ``PyAOConfig.stream_weights``, where frozen weights can be streamed."""
+    ends_on_host: bool = False
+    """The frozen weights of embeddings and head are on the host."""
 
     @property
     def window_now_bytes(self) -> int | None:
@@ -89,10 +92,11 @@ class PlanRequest:
         window: WindowOwner | None = None,
         allocator: AllocatorSettings | None = None,
         stream_weights: int | str = "off",
+        ends_on_host: bool = False,
     ) -> PlanRequest:
         """Return the same for one model on one machine; arguments as of :meth:`of_config`.
 
-        *stream_weights* is as the attribute.
+        *stream_weights* and *ends_on_host* are as the attributes.
         """
         return dataclasses.replace(
             self,
@@ -101,6 +105,7 @@ class PlanRequest:
             window=window,
             allocator=allocator,
             stream_weights=stream_weights,
+            ends_on_host=ends_on_host,
         )
 
     @classmethod
@@ -245,6 +250,8 @@ class PlanRequest:
             is_blocking: compute stands still while copies run.
             speed_ratios: as :attr:`Conditions.speed_ratios`.
         """
+        if self.ends_on_host:
+            program = with_ends_on_host(program)
         kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
         conditions = self.conditions(link, gradient_bytes)
         return Planner(

@@ -20,6 +20,7 @@ from hf_pyao.plan.hardware.kernel_workspaces import workspace_of
 from hf_pyao.plan.step.layer_graph import GraphOperation, GraphValue, LayerGraph
 from hf_pyao.plan.step.step_program import (
     OUTSIDE,
+    READ_WHOLE,
     Buffer,
     Operation,
     Pack,
@@ -227,6 +228,7 @@ def _check(program: StepProgram) -> None:
         _count(resident.nbytes)
         _within((resident.num_names,), 1, MOST_BYTES)
         _within((resident.experts,), 0, MOST_BYTES)
+        _within((resident.end,), 0, READ_WHOLE + 1)
         _within((resident.num_experts,), 1 if resident.experts else 0, MOST_BYTES)
     _within(program.labels, 0, num_buffers)
     if program.graph is not None:

@@ -24,6 +24,9 @@ BACKWARD = "backward"
 OUTSIDE = -1
 """Layer of what is in none."""
 
+READ_BY_ROWS, READ_WHOLE = 1, 2
+"""How frozen weights of embeddings, and those of the head, are read where they are on the host."""
+
 ROW_STATISTIC = 1
 """Values of a row of what holds one number for each row of another tensor."""
 
@@ -138,6 +141,9 @@ class Resident(NamedTuple):
     groups of experts come together. 0 for all others."""
     num_experts: int = 0
     """Of a weight of fused experts: how many it has, as its first dimension."""
+    end: int = 0
+    """Of a frozen weight of embeddings or head, which may be on the host: :data:`READ_BY_ROWS`, or
+    :data:`READ_WHOLE` where the head has it. 0 for all others."""
 
 
 class Segment(NamedTuple):

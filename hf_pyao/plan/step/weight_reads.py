@@ -16,6 +16,7 @@ class Streamable(NamedTuple):
 
     experts: int = 0
     num_experts: int = 0
+    end: int = 0
 
 
 StreamableTensors = Mapping[int, Streamable]
@@ -38,7 +39,9 @@ class WeightReads:
 
     def note(self, storage: torch.UntypedStorage, layer: int, streamable: Streamable) -> None:
         """Note that *storage* holds a streamable weight of *layer*."""
-        self._known[storage._cdata] = _Known(layer, *streamable, storage.nbytes())
+        self._known[storage._cdata] = _Known(
+            layer, streamable.experts, streamable.num_experts, storage.nbytes()
+        )
         if streamable.experts:
             self._mixtures.add(layer)
 

@@ -150,11 +150,22 @@ class StreamingChoice:
         most = self._most()
         numbers: list[int] = [0, *range(self._fewest, most)]
         for number in numbers:
-            saved_bytes = self.resident_bytes() - self.resident_bytes(self.num_blocks - number)
-            needed_bytes = candidate.memory.needed_within(limit_bytes + saved_bytes)
-            if needed_bytes - saved_bytes <= limit_bytes:
+            if self.fits(candidate, number, limit_bytes):
                 return number
         return most
+
+    def fits(self, candidate: Candidate, num_streamed: int, limit_bytes: float) -> bool:
+        """Say whether a plan for activations fits with *num_streamed* blocks streamed.
+
+        Args:
+            candidate: a plan of the configured step with all weights resident.
+            num_streamed: blocks.
+            limit_bytes: what the device may hold.
+        """
+        resident_bytes = self.resident_bytes(self.num_blocks - num_streamed)
+        saved_bytes = self.resident_bytes() - resident_bytes
+        needed_bytes = candidate.memory.needed_within(limit_bytes + saved_bytes)
+        return needed_bytes - saved_bytes <= limit_bytes
 
     def at(self, num_streamed: int, limit_bytes: float) -> ChosenLevers:
         """Return the best plan with so many blocks streamed, of all settings of the levers.

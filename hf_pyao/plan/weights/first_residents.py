@@ -40,11 +40,27 @@ def first_residents(
     if sum(block_bytes) <= room:
         return num_layers
     for number in range(num_layers - 1, 0, -1):
-        stay = resident_layers(num_layers, number)
-        streamed = [layer for layer in range(num_layers) if layer not in stay]
-        sizes = [block_bytes[layer] for layer in streamed]
-        slot_bytes = max(sizes, default=0) if largest_bytes is None else largest_bytes(streamed)
-        ring_bytes = NUM_SLOTS * slot_bytes
-        if ring_bytes < sum(sizes) and sum(block_bytes) - sum(sizes) + ring_bytes <= room:
+        device_bytes = device_bytes_of(block_bytes, number, largest_bytes)
+        if device_bytes <= room and device_bytes < sum(block_bytes):
             return number
     return 0
+
+
+def device_bytes_of(
+    block_bytes: Sequence[int],
+    num_resident: int,
+    largest_bytes: Callable[[Sequence[int]], int] | None = None,
+) -> int:
+    """Return what the layers' frozen weights take of the device, slots of the ring included.
+
+    Args:
+        block_bytes: as for :func:`first_residents`.
+        num_resident: layers whose weights stay.
+        largest_bytes: as for :func:`first_residents`.
+    """
+    num_layers = len(block_bytes)
+    stay = resident_layers(num_layers, num_resident)
+    streamed = [layer for layer in range(num_layers) if layer not in stay]
+    sizes = [block_bytes[layer] for layer in streamed]
+    slot_bytes = max(sizes, default=0) if largest_bytes is None else largest_bytes(streamed)
+    return int(sum(block_bytes) - sum(sizes) + NUM_SLOTS * slot_bytes)

@@ -25,6 +25,7 @@ from hf_pyao.tools.estimate.lever_arguments import (
     OFF,
     add_lever_arguments,
     add_streaming_argument,
+    ends_on_host_of,
     given_levers,
     lever_config_of,
     levers_of,
@@ -103,6 +104,7 @@ def refuse_without_find(args: argparse.Namespace) -> None:
             ("--micro-batches", args.micro_batches),
             ("--host-memory", args.host_memory),
             ("--stream-weights", None if args.stream_weights == OFF else args.stream_weights),
+            ("--stream-embeddings", None if args.stream_embeddings == OFF else "on"),
         )
         if value is not None
     ]
@@ -221,6 +223,7 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
             **levers.settings(),
             "host_memory": args.host_memory,
             "stream_weights": args.stream_weights,
+            "stream_embeddings": args.stream_embeddings,
             "num_recorded_steps": num_recordings,
         },
         hardware=dataclasses.asdict(hardware),
@@ -372,6 +375,7 @@ def _best(
         host_limit_bytes=host_bytes,
         allocator=AllocatorSettings.parse(args.alloc_conf),
     )
+    request = dataclasses.replace(request, ends_on_host=ends_on_host_of(args))
     device, stream_weights = hardware.device, resident_blocks_of(args)
 
     def best(step_with: Callable[[Levers], Any], *, is_accumulating: bool) -> Any:
@@ -392,6 +396,7 @@ def _best(
         found = sized_plan(chosen, request.levers, limit_bytes)
         later_bytes = training.optimizer_step_bytes(step_with(request.levers))
         later_bytes -= chosen.planner.program.streamed.saved_bytes
+        later_bytes -= program.resident_bytes - planner.program.resident_bytes
         if later_bytes <= found.peak_bytes:
             return found
         fits = found.fits and later_bytes <= limit_bytes

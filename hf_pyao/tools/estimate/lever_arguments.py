@@ -113,7 +113,7 @@ OFF, AUTO = "off", "auto"
 
 
 def add_streaming_argument(group: argparse._ActionsContainer) -> None:
-    """Add ``--stream-weights``."""
+    """Add ``--stream-weights`` and ``--stream-embeddings``."""
     group.add_argument(
         "--stream-weights",
         default=OFF,
@@ -121,6 +121,28 @@ def add_streaming_argument(group: argparse._ActionsContainer) -> None:
         help="with --lora: frozen weights of layers live on the host and are uploaded layer by "
         "layer: as few layers as is fastest (auto), or all but N (default: off)",
     )
+    group.add_argument(
+        "--stream-embeddings",
+        choices=("off", "on"),
+        default=OFF,
+        help="with --stream-weights: frozen embeddings and head live on the host, too; the time of "
+        "their uploads is not predicted (default: off)",
+    )
+
+
+def ends_on_host_of(args: argparse.Namespace) -> bool:
+    """Return whether ``--stream-embeddings`` is on.
+
+    Raises:
+        ConfigError: it is, without ``--stream-weights``.
+    """
+    is_on: bool = args.stream_embeddings != OFF
+    if is_on and args.stream_weights == OFF:
+        raise ConfigError(
+            "--stream-embeddings is on, which has no effect without --stream-weights: give that, "
+            "too, as auto, or drop it."
+        )
+    return is_on
 
 
 def resident_blocks_of(args: argparse.Namespace, *, is_profile: bool = False) -> int | str:

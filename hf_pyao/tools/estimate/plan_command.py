@@ -26,6 +26,7 @@ from hf_pyao.tools.estimate.lever_arguments import (
     OFF,
     add_lever_arguments,
     add_streaming_argument,
+    ends_on_host_of,
     given_levers,
     lever_config_of,
     levers_of,
@@ -195,7 +196,9 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.plan.options.auto_plan import plan_of_choice
     from hf_pyao.plan.options.lever_choice import LeverRoom
     from hf_pyao.plan.options.plan_request import PlanRequest
+    from hf_pyao.plan.predict.forecast import Forecast
     from hf_pyao.plan.solve.planner import NoPlanFitsError
+    from hf_pyao.plan.step.ends_on_host import ends_bytes
     from hf_pyao.plan.weights.choice import choose_streaming
     from hf_pyao.plan.weights.weight_plan import figures_of, less_by_streaming
     from hf_pyao.settings import Size
@@ -219,6 +222,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     request = PlanRequest.of_config(
         config, host_limit_bytes=host, allocator=AllocatorSettings.parse(args.alloc_conf)
     )
+    request = dataclasses.replace(request, ends_on_host=ends_on_host_of(args))
     if training is None:
         room = LeverRoom(why_no_segments="a profile holds the one step that was measured")
         request = dataclasses.replace(request, room=room)
@@ -243,6 +247,10 @@ def _plan(args: argparse.Namespace) -> Plan:
         else:
             streaming = choose_streaming(choice, stream_weights, limit_bytes)
             chosen, figures = streaming.levers, figures_of(streaming.weights)
+            if request.ends_on_host:
+                figures["weights/embeddings_and_head_bytes"] = float(
+                    ends_bytes(Forecast(profile, window_bytes=None).program)
+                )
             facts = dataclasses.replace(NO_FACTS, resident_blocks=streaming.weights.num_resident)
     if training is not None:
         program = planner.program if stream_weights == OFF else chosen.planner.program

@@ -164,7 +164,7 @@ def test_what_is_written_to_one_of_two_tied_weights_is_read_through_the_other(
 def test_mutant_that_streams_tied_weights_apart_is_caught(
     first: int, second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamable, "_is_tied", lambda *_: False)
+    monkeypatch.setattr(streamable, "is_tied", lambda *_: False)
     # Tied weights that stay where they lie stay tied.
     monkeypatch.setattr(WeightsOnHost, "_leave_in_place", lambda *_: False)
     assert not ties_hold(first, second)

@@ -1,0 +1,193 @@
+"""Puts the weights of embeddings and head on the host, and takes them off; see
+``hf_pyao/engine/weights/on_demand.py``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.auto.install.weights_on_host import WeightsOnHost
+from hf_pyao.config import GIB
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.engine.weights.figures import OnDemandFigures
+from hf_pyao.engine.weights.masters import Masters
+from hf_pyao.engine.weights.on_demand import WeightsOnDemand
+from hf_pyao.engine.weights.tables import put_on, take_off
+from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+from hf_pyao.model.weights.ends import Ends, ends_of
+from hf_pyao.model.weights.places import ComputeDevice, StayingParameters
+
+_KEY = "_pyao_ends"
+
+
+class EndsForward(LeftBehind):
+    """Lets a part of the model read embeddings and head on demand while its forward runs."""
+
+    def __init__(self, source: WeightsOnDemand) -> None:
+        self._source = source
+
+    def run(
+        self,
+        module: nn.Module,
+        own: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return what the module's own forward returns."""
+        return self._source.run(own, args, kwargs)
+
+
+class HostEnds:
+    """The frozen weights of a model's embeddings and head, as far as they are on the host.
+
+    Making one changes nothing, and they are all on the device.
+
+    Args:
+        on_host: puts weights into host memory.
+        link: transport and host memory.
+        device: where compute runs.
+    """
+
+    def __init__(self, on_host: WeightsOnHost, link: LinkContext, device: torch.device) -> None:
+        self._on_host = on_host
+        self._link = link
+        self._device = device
+        self._left_bytes: dict[str, int] = {}
+        self._parts: frozenset[int] = frozenset()
+        """By ``id``, embeddings and linear modules of the head."""
+        self.masters: list[Masters] = []
+        """Weights that are on the host, or are to be: one for each parameter."""
+        self.source: WeightsOnDemand | None = None
+        """What the model reads them from while it is installed."""
+        self._counts = OnDemandFigures()
+        self._owners: list[weakref.ref[nn.Module]] = []
+        self._runners: list[tuple[weakref.ref[nn.Module], EndsForward]] = []
+        self._staying: StayingParameters | None = None
+        self._compute_device = ComputeDevice(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights on the host."""
+        return sum(each.nbytes for each in self.masters)
+
+    def has(self, parameter: object) -> bool:
+        """Say whether *parameter* is on the host now."""
+        return self.source is not None and self.source.weight_of(parameter) is not None
+
+    def find(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Ends:
+        """Return the weights of *model* that may be on the host; remember what reads them.
+
+        Args:
+            model: the whole model.
+            layers: qualified name and module of its layers.
+        """
+        ends = ends_of(model, layers)
+        self._parts = ends.modules
+        return ends
+
+    def prepare(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        """Find the weights that are to be on the host; arguments as of :meth:`find`."""
+        ends = self.find(model, layers)
+        self._left_bytes = {reason: nbytes for reason, nbytes in ends.left_bytes.items() if nbytes}
+        self.masters = [
+            Masters(name, [(name, each)], home=each.device) for name, each in ends.parameters
+        ]
+
+    def move_to_host(self) -> bool:
+        """Copy the weights to the host's memory; return False if there is no room for one."""
+        return all(each.memory is not None or self._on_host.take(each) for each in self.masters)
+
+    def stay(self) -> None:
+        """Let the weights be on the device, as before :meth:`prepare`."""
+        self.move_back()
+        for masters in self.masters:
+            self._on_host.give_back(masters)
+        self.masters = []
+
+    def install(self, model: nn.Module, on_forward: Callable[[], None]) -> None:
+        """Let *model* read the weights on demand that are on the host. It may be called again.
+
+        Without weights, forwards are watched all the same: weights may leave while one runs.
+
+        Args:
+            model: the whole model.
+            on_forward: called as a forward begins.
+        """
+        if self.source is None:
+            self.source = WeightsOnDemand(self._link, self._device, on_forward, self._counts)
+            for module in _containing(model, self._parts):
+                handle = EndsForward(self.source)
+                self._runners.append((weakref.ref(module), handle))
+                exchange(module, _KEY, handle)
+        if not self.masters or self._owners:
+            return
+        self.source.take(self.masters)
+        self._staying = StayingParameters(self.has)
+        for module in model.modules():
+            if any(map(self.has, module._parameters.values())):
+                self._owners.append(weakref.ref(module))
+                self._staying.put_on(module)
+                put_on(module, self.source)
+        self._compute_device.put_on(model)
+
+    def uninstall(self) -> None:
+        """Let the model find its parameters as before. It may be called again."""
+        for ref, handle in self._runners:
+            if (module := ref()) is not None:
+                give_back(module, _KEY, handle)
+        for owner in self._owners:
+            if (module := owner()) is not None:
+                if self._staying is not None:
+                    self._staying.take_off(module)
+                take_off(module)
+        self._compute_device.take_off()
+        self._runners, self._owners = [], []
+        if self.source is not None:
+            self.source.figures()
+            self.source.stop()
+            self.source = None
+
+    def move_back(self) -> None:
+        """Return the weights to the device that they came from. It may be called again."""
+        for masters in self.masters:
+            masters.move_back()
+
+    def names(self, model: nn.Module) -> list[str]:
+        """Return all names that the weights have in *model*."""
+        return [n for n, p in model.named_parameters(remove_duplicate=False) if self.has(p)]
+
+    def figures(self) -> dict[str, Any]:
+        """Return what was uploaded, as plain values; nothing if the weights are on the device."""
+        if self.source is not None:
+            self.source.figures()
+        return self._counts.as_dict() if self._counts.pool_bytes else {}
+
+    def describe(self) -> str:
+        """Say in a phrase what is on the host."""
+        if not self._owners:
+            return ""
+        phrase = f"embeddings and head ({self.nbytes / GIB:.3f} GiB) are on the host"
+        if left := self._left_bytes:
+            reasons = ", ".join(f"{nbytes / GIB:.3f} GiB {each}" for each, nbytes in left.items())
+            phrase += f"; of these stay on the device: {reasons}"
+        return phrase
+
+
+def _containing(model: nn.Module, parts: Collection[int]) -> list[nn.Module]:
+    """Return the modules with a forward of their own that are *parts*, or have some inside.
+
+    Args:
+        model: the whole model.
+        parts: modules by ``id``.
+    """
+    found = []
+    for module in model.modules():
+        if type(module).forward is nn.Module.forward:
+            continue
+        if any(id(inner) in parts for inner in module.modules()):
+            found.append(module)
+    return found

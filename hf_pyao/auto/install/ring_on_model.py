@@ -1,0 +1,136 @@
+"""Puts a ring of streamed weights on a model's layers, and takes it off."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.auto.install.streamed_forwards import LayerForward, ModuleForward
+from hf_pyao.engine.transfer.link import LinkContext
+from hf_pyao.engine.weak_calls import weakly
+from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.weights.figures import UploadFigures
+from hf_pyao.engine.weights.ring import WeightRing
+from hf_pyao.engine.weights.tables import StreamedTable, put_on, take_off
+from hf_pyao.model.patching.lasting_forward import exchange, give_back
+from hf_pyao.model.weights.experts import ExpertsInGroups
+from hf_pyao.model.weights.places import StayingParameters
+from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight
+
+_LAYER = "_pyao_streamed_layer"
+_MODULE = "_pyao_streamed_module"
+_QUANTISED = "_pyao_streamed_quantised"
+
+
+class RingOnModel:
+    """The ring of one model, from :meth:`install` until :meth:`uninstall`.
+
+    Args:
+        layers: qualified name of each layer, and the layer.
+        link: transport and host memory.
+        device: where compute runs.
+        counts: sums over all uploads.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[str, weakref.ref[nn.Module]]],
+        link: LinkContext,
+        device: torch.device,
+        counts: UploadFigures,
+    ) -> None:
+        self._layers = layers
+        self._link = link
+        self._device = device
+        self._counts = counts
+        self.ring: WeightRing | None = None
+        """None while nothing is streamed."""
+        self._owners: list[weakref.ref[nn.Module]] = []
+        self._handles: list[tuple[weakref.ref[nn.Module], str, Any]] = []
+        self._staying: StayingParameters | None = None
+
+    def has(self, parameter: object) -> bool:
+        """Say whether *parameter* is streamed now."""
+        return self.ring is not None and self.ring.weight_of(parameter) is not None
+
+    def install(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        quantised: Sequence[QuantisedWeight],
+        on_forward: Callable[[], None],
+    ) -> None:
+        """Let layers find the weights of *blocks*, which are on the host.
+
+        Args:
+            model: the whole model.
+            blocks: in forward order; none: nothing is done.
+            quantised: those of their weights that are quantised.
+            on_forward: called as a forward begins.
+        """
+        if not blocks:
+            return
+        of_layer: list[list[int]] = [[] for _ in self._layers]
+        numbers = {fqn: number for number, (fqn, _) in enumerate(self._layers)}
+        for block in blocks:
+            of_layer[numbers[block.layer]].append(block.index)
+        self.ring = ring = WeightRing(
+            blocks,
+            of_layer,
+            self._link,
+            self._device,
+            read_groups=ExpertsInGroups,
+            on_forward=on_forward,
+            counts=self._counts,
+        )
+        for weight in quantised:
+            self._put_on_quantised(weight, ring)
+        self._staying = StayingParameters(self.has)
+        for module in model.modules():
+            if any(map(self.has, module._parameters.values())):
+                self._owners.append(weakref.ref(module))
+                self._staying.put_on(module)
+                put_on(module, ring)
+        for index, (_, ref) in enumerate(self._layers):
+            if (layer := ref()) is None:
+                continue
+            if len(of_layer[index]) > 1:
+                for module in layer.modules():
+                    if isinstance(module._parameters, StreamedTable):
+                        self._exchange(module, _MODULE, ModuleForward(ring))
+            self._exchange(layer, _LAYER, LayerForward(ring, index))
+
+    def uninstall(self) -> None:
+        """Let layers find their parameters as before. It may be called again."""
+        for ref, key, handle in self._handles:
+            if (module := ref()) is not None:
+                give_back(module, key, handle)
+        for owner in self._owners:
+            if (module := owner()) is not None:
+                if self._staying is not None:
+                    self._staying.take_off(module)
+                take_off(module)
+        self._handles, self._owners = [], []
+        if self.ring is not None:
+            self.ring.figures()
+            self.ring.stop()
+            self.ring = None
+
+    def _put_on_quantised(self, weight: QuantisedWeight, ring: WeightRing) -> None:
+        """Let a linear layer of bitsandbytes run over its packed weight in a slot."""
+        weight.move_tables(self._device)
+        weight.follow()
+        module, parameter = weight.module, weight.parameter
+        streamed = ring.weight_of(parameter)
+        if module is not None and parameter is not None and streamed is not None:
+            forward = QuantisedForward(ring, weight)
+            streamed.is_read_as(weakly(forward.stand_in, None))
+            self._exchange(module, _QUANTISED, forward)
+
+    def _exchange(self, module: nn.Module, key: str, handle: Any) -> None:
+        self._handles.append((weakref.ref(module), key, handle))
+        exchange(module, key, handle)
