@@ -22,3 +22,21 @@ def collections_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+COLLECTION_THRESHOLDS = (20_000, 20, 20)
+"""Of the garbage collector, for a command: steps are thousands of tuples, none of them in a
+cycle."""
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Have the collector pass over what is there, and come seldom; for a command, not for a run."""
+    thresholds = gc.get_threshold()
+    gc.freeze()  # a million imported objects, which each full pass would go through
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

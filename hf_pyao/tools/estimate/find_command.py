@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.plan.hardware.presets import Hardware
+from hf_pyao.plan.solve.collections_paused import few_collections
 from hf_pyao.text import describe_error
 from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
@@ -126,7 +127,10 @@ def run_from_arguments(args: argparse.Namespace) -> int:
 
     def compute() -> MicroBatchReport:
         need_torch()
-        report: MicroBatchReport = microbatch_report(args, shows_progress=not args.json)
+        import transformers.models.auto.modeling_auto  # noqa: F401  before what is passed over
+
+        with few_collections():
+            report: MicroBatchReport = microbatch_report(args, shows_progress=not args.json)
         return report
 
     report = answered(args, args.model, MicroBatchReport, compute, tells=not args.json)

@@ -9,9 +9,8 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ from typing import Any
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.hardware.presets import Hardware
+from hf_pyao.plan.solve.collections_paused import COLLECTION_THRESHOLDS, few_collections
 from hf_pyao.text import describe_error
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED, Way
-
-COLLECTION_THRESHOLDS = (20_000, 20, 20)
-"""Of the garbage collector: steps are thousands of tuples, none of them in a cycle."""
 
 POLL_SECONDS = 1.0
 """How often what processes have done is looked up."""
@@ -126,7 +123,7 @@ def run_jobs(
     """
     done: list[tuple[list[EstimateRow], int]] = []
     if num_processes == 1:
-        with _few_collections():
+        with few_collections():
             for job in jobs:
                 done.append(job.run(on_done))
     else:
@@ -172,19 +169,6 @@ def _start_method() -> str:
 
     is_alone = threading.active_count() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "fork" if sys.platform == "linux" and is_alone else "spawn"
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Have the collector pass over what is there, and come seldom."""
-    thresholds = gc.get_threshold()
-    gc.freeze()  # a million imported objects, which each full pass would go through
-    gc.set_threshold(*COLLECTION_THRESHOLDS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 def _begin() -> None:

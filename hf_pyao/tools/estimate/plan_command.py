@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
+from hf_pyao.plan.solve.collections_paused import few_collections
 from hf_pyao.text import echo, one_line, say
 from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
@@ -181,11 +182,16 @@ def _answer(args: argparse.Namespace) -> Plan:
     """Return the plan; that for a model may have been kept."""
     from hf_pyao.plan.documents.plan import Plan
 
+    is_profile = args.source.endswith(".json")
+
     def compute() -> Plan:
         need_torch()
-        return _plan(args)
+        if not is_profile:
+            import transformers.models.auto.modeling_auto  # noqa: F401  before what is passed over
+        with few_collections():
+            return _plan(args)
 
-    if args.source.endswith(".json"):
+    if is_profile:
         return compute()
     return answered(args, args.source, Plan, compute, tells=not args.json)
 
