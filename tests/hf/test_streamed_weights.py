@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,13 @@ def is_streamed(model: nn.Module) -> bool:
     return any(isinstance(module._parameters, StreamedTable) for module in model.modules())
 
 
+@pytest.mark.parametrize("ends", ["off", "on"])
 @pytest.mark.parametrize("more", [{}, {"bf16": True, "gradient_accumulation_steps": 2}])
+@pytest.mark.sampled(every=3)
 def test_trainer_trains_evaluates_and_saves_as_without(
-    more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config = replace(STREAMED, stream_embeddings=ends)
     model = tiny_lora("llama", dropout=0.1)
     plain = copy.deepcopy(model)
     more = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, **more}
@@ -69,7 +73,7 @@ def test_trainer_trains_evaluates_and_saves_as_without(
 
     monkeypatch.setattr(Trainer, "_move_model_to_device", note)
     trainer = PyAOTrainer(
-        model=model, args=arguments(tmp_path / "ours", **more), pyao_config=STREAMED, **data
+        model=model, args=arguments(tmp_path / "ours", **more), pyao_config=config, **data
     )
     found = trainer.train()
     assert found.training_loss == expected.training_loss
@@ -84,7 +88,7 @@ def test_trainer_trains_evaluates_and_saves_as_without(
     resumed = PyAOTrainer(
         model=tiny_lora("llama", dropout=0.1),
         args=arguments(tmp_path / "ours", **more),
-        pyao_config=STREAMED,
+        pyao_config=config,
         **data,
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
