@@ -358,6 +358,21 @@ def engine_of_trainer(trainer: Any) -> TrainingEngine:
     return next((engine for engine in ENGINES if engine.trains(trainer)), PLAIN)
 
 
+def engine_of_arguments(args: object) -> TrainingEngine:
+    """Return the engine that training arguments ask for; :data:`PLAIN` if they tell of none.
+
+    Of FSDP they may not tell the version, whose rows shard alike.
+    """
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is not None:
+        return _engine_of_stage(int(plugin.zero_stage))
+    return FSDP2 if getattr(args, "fsdp", None) else PLAIN
+
+
+def _engine_of_stage(stage: int) -> TrainingEngine:
+    return next((engine for engine in ENGINES if stage in engine.zero_stages), PLAIN)
+
+
 def deepspeed_plugin(trainer: Any) -> Any:
     """Return Accelerate's plugin for DeepSpeed; None without it."""
     return getattr(trainer.accelerator.state, "deepspeed_plugin", None)
@@ -394,6 +409,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local
+
+
+def stays_whole(parameter: torch.Tensor) -> bool:
+    """Say whether ZeRO-3 has all of *parameter* on each rank, beside the shards."""
+    return ZERO_3.has(parameter) and bool(getattr(parameter, "ds_persist", False))
 
 
 def compiled_inner(module: nn.Module) -> nn.Module | None:

@@ -55,6 +55,7 @@ THRESHOLDS: dict[str, tuple[str, dict[str, int]]] = {
         {**SMALL, **dict.fromkeys(ALONE, 0), "stage3_max_reuse_distance": 0},
     ),
     "small": ("opt", SMALL),
+    "adapters": ("llama lora", SMALL),
     "few live": ("llama", {**SMALL, "stage3_max_live_parameters": 4000}),
     "far ahead": ("llama", {**SMALL, "stage3_prefetch_bucket_size": 12000}),
     "reused": ("gpt2", {**SMALL, "stage3_max_reuse_distance": 10**9}),

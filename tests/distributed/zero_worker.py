@@ -370,16 +370,17 @@ def compare(case: Case) -> dict[str, Any]:
     return {"plain": plain, "planned": planned, "different": different, "num": len(bits[0])}
 
 
-def compare_thresholds(name: str) -> dict[str, Any]:
+def compare_thresholds(case: str) -> dict[str, Any]:
     """Run micro-batches without hf_pyao; return what was gathered and counted, and predicted."""
-    architecture, zero = THRESHOLDS[name]
+    architecture, zero = THRESHOLDS[case]
     linear = nn.functional.linear
     settings = deepspeed_settings(Case(3, zero=zero))
     settings |= {"train_micro_batch_size_per_gpu": BATCH, "bf16": {"enabled": False}}
     for filled in ("gradient_accumulation_steps", "train_batch_size", "gradient_clipping"):
         del settings[filled]
     settings["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
-    model = build_model(architecture, "full", "")
+    name, _, tuning = architecture.partition(" ")
+    model = build_model(name, tuning or "full", "")
     engine = deepspeed.initialize(model=model, config=settings)[0]
     assert engine.zero_optimization_stage() == 3
     assert dist.get_world_size() == 2
@@ -421,7 +422,7 @@ def main(folder: Path, cases: list[str]) -> None:
                 found[case] = compare_thresholds(case)
         except Exception:
             found[case] = {"error": traceback.format_exc()}
-            break  # the ranks may be apart
+            break  # the ranks may be apart: later cases are missing
     rank = os.environ["RANK"]
     (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -38,7 +38,7 @@ from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.recording_mode import RECORDING, RecordingMode, RecordingTransport
 from hf_pyao.plan.step.resizes import sees_resizes
 from hf_pyao.plan.step.step_recorder import StepRecorder
-from hf_pyao.training_engines import local_part
+from hf_pyao.training_engines import local_part, stays_whole
 
 NUM_SHOWN_CHUNKS = 3
 """Chunks of the head loss, and tiles of an MLP, that are run; more are equal to the second."""
@@ -212,7 +212,8 @@ def record_fake_step(
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of *model*, named as its layers are; tied ones by each name.
 
-    Those that only a wrapper around the model has come last, as tokens that PEFT trains.
+    Those that only a wrapper around the model has come last, as tokens that PEFT trains. Of what is
+    sharded this rank's part is meant; what stays whole beside it comes once more.
     """
     plain = unwrap_model(model)
     known: set[int] = set()
@@ -222,6 +223,9 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in known:
             yield plain_path(name), local_part(tensor)
+    for name, tensor in model.named_parameters():
+        if stays_whole(tensor):
+            yield plain_path(name), tensor
     for name, tensor in tensors_beside(model):
         yield plain_path(name), tensor
 

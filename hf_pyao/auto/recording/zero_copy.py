@@ -105,6 +105,7 @@ class ZeroCopy:
             number = getattr(parameter, ZERO_3.parameter_attribute)
             setattr(whole, ZERO_3.parameter_attribute, number)
             whole.ds_tensor = own  # type: ignore[attr-defined]
+            whole.ds_persist = parameter.ds_persist  # type: ignore[attr-defined]
             # DeepSpeed's own linear layers ask whether a weight is there; they may not gather it.
             whole.ds_status = Place.WHOLE  # type: ignore[attr-defined]
             memo[id(parameter)] = whole
@@ -136,14 +137,15 @@ class ZeroCopy:
         """Run a micro-batch of the copy, of whose order ZeRO-3 makes use in the next one.
 
         Returns:
-            What is there since then.
+            What is there since then, and may go.
         """
         if self._gathers is None:
             return []
         run()
         known = self._partitioned.values()
         self._gathers.gather_persistent(known)
-        return [each.parameter.data for each in known if each.parameter.numel()]
+        left = [each.parameter for each in known if each.parameter.numel() and not each.persists]
+        return [each.data for each in left]
 
     def end_micro_batch(self) -> None:
         """Do what ZeRO does when backward has ended."""

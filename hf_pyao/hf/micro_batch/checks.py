@@ -6,7 +6,12 @@ from typing import Any
 
 from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError, ConflictError
-from hf_pyao.training_engines import Feature, engine_of_trainer
+from hf_pyao.training_engines import (
+    Feature,
+    TrainingEngine,
+    engine_of_arguments,
+    engine_of_trainer,
+)
 
 SETTING = "auto_micro_batch (--activation_offload_auto_micro_batch)"
 
@@ -18,7 +23,8 @@ def check_auto_micro_batch(args: object, config: PyAOConfig) -> None:
     """Refuse what a choice of micro-batch cannot go together with. Touches no device.
 
     Raises:
-        ConflictError: transformers' ``auto_find_batch_size``, or ``split_batches``.
+        ConflictError: transformers' ``auto_find_batch_size``, ``split_batches``, or an engine that
+            shards weights.
         ConfigError: a policy of which is not known before training what it offloads.
     """
     if config.auto_micro_batch == "off":
@@ -33,6 +39,7 @@ def check_auto_micro_batch(args: object, config: PyAOConfig) -> None:
             f"{SETTING} is on together with split_batches of accelerator_config, with which "
             "per_device_train_batch_size is shared out among the processes. Drop split_batches."
         )
+    _refuse_sharding(engine_of_arguments(args))
     from transformers import Trainer
 
     if not hasattr(Trainer, "_inner_training_loop"):  # a method of its own, from 4.57 on
@@ -64,12 +71,16 @@ def refuse_without_trainer(config: PyAOConfig, who: str) -> None:
 
 
 def check_sharding(trainer: Any) -> None:
-    """Refuse engines that have no whole model before training.
+    """Refuse engines that have no whole model before training, which arguments do not tell of.
 
     Raises:
         ConflictError: weights are sharded.
     """
-    reason = engine_of_trainer(trainer).refusal(Feature.MICRO_BATCH)
+    _refuse_sharding(engine_of_trainer(trainer))
+
+
+def _refuse_sharding(engine: TrainingEngine) -> None:
+    reason = engine.refusal(Feature.MICRO_BATCH)
     if reason:
         raise ConflictError(
             f"{SETTING} records and tries steps of the whole model on one device, and {reason}. "

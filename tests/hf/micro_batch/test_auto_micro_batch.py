@@ -22,6 +22,7 @@ from hf_pyao import PyAOCallback, PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrain
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.hf.micro_batch import before_training as auto_micro_batch
 from hf_pyao.hf.micro_batch.before_training import choose_batch
+from hf_pyao.hf.micro_batch.checks import check_auto_micro_batch
 from hf_pyao.hf.micro_batch.chooser import ChosenBatch
 from hf_pyao.hf.micro_batch.memory_beside import library_bytes, memory_beside
 from hf_pyao.hf.micro_batch.sample_batches import SampleBatches
@@ -416,6 +417,25 @@ def test_sharded_weights_are_refused(tmp_path: Path, change: dict[str, Any], wha
     vars(trainer).update(change)
     with pytest.raises(ConflictError, match=f"{what}.* divides its weights"):
         choose_batch(trainer, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"fsdp": ["full_shard"]}, "FSDP divides"),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, "ZeRO-3 divides"),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, ""),
+    ],
+)
+def test_arguments_that_shard_weights_are_refused_before_data_are_prepared(
+    change: dict[str, Any], what: str
+) -> None:
+    args = SimpleNamespace(**change)
+    if not what:
+        check_auto_micro_batch(args, CONFIG)
+        return
+    with pytest.raises(ConflictError, match=what):
+        check_auto_micro_batch(args, CONFIG)
 
 
 def test_the_flag_alone_means_fastest() -> None:
