@@ -137,7 +137,8 @@ class Counter:
     def __init__(self, trainer: Any, watch: Watch) -> None:
         self.trainer = trainer
         self.watch = watch
-        self.counted: int | None = None
+        self.peaks: dict[int, int] = {}
+        """Of the last steps; of several micro-batches in a step the most."""
         self.gathers: list[list[Any]] = []
         """What ZeRO-3 had gathered after it came to a module, and after it left one."""
 
@@ -147,7 +148,7 @@ class Counter:
             return run()
         engine, offloader = self.trainer.model_wrapped, getattr(self.trainer, "offloader", None)
         result, nbytes, self.gathers = counted(engine, run, offloader)
-        self.counted = min(nbytes, self.counted or nbytes)
+        self.peaks[self.watch.step] = max(nbytes, self.peaks.get(self.watch.step, 0))
         return result
 
 
@@ -174,6 +175,8 @@ def counted(
     parts = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if parts is not None:
         ledger.note([parts])
+    for sums in getattr(optimizer, "all_grad_tensors", {}).values():  # of micro-batches before
+        ledger.note(sums or ())
     gathers: list[list[Any]] = []
     names = {each.ds_id: name for name, each in model.named_parameters() if ZERO_3.has(each)}
     peaks: list[int] = []
@@ -313,7 +316,7 @@ def train(case: Case, config: PyAOConfig | None) -> dict[str, Any]:
     found |= {
         "losses": losses,
         "bits": whole_parameters(trainer.model),
-        "counted": counter.counted,
+        "counted": min(counter.peaks.values()),
         "gathers": json.loads(json.dumps(counter.gathers)),
         "copied_gathers": json.loads(json.dumps(copied)),
     }

@@ -206,8 +206,9 @@ class ZeroCopy:
             rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
             mine = [each for each in trained if rank in owners.get(id(each), ())]
             self._buffers = [torch.empty_like(each) for each in mine]
+        by_id = {id(each): each for each in trained}
         return BucketedGradients(
-            [each for each in trained if id(each) in owners],
+            [by_id[each] for each in owners if each in by_id],
             settings,
             owners,
             at_end=stage_1 and not settings.overlaps,

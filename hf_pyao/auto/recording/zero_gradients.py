@@ -154,10 +154,10 @@ class BucketedGradients(_Bucket):
     """The gradients of ZeRO-1 and 2; the bucket is there from the first gradient on.
 
     Ranks keep different parts. One plan is for all of them, so the one is followed that keeps the
-    first gradients of backward: it has them for longest, while most of what is saved is there.
+    first gradients that are reduced: it has them for longest.
 
     Args:
-        parameters: of the copy.
+        parameters: of the copy, in the order in which ZeRO-1 reduces them.
         settings: of the engine.
         owners: by the id of a parameter of the copy: the ranks that keep parts of its gradient.
         at_end: reduce when backward has ended, as ZeRO-1 does.
@@ -190,8 +190,6 @@ class BucketedGradients(_Bucket):
     def _complete(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        if self._rank < 0:
-            self._rank = max(self._owners[id(parameter)])
         if self.settings.is_contiguous and not self._buffers:
             self._buffers = [
                 gradient.new_empty(self.settings.num_elements)
@@ -205,6 +203,9 @@ class BucketedGradients(_Bucket):
         gradient = parameter.grad
         if gradient is None:
             return
+        if self._rank < 0:
+            first = self._owners[id(parameter)]
+            self._rank = min(first) if self._at_end else max(first)
         if self.num_waiting + gradient.numel() > self.settings.num_elements:
             self._reduce()
             if len(self._buffers) > 1:
@@ -226,7 +227,8 @@ class BucketedGradients(_Bucket):
         for parameter, gradient in zip(self.waiting, gradients, strict=True):
             if self._rank in self._owners[id(parameter)] and self._buffers:
                 self._keep(gradient)
-            if self.settings.is_offloaded or self._rank not in self._owners[id(parameter)]:
+            is_kept = self._at_end or self._rank in self._owners[id(parameter)]
+            if self.settings.is_offloaded or not is_kept:
                 parameter.grad = None
         self.empty()
 
