@@ -54,7 +54,7 @@ limit; one that waits outside of a collective is never told."""
 _LOG_LINES = 60
 _INTO_STEP_S = 0.1
 """How far into a step a fault comes."""
-_HERE = Path(__file__).resolve().parents[1]
+_RECIPES = Path(__file__).resolve().parents[1]
 
 Event = dict[str, Any]
 
@@ -128,7 +128,7 @@ class Supervisor:
                 text=True,
                 errors="replace",
                 env=self._environment(),
-                cwd=_HERE.parent,
+                cwd=_RECIPES.parent,
             )
             self._processes.append(process)
             threading.Thread(target=self._read, args=(node, process), daemon=True).start()
@@ -139,12 +139,12 @@ class Supervisor:
             *self.settings.launch_options,
             *("--machine_rank", str(node)),
             *("--main_process_ip", address(0), "--main_process_port", str(self.settings.port)),
-            *(str(_HERE / "cluster_node.py"), str(path)),
+            *(str(_RECIPES / "cluster" / "cluster_node.py"), str(path)),
         ]
 
     def _environment(self) -> dict[str, str]:
         interface = self.settings.node.interface
-        paths = [str(_HERE.parent), str(_HERE), os.environ.get("PYTHONPATH", "")]
+        paths = [str(_RECIPES.parent), str(_RECIPES), os.environ.get("PYTHONPATH", "")]
         return {
             **tool_environment(),
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
