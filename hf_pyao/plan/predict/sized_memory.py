@@ -48,17 +48,6 @@ class SizedMemory:
         self._plans = sorted(plans, key=lambda each: each.peak_bytes)
         self._later_bytes = later_bytes
 
-    @property
-    def peak_bytes(self) -> int:
-        """The least that is allocated at once."""
-        return max(self._plans[0].peak_bytes, self._later_bytes)
-
-    def fits(self, limit_bytes: float, settings: AllocatorSettings) -> bool:
-        """Say whether some plan fits."""
-        if self._later_bytes > limit_bytes:
-            return False
-        return any(each.under(settings).fits(limit_bytes) for each in self._plans)
-
     def needed_within(self, limit_bytes: float, settings: AllocatorSettings) -> int:
         """Return about what is needed, above *limit_bytes* if no plan fits."""
         memories = [each.under(settings) for each in self._plans]

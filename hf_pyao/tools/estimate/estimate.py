@@ -49,7 +49,7 @@ from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import most_positions
 from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.tools.estimate.search import largest_on_a_line, largest_that_fits
+from hf_pyao.tools.estimate.search import largest_fitting, largest_on_a_line
 from hf_pyao.tools.estimate.ways import Family, PredictedWay, Way
 
 LONGEST = 2**24
@@ -240,19 +240,12 @@ class Estimator:
             at_least: a size that is known to fit.
         """
         limit_bytes = self.limit_bytes
-        if not is_computed:
 
-            def needed_at(size: int) -> int:
-                return memory_at(size).needed_within(limit_bytes, allocator)
+        def needed_at(size: int) -> int:
+            return memory_at(size).needed_within(limit_bytes, allocator)
 
-            return max(at_least, largest_on_a_line(needed_at, limit_bytes, most=most))
-        return largest_that_fits(
-            lambda size: memory_at(size).peak_bytes,
-            lambda size: memory_at(size).fits(limit_bytes, allocator),
-            limit_bytes,
-            most=most,
-            at_least=at_least,
-        )
+        search = largest_fitting if is_computed else largest_on_a_line
+        return max(at_least, search(needed_at, limit_bytes, most=most))
 
     def _sized(self, way: Way, family: Family, micro_batch: int, length: int) -> SizedMemory:
         """Return the memory of a way to train at a size."""

@@ -163,11 +163,17 @@ def _run_in_processes(
 def _start_method() -> str:
     """Return how processes are started: a fork need not import torch and transformers again.
 
-    A process that has threads of its own, or a GPU, cannot be forked safely.
+    A process that has threads of its own, or a GPU, cannot be forked safely. tqdm's monitor is no
+    reason: what is forked draws no bars.
     """
     import torch
 
-    is_alone = threading.active_count() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    others = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and type(thread).__name__ != "TMonitor"
+    ]
+    is_alone = not others and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "fork" if sys.platform == "linux" and is_alone else "spawn"
 
 

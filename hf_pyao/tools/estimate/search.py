@@ -50,43 +50,6 @@ def largest_fitting(
     return left
 
 
-def largest_that_fits(
-    peak_bytes: Callable[[int], int],
-    fits: Callable[[int], bool],
-    limit_bytes: int,
-    *,
-    most: int | None = None,
-    at_least: int = 0,
-) -> int:
-    """Return the largest size that fits; 0 if not even 1 does.
-
-    What is allocated is cheap to predict and bounds the size from above. Whether a size fits is
-    dear: it is asked from there downwards, and the next larger size is known not to fit.
-
-    Args:
-        peak_bytes: what is allocated at a size, at most *limit_bytes* for what fits.
-        fits: says whether a size fits.
-        limit_bytes: what may be allocated.
-        most: the largest size that there is; None: there is no such.
-        at_least: a size that is known to fit; 0: none is.
-    """
-    too_large = largest_fitting(peak_bytes, limit_bytes, most=most) + 1
-    step = 1
-    while too_large - at_least > 1:
-        guess = max(too_large - step, at_least + 1)
-        if fits(guess):
-            at_least = guess
-            break
-        too_large, step = guess, 2 * step
-    while too_large - at_least > 1:
-        guess = (at_least + too_large) // 2
-        if fits(guess):
-            at_least = guess
-        else:
-            too_large = guess
-    return at_least
-
-
 def largest_on_a_line(
     peak_bytes: Callable[[int], int], limit_bytes: int, *, most: int | None = None
 ) -> int:

@@ -10,7 +10,6 @@ import pytest
 from hf_pyao.tools.estimate.search import (
     largest_fitting,
     largest_on_a_line,
-    largest_that_fits,
 )
 
 
@@ -46,33 +45,3 @@ def test_it_is_the_largest_and_was_asked_for(search: Callable[..., int]) -> None
         assert len(asked) == len(set(asked))
         num_asked.append(len(asked))
     assert max(num_asked) <= 10
-
-
-def test_of_what_may_be_allocated_the_largest_that_fits_is_found() -> None:
-    for seed in range(500):
-        peak, limit, most = made_up_peak(seed)
-        draw = random.Random(seed)
-        more = draw.choice([0, draw.randint(0, limit // 4), limit])
-        asked: list[int] = []
-
-        def fits(size: int) -> bool:
-            asked.append(size)
-            return peak(size) + more <= limit
-
-        found = largest_that_fits(peak, fits, limit, most=most)
-        assert found == largest_fitting(lambda size: peak(size) + more, limit, most=most)
-        assert len(asked) == len(set(asked))
-        assert all(peak(size) <= limit for size in asked), "asked where it cannot fit"
-        again = largest_that_fits(peak, fits, limit, most=most, at_least=found)
-        assert again == found
-
-
-def test_a_size_that_is_known_to_fit_is_not_asked_for() -> None:
-    asked: list[int] = []
-
-    def fits(size: int) -> bool:
-        asked.append(size)
-        return size <= 12
-
-    assert largest_that_fits(lambda size: size, fits, 20, at_least=12) == 12
-    assert min(asked) == 13

@@ -1,0 +1,62 @@
+"""The processes that estimate."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_pyao.tools.estimate.jobs import Job, _start_method, all_jobs, run_jobs
+
+
+def test_a_process_with_threads_of_its_own_is_not_forked() -> None:
+    ended = threading.Event()
+    alone = _start_method()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        assert _start_method() == "spawn"
+    finally:
+        ended.set()
+        thread.join()
+    if threading.active_count() == 1:
+        assert alone == ("fork" if sys.platform == "linux" else "spawn")
+
+
+class Row:
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+
+class MadeUp(Job):
+    """A job whose ways are done at once."""
+
+    def run(self, on_done: Any) -> tuple[list[Any], int]:
+        for _, name in self.cases:
+            on_done(name)
+        return [Row(name) for _, name in self.cases], 1
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_each_way_is_told_and_rows_are_in_order(num_processes: int, tmp_path: Path) -> None:
+    shared: dict[str, Any] = {"options": {}, "config": None, "hardware": None}
+    jobs = [
+        MadeUp(cases, **dict.fromkeys(_others(Job)))
+        for cases in (
+            ((None, "policy all"), (None, "none + chunked loss")),
+            ((None, "none"),),
+        )
+    ]
+    told: list[str] = []
+    rows, num_recordings = run_jobs(jobs, num_processes, told.append)
+    assert [row.method for row in rows] == ["none", "policy all", "none + chunked loss"]
+    assert num_recordings == 2
+    assert sorted(told) == sorted(row.method for row in rows)
+    assert len(all_jobs(micro_batch=None, with_longest=False, **shared)) == 4
+
+
+def _others(kind: type[Job]) -> list[str]:
+    return [name for name in kind.__dataclass_fields__ if name != "cases"]
