@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def weakly(method: Callable[..., Result], otherwise: Result) -> Callable[..., Result]:
+def weakly(method: Callable[Arguments, Result], otherwise: Result) -> Callable[Arguments, Result]:
     """Return a function that calls the bound *method* and does not keep its object alive.
 
     Args:
@@ -25,8 +26,8 @@ def weakly(method: Callable[..., Result], otherwise: Result) -> Callable[..., Re
     """
     weak = weakref.WeakMethod(method)
 
-    def call(*args: object) -> Result:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         bound = weak()
-        return otherwise if bound is None else bound(*args)
+        return otherwise if bound is None else bound(*args, **kwargs)
 
     return call

@@ -378,10 +378,11 @@ class SegmentLifecycle(Lifecycle):
         finally:
             here.is_running_again = before
 
-    def _say_once(self, sentence: str) -> None:
-        """Log *sentence*, if it was not logged before."""
-        if sentence not in self._said:
-            self._said.add(sentence)
+    def _say_once(self, sentence: str, cause: str = "") -> None:
+        """Log *sentence*, if nothing was said yet of *cause* (of the same sentence, if empty)."""
+        cause = cause or sentence
+        if cause not in self._said:
+            self._said.add(cause)
             if self._is_asked_for:
                 logger.warning("checkpoint_every=%d: %s.", self.length, sentence)
             else:

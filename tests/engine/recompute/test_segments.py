@@ -801,7 +801,6 @@ def test_a_cache_of_another_name_is_refused_and_said(caplog: pytest.LogCaptureFi
     )
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 def test_compiled_layers_are_not_run_again_and_said(caplog: pytest.LogCaptureFixture) -> None:
     model = Stack(linear_relu, linear_relu)
