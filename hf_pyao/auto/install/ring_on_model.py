@@ -18,6 +18,7 @@ from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.engine.weights.tables import StreamedTable, put_on, take_off
 from hf_pyao.model.patching.lasting_forward import exchange, give_back
 from hf_pyao.model.weights.experts import ExpertsInGroups
+from hf_pyao.model.weights.flattened import FlattenedWeight
 from hf_pyao.model.weights.places import StayingParameters
 from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight
 
@@ -55,13 +56,14 @@ class RingOnModel:
 
     def has(self, parameter: object) -> bool:
         """Say whether *parameter* is streamed now."""
-        return self.ring is not None and self.ring.weight_of(parameter) is not None
+        return self.ring is not None and self.ring.streams(parameter)
 
     def install(
         self,
         model: nn.Module,
         blocks: Sequence[Block],
         quantised: Sequence[QuantisedWeight],
+        in_parts: Sequence[FlattenedWeight],
         on_forward: Callable[[], None],
     ) -> None:
         """Let layers find the weights of *blocks*, which are on the host.
@@ -70,6 +72,7 @@ class RingOnModel:
             model: the whole model.
             blocks: in forward order; none: nothing is done.
             quantised: those of their weights that are quantised.
+            in_parts: parameters whose parts are among their weights.
             on_forward: called as a forward begins.
         """
         if not blocks:
@@ -89,6 +92,8 @@ class RingOnModel:
         )
         for weight in quantised:
             self._put_on_quantised(weight, ring)
+        for each in in_parts:
+            ring.read_in_parts(each.ref, [tensor for _, tensor in each.tensors], each.of)
         self._staying = StayingParameters(self.has)
         for module in model.modules():
             if any(map(self.has, module._parameters.values())):

@@ -97,7 +97,7 @@ class StreamedLayers:
         layers = streamable_layers(model, found.layers)
         if not any(layer.nbytes for layer in layers):
             raise nothing_frozen(label, num_resident, layers)
-        self._num_streamable = sum(bool(layer.parameters) for layer in layers)
+        self._num_streamable = sum(bool(layer.tensors) for layer in layers)
         self._homes = [layer.tensors[0][1].device if layer.tensors else device for layer in layers]
         """Where each layer's frozen weights were before."""
         self._quantised: list[QuantisedWeight] = []
@@ -163,7 +163,7 @@ class StreamedLayers:
     def _to_stream(self, layers: Sequence[StreamableLayer], num_resident: int) -> list[int]:
         """Return which layers are streamed where *num_resident* stay."""
         stay = resident_layers(len(layers), num_resident)
-        return [n for n, layer in enumerate(layers) if n not in stay and layer.parameters]
+        return [n for n, layer in enumerate(layers) if n not in stay and layer.tensors]
 
     def _masters_of(
         self, layers: Sequence[StreamableLayer], streamed: Collection[int]
@@ -247,6 +247,9 @@ class StreamedLayers:
             return
         layers = self._streamable(model)
         streamed = self._to_stream(layers, wanted)
+        if self.device.type != "cpu":  # an object made of parts does not change its own device
+            fixed = [number for number in self._held if layers[number].flattened]
+            streamed = sorted({*streamed, *fixed})
         if streamed == sorted(self._held) and not ends_leave:
             return
         quantised = self._quantised
@@ -336,6 +339,8 @@ class StreamedLayers:
         self._held = dict(zip(numbers, self._masters, strict=True))
         self.blocks = self._blocks_of([layers[number] for number in numbers])
         streamed = {id(p): p for b in self.blocks for w in b.weights if (p := w.ref()) is not None}
+        in_parts = [weight for n in numbers for _, weight in layers[n].flattened]
+        streamed |= {id(p): p for weight in in_parts if (p := weight.ref()) is not None}
         self._quantised = [weight for n in numbers for _, weight in layers[n].quantised]
         self.left_bytes = Counter()
         for number in numbers:
@@ -344,7 +349,7 @@ class StreamedLayers:
             self._ends.install(model, weakly(self._before_forward, None))
         move_others(model, lambda each: id(each) in streamed or self._ends.has(each), self.device)
         self._on_layers.install(
-            model, self.blocks, self._quantised, weakly(self._before_layers, None)
+            model, self.blocks, self._quantised, in_parts, weakly(self._before_layers, None)
         )
         names = [n for n, p in model.named_parameters() if id(p) in streamed]
         names += self._ends.names(model)

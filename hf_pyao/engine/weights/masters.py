@@ -148,13 +148,18 @@ class Masters(HostBytes):
         """
         thawed = next((master.name for master, p in self._living() if p.requires_grad), None)
         if thawed is not None:
-            raise ConflictError(
-                f"{thawed!r} requires gradients, and its layer's frozen weights are streamed from "
-                "the host. Detach, and attach again: weights that are trained stay on the device."
-            )
+            raise thawed_weight(thawed)
 
     def _living(self) -> list[tuple[Master, torch.Tensor]]:
         return [(master, p) for master in self.masters if (p := master.ref()) is not None]
+
+
+def thawed_weight(name: str) -> ConflictError:
+    """Return the error for the streamed weight *name*, which requires gradients by now."""
+    return ConflictError(
+        f"{name!r} requires gradients, and its layer's frozen weights are streamed from the host. "
+        "Detach, and attach again: weights that are trained stay on the device."
+    )
 
 
 def _exchange(master: Master, parameter: torch.Tensor, data: torch.Tensor) -> None:

@@ -103,6 +103,10 @@ class WeightsOnDemand:
 
     # ---- what the model sees -------------------------------------------------------------------
 
+    def streams(self, parameter: object) -> bool:
+        """Say whether *parameter* is read on demand."""
+        return self.weight_of(parameter) is not None
+
     def weight_of(self, parameter: object) -> Weight | None:
         """Return what is known of *parameter*; None if it is not read on demand."""
         weight = self._weights.get(id(parameter))

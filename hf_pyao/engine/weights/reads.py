@@ -91,9 +91,13 @@ class WeightReads(RingSchedule):
         if weight.is_castable and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             if dtype != weight.dtype and (weight.converted is None or dtype == weight.slot_dtype):
-                part = whole_of(weight)
-                return CastableView.of(weight, part, self.held(weight, part), self)
+                return self.castable(weight)
         return self.tensor_of(weight)
+
+    def castable(self, weight: Weight) -> CastableView:
+        """Return *weight* as a view whose casts are known."""
+        part = whole_of(weight)
+        return CastableView.of(weight, part, self.held(weight, part), self)
 
     def tensor_of(self, weight: Weight) -> torch.Tensor:
         """Return *weight* on the device, ready for compute on the current stream."""

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Block, Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_slots import DeviceSlot, DeviceSlots
 from hf_pyao.engine.weights.figures import UploadFigures
+from hf_pyao.engine.weights.masters import thawed_weight
 from hf_pyao.engine.weights.reads import WeightReads
 from hf_pyao.engine.weights.unrecorded import unrecorded
 from hf_pyao.errors import ConflictError
@@ -31,6 +33,15 @@ class _Here(threading.local):
         """Layers whose forward runs."""
         self.stand_ins: dict[int, torch.Tensor] = {}
         """What is read in place of weights, by the weight's id, while one operation runs."""
+
+
+@dataclass(frozen=True)
+class _InParts:
+    """A parameter that is made of streamed tensors."""
+
+    ref: Callable[[], torch.Tensor | None]
+    weights: tuple[Weight, ...]
+    make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 class WeightRing(WeightReads):
@@ -68,6 +79,8 @@ class WeightRing(WeightReads):
         self._counted_before = counts.num_uploads, counts.num_late_uploads
         self._blocks_of_layer = tuple(blocks_of_layer)
         self._weights = weights_by_parameter(blocks)
+        self._in_parts: dict[int, _InParts] = {}
+        """Parameters that are read as something made of streamed tensors, by ``id``."""
         self._here = _Here()
         self._current_slot: DeviceSlot | None = None
         """That of the block in use."""
@@ -88,7 +101,27 @@ class WeightRing(WeightReads):
 
     def streams(self, parameter: object) -> bool:
         """Say whether *parameter* is streamed: then casts of it are known where they are made."""
-        return self.weight_of(parameter) is not None
+        return self.weight_of(parameter) is not None or self._parts_of(parameter) is not None
+
+    def read_in_parts(
+        self,
+        ref: Callable[[], torch.Tensor | None],
+        tensors: Sequence[torch.Tensor],
+        make: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    ) -> None:
+        """Let modules read what *make* makes of the streamed *tensors*, in place of a parameter.
+
+        Args:
+            ref: returns the parameter; None once it is gone.
+            tensors: its parts on the host.
+            make: gets them on the device, in this order.
+        """
+        weights = [weight for each in tensors if (weight := self.weight_of(each)) is not None]
+        self._in_parts[id(ref())] = _InParts(ref, tuple(weights), make)
+
+    def _parts_of(self, parameter: object) -> _InParts | None:
+        parts = self._in_parts.get(id(parameter))
+        return parts if parts is not None and parts.ref() is parameter else None
 
     def weight_of(self, parameter: object) -> Weight | None:
         """Return what is streamed of *parameter*; None if nothing is."""
@@ -103,7 +136,8 @@ class WeightRing(WeightReads):
         """
         weight = self.weight_of(parameter)
         if weight is None:
-            return parameter
+            parts = self._parts_of(parameter) if self._in_parts else None
+            return parameter if parts is None else self._read_parts(parts, parameter)
         stand_ins = self._here.stand_ins
         if stand_ins and id(weight) in stand_ins:
             return stand_ins[id(weight)]
@@ -116,6 +150,16 @@ class WeightRing(WeightReads):
         with self._lock:
             for part in weight.groups or (weight,):
                 self.forget(part.block)
+        return parameter
+
+    def _read_parts(self, parts: _InParts, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        if self._is_used_here:
+            if parameter is not None and parameter.requires_grad:
+                raise thawed_weight(parts.weights[0].name.rpartition(".")[0])
+            return parts.make([self.castable(weight) for weight in parts.weights])
+        with self._lock:
+            for weight in parts.weights:
+                self.forget(weight.block)
         return parameter
 
     @property

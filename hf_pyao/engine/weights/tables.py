@@ -35,8 +35,8 @@ class Source(Protocol):
     device: torch.device
     """Where compute reads the weights."""
 
-    def weight_of(self, parameter: object) -> object | None:
-        """Return what is known of *parameter*; None if it is not streamed."""
+    def streams(self, parameter: object) -> bool:
+        """Say whether *parameter* is brought from the host."""
         ...
 
     def read(self, parameter: Parameter | None) -> torch.Tensor | None:
@@ -73,7 +73,7 @@ class StreamedTable(dict[str, Any]):
     def streamed(self) -> Iterator[tuple[Parameter, torch.device]]:
         """Yield those that are streamed, and the device on which they are read."""
         for parameter in dict.values(self):
-            if parameter is not None and self.source.weight_of(parameter) is not None:
+            if parameter is not None and self.source.streams(parameter):
                 yield parameter, self.source.device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:

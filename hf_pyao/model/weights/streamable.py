@@ -19,8 +19,9 @@ from hf_pyao.engine.weights.blocks import ExpertGroups
 from hf_pyao.engine.weights.converted import ITEMSIZE
 from hf_pyao.engine.weights.host_bytes import aligned
 from hf_pyao.model.weights.experts import FusedExperts, fused_experts
+from hf_pyao.model.weights.flattened import FlattenedWeight, flattened
 from hf_pyao.model.weights.quantised import QuantisedWeight, quantised
-from hf_pyao.training_engines import package_of
+from hf_pyao.training_engines import ENGINES, package_of
 
 LEAST_DIMENSIONS = 2
 """Vectors (norms, biases) stay: they are a few kB of a layer, and are read by many operations."""
@@ -46,6 +47,8 @@ class StreamableLayer:
     """Qualified name in the model, and parameter; each of them once."""
     quantised: tuple[tuple[str, QuantisedWeight], ...] = ()
     """Those of them that are quantised, by qualified name; their scales travel with them."""
+    flattened: tuple[tuple[str, FlattenedWeight], ...] = ()
+    """Parameters of tensor classes whose parts are streamed in their place, by qualified name."""
     experts: tuple[tuple[str, FusedExperts], ...] = ()
     """Modules of fused experts, by qualified name, of which all weights may be streamed."""
     left_bytes: Counter[str] = field(default_factory=Counter)
@@ -69,13 +72,18 @@ class StreamableLayer:
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Name and tensor of all that is streamed: the parameters, and scales of quantised ones."""
+        """Name and tensor of all that is streamed: parameters, scales, parts of tensor classes."""
         scales = [
             (f"{name}.{scale}", tensor)
             for name, weight in self.quantised
             for scale, tensor in weight.scales
         ]
-        return [*self.parameters, *scales]
+        parts = [
+            (f"{name}.{part}", tensor)
+            for name, weight in self.flattened
+            for part, tensor in weight.tensors
+        ]
+        return [*self.parameters, *scales, *parts]
 
     @property
     def expert_bytes(self) -> int:
@@ -126,12 +134,14 @@ def streamable_layers(
     wrapped = wrapped_by_peft(model)
     adapters = parameters_of_adapters(model)
     by_dora = _read_by_dora(model)
+    holders = _holders(model)
     found = []
     for fqn, layer in layers:
         inside = {id(module) for module in layer.modules()}
         parameters: dict[int, tuple[str, Parameter]] = {}
         packed: list[tuple[str, QuantisedWeight]] = []
         convertible: set[str] = set()
+        in_parts: dict[int, tuple[str, FlattenedWeight]] = {}
         fused: list[tuple[str, FusedExperts]] = []
         left: Counter[str] = Counter()
         for path, module in layer.named_modules():
@@ -141,8 +151,12 @@ def streamable_layers(
             for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in parameters:
                     continue
+                if id(parameter) in in_parts:
+                    continue
                 weight = quantised(module, parameter)
-                reason = reason_to_stay(module, parameter, is_known=weight is not None)
+                parts = _parts_of(parameter) if weight is None else None
+                is_known = weight is not None or parts is not None
+                reason = reason_to_stay(module, parameter, is_known=is_known)
                 if not reason and id(parameter) in adapters:
                     reason = ADAPTER
                 if not reason and experts is not None and name in experts.biases:
@@ -151,11 +165,16 @@ def streamable_layers(
                     reason = PARAMETRIZED
                 if not reason and is_tied(parameter, owners, inside):
                     reason = TIED
+                if not reason and parts is not None and not holders[id(parameter)] <= inside:
+                    reason = TIED
                 if reason:
                     is_strided = parameter.layout is torch.strided
                     left[reason] += parameter.nbytes if is_strided else 0
+                    continue
+                whole = ".".join(part for part in (fqn, path, name) if part)
+                if parts is not None:
+                    in_parts[id(parameter)] = whole, parts
                 else:
-                    whole = ".".join(part for part in (fqn, path, name) if part)
                     parameters[id(parameter)] = whole, parameter
                     if id(module) not in by_dora and _is_convertible(module, parameter, experts):
                         convertible.add(whole)
@@ -175,6 +194,7 @@ def streamable_layers(
                 parameters=tuple(sorted(parameters.values(), key=lambda p: p[0] in of_experts)),
                 experts=tuple(whole_experts),
                 quantised=tuple(packed),
+                flattened=tuple(in_parts.values()),
                 left_bytes=left,
                 convertible=frozenset(convertible),
             )
@@ -206,6 +226,25 @@ def reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool = 
     if parametrize.is_parametrized(module) or isinstance(module, parametrize.ParametrizationList):
         return PARAMETRIZED
     return ""
+
+
+def _parts_of(parameter: Parameter) -> FlattenedWeight | None:
+    """Return what streams *parameter* by its parts, if its class has dense ones; else None."""
+    if _is_plain(parameter) or any(engine.has(parameter) for engine in ENGINES):
+        return None
+    weight = flattened(parameter)
+    if weight is None or not all(_is_dense(tensor) for _, tensor in weight.tensors):
+        return None
+    return weight
+
+
+def _holders(model: nn.Module) -> dict[int, set[int]]:
+    """Return by id of each parameter the ids of the modules that have it."""
+    holders: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            holders.setdefault(id(parameter), set()).add(id(module))
+    return holders
 
 
 def _is_convertible(module: nn.Module, parameter: Parameter, experts: FusedExperts | None) -> bool:
@@ -272,7 +311,7 @@ def _is_plain(parameter: Parameter) -> bool:
     return type(parameter) is Parameter or isinstance(parameter, FakeTensor)
 
 
-def _is_dense(parameter: Parameter) -> bool:
+def _is_dense(parameter: torch.Tensor) -> bool:
     """Say whether its elements fill its bytes, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
