@@ -51,13 +51,24 @@ def is_streamed(model: nn.Module) -> bool:
     return any(isinstance(module._parameters, StreamedTable) for module in model.modules())
 
 
-@pytest.mark.parametrize("ends", ["off", "on"])
-@pytest.mark.parametrize("more", [{}, {"bf16": True, "gradient_accumulation_steps": 2}])
-@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize(
+    ("more", "settings"),
+    [
+        ({}, {}),
+        ({}, {"stream_embeddings": "on"}),
+        ({"bf16": True, "gradient_accumulation_steps": 2}, {}),
+        ({"bf16": True, "gradient_accumulation_steps": 2}, {"stream_embeddings": "on"}),
+        ({"bf16": True}, {"stream_dtype": "compute"}),
+    ],
+)
+@pytest.mark.sampled(every=2)
 def test_trainer_trains_evaluates_and_saves_as_without(
-    more: dict[str, Any], ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = replace(STREAMED, stream_embeddings=ends)
+    config = replace(STREAMED, **settings)
     model = tiny_lora("llama", dropout=0.1)
     plain = copy.deepcopy(model)
     more = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, **more}
