@@ -72,8 +72,9 @@ def test_loss_gradients_and_rng_are_equal(
     assert all(torch.equal(after[name], bits) for name, bits in before.items())
 
 
+@pytest.mark.parametrize("stream_dtype", ["stored", "compute"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast_gives_the_same(gpu: Device, dtype: torch.dtype) -> None:
+def test_autocast_gives_the_same(gpu: Device, dtype: torch.dtype, stream_dtype: str) -> None:
     device_type = gpu.torch_device.type
     if device_type == "cpu" and dtype == torch.float16:
         dtype = torch.bfloat16
@@ -81,10 +82,12 @@ def test_autocast_gives_the_same(gpu: Device, dtype: torch.dtype) -> None:
     resident = copy.deepcopy(model).to(gpu.torch_device)
     with torch.autocast(device_type, dtype):
         expected = train(resident, gpu)
-    with streamed(model, gpu, policy="all") as offloader, torch.autocast(device_type, dtype):
+    settings = {"policy": "all", "stream_dtype": stream_dtype}
+    with streamed(model, gpu, **settings) as offloader, torch.autocast(device_type, dtype):
         outcome = train(model, gpu)
         assert offloader.weights is not None
-        assert offloader.weights.figures()["changed_cast_bytes"] == 0
+        figures = offloader.weights.figures()
+        assert figures["changed_cast_bytes"] == figures["num_stored_reads"] == 0
     assert outcome.difference_from(expected) is None
 
 
