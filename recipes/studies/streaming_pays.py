@@ -2,6 +2,7 @@
 
     python recipes/studies/streaming_pays.py
     python recipes/studies/streaming_pays.py --result recipes/results/streaming_pays.json
+    python recipes/studies/streaming_pays.py --parts weights
     python recipes/studies/streaming_pays.py --smoke
 
 Nothing is trained, and no GPU is needed. Steps with LoRA adapters are recorded on fake tensors, and
@@ -11,6 +12,7 @@ device. The parts:
     overlap   the overlap table of "ZO2 CPU-GPU Offloading Mechanism Evaluation", section 2.2
     pays      step, device and host memory over the tokens of a micro-batch and the link
     weights   what stays on the device of the weights of models that others published figures for
+    bases     step and device memory of Llama 3.1 8B with adapters over weights in 16, 8 and 4 bits
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from hf_pyao.plan.hardware.speeds import GIB, LinkModel
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.step.step_program import FORWARD, Operation, Resident, Segment, StepProgram
 from hf_pyao.plan.step.streamed_step import block_bytes, with_streamed_blocks
+from hf_pyao.plan.weights.base_names import ALL_LINEAR, BASES
 from hf_pyao.plan.weights.hiding import tokens_by_clock, tokens_by_formula
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
@@ -67,7 +70,26 @@ MODELS = {
         "num_attention_heads=32,num_key_value_heads=8,vocab_size=128256,"
         "tie_word_embeddings=false"
     ),
+    "gpt-oss-120b": (
+        "gpt_oss:num_hidden_layers=36,num_local_experts=128,hidden_size=2880,"
+        "intermediate_size=2880,num_attention_heads=64,num_key_value_heads=8,head_dim=64,"
+        "vocab_size=201088,num_experts_per_tok=4"
+    ),
 }
+
+WEIGHTS = (
+    ("Qwen2.5-7B", "bf16", ALL_LINEAR),
+    ("Llama 3.1 8B", "bf16", ALL_LINEAR),
+    ("Llama 3.1 8B", "nf4", ALL_LINEAR),
+    ("Llama 3.1 8B", "nf4-double", ALL_LINEAR),
+    ("gpt-oss-120b", "bf16", "q_proj,k_proj,v_proj,o_proj"),
+)
+"""Model, how its frozen linear layers are stored, modules with adapters."""
+
+PARTS = ("overlap", "pays", "weights", "bases")
+
+BASE_LENGTH = 2048
+BASE_LINK_GB_PER_S = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +129,35 @@ class Pays:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What of a model's weights in bfloat16 is on the device with all blocks streamed, in bytes."""
+    """What of a model's weights is on the device with all blocks streamed, in bytes."""
 
     model: str
+    base: str
+    """How frozen linear layers are stored, as ``pyao estimate --base`` takes it."""
     all_bytes: int
     stay_bytes: int
-    """Embeddings, head, norms."""
+    """Embeddings, head, norms, adapters."""
     ring_bytes: int
+    num_blocks: int
+    """Layers, or groups of experts and what else their layers have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRow:
+    """A step over a base that is stored in so many bits, resident and streamed. In bytes and ms."""
+
+    model: str
+    base: str
+    tokens: int
+    link_gb_per_s: float
+    checkpointing: bool
+    weights_bytes: int
+    """Of the model, adapters and scales included."""
+    resident_bytes: int
+    """Peak, with gradients and moments of the adapters."""
+    streamed_bytes: int
+    resident_ms: float
+    streamed_ms: float
 
 
 def link_of(gb_per_s: float, copy_engines: int = 2) -> LinkModel:
@@ -207,19 +251,67 @@ def pays(model: str, lengths: Sequence[int]) -> Iterator[Pays]:
 
 def weights() -> Iterator[Weights]:
     """Yield what stays on the device of the weights of models of other projects' figures."""
-    for name, spec in MODELS.items():
+    for name, base, targets in WEIGHTS:
         training = FakeTraining(
-            config=config_of(parse_model(spec)), lora_rank=16, training_state="device"
+            config=config_of(parse_model(MODELS[name])),
+            lora_rank=16,
+            lora_targets=targets,
+            base=base,
+            training_state="device",
         )
         program = record_step(training, 1, 64)
         streamed = with_streamed_blocks(program, range(program.num_layers)).streamed
         all_bytes = sum(each.nbytes for each in program.residents)
         yield Weights(
             model=name,
+            base=base,
             all_bytes=all_bytes,
             stay_bytes=all_bytes - sum(block_bytes(program)),
             ring_bytes=streamed.device_bytes,
+            num_blocks=len(streamed.blocks),
         )
+
+
+def bases() -> Iterator[BaseRow]:
+    """Yield a step of one sample with adapters in float32 over each base, resident and streamed."""
+    hardware = find_hardware(CARD)
+    for base in BASES:
+        for checkpointing in (True, False):
+            training = FakeTraining(
+                config=config_of(parse_model(MODELS["Llama 3.1 8B"])),
+                lora_rank=16,
+                base=base,
+                adapter_dtype="float32",
+                training_state="device",
+                optimizer_bytes=8,
+                checkpointing=checkpointing,
+                kernels=hardware.kernels,
+            )
+            program = record_step(training, 1, BASE_LENGTH)
+            times_ms = operation_times_ms(program, hardware.device)
+            link = link_of(BASE_LINK_GB_PER_S)
+            both = [
+                predict(
+                    each,
+                    [False] * len(each.slots),
+                    window_bytes=WINDOW_BYTES,
+                    times_ms=times_ms,
+                    link=link,
+                )
+                for each in (program, with_streamed_blocks(program, range(program.num_layers)))
+            ]
+            yield BaseRow(
+                model="Llama 3.1 8B",
+                base=base,
+                tokens=BASE_LENGTH,
+                link_gb_per_s=BASE_LINK_GB_PER_S,
+                checkpointing=checkpointing,
+                weights_bytes=sum(each.nbytes for each in program.residents),
+                resident_bytes=both[0].peak_bytes,
+                streamed_bytes=both[1].peak_bytes,
+                resident_ms=both[0].step_ms,
+                streamed_ms=both[1].step_ms,
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,10 +321,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="llama:8b")
     parser.add_argument("--result", type=Path, metavar="FILE.json")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--smoke", action="store_true", help="a tiny model, two lengths")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    overlap_rows = list(overlaps())
+    overlap_rows = list(overlaps()) if "overlap" in args.parts else []
     for row in overlap_rows:
         print(
             f"{row.model:9} {row.assumed:29} block {row.block_mb:7.1f} MB ({row.published_block_mb}"
@@ -240,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row.compute_ms:.0f} ms: {row.hidden:.1%} of a pass is compute"
         )
     model, lengths = ("llama:tiny", (64, 128)) if args.smoke else (args.model, LENGTHS)
-    pays_rows = list(pays(model, lengths))
+    pays_rows = list(pays(model, lengths)) if "pays" in args.parts else []
     for each in pays_rows:
         what = "checkpointing" if each.checkpointing else "all kept"
         print(
@@ -250,11 +343,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{each.resident_bytes / 1e9:6.2f} -> {each.streamed_bytes / 1e9:6.2f} GB; hides from "
             f"{each.tokens_by_formula:,.0f} tokens, by the clock {each.tokens_by_clock:,.0f}"
         )
-    weight_rows = [] if args.smoke else list(weights())
+    weight_rows = list(weights()) if "weights" in args.parts and not args.smoke else []
     for found in weight_rows:
         print(
-            f"{found.model}: {found.all_bytes / 1e9:.2f} GB of weights; "
-            f"{found.stay_bytes / 1e9:.2f} GB stay, ring {found.ring_bytes / 1e9:.2f} GB"
+            f"{found.model}, {found.base}: {found.all_bytes / 1e9:.2f} GB of weights; "
+            f"{found.stay_bytes / 1e9:.2f} GB stay, ring {found.ring_bytes / 1e9:.2f} GB, "
+            f"{found.num_blocks} blocks"
+        )
+    base_rows = list(bases()) if "bases" in args.parts and not args.smoke else []
+    for at in base_rows:
+        print(
+            f"{at.base:10} {'checkpointing' if at.checkpointing else 'all kept':13}: weights "
+            f"{at.weights_bytes / 1e9:5.2f} GB, peak {at.resident_bytes / 1e9:5.2f} -> "
+            f"{at.streamed_bytes / 1e9:5.2f} GB, {at.resident_ms:.0f} -> {at.streamed_ms:.0f} ms"
         )
     if args.result is not None:
         write_result(
@@ -265,6 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             overlap=overlap_rows,
             pays=pays_rows,
             weights=weight_rows,
+            bases=base_rows,
         )
     return 0
 

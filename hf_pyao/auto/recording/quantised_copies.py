@@ -52,6 +52,8 @@ def tensors_beside(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Args:
         model: real, or a copy whose stand-ins :func:`note_stand_ins` made.
     """
+    own = (*model.parameters(), *model.buffers())
+    storages = {each.untyped_storage()._cdata for each in own if each.layout is torch.strided}
     for path, module in model.named_modules():
         if package_of(type(module)) in ("torch", "transformers", "peft"):
             continue
@@ -60,7 +62,9 @@ def tensors_beside(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if any(held):
             held += (value for name, value in vars(module).items() if not name.startswith("_"))
         for tensor in _tensors_under(held, known):
-            yield f"{path}.scales", tensor
+            if (key := tensor.untyped_storage()._cdata) not in storages:  # nor a packed weight
+                storages.add(key)
+                yield f"{path}.scales", tensor
 
 
 def _tensors_under(value: Any, known: set[int]) -> Iterator[torch.Tensor]:

@@ -226,7 +226,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.named_parameters():
         if stays_whole(tensor):
             yield plain_path(name), tensor
-    for name, tensor in tensors_beside(model):
+    for name, tensor in tensors_beside(plain):
         yield plain_path(name), tensor
 
 

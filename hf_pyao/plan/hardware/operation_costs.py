@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -63,6 +64,22 @@ def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
     """
     num_groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
     return 2.0 * num_groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def dequantisation_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the memory traffic of dequantising the weight of a 4-bit product; 0 for others.
+
+    Above a few hundred rows the product dequantises the whole weight, which it then reads
+    (bitsandbytes 0.50, ``backends/cuda/ops.py``, ``gemm_4bit``): nothing else runs meanwhile.
+
+    Args:
+        func: the overload that was called.
+        args: its arguments: rows, packed weight, shape of the weight, scales.
+    """
+    if func.name() != "bitsandbytes::gemm_4bit":
+        return 0
+    rows, packed, shape = args[:3]
+    return int(packed.nbytes + 2 * math.prod(shape) * rows.itemsize)
 
 
 def _overwritten_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

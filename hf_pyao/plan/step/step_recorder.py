@@ -23,7 +23,7 @@ from hf_pyao.engine.transfer.graph_task import is_in_backward
 from hf_pyao.engine.transfer.layout import row_length
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.hardware.kernel_workspaces import call_of, workspace_of
-from hf_pyao.plan.hardware.operation_costs import cost_of, is_question
+from hf_pyao.plan.hardware.operation_costs import cost_of, dequantisation_bytes, is_question
 from hf_pyao.plan.step.layer_graph import INPUT, MADE, PARAMETER, GraphRecorder, LayerGraph
 from hf_pyao.plan.step.ledger import without_cache_for
 from hf_pyao.plan.step.step_program import (
@@ -195,6 +195,7 @@ class StepRecorder(Observer):
         made = self._storages.new_among(outputs)
         if cost is None and not made:
             return result  # a view, or the host's
+        self._note_dequantisation(func, args)
         number = self.now
         call = call_of(func, args, kwargs)
         self._operations.append(
@@ -213,6 +214,14 @@ class StepRecorder(Observer):
         self._storages.note_new(made, number)
         self._note_dependencies(func, number, args, kwargs, outputs)
         return result
+
+    def _note_dequantisation(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Add what runs inside of a product before the product itself does."""
+        if nbytes := dequantisation_bytes(func, args):
+            path = "" if is_recomputing() else self._paths[-1]
+            self._operations.append(
+                Operation("dequantize_4bit", path, 0.0, nbytes, True, self.num_runs)
+            )
 
     def _note_dependencies(
         self, func: Any, number: int, args: Any, kwargs: Any, outputs: Sequence[torch.Tensor]

@@ -13,6 +13,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.beside_step import FUSED
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.presets import HARDWARE, Hardware
+from hf_pyao.plan.weights.base_names import ADAPTER_DTYPES, ALL_LINEAR, PLAIN, described
 from hf_pyao.tools.answers import add_cache_argument, answered
 from hf_pyao.tools.estimate.common_arguments import (
     add_card_arguments,
@@ -112,6 +113,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
             sequence_length=args.sequence_length or DEFAULT_LENGTH,
             micro_batch=args.micro_batch,
             lora_rank=args.lora,
+            lora_targets=args.lora_targets,
+            adapter_dtype=args.adapter_dtype,
+            base=args.base,
             engine=args.engine,
             optimizer=args.optimizer,
             optimizer_step=args.optimizer_step,
@@ -167,6 +171,9 @@ def estimate_report(
     sequence_length: int = 512,
     micro_batch: int | None = None,
     lora_rank: int | None = None,
+    lora_targets: str = ALL_LINEAR,
+    adapter_dtype: str = ADAPTER_DTYPES[0],
+    base: str = PLAIN,
     engine: str = "plain",
     optimizer: str = "adamw",
     optimizer_step: str = FUSED,
@@ -185,6 +192,10 @@ def estimate_report(
         sequence_length: tokens of a sample.
         micro_batch: samples that times and peaks are for; None: the most that fit.
         lora_rank: train adapters of this rank; None: all parameters.
+        lora_targets: modules that get adapters: names, separated by commas, or ``"all-linear"``.
+        adapter_dtype: ``"float32"``, under autocast in bfloat16, or ``"bfloat16"``.
+        base: how frozen linear layers are stored: a key of
+            :data:`~hf_pyao.plan.weights.base_names.BASES`.
         engine: a key of :data:`ENGINES`.
         optimizer: a key of :data:`OPTIMIZER_BYTES`.
         optimizer_step: one of :data:`~hf_pyao.plan.hardware.beside_step.IMPLEMENTATIONS`.
@@ -218,6 +229,9 @@ def estimate_report(
         optimizer=optimizer,
         optimizer_step=optimizer_step,
         lora_rank=lora_rank,
+        lora_targets=lora_targets,
+        adapter_dtype=adapter_dtype,
+        base=base,
         deterministic=deterministic,
         attention=attention,
     )
@@ -232,7 +246,7 @@ def estimate_report(
     num_cases = sum(len(job.cases) for job in jobs)
     with Progress("estimating", num_cases, "ways", is_shown=shows_progress) as progress:
         rows, num_recordings = run_jobs(jobs, num_processes, progress.done)
-    trained = "" if lora_rank is None else f", LoRA of rank {lora_rank}"
+    trained = "" if lora_rank is None else f", LoRA of rank {lora_rank}{described(base)}"
     return EstimateReport(
         title=f"{spec.name}{trained} on {hardware.name}, {sequence_length} tokens, {engine}",
         setup={
@@ -240,6 +254,9 @@ def estimate_report(
             "sequence_length": sequence_length,
             "micro_batch": micro_batch,
             "lora_rank": lora_rank,
+            "lora_targets": lora_targets,
+            "adapter_dtype": adapter_dtype,
+            "base": base,
             "engine": engine,
             "optimizer": optimizer,
             "optimizer_step": optimizer_step,
@@ -285,6 +302,7 @@ examples
   pyao estimate --model opt:1.3b --device rtx4070
   pyao estimate --model llama:8b --device h200 --sequence-length 8192 --micro-batch 4
   pyao estimate --model llama:1.2b --lora --device-memory 16GiB --link 12GiB/s
+  pyao estimate --model llama:8b --device rtx4070 --lora --base nf4-double
   pyao estimate --model gpt2:0.8b --engine zero2 --output estimate.json
   pyao report estimate.json -o estimate.html
   pyao estimate --model opt:1.3b --find micro-batch --global-batch 64

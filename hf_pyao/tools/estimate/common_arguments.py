@@ -13,6 +13,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.beside_step import FUSED, IMPLEMENTATIONS
 from hf_pyao.plan.hardware.presets import Hardware, find_hardware
 from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.plan.weights.base_names import ADAPTER_DTYPES, ALL_LINEAR, BASES, PLAIN
 from hf_pyao.text import one_line, say
 
 ENGINES = {"plain": "device", "zero2": "host"}
@@ -34,7 +35,28 @@ def add_training_arguments(what: argparse._ArgumentGroup) -> None:
         nargs="?",
         const=16,
         metavar="RANK",
-        help="train LoRA adapters of this rank (16) on all linear layers; needs peft",
+        help="train LoRA adapters of this rank (16); needs peft",
+    )
+    what.add_argument(
+        "--lora-targets",
+        default=ALL_LINEAR,
+        metavar="NAME,...",
+        help="modules with adapters, as target_modules of PEFT. all-linear puts them on fused "
+        "experts too, which then cannot be streamed (default: all-linear)",
+    )
+    what.add_argument(
+        "--adapter-dtype",
+        choices=ADAPTER_DTYPES,
+        default=ADAPTER_DTYPES[0],
+        help="float32 is PEFT's own choice, here under autocast in bfloat16 as with Trainer's "
+        "bf16=True; bfloat16: autocast_adapter_dtype=False (default: float32)",
+    )
+    what.add_argument(
+        "--base",
+        choices=BASES,
+        default=PLAIN,
+        help="with --lora: how bitsandbytes stores linear layers but the head. nf4-double: with "
+        "bnb_4bit_use_double_quant=True (default: bf16, not quantised)",
     )
     what.add_argument(
         "--engine",
@@ -47,8 +69,8 @@ def add_training_arguments(what: argparse._ArgumentGroup) -> None:
         "--optimizer",
         choices=OPTIMIZER_BYTES,
         default="adamw",
-        help="its states on the device, with engine plain: two moments in 16 bits (adamw), 32 or "
-        "8, or none (default: adamw)",
+        help="its states on the device, with engine plain: two moments in the dtype of what is "
+        "trained (adamw), in 32 or 8 bits, or none (default: adamw)",
     )
     what.add_argument(
         "--optimizer-step",
@@ -92,16 +114,31 @@ def training_fields(
     optimizer: str = "adamw",
     optimizer_step: str = FUSED,
     lora_rank: int | None = None,
+    lora_targets: str = ALL_LINEAR,
+    adapter_dtype: str = ADAPTER_DTYPES[0],
+    base: str = PLAIN,
     deterministic: bool = False,
     attention: str = "flash",
 ) -> dict[str, Any]:
     """Return fields of :class:`~hf_pyao.tools.estimate.fake_step.FakeTraining`, as the options
-    say."""
+    say.
+
+    Raises:
+        ConfigError: a base is quantised and all its parameters are trained.
+    """
+    if base != PLAIN and lora_rank is None:
+        raise ConfigError(f"--base is {base}, and quantised weights are not trained: give --lora.")
+    optimizer_bytes = OPTIMIZER_BYTES[optimizer]
+    if optimizer == "adamw" and lora_rank is not None and adapter_dtype == "float32":
+        optimizer_bytes = OPTIMIZER_BYTES["adamw-32bit"]
     return {
         "training_state": ENGINES[engine],
-        "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
+        "optimizer_bytes": optimizer_bytes,
         "implementation": optimizer_step,
         "lora_rank": lora_rank,
+        "lora_targets": lora_targets,
+        "adapter_dtype": adapter_dtype,
+        "base": base,
         "kernels": hardware.kernels._replace(
             is_deterministic=deterministic, prefers_cudnn=attention == "cudnn"
         ),
@@ -116,6 +153,9 @@ def training_fields_of(args: argparse.Namespace, hardware: Hardware) -> dict[str
         optimizer=args.optimizer,
         optimizer_step=args.optimizer_step,
         lora_rank=args.lora,
+        lora_targets=args.lora_targets,
+        adapter_dtype=args.adapter_dtype,
+        base=args.base,
         deterministic=args.deterministic,
         attention=args.attention,
     )

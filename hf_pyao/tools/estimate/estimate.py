@@ -42,6 +42,7 @@ from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
 from hf_pyao.plan.step.step_program import FORWARD, StepProgram
 from hf_pyao.plan.step.streamed_step import with_streamed_blocks
+from hf_pyao.plan.weights.base_names import BASES
 from hf_pyao.plan.weights.choice import StreamingChoice
 from hf_pyao.plan.weights.hiding import tokens_by_clock, tokens_by_formula
 from hf_pyao.plan.weights.weight_plan import WeightPlan
@@ -57,9 +58,6 @@ LONGEST = 2**24
 
 LENGTH_STEP = 64
 """Sequence lengths are looked for in multiples of this."""
-
-STORED_BYTES = 2.0
-"""Of each parameter of a model that is estimated with adapters: bfloat16."""
 
 
 class Estimator:
@@ -186,7 +184,9 @@ class Estimator:
             "num_resident_blocks": weights.num_resident,
             "uploaded_bytes": weights.uploaded_bytes,
             "weights_host_bytes": weights.host_bytes,
-            "tokens_to_hide": tokens_by_formula(STORED_BYTES, hardware.device, hardware.link),
+            "tokens_to_hide": tokens_by_formula(
+                BASES[self._training.base], hardware.device, hardware.link
+            ),
             "tokens_to_hide_by_clock": tokens_by_clock(
                 program,
                 operation_times_ms(program, hardware.device),

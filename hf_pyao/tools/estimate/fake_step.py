@@ -28,13 +28,13 @@ from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.predict.optimizer_step import optimizer_step_bytes
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.plan.weights.base_names import ALL_LINEAR, PLAIN
 from hf_pyao.text import describe_error
 from hf_pyao.tools.simulation.late_transport import LateTransport
+from hf_pyao.tools.simulation.quantised_base import fake_parameter, quantise_linear_layers
 
 BUCKET_BYTES = zero_bucket().nbytes
 """What ZeRO-2 reduces gradients in: 5e8 elements of half precision."""
-
-ALL_LINEAR = "all-linear"
 
 UNLIMITED_HOST_GIB = 2.0**20
 
@@ -76,8 +76,14 @@ class FakeTraining:
     lora_targets: str = ALL_LINEAR
     """Modules that get adapters: names, separated by commas, or ``"all-linear"`` as in PEFT. That
     puts adapters on fused experts too, which then cannot be streamed."""
+    base: str = PLAIN
+    """How frozen linear layers are stored beside adapters: a key of
+    :data:`~hf_pyao.plan.weights.base_names.BASES`."""
+    adapter_dtype: str = "bfloat16"
+    """Of adapters. With ``"float32"``, which is PEFT's own choice, forward runs under autocast in
+    bfloat16, as with ``bf16=True`` of Trainer."""
     dtype: str = "bfloat16"
-    """Of weights and arithmetic; that of LoRA is bfloat16."""
+    """Of weights and arithmetic; that of a base with adapters is bfloat16."""
     implementation: str = FUSED
     """How the optimizer goes over parameters, where it is torch's and on the device; see
     :func:`~hf_pyao.plan.hardware.beside_step.optimizer_temporaries`."""
@@ -105,6 +111,8 @@ class FakeTraining:
                     self.lora_rank,
                     checkpointing=self.checkpointing,
                     targets=self.lora_targets,
+                    base=self.base,
+                    adapter_dtype=self.adapter_dtype,
                 )
             yield model, fake_mode
 
@@ -154,7 +162,9 @@ class FakeTraining:
         """
         ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64)
         # As in a loop by hand, the outputs live on during backward, logits included.
-        outputs = model(input_ids=ids, labels=ids)
+        is_mixed = self.lora_rank is not None and self.adapter_dtype == "float32"
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            outputs = model(input_ids=ids, labels=ids)
         end_phase("head and loss")
         bucket = None
         if self.bucket_bytes:
@@ -234,18 +244,26 @@ def build_model(config: Any, *, checkpointing: bool, dtype: str = "bfloat16") ->
 
 
 def build_lora_model(
-    config: Any, rank: int, *, checkpointing: bool, targets: str = ALL_LINEAR
+    config: Any,
+    rank: int,
+    *,
+    checkpointing: bool,
+    targets: str = ALL_LINEAR,
+    base: str = PLAIN,
+    adapter_dtype: str = "bfloat16",
 ) -> Any:
-    """Return the model of *config* with LoRA adapters in bfloat16.
+    """Return the model of *config* in bfloat16 with LoRA adapters.
 
     Args:
         config: of transformers.
         rank: of the adapters.
         checkpointing: of the model.
         targets: as :attr:`FakeTraining.lora_targets`.
+        base: as :attr:`FakeTraining.base`.
+        adapter_dtype: of the adapters.
 
     Raises:
-        ConfigError: peft is missing, or the model has no such modules.
+        ConfigError: peft or bitsandbytes is missing, or the model has no such modules.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -256,12 +274,15 @@ def build_lora_model(
     # On the meta device first: peft moves parameters, which fake ones do not take.
     with unset_fake_temporarily(), torch.device("meta"):
         model = build_model(config, checkpointing=checkpointing)
+        quantise_linear_layers(model, base)
         # A checkpoint's first input has to carry a gradient, where the embedding is frozen.
         model.enable_input_require_grads()
         try:
             model = get_peft_model(model, lora, autocast_adapter_dtype=False).train()
         except ValueError as error:
             raise ConfigError(f"adapters on {targets!r}: {describe_error(error)}") from error
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+            parameter.data = parameter.data.to(getattr(torch, adapter_dtype))
     _materialize(model)
     return model
 
@@ -275,12 +296,18 @@ def _materialize(model: nn.Module) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    new = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = (
-                        nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                    )
+                    made[id(tensor)] = _made(tensor)
                 table[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _made(tensor: Tensor) -> Tensor:
+    """Return a tensor of the mode that is on, like one on the meta device."""
+    if not isinstance(tensor, nn.Parameter):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    found = fake_parameter(tensor)
+    if found is not None:
+        return found
+    return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
 
 
 def check_head_loss(offloader: Offloader) -> int:

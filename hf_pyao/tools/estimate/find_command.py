@@ -12,6 +12,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.solve.collections_paused import few_collections
+from hf_pyao.plan.weights.base_names import described
 from hf_pyao.text import describe_error
 from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
@@ -204,7 +205,7 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
         accumulation_of(args.global_batch, args.micro_batch or 1)
     find = _longest if is_sequence else _micro_batch
     choice, num_recordings = find(args, config, hardware, limit_bytes, shows_progress)
-    trained = "" if args.lora is None else f", LoRA of rank {args.lora}"
+    trained = "" if args.lora is None else f", LoRA of rank {args.lora}{described(args.base)}"
     asked_for = FINDS[args.find]
     levers = levers_of(args)
     changed = f", {levers.describe()}" if levers.describe() else ""
@@ -219,6 +220,9 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
         setup={
             "model": dataclasses.asdict(spec),
             "lora_rank": args.lora,
+            "lora_targets": args.lora_targets,
+            "adapter_dtype": args.adapter_dtype,
+            "base": args.base,
             "engine": args.engine,
             "optimizer": args.optimizer,
             "optimizer_step": args.optimizer_step,
