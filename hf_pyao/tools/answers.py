@@ -43,7 +43,10 @@ MOST_ANSWERS = 200
 MOST_ANSWER_BYTES = 4 * 2**20
 """A larger answer is not kept."""
 
-DECIDING_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "numpy", "scipy", "highspy")
+DECIDING_PACKAGES = (
+    *("torch", "transformers", "peft", "bitsandbytes"),
+    *("numpy", "scipy", "highspy"),
+)
 """Packages whose versions may change an answer."""
 
 BESIDE_THE_QUESTION = frozenset(
