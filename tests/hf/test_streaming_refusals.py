@@ -61,6 +61,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no layers": (Unmapped, {}, "layers"),
     "everything trainable": (lambda: tiny_model("llama"), {}, "no layer has frozen weights"),
     "no room": (tiny_lora, {"host_memory_gib": 1e-6}, r"take 0\.\d+ GiB.*room for 0\.000 GiB"),
+    "no room for embeddings": (
+        tiny_lora,
+        {"stream_weights": 99, "stream_embeddings": "on", "host_memory_gib": 1e-6},
+        "weights of 0 layers and of embeddings and head take .* stream_embeddings='off'",
+    ),
     "no bytes": (lambda: tiny_lora("llama").to("meta"), {}, "meta device"),
     "compiled": (compiled, {}, "is compiled"),
 }

@@ -15,6 +15,7 @@ from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.model.weights.ends import Ends, ends_of
 from hf_pyao.model.weights.shared_weights import shared_weights_of
 from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
 from hf_pyao.training_engines import ENGINES, is_compiled, is_moved_by_accelerate
@@ -42,13 +43,14 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
     found = find_layers(model, config.layers)
     with _frozen(model) if will_be_frozen else contextlib.nullcontext():
         layers = streamable_layers(model, found.layers)
+        ends = ends_of(model, found.layers) if config.stream_embeddings == "on" else Ends()
     if not any(layer.nbytes for layer in layers):
         raise nothing_frozen(label, config.stream_weights, layers)
     if config.stream_weights == "auto":
         return
     stay = resident_layers(len(layers), int(config.stream_weights))
     streamed = [layer for index, layer in enumerate(layers) if index not in stay]
-    nbytes = sum(layer.nbytes for layer in streamed)
+    nbytes = sum(layer.nbytes for layer in streamed) + ends.nbytes
     converted_bytes = 0
     if config.stream_dtype == "compute":
         converted_bytes = check_can_convert(streamed)
@@ -57,12 +59,13 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
     nbytes += converted_bytes
     if config.host_memory_gib is None:
         tensors = [tensor for layer in streamed for _, tensor in layer.tensors]
+        tensors += [parameter for _, parameter in ends.parameters]
         on_host = sum(each.nbytes for each in tensors if each.device.type == "cpu")
         room = HostShare.of_this_process(os.environ).capacity_bytes + on_host
     else:
         room = int(config.host_memory_gib * GIB)
     if nbytes > room:
-        raise no_room(label, len(streamed), nbytes, room)
+        raise no_room(label, len(streamed), nbytes, room, with_ends=bool(ends.parameters))
 
 
 @contextlib.contextmanager
@@ -108,12 +111,21 @@ def check_can_convert(layers: Sequence[StreamableLayer]) -> int:
     return nbytes
 
 
-def no_room(label: str, num_layers: int, nbytes: int, room: int) -> ConfigError:
-    """Return the error for *nbytes* of weights where the host has *room*."""
+def no_room(
+    label: str, num_layers: int, nbytes: int, room: int, *, with_ends: bool = False
+) -> ConfigError:
+    """Return the error for *nbytes* of weights where the host has *room*.
+
+    *with_ends*: those of embeddings and head are among them.
+    """
+    ends, remedy = "", "let more layers stay on the device"
+    if with_ends:
+        ends = " and of embeddings and head"
+        remedy += ", or give stream_embeddings='off'"
     return ConfigError(
-        f"{label}: the weights of {num_layers} layers take {nbytes / GIB:.3f} GiB of host memory, "
-        f"and there is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the machine "
-        "has more, or let more layers stay on the device."
+        f"{label}: the weights of {num_layers} layers{ends} take {nbytes / GIB:.3f} GiB of host "
+        f"memory, and there is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the "
+        f"machine has more, or {remedy}."
     )
 
 

@@ -118,7 +118,7 @@ class StreamedLayers:
         self._ends_are_asked_for = False
         if ends_leave:
             self._ends.prepare(model, found.layers)
-        self._on_host.check_room(label, [*self._masters, *self._ends.masters])
+        self._on_host.check_room(label, self._masters, self._ends.masters)
 
     @property
     def nbytes(self) -> int:

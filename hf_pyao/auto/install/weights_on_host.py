@@ -35,17 +35,25 @@ class WeightsOnHost:
         self._shared = shared
         self._mapped_files = MappedFiles()
 
-    def check_room(self, label: str, found: Sequence[Masters]) -> None:
+    def check_room(
+        self, label: str, of_layers: Sequence[Masters], of_ends: Sequence[Masters]
+    ) -> None:
         """Refuse weights for which there is no room; say what several copies of them come to.
+
+        Args:
+            label: how messages call the setting.
+            of_layers: weights of layers.
+            of_ends: those of embeddings and head.
 
         Raises:
             ConfigError: there is no room.
         """
+        found = [*of_layers, *of_ends]
         room = self._store.room_to_reserve(sum(each.host_bytes_before for each in found))
         needed = sum(map(self._counted_bytes, found))
         needed += sum(each.all_nbytes - each.nbytes for each in found)
         if needed > room:
-            raise no_room(label, len(found), needed, room)
+            raise no_room(label, len(of_layers), needed, room, with_ends=bool(of_ends))
         num_ranks, counted_by = ranks_of_node(os.environ)
         nbytes = sum(each.nbytes for each in found if self._file_of(each) is None)
         if num_ranks > 1 and nbytes and process_rank().is_first:
