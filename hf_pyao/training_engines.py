@@ -427,8 +427,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     attributes = module.__dict__
     if attributes.get("_compiled_call_impl") is not None:
         return True
-    forward = attributes.get("forward")  # torch.compiler.disable leaves the same attribute
-    is_wrapped = forward is not None and hasattr(forward, "_torchdynamo_orig_callable")
+    forward = attributes.get("forward")
+    if forward is None or COMPILED.inner_attribute in module._modules:  # torch.compile's wrapper
+        return False
+    # torch.compiler.disable leaves the first attribute too.
+    is_wrapped = hasattr(forward, "_torchdynamo_orig_callable")
     return is_wrapped and not getattr(forward, "_torchdynamo_disable", False)
 
 

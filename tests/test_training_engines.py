@@ -37,6 +37,8 @@ from hf_pyao.training_engines import (
     TrainingEngine,
     engine_of_module,
     engine_of_trainer,
+    is_compiled,
+    is_compiled_in_place,
 )
 from tests.engine_table import PAGE, written
 from tests.test_ranks import process_group
@@ -121,6 +123,8 @@ def test_torchs_own_engines_are_recognised() -> None:
         parallel = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
         compiled = torch.compile(nn.Linear(4, 4), backend="eager")
         assert isinstance(compiled, nn.Module)
+        assert is_compiled(compiled)
+        assert not is_compiled_in_place(compiled), "what it wraps is found inside"
         for module, engine in (
             *((ddp, DDP), (fsdp2, FSDP2), (fsdp1, FSDP1)),
             *((parallel, PLAIN), (compiled, COMPILED)),
