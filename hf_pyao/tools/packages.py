@@ -47,7 +47,7 @@ def import_failure(name: str) -> Broken | None:
         importlib.import_module(name)
     except Exception as error:  # a broken package may raise anything
         cause = _root_cause(error)
-        return Broken(_package_at_fault(cause) or name.split(".")[0], describe_error(cause))
+        return Broken(_package_at_fault(cause) or name.split(".")[0], _reason(cause))
     return None
 
 
@@ -74,6 +74,13 @@ def serve_imports(connection: Connection, names: Sequence[str]) -> None:
     """Import *names* in a measuring process; send ``("import", Broken | None)`` for each."""
     for name in names:
         connection.send(("import", import_failure(name)))
+
+
+def _reason(error: BaseException) -> str:
+    """Return the error in one line, without the path of the package's file."""
+    path = getattr(error, "path", None)
+    text = describe_error(error)
+    return text.replace(f" ({path})", "") if path else text
 
 
 def _root_cause(error: BaseException) -> BaseException:

@@ -68,7 +68,7 @@ def collect_provenance() -> Provenance:
     argv = sys.argv
     commit, is_dirty = git_state()
     return Provenance(
-        command=shlex.join([Path(argv[0]).name or "python", *argv[1:]]) if argv else "",
+        command=shlex.join([_program(argv[0]), *argv[1:]]) if argv else "",
         created_at=now(),
         commit=commit,
         is_dirty=is_dirty,
@@ -77,6 +77,12 @@ def collect_provenance() -> Provenance:
         host=describe_host(),
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     )
+
+
+def _program(path: str) -> str:
+    """Return what a user types to run the file *path*."""
+    name = Path(path).name
+    return "pyao" if name == "cli.py" else name or "python"
 
 
 def now() -> str:

@@ -63,9 +63,7 @@ def parse_model(text: str, sizes: SizeTable = MODEL_SIZES) -> ModelSpec:
         if not key or not equals:
             raise ConfigError(f"model {text!r}: {pair!r} is no key=value pair.")
         settings[key.strip()] = parse_value(value)
-    return ModelSpec(
-        name=f"{architecture} of its own shape", model_type=architecture, settings=settings
-    )
+    return ModelSpec(name=f"custom {architecture}", model_type=architecture, settings=settings)
 
 
 def parse_value(text: str) -> Any:

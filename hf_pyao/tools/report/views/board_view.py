@@ -19,7 +19,7 @@ SUMMARY = (
     "Every method on the same model, data and seed, each in a process of its own, in several "
     "rounds of shuffled order. The memory of a step is the most that is allocated during a "
     "forward and its backward above what was allocated before: saved tensors, logits, gradients "
-    "and what is computed meanwhile. Gradients are compared with those of `none`."
+    "and what is computed meanwhile. Gradients are compared with those of 'none'."
 )
 
 
