@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeAlias
 
-from hf_pyao.engine.transfer.moved_bytes import AWAY, MovedBytes
+from hf_pyao.engine.transfer.moved_bytes import AWAY, OFFLOADING, RELOADING, MovedBytes
 from hf_pyao.engine.transfer.schedule import Schedule, Window
 
 Group: TypeAlias = "Iterable[weakref.ref[Any]]"
@@ -57,7 +57,10 @@ class ReloadSchedule(Schedule):
         """
         coming = self._coming
         coming.clear()
-        self.start(_items(own, coming), (_items(each, coming) for each in others))
+        self.start(
+            _items(own, coming, (AWAY, OFFLOADING, RELOADING)),
+            (_items(each, coming, (AWAY, OFFLOADING)) for each in others),
+        )
 
     def is_away(self, item: int) -> bool:
         """Say whether the device has no copy of *item*, which can still be asked for."""
@@ -77,13 +80,20 @@ class ReloadSchedule(Schedule):
             self.wait(holder.moved)
 
 
-def _items(group: Group, coming: dict[int, weakref.ref[HasMoved]]) -> list[int]:
-    """Return the ids of what *group* stands for; note in *coming* what stands for each."""
+def _items(
+    group: Group, coming: dict[int, weakref.ref[HasMoved]], phases: tuple[object, ...]
+) -> list[int]:
+    """Return the ids of what *group* stands for that is in one of *phases*.
+
+    What stands for each is noted in *coming*. Each layer's backward looks again at the groups
+    behind it, as far as the window reaches: what was brought back already is not listed again.
+    """
     items = []
     for ref in group:
         holder = ref()
         if holder is not None:
-            item = holder.moved.item
-            coming[item] = ref
-            items.append(item)
+            moved = holder.moved
+            if moved.phase in phases:
+                coming[moved.item] = ref
+                items.append(moved.item)
     return items
