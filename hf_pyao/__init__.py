@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from hf_pyao.attachment import attach as attach
     from hf_pyao.auto.offloader import Offloader as Offloader
     from hf_pyao.auto.retry.out_of_memory import OutOfDeviceMemoryError as OutOfDeviceMemoryError
+    from hf_pyao.auto.zeroth_order.step import ZerothOrder as ZerothOrder
+    from hf_pyao.auto.zeroth_order.step import zeroth_order_step as zeroth_order_step
     from hf_pyao.config import PyAOConfig as PyAOConfig
+    from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings as ZerothOrderSettings
     from hf_pyao.hf.accelerator import PyAOAccelerator as PyAOAccelerator
     from hf_pyao.hf.arguments import PyAOArguments as PyAOArguments
     from hf_pyao.hf.arguments import PyAOTrainingArguments as PyAOTrainingArguments
@@ -40,9 +43,12 @@ _HOMES = {
     "PyAOTrainer": "hf_pyao.hf.trainer",
     "PyAOTrainerMixin": "hf_pyao.hf.trainer",
     "PyAOTrainingArguments": "hf_pyao.hf.arguments",
+    "ZerothOrder": "hf_pyao.auto.zeroth_order.step",
+    "ZerothOrderSettings": "hf_pyao.engine.zeroth_order.perturbation",
     "attach": "hf_pyao.attachment",
     "one_copy_per_node": "hf_pyao.hf.shared_loading",
     "register_module_map": "hf_pyao.model.map.module_map",
+    "zeroth_order_step": "hf_pyao.auto.zeroth_order.step",
 }
 
 __all__ = sorted(_HOMES)

@@ -146,8 +146,14 @@ class DeviceSlots:
         """Return the slot whose memory is the storage at *key*."""
         return self._slot_of_storage.get(key)
 
-    def upload(self, block: int, slot: DeviceSlot) -> None:
-        """Queue the copy of *block* into *slot*; see [Note: Slots]."""
+    def upload(self, block: int, slot: DeviceSlot, *, after: Sequence[object] = ()) -> None:
+        """Queue the copy of *block* into *slot*; see [Note: Slots].
+
+        Args:
+            block: which one.
+            slot: where to.
+            after: tickets of copies to the host, behind which the upload starts.
+        """
         meant = self._blocks[block]
         self.empty(slot)
         if slot.storage is not None and is_held_elsewhere(slot.storage):
@@ -172,6 +178,7 @@ class DeviceSlots:
                         self._transport.reload(
                             bytes_on_host,
                             bytes_view(slot.storage, self._device, start, end),
+                            after=after,
                             label=f"weights of {meant.layer!r}",
                             times=self.times,
                         )

@@ -217,7 +217,7 @@ def reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool = 
         return SUBCLASS.format(name=kind.__name__, package=package_of(kind))
     if parameter.dim() < LEAST_DIMENSIONS:
         return VECTOR
-    if parameter.layout is not torch.strided or not parameter.numel() or not _is_dense(parameter):
+    if parameter.layout is not torch.strided or not parameter.numel() or not is_dense(parameter):
         return NOT_DENSE
     if isinstance(module, nn.RNNBase):
         return HELD
@@ -233,7 +233,7 @@ def _parts_of(parameter: Parameter) -> FlattenedWeight | None:
     if _is_plain(parameter) or any(engine.has(parameter) for engine in ENGINES):
         return None
     weight = flattened(parameter)
-    if weight is None or not all(_is_dense(tensor) for _, tensor in weight.tensors):
+    if weight is None or not all(is_dense(tensor) for _, tensor in weight.tensors):
         return None
     return weight
 
@@ -311,7 +311,7 @@ def _is_plain(parameter: Parameter) -> bool:
     return type(parameter) is Parameter or isinstance(parameter, FakeTensor)
 
 
-def _is_dense(parameter: torch.Tensor) -> bool:
+def is_dense(parameter: torch.Tensor) -> bool:
     """Say whether its elements fill its bytes, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):

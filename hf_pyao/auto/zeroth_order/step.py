@@ -1,0 +1,354 @@
+"""``ZerothOrder`` and ``zeroth_order_step``: fine-tuning by two forwards a step, for a loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.auto.install.links import device_of
+from hf_pyao.auto.zeroth_order.residency import VisitingWeights
+from hf_pyao.engine.transfer.transport import Transport
+from hf_pyao.engine.weights.blocks import Block
+from hf_pyao.engine.zeroth_order.perturbation import (
+    PastStep,
+    ZerothOrderSettings,
+    projected_gradient,
+)
+from hf_pyao.engine.zeroth_order.trained import TrainedWeights
+from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.model.map.module_map import find_layers, plain_path, unwrap_model
+from hf_pyao.ranks import process_rank
+
+logger = logging.getLogger(__name__)
+
+SIGNS = (1, -1)
+"""Of the passes of a step; with two ranks, that of each rank."""
+
+
+class ZerothOrder:
+    """Zeroth-order fine-tuning of one model: its weights, from now until :meth:`close`.
+
+    Parameters that require gradients are trained; no gradient is ever computed. Layers visit the
+    device one at a time (ZO2, arXiv 2503.12668), and their updates go back to the host. Embeddings,
+    head and layers that stay are on the device.
+
+    ```python
+    with ZerothOrder(model, ZerothOrderSettings(epsilon=1e-3), device="cuda") as zeroth_order:
+        for batch in batches:
+            loss = zeroth_order_step(
+                model, lambda model: model(**batch).loss, zeroth_order, learning_rate=1e-6
+            )
+    ```
+
+    Args:
+        model: on the host or on the device; of any architecture whose layers are found.
+        settings: epsilon, momentum and seed.
+        device: where compute runs; None: where the model is.
+        num_resident: layers that stay on the device, evenly spread; None: all.
+        host_memory_gib: most memory of the host, in GiB; None: this process's share of it.
+        layers: names or patterns of the layers, as ``PyAOConfig.layers``.
+        transport: copies bytes; None: what suits the device.
+
+    Raises:
+        ConfigError: nothing is trained, or the host has no room.
+        ConflictError: two ranks train, but not exactly two; or a module keeps references to its
+            weights, which would be read without the perturbation.
+        NoLayersFoundError: no layers were found.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: ZerothOrderSettings | None = None,
+        *,
+        device: torch.device | str | None = None,
+        num_resident: int | None = 0,
+        host_memory_gib: float | None = None,
+        layers: tuple[str, ...] = (),
+        transport: Transport | None = None,
+    ) -> None:
+        self.settings = settings or ZerothOrderSettings()
+        root = unwrap_model(model)
+        self.device = device_of(root) if device is None else torch.device(device)
+        _check(root)
+        found = find_layers(root, layers)
+        parameters = [
+            (plain_path(name), each) for name, each in root.named_parameters() if each.requires_grad
+        ]
+        if not parameters:
+            raise ConfigError(
+                "no parameter of the model requires gradients, so zeroth order has nothing to "
+                "train. Call model.requires_grad_(True), or add adapters."
+            )
+        self._trained = TrainedWeights(parameters, self.settings)
+        self._weights = VisitingWeights(
+            root,
+            found.layers,
+            self._trained,
+            self.device,
+            len(found.layers) if num_resident is None else num_resident,
+            host_memory_gib=host_memory_gib,
+            transport=transport,
+        )
+        self._is_open = True
+        self._sums = [0.0, 0.0]
+        self._num_micro_batches = 0
+        self.num_skipped_steps = 0
+        """Steps whose losses were not finite: they have changed nothing."""
+        try:
+            self._weights.put_on()
+            self._hooks = self._hook(root)
+        except BaseException:
+            self._weights.take_off()
+            raise
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were made."""
+        return self._trained.num_steps
+
+    @property
+    def blocks(self) -> list[Block]:
+        """What visits the device: the weights of each layer that is on the host."""
+        return self._weights.blocks
+
+    def accumulate(self, model: nn.Module, loss_fn: Callable[[nn.Module], Any]) -> torch.Tensor:
+        """Run both passes over a micro-batch; the step ends with :meth:`end_step`.
+
+        Args:
+            model: the model, or what wraps it; given to *loss_fn*.
+            loss_fn: returns a scalar loss; called once for each pass that this rank runs.
+
+        Returns:
+            The mean of both losses, float32, on the device.
+
+        Raises:
+            ConfigError: *loss_fn* has returned something else than one number.
+        """
+        self._check_open()
+        own = process_rank()
+        signs = SIGNS if own.num_ranks == 1 else (SIGNS[own.rank],)
+        visits = self._weights.visits
+        visits.begin_step()
+
+        def run(sign: int) -> torch.Tensor:
+            with visits.reading(sign):
+                return _checked(loss_fn(model))
+
+        with torch.no_grad():
+            found = [float(each) for each in self._weights.turns.run([_of(run, s) for s in signs])]
+        losses = found if own.num_ranks == 1 else _exchanged(found[0], self.device)
+        self._sums = [total + loss for total, loss in zip(self._sums, losses, strict=True)]
+        self._num_micro_batches += 1
+        return torch.tensor((losses[0] + losses[1]) / 2, device=self.device)
+
+    def end_step(self, learning_rate: float) -> float:
+        """End a step: every weight is updated by it when it is read next.
+
+        Args:
+            learning_rate: of this step.
+
+        Returns:
+            The projected gradient, of the mean loss over the micro-batches.
+        """
+        self._check_open()
+        num = self._num_micro_batches
+        if not num:
+            raise ConfigError("a step has ended without a micro-batch. Call accumulate() first.")
+        plus, minus = (total / num for total in self._sums)
+        gradient = projected_gradient(plus, minus, self.settings.epsilon)
+        self._drop()
+        if math.isfinite(gradient):
+            self._trained.end_step(PastStep(self.num_steps, learning_rate, gradient))
+        else:
+            self.num_skipped_steps += 1
+            logger.warning(
+                "step %d of zeroth order has the losses %r and %r: the weights stay as they are.",
+                self.num_steps,
+                plus,
+                minus,
+            )
+            self._trained.end_step(None)
+        return gradient
+
+    def _drop(self) -> None:
+        self._sums, self._num_micro_batches = [0.0, 0.0], 0
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Have all weights updated by all steps, before they are saved or looked at."""
+        self._check_open()
+        self._weights.visits.flush()
+
+    def close(self) -> None:
+        """Update all weights, and give the model its plain weights back. Idempotent.
+
+        Layers that came from the host stay there; those that came from the device go back.
+        """
+        if not self._is_open:
+            return
+        try:
+            self._weights.visits.flush()
+        finally:
+            self._is_open = False
+            for hook in self._hooks:
+                hook.remove()
+            self._weights.take_off()
+
+    def __enter__(self) -> ZerothOrder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the copies came to: uploads, copies back, bytes, times in ms."""
+        return self._weights.visits.figures()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run goes on from, beside the weights. All weights are updated first."""
+        self.flush()
+        return {
+            "num_steps": self.num_steps,
+            "seed": self.settings.seed,
+            "epsilon": self.settings.epsilon,
+            "momentum": {
+                each.name: each.state for each in self._trained.weights if each.state is not None
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from *state*; the model has the weights of that moment.
+
+        Raises:
+            ConfigError: the seed differs, or momenta do not fit the trained weights.
+        """
+        self.flush()
+        if state["seed"] != self.settings.seed:
+            raise ConfigError(
+                f"the seed is {self.settings.seed}; the run that is resumed has {state['seed']}. "
+                "Give the same seed: the noise depends on it."
+            )
+        momenta = state["momentum"]
+        for weight in self._trained.weights:
+            found = momenta.get(weight.name)
+            if found is not None and found.numel() != weight.num_elements:
+                raise ConfigError(
+                    f"the momentum of {weight.name!r} has {found.numel()} elements; the weight has "
+                    f"{weight.num_elements}. Resume with the same model."
+                )
+            weight.state = None
+            if found is not None:
+                weight.keep_state(found)
+        self._trained.start_at(state["num_steps"])
+        self._weights.visits.forget_all()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ConflictError("this ZerothOrder was closed. Make another one for the model.")
+
+    def _hook(self, model: nn.Module) -> list[Any]:
+        """Flush before anyone takes the weights, or gives others."""
+
+        def flush(*_: Any, **__: Any) -> None:
+            if self._is_open:
+                self.flush()
+
+        anything: Any = model
+        return [
+            anything.register_state_dict_pre_hook(flush),
+            anything.register_load_state_dict_pre_hook(flush),
+        ]
+
+
+def zeroth_order_step(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module], Any],
+    zeroth_order: ZerothOrder,
+    *,
+    learning_rate: float,
+) -> torch.Tensor:
+    """Make one step of MeZO-SGD: two forwards of one batch, and one number as the gradient.
+
+    Both passes have the same noise and the same random numbers (dropout). With two ranks of a
+    process group, rank 0 runs the pass at +epsilon and rank 1 that at -epsilon; give both the same
+    batch. Source: MeZO (Malladi et al., 2023, algorithm 1); ZO2 (arXiv 2503.12668) for the visits.
+
+    Args:
+        model: the model, or what wraps it; given to *loss_fn*.
+        loss_fn: returns a scalar loss.
+        zeroth_order: made for the model.
+        learning_rate: of this step.
+
+    Returns:
+        The mean of both losses, float32, on the device.
+
+    Raises:
+        ConfigError: *loss_fn* has returned something else than one number.
+    """
+    loss = zeroth_order.accumulate(model, loss_fn)
+    zeroth_order.end_step(learning_rate)
+    return loss
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Keep a model of transformers from saving keys and values while it trains."""
+    config = getattr(unwrap_model(model), "config", None)
+    before = getattr(config, "use_cache", None)
+    if before is None:
+        yield
+        return
+    assert config is not None
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = before
+
+
+def _of(run: Callable[[int], torch.Tensor], sign: int) -> Callable[[], torch.Tensor]:
+    return lambda: run(sign)
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    kind = (
+        f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
+    )
+    raise ConfigError(f"loss_fn has returned {kind}; expected a tensor with one number.")
+
+
+def _exchanged(loss: float, device: torch.device) -> list[float]:
+    """Return the losses of both ranks, in the order of the ranks."""
+    distributed = torch.distributed
+    where = device if distributed.get_backend() == "nccl" else torch.device("cpu")
+    own = torch.tensor([loss], dtype=torch.float64, device=where)
+    found = [torch.zeros_like(own) for _ in SIGNS]
+    distributed.all_gather(found, own)
+    return [float(each) for each in found]
+
+
+def _check(model: nn.Module) -> None:
+    num_ranks = process_rank().num_ranks
+    if num_ranks not in (1, len(SIGNS)):
+        raise ConflictError(
+            f"zeroth order runs on one process or on two, and the group has {num_ranks}. Start it "
+            "with two, which run one pass each."
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters()):
+            raise ConflictError(
+                f"{path!r} ({type(module).__name__}) keeps references to its weights, which would "
+                "be read without the perturbation. Freeze it."
+            )

@@ -1,0 +1,128 @@
+"""The arithmetic of zeroth order: perturbed weights, and the update by a projected gradient.
+
+Source: MeZO ("Fine-Tuning Language Models with Just Forward Passes", Malladi et al., 2023,
+algorithm 1), with a pristine copy of the weight in place of adding and taking away epsilon: in 16
+bits that would not restore the weight. The deferred update is that of ZO2 (arXiv 2503.12668,
+section 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise
+from hf_pyao.errors import ConfigError
+
+_CHUNK = 1 << 20
+"""Elements whose noise is drawn at a time: it bounds the memory that this takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZerothOrderSettings:
+    """What zeroth order does with the weights.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    epsilon: float = 1e-3
+    """Scale of the perturbation."""
+    momentum: float = 0.0
+    """Factor of the last step's direction; 0: plain MeZO-SGD, which has no state."""
+    seed: int = 0
+    """Of the noise."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
+            raise ConfigError(f"epsilon is {self.epsilon!r}; expected a number above 0.")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum is {self.momentum!r}; expected 0 <= momentum < 1.")
+
+
+@dataclass(frozen=True)
+class PastStep:
+    """A step whose losses are known: all that the update of a weight needs, beside its noise."""
+
+    step: int
+    learning_rate: float
+    gradient: float
+    """The projected gradient: (loss at +epsilon - loss at -epsilon) / (2 epsilon)."""
+
+
+def perturbed(
+    weight: torch.Tensor, key: NoiseKey, step: int, scale: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``weight + scale * z`` in the weight's dtype; *weight* keeps its bits.
+
+    Sum and product are rounded to float32 one by one (float64 for float64 weights), and the sum
+    then to the weight's dtype.
+
+    Args:
+        weight: any dense tensor of floating point.
+        key: of the parameter's noise.
+        step: number of the step.
+        scale: epsilon, with the pass's sign.
+        out: contiguous, of the weight's shape and dtype; None: a new tensor.
+    """
+    if out is None:
+        out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    source = weight if weight.is_contiguous() else weight.contiguous()
+    for first, end in _chunks(weight.numel()):
+        z = noise(key, step, first, end, weight.device).mul_(scale)
+        part = source.view(-1)[first:end]
+        out.view(-1)[first:end] = part.to(_wide(weight.dtype)) + z
+    return out
+
+
+def update(
+    weight: torch.Tensor,
+    key: NoiseKey,
+    past: PastStep,
+    *,
+    momentum: float = 0.0,
+    state: torch.Tensor | None = None,
+) -> None:
+    """Change *weight* in place by the update of *past*.
+
+    ``weight - (learning_rate * gradient) * z``; with momentum ``state = momentum * state +
+    gradient * z`` and ``weight - learning_rate * state``.
+
+    Args:
+        weight: any dense tensor of floating point.
+        key: of the parameter's noise.
+        past: the step.
+        momentum: factor of *state*.
+        state: float32, contiguous, of the weight's number of elements, on its device; changed in
+            place. None: no momentum.
+    """
+    target = weight if weight.is_contiguous() else weight.contiguous()
+    for first, end in _chunks(weight.numel()):
+        z = noise(key, past.step, first, end, weight.device)
+        if state is None:
+            change = z.mul_(past.learning_rate * past.gradient)
+        else:
+            part = state.view(-1)[first:end]
+            part.mul_(momentum).add_(z.mul_(past.gradient))
+            change = part * past.learning_rate
+        values = target.view(-1)[first:end]
+        values.copy_(values.to(_wide(weight.dtype)) - change)
+    if target is not weight:
+        weight.copy_(target)
+
+
+def projected_gradient(plus: float, minus: float, epsilon: float) -> float:
+    """Return the projected gradient of the two losses, in double precision."""
+    return (plus - minus) / (2.0 * epsilon)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _chunks(numel: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, numel, _CHUNK):
+        yield first, min(first + _CHUNK, numel)
