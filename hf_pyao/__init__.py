@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hf_pyao.hf.shared_loading import one_copy_per_node as one_copy_per_node
     from hf_pyao.hf.trainer import PyAOTrainer as PyAOTrainer
     from hf_pyao.hf.trainer import PyAOTrainerMixin as PyAOTrainerMixin
+    from hf_pyao.hf.zeroth_order import PyAOZerothOrderTrainer as PyAOZerothOrderTrainer
     from hf_pyao.model.map.module_map import ModuleMap as ModuleMap
     from hf_pyao.model.map.module_map import register_module_map as register_module_map
     from hf_pyao.plan.documents.plan import Plan as Plan
@@ -43,6 +44,7 @@ _HOMES = {
     "PyAOTrainer": "hf_pyao.hf.trainer",
     "PyAOTrainerMixin": "hf_pyao.hf.trainer",
     "PyAOTrainingArguments": "hf_pyao.hf.arguments",
+    "PyAOZerothOrderTrainer": "hf_pyao.hf.zeroth_order",
     "ZerothOrder": "hf_pyao.auto.zeroth_order.step",
     "ZerothOrderSettings": "hf_pyao.engine.zeroth_order.perturbation",
     "attach": "hf_pyao.attachment",

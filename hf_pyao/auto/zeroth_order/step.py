@@ -136,6 +136,8 @@ class ZerothOrder:
         self._check_open()
         own = process_rank()
         signs = SIGNS if own.num_ranks == 1 else (SIGNS[own.rank],)
+        if own.num_ranks > 1:
+            _share_generators(self.device)
         visits = self._weights.visits
         visits.begin_step()
 
@@ -337,6 +339,18 @@ def _exchanged(loss: float, device: torch.device) -> list[float]:
     found = [torch.zeros_like(own) for _ in SIGNS]
     distributed.all_gather(found, own)
     return [float(each) for each in found]
+
+
+def _share_generators(device: torch.device) -> None:
+    """Let torch's generators of both ranks have the state of rank 0: both passes draw the same."""
+    distributed = torch.distributed
+    where = device if distributed.get_backend() == "nccl" else torch.device("cpu")
+    for kind in dict.fromkeys((torch.device("cpu"), device)):
+        generators: Any = torch if kind.type == "cpu" else torch.get_device_module(kind)
+        place = () if kind.type == "cpu" else (kind,)
+        state = generators.get_rng_state(*place).to(where)
+        distributed.broadcast(state, src=0)
+        generators.set_rng_state(state.cpu(), *place)
 
 
 def _check(model: nn.Module) -> None:

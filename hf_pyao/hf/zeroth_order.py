@@ -1,0 +1,265 @@
+"""``PyAOZerothOrderTrainer``: a Trainer that fine-tunes by two forwards a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from hf_pyao.auto.zeroth_order.step import ZerothOrder, without_cache
+from hf_pyao.engine.zeroth_order.perturbation import ZerothOrderSettings
+from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.hf.arguments import PyAOArguments
+
+
+class ZerothOrderOptimizer(torch.optim.Optimizer):
+    """Ends steps of *zeroth_order*, for those who expect an optimizer: schedulers, checkpoints.
+
+    Args:
+        zeroth_order: of the model that is trained.
+        parameters: its trained parameters.
+        learning_rate: of the first step; a scheduler changes it.
+    """
+
+    def __init__(
+        self, zeroth_order: ZerothOrder, parameters: list[nn.Parameter], learning_rate: float
+    ) -> None:
+        self.zeroth_order = zeroth_order
+        self.projected_gradient = 0.0
+        """Of the last step."""
+        super().__init__(parameters, {"lr": learning_rate})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """End a step with the learning rate of the first group."""
+        rate = float(self.param_groups[0]["lr"])
+        self.projected_gradient = self.zeroth_order.end_step(rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with that of zeroth order; all weights are updated first."""
+        return {**super().state_dict(), "zeroth_order": self.zeroth_order.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from *state_dict*.
+
+        Raises:
+            ConfigError: it is of another optimizer, or does not fit the model.
+        """
+        if "zeroth_order" not in state_dict:
+            raise ConfigError(
+                "the checkpoint has the state of an optimizer that needs gradients; expected one "
+                "of zeroth order. Resume it with the Trainer that has written it."
+            )
+        self.zeroth_order.load_state_dict(state_dict["zeroth_order"])
+        rest = {key: value for key, value in state_dict.items() if key != "zeroth_order"}
+        super().load_state_dict(rest)
+
+
+class PyAOZerothOrderTrainer(Trainer):
+    """``transformers.Trainer`` that fine-tunes by two forwards a step, without gradients.
+
+    Learning rate, schedule, accumulation, evaluation, files and resume are those of ``Trainer``.
+    Weights of layers live on the host and visit the device. With two processes, rank 0 runs the
+    pass at +epsilon and rank 1 that at -epsilon, of the same batches. Optimizer flags have no
+    meaning here. See ``../auto/zeroth_order``.
+
+    Args:
+        zeroth_order: epsilon, momentum and seed; None: the defaults, with ``args.seed``.
+        num_resident: layers that stay on the device; None: all.
+        host_memory_gib: most memory of the host, in GiB; None: this process's share.
+
+    Raises:
+        ConfigError: settings for activations are given, which zeroth order does not save; or
+            settings of training that need gradients.
+        ConflictError: something else shards or compiles the model.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        zeroth_order: ZerothOrderSettings | None = None,
+        num_resident: int | None = 0,
+        host_memory_gib: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = [*args, kwargs.get("args")]
+        training_args = next((each for each in given if isinstance(each, TrainingArguments)), None)
+        _refuse(training_args, kwargs)
+        seed = training_args.seed if training_args is not None else 42
+        self._settings = zeroth_order or ZerothOrderSettings(seed=seed)
+        self._num_resident = num_resident
+        self._host_memory_gib = host_memory_gib
+        self._takes_same_batches = False
+        self.zeroth_order: ZerothOrder | None = None
+        """What trains the model; None outside of :meth:`train`."""
+        super().__init__(*args, **kwargs)
+        self._keep_whole()
+
+    def _keep_whole(self) -> None:
+        """Let Accelerate neither move nor wrap the model, nor share out batches of training."""
+        accelerator: Any = self.accelerator
+        own_model, own_loader = accelerator.prepare_model, accelerator.prepare_data_loader
+
+        def prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return own_model(model, device_placement=False, evaluation_mode=True)
+
+        def prepare_loader(loader: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._takes_same_batches or accelerator.num_processes == 1:
+                return own_loader(loader, *args, **kwargs)
+            prepared = prepare_data_loader(
+                loader,
+                accelerator.device,
+                num_processes=1,
+                process_index=0,
+                put_on_device=accelerator.device.type != "cpu",
+                rng_types=list(accelerator.rng_types or ()),
+                dispatch_batches=False,
+                use_seedable_sampler=accelerator.use_seedable_sampler,
+            )
+            accelerator._dataloaders.append(prepared)
+            return prepared
+
+        accelerator.prepare_model = prepare_model
+        accelerator.prepare_data_loader = prepare_loader
+
+    # ---- what Trainer calls --------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Return the base class's, with the same batches on both ranks."""
+        self._takes_same_batches = True
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self._takes_same_batches = False
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Put the weights where they train, and return what ends steps."""
+        self._open()
+        assert self.zeroth_order is not None
+        assert self.model is not None
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = ZerothOrderOptimizer(
+            self.zeroth_order, trained, float(self.args.learning_rate)
+        )
+        return self.optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the base class does; the model has its updated, plain weights afterwards."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._close()
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run both passes over a micro-batch; return the mean of their losses."""
+        assert self.zeroth_order is not None
+        num_items = args[0] if args else kwargs.get("num_items_in_batch")
+        model.train()
+        prepared = self._prepare_inputs(inputs)
+        num = getattr(self, "current_gradient_accumulation_steps", 1)
+        scale = num if self._divides_by_items(num_items) else 1
+
+        def loss_of(model: nn.Module) -> Any:
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, dict(prepared), num_items_in_batch=num_items)
+            return loss if scale == 1 else loss * scale
+
+        with without_cache(model):
+            return self.zeroth_order.accumulate(model, loss_of).to(self.args.device) / num
+
+    def _divides_by_items(self, num_items: Any) -> bool:
+        """Say whether a loss is a part of the step's, which the micro-batches' losses add up to."""
+        accepts = bool(self.model_accepts_loss_kwargs) and num_items is not None
+        return accepts or self.compute_loss_func is not None
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: :meth:`create_optimizer` moves its weights."""
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the base class does, with weights that visit the device."""
+        with self._opened():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log the projected gradient in place of the norm of gradients that are not there."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if "grad_norm" in logs and isinstance(optimizer, ZerothOrderOptimizer):
+            del logs["grad_norm"]
+            logs["projected_gradient"] = optimizer.projected_gradient
+        super().log(logs, *args, **kwargs)
+
+    # ---- the weights ---------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._close()
+        assert self.model is not None
+        self.zeroth_order = ZerothOrder(
+            self.model,
+            self._settings,
+            device=self.args.device,
+            num_resident=self._num_resident,
+            host_memory_gib=self._host_memory_gib,
+        )
+
+    def _close(self) -> None:
+        zeroth_order, self.zeroth_order = self.zeroth_order, None
+        if zeroth_order is not None:
+            zeroth_order.close()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        if self.zeroth_order is not None:
+            yield
+            return
+        self._open()
+        try:
+            yield
+        finally:
+            self._close()
+
+
+def _refuse(args: TrainingArguments | None, kwargs: dict[str, Any]) -> None:
+    """Refuse, before data is prepared, what has no meaning without gradients."""
+    if kwargs.get("pyao_config") is not None:
+        raise ConfigError(
+            "pyao_config was given to PyAOZerothOrderTrainer. Zeroth order saves no activations, "
+            "so policies, policy 'auto' among them, and streamed weights have nothing to decide. "
+            "Give zeroth_order, num_resident and host_memory_gib instead."
+        )
+    if kwargs.get("optimizers", (None, None))[0] is not None:
+        raise ConfigError(
+            "optimizers has an optimizer, and zeroth order computes no gradients for it. Give "
+            "zeroth_order=ZerothOrderSettings(...); a scheduler can be given beside None."
+        )
+    if args is None:
+        return
+    if isinstance(args, PyAOArguments) and args.activation_offload:
+        flags = ", ".join(f"activation_offload_{name}" for name in args.given_pyao_settings())
+        raise ConfigError(
+            f"the training arguments have activation_offload{f' ({flags})' if flags else ''}, and "
+            "zeroth order saves no activations that could be offloaded. Give "
+            "activation_offload=False, or train with PyAOTrainer."
+        )
+    refused = {
+        "fp16": "its gradient scaler needs gradients; load the model in float16, or give bf16",
+        "weight_decay": "zeroth order has no weight decay; give 0",
+        "deepspeed": "DeepSpeed moves and shards the weights itself",
+        "fsdp": "FSDP shards the weights",
+        "torch_compile": "compiled code reads weights by itself",
+        "auto_find_batch_size": "it starts training again, after steps that were made",
+    }
+    for name, reason in refused.items():
+        if getattr(args, name, None):
+            kind = ConflictError if name in ("deepspeed", "fsdp", "torch_compile") else ConfigError
+            raise kind(
+                f"{name}={getattr(args, name)!r} cannot be used with zeroth order: {reason}."
+            )
+    if args.n_gpu > 1:
+        raise ConflictError(
+            f"this process sees {args.n_gpu} devices, and Trainer would wrap the model in "
+            "nn.DataParallel. Set CUDA_VISIBLE_DEVICES to one device, or start two processes."
+        )

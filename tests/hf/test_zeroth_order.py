@@ -1,0 +1,168 @@
+"""``PyAOZerothOrderTrainer`` against a plain Trainer whose step is a plain MeZO."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from hf_pyao import (
+    PyAOConfig,
+    PyAOTrainingArguments,
+    PyAOZerothOrderTrainer,
+    ZerothOrderSettings,
+)
+from hf_pyao.errors import ConfigError, ConflictError
+from tests.helpers import VOCAB, tiny_model
+from tests.helpers.plain_mezo import PlainMeZO
+
+EPSILON, RATE = 1e-2, 1e-2
+
+
+class PlainTrainer(Trainer):
+    """Makes each step by :class:`PlainMeZO`; its optimizer never sees a gradient."""
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        model.train()
+        if not hasattr(self, "mezo"):
+            self.mezo = PlainMeZO(model, EPSILON, seed=5)
+        inputs = self._prepare_inputs(inputs)
+
+        class Losses:
+            batches = (inputs,)
+
+            def __call__(_, model: nn.Module) -> list[torch.Tensor]:
+                return [self.compute_loss(model, dict(inputs))]
+
+        self.mezo.step(Losses(), self._get_learning_rate())
+        return torch.tensor(0.0)
+
+
+def examples(count: int = 8) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (count, 8), generator=generator)
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def arguments(folder: Path, kind: type = TrainingArguments, **more: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": RATE,
+        "max_grad_norm": 0.0,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 1,
+        "logging_steps": 1,
+        **more,
+    }
+    return kind(**options)
+
+
+def trainer_of(model: nn.Module, folder: Path, **more: Any) -> PyAOZerothOrderTrainer:
+    settings = ZerothOrderSettings(epsilon=EPSILON, seed=5, momentum=more.pop("momentum", 0.0))
+    return PyAOZerothOrderTrainer(
+        model=model,
+        args=arguments(folder, **more),
+        train_dataset=examples(),
+        eval_dataset=examples(4),
+        zeroth_order=settings,
+        num_resident=1,
+    )
+
+
+def assert_same(model: nn.Module, reference: nn.Module) -> None:
+    for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_it_trains_evaluates_and_saves_as_a_plain_one(tmp_path: Path) -> None:
+    model = tiny_model("opt", dropout=0.1)
+    plain = copy.deepcopy(model)
+    more = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 3}
+    reference = PlainTrainer(
+        model=plain,
+        args=arguments(tmp_path / "plain", **more),
+        train_dataset=examples(),
+        eval_dataset=examples(4),
+    )
+    reference.train()
+    ours = trainer_of(model, tmp_path / "ours", **more)
+    ours.train()
+    assert_same(model, plain)
+    assert ours.zeroth_order is None
+    losses = [
+        [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
+        for trainer in (ours, reference)
+    ]
+    assert losses[0] == losses[1]
+    assert ours.evaluate()["eval_loss"] == reference.evaluate()["eval_loss"]
+    assert all("grad_norm" not in each for each in ours.state.log_history)
+    saved = type(model).from_pretrained(tmp_path / "ours" / "checkpoint-3")
+    assert_same(saved, type(model).from_pretrained(tmp_path / "plain" / "checkpoint-3"))
+
+
+@pytest.mark.parametrize("more", [{}, {"momentum": 0.9, "gradient_accumulation_steps": 2}])
+def test_a_resumed_run_has_the_same_bits(more: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model("llama", dropout=0.1)
+    halved = copy.deepcopy(model)
+    trainer_of(model, tmp_path / "whole", save_steps=2, **more).train()
+    resumed = trainer_of(halved, tmp_path / "resumed", **more)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same(halved, model)
+
+
+def test_a_failing_step_leaves_a_plain_model(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    trainer = trainer_of(model, tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no")
+
+    hook = model.model.layers[2].register_forward_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        trainer.train()
+    hook.remove()
+    assert trainer.zeroth_order is None
+    assert all(type(module._parameters) is dict for module in model.modules())
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"fp16": True}, "fp16"),
+        ({"weight_decay": 0.1}, "weight_decay"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ],
+)
+def test_settings_that_need_gradients_are_refused(
+    more: dict[str, Any], word: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, ConflictError), match=word):
+        PyAOZerothOrderTrainer(model=tiny_model("opt"), args=arguments(tmp_path, **more))
+
+
+def test_settings_for_activations_are_refused(tmp_path: Path) -> None:
+    flags = arguments(
+        tmp_path, PyAOTrainingArguments, activation_offload=True, activation_offload_policy="auto"
+    )
+    with pytest.raises(ConfigError, match="activation_offload_policy"):
+        PyAOZerothOrderTrainer(model=tiny_model("opt"), args=flags)
+    with pytest.raises(ConfigError, match="pyao_config"):
+        PyAOZerothOrderTrainer(
+            model=tiny_model("opt"), args=arguments(tmp_path), pyao_config=PyAOConfig()
+        )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    with pytest.raises(ConfigError, match="optimizers"):
+        PyAOZerothOrderTrainer(
+            model=tiny_model("opt"), args=arguments(tmp_path), optimizers=(optimizer, None)
+        )
