@@ -29,6 +29,7 @@ from hf_pyao.auto.recording.zero_gradients import (
     Gradients,
     PartitionedGradients,
 )
+from hf_pyao.ranks import process_rank
 from hf_pyao.training_engines import DEEPSPEED, ZERO_3
 
 
@@ -203,7 +204,7 @@ class ZeroCopy:
         accumulates = getattr(optimizer, "gradient_accumulation_steps", 1) > 1
         if accumulates and not settings.is_offloaded and not stage_1:
             # The sum of the micro-batches before, of this rank's part.
-            rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
+            rank = torch.distributed.get_group_rank(optimizer.dp_process_group, process_rank().rank)
             mine = [each for each in trained if rank in owners.get(id(each), ())]
             self._buffers = [torch.empty_like(each) for each in mine]
         by_id = {id(each): each for each in trained}
@@ -275,7 +276,7 @@ def _num_ranks(model: nn.Module) -> int:
     for parameter in model.parameters():
         if ZERO_3.has(parameter):
             return int(parameter.ds_zero_partition_world_size)  # type: ignore[attr-defined]
-    return torch.distributed.get_world_size()
+    return process_rank().num_ranks
 
 
 def _bucket_settings(optimizer: Any, is_offloaded: bool, num_ranks: int) -> BucketSettings:
