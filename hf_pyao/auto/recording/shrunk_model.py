@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,15 @@ class RemovedLayers:
     """Qualified names of the layers that the model had, in forward order."""
     nbytes: int
     """Bytes of the parameters and buffers that went."""
+    container: nn.ModuleList = field(compare=False, repr=False)
+    """The list that held the layers."""
+    layers: tuple[nn.Module, ...] = field(compare=False, repr=False)
+    """What it held."""
+
+    def put_back(self) -> None:
+        """Give the model its layers again."""
+        del self.container[:]
+        self.container.extend(self.layers)
 
 
 def remove_equal_layers(model: nn.Module) -> RemovedLayers | None:
@@ -39,9 +48,9 @@ def remove_equal_layers(model: nn.Module) -> RemovedLayers | None:
     if container is None:
         return None
     half = NUM_RECORDED // 2
-    before = _bytes_of(model)
+    before, held = _bytes_of(model), tuple(container)
     del container[half : len(container) - half]
-    return RemovedLayers(names, before - _bytes_of(model))
+    return RemovedLayers(names, before - _bytes_of(model), container, held)
 
 
 def _list_of(layers: Sequence[nn.Module], model: nn.Module) -> nn.ModuleList | None:

@@ -194,6 +194,8 @@ def record_fake_step(
         finally:
             installed.put_back_forwards()
             lifecycle.remove()
+            if removed is not None:
+                removed.put_back()
         loss, tiles = installed.head_loss, installed.mlp_tiles
         num_chunks = 0 if loss is None else int(loss.metrics()["head_loss_num_chunks"])
         if must_run_again and lifecycle.refused:

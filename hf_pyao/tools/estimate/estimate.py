@@ -52,6 +52,7 @@ from hf_pyao.tools.estimate.model_specs import most_positions
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.search import largest_fitting, largest_on_a_line
 from hf_pyao.tools.estimate.ways import Family, PredictedWay, Way
+from hf_pyao.tools.simulation.kept_models import KeptModels
 
 LONGEST = 2**24
 """Where the search for the longest sequence ends."""
@@ -96,7 +97,9 @@ class Estimator:
         self.card_memory = card_memory(hardware, kernels)
         """What of the card may be reserved for a step, and what the rest is for."""
         self.limit_bytes = self.card_memory.limit_bytes
-        self._training = FakeTraining(config=config, training_state=training_state, **more)
+        self._training = FakeTraining(
+            config=config, training_state=training_state, kept=KeptModels(), **more
+        )
         self._recorded: dict[tuple[Family, int, int], StepProgram] = {}
         self._memories: dict[tuple[Way, Family, int, int], SizedMemory] = {}
         self._lines: dict[tuple[Family, str, int], Callable[[int], StepProgram] | None] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.base_names import ALL_LINEAR, PLAIN
 from hf_pyao.text import describe_error
+from hf_pyao.tools.simulation.kept_models import KeptModels, new_mode
 from hf_pyao.tools.simulation.late_transport import LateTransport
 from hf_pyao.tools.simulation.quantised_base import fake_parameter, quantise_linear_layers
 
@@ -90,31 +91,48 @@ class FakeTraining:
     kernels: KernelSettings = ANY_DEVICE
     """The device and the process that kernels are chosen for, and their workspaces computed."""
 
+    kept: KeptModels | None = field(default=None, compare=False, repr=False)
+    """Where models are kept from one step to the next; None: each step builds its own."""
+
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
-        """Build the model on fake tensors; everything of it happens in here.
+        """Build the model on fake tensors, or take a kept one; everything of it happens in here.
 
         Yields:
             The model, and the mode.
         """
+        if self.kept is not None:
+            with self.kept.model(self._key, self._build, self._operations) as found:
+                yield found
+            return
+        with new_mode() as fake_mode, self._operations():
+            yield self._build(), fake_mode
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        """What the model follows from."""
+        shape = (id(self.config), self.checkpointing, self.dtype)
+        return (*shape, self.lora_rank, self.lora_targets, self.base, self.adapter_dtype)
+
+    def _operations(self) -> AbstractContextManager[None]:
+        return _operations_of(self.operations_of, self.kernels)
+
+    def _build(self) -> nn.Module:
         config = type(self.config).from_dict(self.config.to_dict())
         config.use_cache = False
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
-            _operations_of(self.operations_of, self.kernels),
-        ):
-            if self.lora_rank is None:
-                model = build_model(config, checkpointing=self.checkpointing, dtype=self.dtype)
-            else:
-                model = build_lora_model(
-                    config,
-                    self.lora_rank,
-                    checkpointing=self.checkpointing,
-                    targets=self.lora_targets,
-                    base=self.base,
-                    adapter_dtype=self.adapter_dtype,
-                )
-            yield model, fake_mode
+        built: nn.Module
+        if self.lora_rank is None:
+            built = build_model(config, checkpointing=self.checkpointing, dtype=self.dtype)
+        else:
+            built = build_lora_model(
+                config,
+                self.lora_rank,
+                checkpointing=self.checkpointing,
+                targets=self.lora_targets,
+                base=self.base,
+                adapter_dtype=self.adapter_dtype,
+            )
+        return built
 
     def let_gradients_go(self, model: nn.Module) -> None:
         """Move gradients off the device as they are complete, if training does."""

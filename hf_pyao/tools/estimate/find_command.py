@@ -329,8 +329,9 @@ def _progress(is_shown: bool, total: int | None, unit: str) -> Progress:
 def _training(args: argparse.Namespace, config: Any, hardware: Hardware) -> FakeTraining:
     """Return the model, as the options train it."""
     from hf_pyao.tools.estimate.fake_step import FakeTraining
+    from hf_pyao.tools.simulation.kept_models import KeptModels
 
-    return FakeTraining(config=config, **training_fields_of(args, hardware))
+    return FakeTraining(config=config, kept=KeptModels(), **training_fields_of(args, hardware))
 
 
 def _recorder(

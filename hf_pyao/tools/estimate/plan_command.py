@@ -437,6 +437,7 @@ def _training_of(args: argparse.Namespace) -> FakeTraining:
     from hf_pyao.tools.estimate.common_arguments import training_fields_of
     from hf_pyao.tools.estimate.fake_step import FakeTraining
     from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
+    from hf_pyao.tools.simulation.kept_models import KeptModels
 
     for option, least in (("micro_batch", 1), ("sequence_length", 2)):
         if getattr(args, option) < least:
@@ -445,7 +446,7 @@ def _training_of(args: argparse.Namespace) -> FakeTraining:
     config = config_of(parse_model(args.source))
     check_sequence_length(config, args.sequence_length)
     hardware = find_hardware(args.device or "rtx4070")
-    return FakeTraining(config=config, **training_fields_of(args, hardware))
+    return FakeTraining(config=config, kept=KeptModels(), **training_fields_of(args, hardware))
 
 
 def _predicted_profile(args: argparse.Namespace, training: FakeTraining) -> Profile:

@@ -1,0 +1,81 @@
+"""Models that several recordings share: each recording is the one of a model built for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hf_pyao import PyAOConfig
+from hf_pyao.levers import NO_LEVERS, Levers
+from hf_pyao.tools.estimate.fake_step import FakeTraining
+from hf_pyao.tools.estimate.model_specs import config_of, parse_model
+from hf_pyao.tools.estimate.recorded_step import recorded_step
+from hf_pyao.tools.simulation.kept_models import KeptModels
+
+SEVEN_LAYERS = (
+    "llama:hidden_size=32,intermediate_size=48,num_hidden_layers=7,num_attention_heads=4,"
+    "num_key_value_heads=2,vocab_size=320"
+)
+
+LEVERS = (
+    NO_LEVERS,
+    Levers(head_loss="chunked"),
+    Levers(checkpoint_every=1),
+    Levers(checkpoint_every=2, save_attention=True),
+    Levers.of(PyAOConfig(policy="all", long_context=True)),
+    NO_LEVERS,
+)
+
+
+def training(**more: object) -> FakeTraining:
+    return FakeTraining(config=config_of(parse_model(SEVEN_LAYERS)), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 4}, {"training_state": "device"}])
+@pytest.mark.sampled(every=3)
+def test_a_kept_model_is_recorded_as_a_new_one(more: dict[str, object]) -> None:
+    new = training(**more)
+    kept = dataclasses.replace(new, kept=KeptModels())
+    for levers in LEVERS:
+        for batch, length in ((1, 16), (2, 24)):
+            expected = recorded_step(new, batch, length, levers=levers)
+            assert recorded_step(kept, batch, length, levers=levers) == expected
+
+
+def test_a_model_is_built_once_for_each_way_to_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    build = FakeTraining._build
+
+    def counted(self: FakeTraining) -> object:
+        built.append(self.checkpointing)
+        return build(self)
+
+    monkeypatch.setattr(FakeTraining, "_build", counted)
+    kept = training(kept=KeptModels())
+    for size in (1, 2, 3):
+        recorded_step(kept, size, 16)
+        recorded_step(dataclasses.replace(kept, checkpointing=True), size, 16)
+    assert built == [False, True]
+
+
+def test_a_model_is_dropped_if_its_step_fails() -> None:
+    kept = training(kept=KeptModels())
+    expected = recorded_step(kept, 1, 16)
+    with pytest.raises(RuntimeError, match="half way"), kept.model() as (model, _):
+        first = model
+        raise RuntimeError("half way")
+    with kept.model() as (second, _):
+        assert second is not first
+    assert recorded_step(kept, 1, 16) == expected
+
+
+def test_gradients_and_hooks_of_a_step_are_gone_before_the_next() -> None:
+    kept = training(kept=KeptModels())
+    recorded_step(kept, 1, 16)  # its gradients leave by hooks
+    with dataclasses.replace(kept, training_state="device").model() as (model, _):
+        kept.run(model, 1, 16)
+        assert all(each.grad is not None for each in model.parameters())
+    with kept.model() as (again, _):
+        assert again is model
+        assert all(each.grad is None for each in again.parameters())
