@@ -32,7 +32,7 @@ from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers, find_layers
 from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.plan.documents.plan import Plan
-from hf_pyao.plan.documents.run import outcome_of
+from hf_pyao.plan.documents.run import LayerBytes, outcome_of
 
 if TYPE_CHECKING:
     from hf_pyao.model.attention.attention_groups import AttentionGroups
@@ -117,6 +117,7 @@ class Offloader:
             self._guard.start()
             compare = weakly(self.compare_effects, None)
             watch_effects(self.engine.effects, self.config, model, compare)
+            self.record.watch_layers(weakly(self._streamed_bytes, {}))
             if self.record.report_path is not None:
                 # It holds the engine, which therefore goes a collection later than its cycle with
                 # us: only where there is something to write.
@@ -185,6 +186,11 @@ class Offloader:
     def layer_names(self) -> tuple[str, ...]:
         """Qualified names of the layers, in forward order."""
         return self.record.layer_names
+
+    @property
+    def layer_bytes(self) -> list[LayerBytes]:
+        """What became of each layer's saved tensors; empty where no report was asked for."""
+        return self.record.layer_bytes
 
     @property
     def report_extra(self) -> dict[str, Any]:
@@ -330,6 +336,9 @@ class Offloader:
             self._deciding.end()
         finally:
             self._installed.take_off(self.engine)
+
+    def _streamed_bytes(self) -> dict[str, int]:
+        return {} if self.weights is None else self.weights.streamed_bytes()
 
     def _end_record(self, outcome: str) -> None:
         self.record.report_extra.update(self._deciding.report())

@@ -5,17 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from hf_pyao.auto.install.layer_bytes import LayerBytesWatch
 from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.levers import Levers
 from hf_pyao.metrics import describe_totals, format_bytes, nothing_moved, select_metrics
-from hf_pyao.plan.documents.run import UNKNOWN, check_report_path, outcome_of, write_run_report
+from hf_pyao.plan.documents.run import (
+    UNKNOWN,
+    LayerBytes,
+    check_report_path,
+    outcome_of,
+    write_run_report,
+)
 from hf_pyao.ranks import process_rank
 
 logger = logging.getLogger(__name__)
@@ -64,6 +71,7 @@ class RunRecord:
         """Where the report goes; None for nowhere."""
         self.report_extra: dict[str, Any] = {}
         """Plain values that the report is to hold beside the figures."""
+        self._layer_bytes: LayerBytesWatch | None = None
         self._process_id = os.getpid()
         self._is_first_rank = process_rank().is_first
 
@@ -71,6 +79,21 @@ class RunRecord:
         """Add *sentence*, without its full stop, to what :meth:`describe` says; empty for none."""
         if sentence:
             self._levers_description += f" {sentence}."
+
+    def watch_layers(self, streamed_bytes: Callable[[], Mapping[str, int]]) -> None:
+        """Hear what becomes of each layer's saved tensors, if there is a report to write.
+
+        Args:
+            streamed_bytes: returns the bytes of weights that are streamed, by layer.
+        """
+        if self.report_path is not None:
+            self._layer_bytes = LayerBytesWatch(self.engine, self.layer_names, streamed_bytes)
+            self._layer_bytes.start()
+
+    @property
+    def layer_bytes(self) -> list[LayerBytes]:
+        """What became of each layer's saved tensors; empty where no report was asked for."""
+        return [] if self._layer_bytes is None else self._layer_bytes.layers
 
     def note_tightened(self, sentence: str) -> None:
         """Add to the report what was done for a micro-batch that did not fit."""

@@ -405,6 +405,10 @@ class StreamedLayers:
         for weight in self._quantised:
             weight.follow()
 
+    def streamed_bytes(self) -> dict[str, int]:
+        """Return the bytes of the weights that are streamed, by the layer's qualified name."""
+        return {masters.layer: masters.nbytes for masters in self._masters}
+
     def figures(self) -> dict[str, Any]:
         """Return what the uploads came to, as plain values."""
         if self.ring is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from hf_pyao.engine.transfer.mover import Mover
 from hf_pyao.engine.transfer.transport import LinkTimes
@@ -24,6 +25,8 @@ class RunFigures:
         self.totals = RunTotals()
         self.last: MicroBatchStats | None = None
         """Figures of the last micro-batch that was counted; None before the first."""
+        self.on_counted: Callable[[int], None] | None = None
+        """Is told of each micro-batch that was counted: how many there are by now."""
         self._late_times: deque[tuple[MicroBatchStats, LinkTimes]] = deque(maxlen=_MOST_LATE)
         """Micro-batches that were counted, some of whose copies may not be timed yet."""
 
@@ -34,6 +37,8 @@ class RunFigures:
         self.last = stats
         self.totals.add(stats)
         self._late_times.append((stats, times))
+        if self.on_counted is not None:
+            self.on_counted(self.totals.num_micro_batches)
 
     def settle_times(self) -> None:
         """Add the durations of copies that are known by now to the newest micro-batches.

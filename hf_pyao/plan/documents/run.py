@@ -29,6 +29,22 @@ UNKNOWN = "unknown"
 """The process, or the model, went before anyone said how the run ended."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """What became of what one layer saved for backward, in bytes of a micro-batch."""
+
+    layer: str
+    """Its qualified name."""
+    kept_bytes: int
+    """Stayed on the device."""
+    moved_bytes: int
+    """Went to the host."""
+    recomputed_bytes: int
+    """Were dropped, and recomputed in backward."""
+    streamed_weight_bytes: int = 0
+    """Weights of the layer that are on the host, and are uploaded for each pass."""
+
+
 class ReportedOffloader(Protocol):
     """What a report asks of an :class:`~hf_pyao.Offloader`."""
 
@@ -40,6 +56,11 @@ class ReportedOffloader(Protocol):
     @property
     def layer_names(self) -> tuple[str, ...]:
         """The layers, in forward order."""
+        ...
+
+    @property
+    def layer_bytes(self) -> list[LayerBytes]:
+        """What became of each layer's saved tensors; empty if that is not known."""
         ...
 
     @property
@@ -78,6 +99,9 @@ class RunReport(JsonDocument):
     """The device, such as ``cuda:0``."""
     layer_names: list[str]
     """The layers, in forward order."""
+    layers: list[LayerBytes] = field(default_factory=list)
+    """What became of each layer's saved tensors in one of the last micro-batches, in forward order;
+    empty if that is not known."""
     totals: dict[str, float]
     """Sums over all micro-batches; sizes held at once are peaks."""
     last_micro_batch: dict[str, float]
@@ -125,6 +149,7 @@ def make_run_report(offloader: ReportedOffloader, outcome: str = RUNNING) -> Run
         config=offloader.config.to_dict(),
         device=str(offloader.device),
         layer_names=list(offloader.layer_names),
+        layers=list(offloader.layer_bytes),
         totals=dict(offloader.totals()),
         last_micro_batch=dict(offloader.metrics()),
         link={"d2h_gib_per_s": speed.d2h_gib_per_s, "h2d_gib_per_s": speed.h2d_gib_per_s},

@@ -108,10 +108,11 @@ def _picture(document: Document, title: str) -> str:
     return f'<picture>\n{sources}<img alt="{alt}" src="{last}">\n</picture>'
 
 
-_DARK_PAGE, _NARROW_PAGE = "(prefers-color-scheme: dark)", "(max-width: 640px)"
+_DARK_PAGE = "screen and (prefers-color-scheme: dark)"
+_NARROW_PAGE = "screen and (max-width: 640px)"
 
 _LOOKS = (
-    (f"{_DARK_PAGE} and {_NARROW_PAGE}", replace(DARK, is_narrow=True)),
+    (f"{_DARK_PAGE} and (max-width: 640px)", replace(DARK, is_narrow=True)),
     (_NARROW_PAGE, replace(LIGHT, is_narrow=True)),
     (_DARK_PAGE, DARK),
     ("", LIGHT),
@@ -183,6 +184,19 @@ td.text { white-space: normal; overflow-wrap: break-word; min-width: 8rem; max-w
 .text { text-align: left; }
 tbody tr:nth-child(odd) { background: var(--band); }
 .source, li { color: var(--soft); font-size: .85rem; }
+@media (max-width: 640px) {
+  body { margin: 1rem auto; padding: 0 .75rem; }
+  table { font-size: .8rem; } th, td { padding: .3rem .4rem; }
+  td.text { min-width: 5.5rem; max-width: 9.5rem; overflow-wrap: anywhere; }
+}
+@media print {
+  :root { --ink: #000000; --soft: #444444; --line: #bbbbbb; --back: #ffffff; --band: #ffffff; }
+  body { margin: 0; max-width: none; font-size: 10pt; }
+  .wide { overflow: visible; } table { font-size: 8pt; } th, td { padding: .15rem .35rem; }
+  td { white-space: normal; } td.text { overflow-wrap: anywhere; min-width: 5rem; }
+  h2, picture { break-after: avoid; } tr, img { break-inside: avoid; }
+  img { max-height: 16cm; width: auto; }
+}
 """
 
 _PAGE = """<!doctype html>

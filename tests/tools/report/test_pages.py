@@ -181,7 +181,8 @@ def test_a_plot_is_there_for_light_and_dark_pages_narrow_and_wide() -> None:
     page = _Page(html_page([make_step()]))
     sources = [attributes for tag, attributes in page.attributes if tag == "source"]
     dark, narrow = "(prefers-color-scheme: dark)", "(max-width: 640px)"
-    assert [source["media"] for source in sources] == [f"{dark} and {narrow}", narrow, dark]
+    asked = [f"{dark} and {narrow}", narrow, dark]
+    assert [source["media"] for source in sources] == [f"screen and {each}" for each in asked]
     (last,) = [attributes["src"] for tag, attributes in page.attributes if tag == "img"]
     links = [*(source["srcset"] for source in sources), last]
     images = [base64.b64decode((link or "").partition(",")[2]).decode() for link in links]

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,61 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, f
         totals = offloader.totals()
         write_run_report(offloader, extra={"name": "a run", "losses": [1.0, float("nan")]})
     return path, totals
+
+
+def test_it_has_the_bytes_of_each_layer(trained: tuple[Path, dict[str, float]]) -> None:
+    report = read_document(trained[0])
+    assert [layer.layer for layer in report.layers] == report.layer_names
+    figures = report.last_micro_batch
+    assert sum(layer.moved_bytes for layer in report.layers) == figures["offloaded_bytes"]
+    assert sum(layer.kept_bytes for layer in report.layers) == figures["held_bytes"]
+    first, *_, last = report.layers
+    assert first.moved_bytes > 0
+    assert (last.moved_bytes, last.recomputed_bytes) == (0, 0)
+
+
+def test_few_micro_batches_are_listened_to(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    heard = []
+    config = PyAOConfig(policy="all", min_bytes=0, report=str(tmp_path / "run.json"))
+    with attach(model, config) as offloader:
+        for length in range(1, 10):
+            ids = torch.randint(0, 64, (1, length))
+            model(input_ids=ids, labels=ids).loss.backward()
+            heard.append(sum(layer.moved_bytes for layer in offloader.layer_bytes))
+        moved = offloader.metrics()["offloaded_bytes"]
+    changed = [n for n, (before, now) in enumerate(pairwise([0, *heard]), 1) if before != now]
+    assert changed == [1, 2, 4, 8]
+    assert heard[-1] < moved, "the ninth is not heard"
+
+
+def test_a_micro_batch_that_fails_is_not_counted(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    ids = torch.randint(0, 64, (1, 8))
+    config = PyAOConfig(policy="all", min_bytes=0, report=str(tmp_path / "run.json"))
+
+    def fail(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    with attach(model, config) as offloader:
+        with (
+            model.model.layers[1].register_forward_pre_hook(fail),
+            pytest.raises(ValueError, match="on purpose"),
+        ):
+            model(input_ids=ids, labels=ids)
+        assert offloader.layer_bytes == []
+        model(input_ids=ids, labels=ids).loss.backward()
+        moved = sum(layer.moved_bytes for layer in offloader.layer_bytes)
+        assert moved == offloader.metrics()["offloaded_bytes"]
+
+
+def test_without_a_report_nothing_is_listened_to() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS)).train()
+    with attach(model, PyAOConfig(policy="all")) as offloader:
+        assert offloader.engine.observer is None
+        assert offloader.layer_bytes == []
 
 
 def test_it_is_read_back_whole(trained: tuple[Path, dict[str, float]]) -> None:

@@ -115,17 +115,29 @@ class Look:
         self, width: float, height: float, ratios: Sequence[float] = (3, 2)
     ) -> tuple[Figure, tuple[Axes, Axes]]:
         """Return a figure with two axes beside each other, or on a narrow page one below."""
+        figure, both, _ = self.two_axes_and_one(width, [height], ratios)
+        return figure, both
+
+    def two_axes_and_one(
+        self, width: float, heights: Sequence[float], ratios: Sequence[float] = (3, 2)
+    ) -> tuple[Figure, tuple[Axes, Axes], Axes | None]:
+        """Return a figure with two axes as :meth:`two_axes`, and one below if there is a height."""
         from matplotlib.figure import Figure
 
-        size = (NARROW_INCHES, 2 * height) if self.is_narrow else (width, height)
-        figure = Figure(figsize=size, layout="constrained", facecolor=self.back)
+        first_height, *others = heights
+        rows = [first_height] * (2 if self.is_narrow else 1) + others
+        width = NARROW_INCHES if self.is_narrow else width
+        figure = Figure(figsize=(width, sum(rows)), layout="constrained", facecolor=self.back)
         if self.is_narrow:
-            first, second = figure.subplots(2, 1)
+            grid = figure.add_gridspec(len(rows), 1, height_ratios=rows)
+            places = [grid[row, 0] for row in range(len(rows))]
         else:
-            first, second = figure.subplots(1, 2, width_ratios=ratios)
-        for axes in (first, second):
+            grid = figure.add_gridspec(len(rows), 2, height_ratios=rows, width_ratios=ratios)
+            places = [grid[0, 0], grid[0, 1], *(grid[row, :] for row in range(1, len(rows)))]
+        first, second, *below = [figure.add_subplot(place) for place in places]
+        for axes in (first, second, *below):
             self.style(axes)
-        return figure, (first, second)
+        return figure, (first, second), below[0] if below else None
 
     def style(self, axes: Axes) -> None:
         """Give *axes* these colours."""

@@ -85,7 +85,7 @@ def _front_figure(plan: Plan, look: Look) -> Figure:
     most = max(point.peak_bytes for point in points)
     if 0 < limit <= 1.5 * most:
         axes.axvline(limit / GIB, color=look.soft, linestyle="--", linewidth=1.0, label="limit")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(point.step_ms for point in points))
     axes.set_xlabel("predicted peak on the device, GiB")
     axes.set_ylabel("predicted step, ms")
     axes.legend(fontsize=8, frameon=False, labelcolor=look.ink, loc="lower left")

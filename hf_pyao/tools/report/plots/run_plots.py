@@ -1,12 +1,23 @@
-"""The plot of a training run: where a micro-batch's bytes were, and what its copies cost."""
+"""The plot of a training run: where a micro-batch's bytes were, what its copies cost, and what
+became of each layer's bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hf_pyao.plan.documents.run import RunReport
+from hf_pyao.plan.documents.run import LayerBytes, RunReport
 from hf_pyao.quantities import GIB, MIB, number
-from hf_pyao.tools.report.plots.look import LIGHT, NOTHING, OFFLOAD, OURS, QUIET, RECOMPUTE, Look
+from hf_pyao.tools.report.plots.look import (
+    LIGHT,
+    NOTHING,
+    OFFLOAD,
+    OURS,
+    QUIET,
+    RECOMPUTE,
+    RELOAD,
+    Look,
+)
 from hf_pyao.tools.report.views.run_view import RUN_FIGURES, kept_rows
 
 if TYPE_CHECKING:
@@ -46,7 +57,10 @@ def run_figure(report: RunReport, look: Look = LIGHT) -> Figure | None:
         for reason, _ in kept_rows(report)[:5]
     ]
     times = [(labels[key], mean(key), look.colour(family)) for key, family in _TIMES]
-    figure, (left, right) = look.two_axes(11.0, 1.9 + 0.34 * len(sizes))
+    heights = [1.9 + 0.34 * len(sizes)]
+    if report.layers:
+        heights.append(2.6)
+    figure, (left, right), below = look.two_axes_and_one(11.0, heights)
     scale, unit = (GIB, "GiB") if max(size for _, size, _ in sizes) >= GIB else (MIB, "MiB")
     _draw(left, look, [(label, size / scale, colour) for label, size, colour in sizes])
     left.set_xlabel(look.wrapped(f"{unit} per micro-batch, mean over the run", 26))
@@ -55,7 +69,43 @@ def run_figure(report: RunReport, look: Look = LIGHT) -> Figure | None:
     right.set_xlabel(look.wrapped("ms per micro-batch, mean over the run", 26))
     title = look.wrapped("copies, and compute waiting for them", 28)
     right.set_title(title, loc="left", fontsize=10, color=look.ink)
+    if below is not None:
+        _draw_layers(below, look, report.layers)
     return figure
+
+
+_STRIP = (
+    ("kept_bytes", "kept", RECOMPUTE),
+    ("moved_bytes", "moved", OURS),
+    ("recomputed_bytes", "recomputed", OFFLOAD),
+    ("streamed_weight_bytes", "streamed weights", RELOAD),
+)
+"""What a layer's bar consists of, from below."""
+
+
+def _draw_layers(axes: Axes, look: Look, layers: Sequence[LayerBytes]) -> None:
+    """Draw a bar for each layer, in forward order, of what became of its bytes."""
+    from matplotlib.ticker import MaxNLocator
+
+    numbers = range(len(layers))
+    most = max(sum(getattr(layer, key) for key, *_ in _STRIP) for layer in layers)
+    scale, unit = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    bottom = [0.0] * len(layers)
+    for key, label, family in _STRIP:
+        sizes = [getattr(layer, key) / scale for layer in layers]
+        if any(sizes):
+            colour = look.colour(family)
+            axes.bar(numbers, sizes, 0.86, bottom=bottom, color=colour, label=label)
+            bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
+    axes.set_xlim(-0.6, len(layers) - 0.4)
+    axes.set_ylim(0, max(1e-9, *bottom) * 1.3)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(visible=False, axis="x")
+    axes.set_xlabel("layer, in forward order")
+    axes.set_ylabel(f"{unit} per micro-batch")
+    title = look.wrapped("what became of each layer's bytes", 28)
+    axes.set_title(title, loc="left", fontsize=10, color=look.ink)
+    axes.legend(frameon=False, labelcolor=look.ink, fontsize=8.5, ncols=2 if look.is_narrow else 4)
 
 
 def _draw(axes: Axes, look: Look, rows: list[tuple[str, float, str]]) -> None:
