@@ -335,5 +335,5 @@ def _answers(has_padding: bool) -> AbstractContextManager[None]:
 
         return each._replace(instead=answer)
 
-    answers = answers_without_values(has_padding=has_padding)
+    answers = answers_without_values(has_padding=has_padding, may_lack_mask=True)
     return replaced(*map(under_fake_mode, answers), *grouped_products())

@@ -16,6 +16,8 @@ from hf_pyao.model import gradient_buffer
 from hf_pyao.model.fake_cuda.cuda_operations import Replacement, can_trace_wide_products
 from hf_pyao.model.losses import cross_entropy
 
+_PACKED = "find_packed_sequence_indices"
+
 
 def choices_of_cuda() -> tuple[Replacement, ...]:
     """Return what :func:`~hf_pyao.model.fake_cuda.cuda_operations.operations_of_cuda` has to
@@ -61,7 +63,9 @@ def _needs_mask(*_: Any, **__: Any) -> bool:
     return False
 
 
-def answers_without_values(*, has_padding: bool = False) -> tuple[Replacement, ...]:
+def answers_without_values(
+    *, has_padding: bool = False, may_lack_mask: bool = False
+) -> tuple[Replacement, ...]:
     """Return what has to be replaced where transformers asks for values, which fakes have not.
 
     No layer is dropped (OPT's ``layerdrop``), and what a model checks of its inputs' values
@@ -69,6 +73,8 @@ def answers_without_values(*, has_padding: bool = False) -> tuple[Replacement, .
 
     Args:
         has_padding: whether the batch has padding, so that attention needs a mask.
+        may_lack_mask: whether the batch may have no ``attention_mask``, unlike those of data
+            collators. transformers 4 then makes a mask in training without a cache.
     """
     needed, needs = (_needs_mask, _needs_mask) if has_padding else (_needed_no_mask, _needs_no_mask)
     older: Any = None
@@ -78,9 +84,10 @@ def answers_without_values(*, has_padding: bool = False) -> tuple[Replacement, .
         older = AttentionMaskConverter
     except ImportError:
         pass
+    no_packed_sequences = Replacement(masking_utils, _PACKED, lambda *_, **__: None)
     return (
         Replacement(older, "_ignore_causal_mask_sdpa", needed),
-        *_no_packed_sequences(),
+        *(() if may_lack_mask and _masks_unasked() else (no_packed_sequences,)),
         Replacement(masking_utils, "_ignore_causal_mask_sdpa", needs),
         Replacement(torch, "rand", partial(_rand, torch.rand)),
         Replacement(torch, "_check_tensor_all", _holds),
@@ -88,17 +95,10 @@ def answers_without_values(*, has_padding: bool = False) -> tuple[Replacement, .
     )
 
 
-def _no_packed_sequences() -> tuple[Replacement, ...]:
-    """Return what finds no packed sequences in positions without values.
-
-    Nothing is replaced where transformers does not look at values. Before release 5, a batch
-    without ``attention_mask`` gets a mask in training without a cache, packed or not.
-    """
-    name = "find_packed_sequence_indices"
+def _masks_unasked() -> bool:
+    """Say whether transformers looks at no values to find packed samples: it makes a mask then."""
     with unset_fake_temporarily():
-        if getattr(masking_utils, name)(torch.arange(2)[None]) is not None:
-            return ()
-    return (Replacement(masking_utils, name, lambda *_, **__: None),)
+        return getattr(masking_utils, _PACKED)(torch.arange(2)[None]) is not None
 
 
 def grouped_products() -> tuple[Replacement, ...]:
