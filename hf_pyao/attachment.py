@@ -130,10 +130,12 @@ def offloader_of(model: nn.Module) -> Offloader | None:
 
 def _checked(model: object, config: object) -> PyAOConfig:
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is {model!r}; expected a torch.nn.Module.")
+        raise ConfigError(f"model is {model!r}; expected a torch.nn.Module.", key="wrong-argument")
     config = config or PyAOConfig()
     if not isinstance(config, PyAOConfig):
-        raise ConfigError(f"config is {config!r}; expected a PyAOConfig or None.")
+        raise ConfigError(
+            f"config is {config!r}; expected a PyAOConfig or None.", key="wrong-argument"
+        )
     return config
 
 
@@ -154,7 +156,8 @@ def _attached_already(model: nn.Module, config: PyAOConfig, found: FoundLayers) 
     raise ConflictError(
         "the model, or a part of it, is attached already, with another configuration or other "
         "layers. Detach it first (offloader.detach()), or pass the same model and "
-        "configuration."
+        "configuration.",
+        key="attached-already",
     )
 
 

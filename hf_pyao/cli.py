@@ -186,7 +186,8 @@ def _report(args: argparse.Namespace) -> int:
     if any(os.path.abspath(args.output) == os.path.abspath(path) for path in args.files):
         raise PyAOError(
             f"the output {echo(str(args.output))} is one of the files that are read, which it "
-            "would replace. Give another name."
+            "would replace. Give another name.",
+            key="settings-contradict",
         )
     from hf_pyao.tools.report.pages import write_page
 

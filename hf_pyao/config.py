@@ -478,21 +478,25 @@ def _known(values: object, where: str = "") -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"{where}a configuration is {echo(values)}; expected a mapping of settings, such as "
-            "{'policy': 'all'}."
+            "{'policy': 'all'}.",
+            key="setting-value",
         )
     given = dict(values)
     version = given.pop("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise ConfigError(
             f"{where}this configuration has schema_version {echo(version)}; this hf_pyao reads "
-            f"{SCHEMA_VERSION}. Write it again with the version you run."
+            f"{SCHEMA_VERSION}. Write it again with the version you run.",
+            key="file-other-version",
         )
     for name in given:
         if name in REMOVED:
-            raise ConfigError(f"{where}{name!r} is no setting any more; {REMOVED[name]}.")
+            raise ConfigError(
+                f"{where}{name!r} is no setting any more; {REMOVED[name]}.", key="setting-removed"
+            )
         if name not in SETTINGS:
             error = unknown_name("PyAOConfig key", name, SETTINGS)
-            raise ConfigError(f"{where}{error}")
+            raise ConfigError(f"{where}{error}", key="unknown-name")
     return given
 
 

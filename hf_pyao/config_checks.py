@@ -26,12 +26,14 @@ def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> No
     if policy == "modules" and not modules:
         raise ConfigError(
             f"{label('policy')} is 'modules', which offloads only what {label('modules')} names, "
-            f"and {label('modules')} is empty: name roles such as 'mlp_act', or choose 'all'."
+            f"and {label('modules')} is empty: name roles such as 'mlp_act', or choose 'all'.",
+            key="setting-missing",
         )
     if modules and isinstance(policy, str) and policy != "modules":
         raise ConfigError(
             f"{label('modules')} is {echo(list(modules))}, which has no effect while "
-            f"{label('policy')} is {policy!r}: choose policy 'modules', or drop the names."
+            f"{label('policy')} is {policy!r}: choose policy 'modules', or drop the names.",
+            key="setting-without-effect",
         )
     every = values["checkpoint_every"]
     for name, least in LEAST_LAYERS.items():
@@ -40,19 +42,22 @@ def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> No
             raise ConfigError(
                 f"{label(name)} is on, which has no effect while {label('checkpoint_every')} is "
                 f"{every}: {why} then. Give {label('checkpoint_every')}, such as {least}, or drop "
-                "it."
+                "it.",
+                key="setting-without-effect",
             )
     if values["stream_dtype"] != "stored" and values["stream_weights"] == "off":
         raise ConfigError(
             f"{label('stream_dtype')} is {values['stream_dtype']!r}, which has no effect while "
             f"{label('stream_weights')} is 'off': give {label('stream_weights')}, such as 0, or "
-            "drop it."
+            "drop it.",
+            key="setting-without-effect",
         )
     if values["stream_embeddings"] == "on" and values["stream_weights"] == "off":
         raise ConfigError(
             f"{label('stream_embeddings')} is 'on', which has no effect while "
             f"{label('stream_weights')} is 'off'. Give {label('stream_weights')} too: 'auto', or "
-            "the number of layers whose weights stay on the device."
+            "the number of layers whose weights stay on the device.",
+            key="setting-missing",
         )
     if values["checkpoint_every"]:
         _check_against_segments(values, label)
@@ -64,12 +69,14 @@ def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> No
         if given is None and policy == name:
             raise ConfigError(
                 f"{label('policy')} is {policy!r}, and {label(name)} is not given: give one, such "
-                f"as {example}, or choose 'all'."
+                f"as {example}, or choose 'all'.",
+                key="setting-missing",
             )
         if given is not None and isinstance(policy, str) and policy not in policies:
             raise ConfigError(
                 f"{label(name)} is {echo(given)}, which has no effect while {label('policy')} is "
-                f"{policy!r}: choose policy {policies[0]!r}, or drop it."
+                f"{policy!r}: choose policy {policies[0]!r}, or drop it.",
+                key="setting-without-effect",
             )
 
 
@@ -82,11 +89,13 @@ def _check_against_segments(values: Mapping[str, Any], label: Callable[[str], st
         raise ConfigError(
             f"{label('recompute_modules')} is {echo(list(values['recompute_modules']))}, which has "
             f"no effect while {every}: layers run again as a whole then. Drop the names, or give "
-            f"{label('checkpoint_every')}=0."
+            f"{label('checkpoint_every')}=0.",
+            key="setting-without-effect",
         )
     if values["policy"] == "pyao":
         raise ConfigError(
             f"{label('policy')} is 'pyao', which chooses parts of a layer to recompute, and "
             f"{every}: layers run again as a whole then. Choose another policy, such as 'all', or "
-            f"give {label('checkpoint_every')}=0."
+            f"give {label('checkpoint_every')}=0.",
+            key="settings-contradict",
         )

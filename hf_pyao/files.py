@@ -33,15 +33,22 @@ def read_json_object(
         content = Path(path).read_bytes()
     except (OSError, ValueError) as cause:  # ValueError: a name that no file can have
         reason = (cause.strerror if isinstance(cause, OSError) else None) or cause
-        raise error(f"cannot read {what}{what and ' '}{name}: {reason}. {expected}") from cause
+        raise error(
+            f"cannot read {what}{what and ' '}{name}: {reason}. {expected}", key="file-unreadable"
+        ) from cause
     try:
         values = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
     except ValueError as cause:  # no text, or no JSON
-        raise error(f"{name} is not valid JSON: {cause}. {expected}") from cause
+        raise error(f"{name} is not valid JSON: {cause}. {expected}", key="file-damaged") from cause
     except RecursionError as cause:
-        raise error(f"{name} is nested too deep to be read. {expected}") from cause
+        raise error(
+            f"{name} is nested too deep to be read. {expected}", key="file-damaged"
+        ) from cause
     if not isinstance(values, dict):
-        raise error(f"{name} holds a JSON {type(values).__name__}; expected an object. {expected}")
+        raise error(
+            f"{name} holds a JSON {type(values).__name__}; expected an object. {expected}",
+            key="file-damaged",
+        )
     return values
 
 

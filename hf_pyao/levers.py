@@ -17,6 +17,8 @@ Result = TypeVar("Result")
 class LeversRefusedError(PyAOError, RuntimeError):
     """A step cannot be had with these levers; says why."""
 
+    key = "levers-refused"
+
 
 def or_refuse(record: Callable[[], Result]) -> Result:
     """Return what *record* returns.

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hf_pyao.errors import warn
 from hf_pyao.metrics import MicroBatchStats
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,11 @@ class NoEffect:
     """Why."""
     remedy: str
     """What to do."""
+
+    @property
+    def key(self) -> str:
+        """Of the catalogue: what the warning ends with."""
+        return "nothing-offloaded" if self.setting == OFFLOADING else "no-effect"
 
     @property
     def line(self) -> str:
@@ -71,7 +77,7 @@ class EffectLedger:
         if fact.setting not in self._facts:
             self._facts[fact.setting] = fact
             if not is_said:
-                logger.warning("%s", fact.line)
+                warn(logger, fact.key, "%s", fact.line)
 
     def compare_after(self, num_micro_batches: int, compare: Callable[[], object]) -> None:
         """Call *compare* once, when *num_micro_batches* are over."""

@@ -112,13 +112,19 @@ class Named(Kind):
             f"with {', '.join([*self.attributes, *(f'{m}()' for m in self.methods)])}"
         )
         if isinstance(value, type):
-            raise ConfigError(f"{label} is the class {value.__name__}; {expected}. Make one of it.")
+            raise ConfigError(
+                f"{label} is the class {value.__name__}; {expected}. Make one of it.",
+                key="setting-value",
+            )
         missing = [a for a in self.attributes if not hasattr(value, a)]
         missing += [m for m in self.methods if not callable(getattr(value, m, None))]
         if not missing and not isinstance(value.name, str):
             missing = ["name"]
         if missing:
-            raise ConfigError(f"{label} is {echo(value)}; {expected}. It lacks {missing[0]!r}.")
+            raise ConfigError(
+                f"{label} is {echo(value)}; {expected}. It lacks {missing[0]!r}.",
+                key="setting-value",
+            )
         return value
 
 
@@ -133,16 +139,20 @@ class Names(Kind):
         if isinstance(value, str):
             raise ConfigError(
                 f"{label} is {echo(value)}; expected a list or tuple of names, such as "
-                f"({echo(value or 'mlp_act')},)."
+                f"({echo(value or 'mlp_act')},).",
+                key="setting-value",
             )
         if not isinstance(value, Sequence | Set) or isinstance(value, bytes | bytearray):
             raise ConfigError(
                 f"{label} is {echo(value)}; expected a list or tuple of names, such as "
-                "('mlp_act',)."
+                "('mlp_act',).",
+                key="setting-value",
             )
         for name in value:
             if not isinstance(name, str) or not name:
-                raise ConfigError(f"{label} holds {echo(name)}; expected non-empty names.")
+                raise ConfigError(
+                    f"{label} holds {echo(name)}; expected non-empty names.", key="setting-value"
+                )
         return tuple(sorted(value) if isinstance(value, Set) else value)
 
     def parse(self, label: str, text: str) -> tuple[str, ...]:
@@ -164,7 +174,7 @@ class Count(Kind):
         count = _check_whole(label, value, self.unit, f"a whole number of {self.unit}")
         if count < self.least:
             expected = f"expected {self.least} or more (unit: {self.unit})"
-            raise ConfigError(f"{label} is {count}; {expected}.")
+            raise ConfigError(f"{label} is {count}; {expected}.", key="setting-value")
         return count
 
     def parse(self, label: str, text: str) -> int:
@@ -195,7 +205,9 @@ class Size(Kind):
                 return value
             num_bytes = _parse_size(value)
             if num_bytes is None:
-                raise ConfigError(f"{label} is {echo(value)}; expected {expected}.")
+                raise ConfigError(
+                    f"{label} is {echo(value)}; expected {expected}.", key="setting-value"
+                )
             value = num_bytes
         return _check_whole(label, value, "bytes", expected)
 
@@ -228,7 +240,9 @@ class Amount(Kind):
             value = int(value)
         if isinstance(value, str):
             if _parse_size(value) is None or value.strip()[-1:].isdigit():
-                raise ConfigError(f"{label} is {echo(value)}; expected {expected}.")
+                raise ConfigError(
+                    f"{label} is {echo(value)}; expected {expected}.", key="setting-value"
+                )
             return value.strip()
         return _check_whole(label, value, "tensors", expected)
 
@@ -251,12 +265,16 @@ class Gibibytes(Kind):
         expected = "expected a number of GiB (2**30 bytes), or None"
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not is_number or value != value:  # NaN is no number of anything
-            raise ConfigError(f"{label} is {echo(value)}; {expected}.")
+            raise ConfigError(f"{label} is {echo(value)}; {expected}.", key="setting-value")
         if value < 0:
-            raise ConfigError(f"{label} is {echo(value)}; it cannot be negative (unit: GiB).")
+            raise ConfigError(
+                f"{label} is {echo(value)}; it cannot be negative (unit: GiB).", key="setting-value"
+            )
         most = (MOST + 1) // 2**30
         if value >= most:  # infinity too
-            raise ConfigError(f"{label} is {echo(value)}; {expected}, below {most:,}.")
+            raise ConfigError(
+                f"{label} is {echo(value)}; {expected}, below {most:,}.", key="setting-value"
+            )
         return value if isinstance(value, int | float) else float(value)
 
     def parse(self, label: str, text: str) -> float | None:
@@ -280,11 +298,16 @@ class FilePath(Kind):
         expected = "expected the path of a file, or None"
         path = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(path, str):
-            raise ConfigError(f"{label} is {echo(value)}; {expected}.")
+            raise ConfigError(f"{label} is {echo(value)}; {expected}.", key="setting-value")
         if "\0" in path:
-            raise ConfigError(f"{label} is {echo(path)}; {expected}, without the character NUL.")
+            raise ConfigError(
+                f"{label} is {echo(path)}; {expected}, without the character NUL.",
+                key="setting-value",
+            )
         if Path(path).name in ("", "..") or path.endswith(("/", os.sep)):
-            raise ConfigError(f"{label} is {echo(path)}, which names no file; {expected}.")
+            raise ConfigError(
+                f"{label} is {echo(path)}, which names no file; {expected}.", key="setting-value"
+            )
         return path
 
 
@@ -299,7 +322,9 @@ class Switch(Kind):
     def check(self, label: str, value: Any) -> bool:
         """Check that *value* is True or False."""
         if not isinstance(value, bool):
-            raise ConfigError(f"{label} is {echo(value)}; expected true or false.")
+            raise ConfigError(
+                f"{label} is {echo(value)}; expected true or false.", key="setting-value"
+            )
         return value
 
     def parse(self, label: str, text: str) -> bool:
@@ -324,13 +349,16 @@ class Parts(Kind):
             value = int(value)
         if isinstance(value, str):
             if value not in ("off", "auto"):
-                raise ConfigError(f"{label} is {echo(value)}; {expected}.")
+                raise ConfigError(f"{label} is {echo(value)}; {expected}.", key="setting-value")
             return value
         if value is False:
-            raise ConfigError(f"{label} is False; did you mean 'off'? In YAML, write it in quotes.")
+            raise ConfigError(
+                f"{label} is False; did you mean 'off'? In YAML, write it in quotes.",
+                key="setting-value",
+            )
         count = _check_whole(label, value, self.unit, expected.removeprefix("expected "))
         if count == 0 and not self.zero_is_off:
-            raise ConfigError(f"{label} is 0; {expected}.")
+            raise ConfigError(f"{label} is 0; {expected}.", key="setting-value")
         return "off" if count <= 1 else count
 
 
@@ -357,10 +385,15 @@ class CountOrWord(Kind):
         if isinstance(value, str):
             if value not in self.words:
                 hint = nearest(value, self.words)
-                raise ConfigError(f"{label} is {echo(value)}{hint or ';'} {expected}.")
+                raise ConfigError(
+                    f"{label} is {echo(value)}{hint or ';'} {expected}.", key="setting-value"
+                )
             return value
         if value is False and "off" in self.words:
-            raise ConfigError(f"{label} is False; did you mean 'off'? In YAML, write it in quotes.")
+            raise ConfigError(
+                f"{label} is False; did you mean 'off'? In YAML, write it in quotes.",
+                key="setting-value",
+            )
         return _check_whole(label, value, self.unit, expected.removeprefix("expected "))
 
 
@@ -448,19 +481,28 @@ def _check_name(label: str, value: object, names: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in names:
         return value
     if value is False and "off" in names:
-        raise ConfigError(f"{label} is False; did you mean 'off'? In YAML, write it with quotes.")
+        raise ConfigError(
+            f"{label} is False; did you mean 'off'? In YAML, write it with quotes.",
+            key="setting-value",
+        )
     hint = nearest(value, names) if isinstance(value, str) else ""
-    raise ConfigError(f"{label} is {echo(value)}{hint or ';'} known: {', '.join(names)}.")
+    raise ConfigError(
+        f"{label} is {echo(value)}{hint or ';'} known: {', '.join(names)}.", key="setting-value"
+    )
 
 
 def _check_whole(label: str, value: object, unit: str, expected: str) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ConfigError(f"{label} is {echo(value)}; expected {expected}.")
+        raise ConfigError(f"{label} is {echo(value)}; expected {expected}.", key="setting-value")
     number = int(value)
     if number < 0:
-        raise ConfigError(f"{label} is {echo(number)}; it cannot be negative (unit: {unit}).")
+        raise ConfigError(
+            f"{label} is {echo(number)}; it cannot be negative (unit: {unit}).", key="setting-value"
+        )
     if number > MOST:
-        raise ConfigError(f"{label} is {echo(number)}; expected at most {MOST:,} {unit}.")
+        raise ConfigError(
+            f"{label} is {echo(number)}; expected at most {MOST:,} {unit}.", key="setting-value"
+        )
     return number
 
 

@@ -49,7 +49,7 @@ def describe_error(error: BaseException) -> str:
     Without that line's full stop: it goes into a sentence. An error that says nothing is told by
     the line that raised it.
     """
-    lines = str(error).strip().splitlines()
+    lines = f"{error}".strip().splitlines()  # ours are without their key in an f-string
     name = type(error).__name__
     if lines:
         return one_line(f"{name}: {lines[0].rstrip('.')}")[:300]

@@ -77,5 +77,7 @@ def test_a_failure_leaves_the_old_file_and_no_part(
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 300, "none.json", "."])
 def test_what_cannot_be_read_is_an_error_of_the_class_asked_for(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^cannot read .*\. Give another\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^cannot read .*\. Give another\. \[pyao:file-unreadable\]$"
+    ):
         read_json_object(tmp_path / name, ConfigError, expected="Give another.")

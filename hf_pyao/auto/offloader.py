@@ -27,7 +27,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.engine.recompute.verification import TILES, SecondRunCheck, SecondRuns
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.weak_calls import weakly
-from hf_pyao.errors import ConflictError
+from hf_pyao.errors import ConflictError, warn
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers, find_layers
 from hf_pyao.model.map.wrappers import class_name
@@ -218,7 +218,8 @@ class Offloader:
         if self._deciding.is_measuring or model is None or not self._is_attached:
             raise ConflictError(
                 "no profile can be begun: one is being made already (`profile` in the "
-                "configuration), or the model is not attached any more."
+                "configuration), or the model is not attached any more.",
+                key="profile-running",
             )
         found = find_layers(model, self.config.layers)
         self._deciding.measuring.measure(model, found, self, path, num_micro_batches)
@@ -313,7 +314,7 @@ class Offloader:
         outcome = outcome_of(error) if outcome is None else outcome
         has_run = self._is_attached
         if has_run and (advice := self._explain(error)):
-            logger.error("%s", advice)
+            warn(logger, "out-of-memory-advice", "%s", advice, level=logging.ERROR)
         if has_run and error is None and self.engine.num_forwards:
             self.engine.effects.compare_now()
         self._is_attached = False

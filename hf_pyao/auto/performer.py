@@ -29,6 +29,7 @@ from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.errors import warn
 from hf_pyao.plan.documents.plan import KEEP, Plan
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.text import describe_error
@@ -171,7 +172,12 @@ class AutoActions:
             found = self._planned(purpose, state)
         except Exception as error:  # no reason to end a training
             if purpose is Purpose.MEMORY:
-                logger.warning("no tighter plan was found: %s", describe_error(error))
+                warn(
+                    logger,
+                    "no-tighter-plan",
+                    "no tighter plan was found: %s",
+                    describe_error(error),
+                )
             return on.NotPlanned(describe_error(error))
         return found
 
@@ -347,7 +353,12 @@ class AutoActions:
             return None
         self._held = None
         if why:
-            logger.warning("policy 'auto' keeps what it does, instead of another plan: %s.", why)
+            warn(
+                logger,
+                "plan-not-adopted",
+                "policy 'auto' keeps what it does, instead of another plan: %s.",
+                why,
+            )
             return on.Interrupted(why) if isinstance(held, on.Planned) else None
         self._agreed = _plan_of(held)
         return held
@@ -360,8 +371,8 @@ class AutoActions:
         self._proposer.propose(text, self._number)
 
     def _show(self, action: do.Say) -> None:
-        if action.is_warning:
-            logger.warning("%s", action.line)
+        if action.key:
+            warn(logger, action.key, "%s", action.line)
         else:
             self.say(action.line)
 

@@ -39,6 +39,7 @@ from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
+from hf_pyao.errors import warn
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.device_limit import why_unlimited
@@ -282,7 +283,12 @@ class AutoPolicy:
             return
         ready, self._proposed = self._proposed, None
         if why_not or ready is None:
-            logger.warning("policy 'auto' keeps what it does, instead of a plan: %s.", why_not)
+            warn(
+                logger,
+                "plan-not-adopted",
+                "policy 'auto' keeps what it does, instead of a plan: %s.",
+                why_not,
+            )
             return
         self.driver.send(on.Heard(ready))
 
@@ -322,7 +328,12 @@ class AutoPolicy:
             return
         why = self._view.why_not_again(plan)
         if why:
-            logger.warning("the plan in the checkpoint is not followed: %s", why)
+            warn(
+                logger,
+                "checkpoint-plan-ignored",
+                "the plan in the checkpoint is not followed: %s",
+                why,
+            )
             return
         self.follow(plan, "the plan in the checkpoint")
         self._actions.say(self.summary)

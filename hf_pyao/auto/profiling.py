@@ -28,7 +28,7 @@ from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weak_calls import weakly
-from hf_pyao.errors import PyAOError
+from hf_pyao.errors import PyAOError, warn
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.provenance import collect_provenance
@@ -267,7 +267,7 @@ class ProfileWriter:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning("the profile goes no further: %s", describe_error(error))
+        warn(logger, "profile-incomplete", "the profile goes no further: %s", describe_error(error))
         self._complete()
         self._tell_done()
 
@@ -294,8 +294,10 @@ class ProfileWriter:
                 self.profile = merge_profiles([self.profile, *others])
                 changed = True
             elif is_last:
-                logger.warning(
-                    "the profile covers one rank only: not all of the others sent theirs."
+                warn(
+                    logger,
+                    "profile-incomplete",
+                    "the profile covers one rank only: not all of the others sent theirs.",
                 )
             else:
                 self._write_if(changed)
@@ -316,7 +318,7 @@ class ProfileWriter:
             recorded, _ = record_fake_step(step, levers=self._levers, layers=self._layers)
             return recorded.to_dict(), ""
         except CopyError as error:
-            return None, str(error)
+            return None, f"{error}"
         except Exception as error:  # no reason to end a training
             return None, f"it could not be recorded: {describe_error(error)}"
 
@@ -331,7 +333,7 @@ class ProfileWriter:
             write_json(self._path, self.profile)
             logger.info("the profile is written: %s", self._path)
         except PyAOError as error:  # no reason to end a training
-            logger.warning("the profile is lost: %s", error)
+            warn(logger, "file-unwritable", "the profile is lost: %s", error)
 
     def _complete(self) -> None:
         self.is_complete = True
@@ -359,7 +361,9 @@ class ProfileWriter:
                 and self._watch is not None
                 and not self.is_complete
             ):
-                logger.warning(
+                warn(
+                    logger,
+                    "profile-incomplete",
                     "no profile is written: it is of %d micro-batches, and fewer ran forward and "
                     "backward with offloaded layers. Ask for fewer (`profile_steps`), or train "
                     "longer.",
@@ -385,12 +389,15 @@ def _read_kept(path: Path, identity: Mapping[str, Any]) -> Profile | None:
     try:
         kept = Profile.from_dict(read_json(path), where)
     except ReportError as error:
-        raise ReportError(f"{error} A profile is to be written there: {remedy}") from error
+        raise ReportError(
+            f"{error} A profile is to be written there: {remedy}", key="file-kind"
+        ) from error
     for key, value in identity.items():
         if kept.model.get(key) != value:
             raise ReportError(
                 f"{where} is the profile of another model: its {key} is "
-                f"{echo(str(kept.model.get(key)))}, and here it is {echo(str(value))}. {remedy}"
+                f"{echo(str(kept.model.get(key)))}, and here it is {echo(str(value))}. {remedy}",
+                key="profile-other-model",
             )
     return kept
 

@@ -17,7 +17,7 @@ from hf_pyao.auto.machine.driver import Driver
 from hf_pyao.auto.machine.states import Ready, State
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.transport import Transport
-from hf_pyao.errors import PyAOError
+from hf_pyao.errors import PyAOError, warn
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.measure.pack_intervals import PackIntervals
 from hf_pyao.plan.paper.iqr import find_outliers
@@ -89,7 +89,9 @@ class PyAORule:
         rates = intervals.throughput_gib_per_s()
         if not known or not rates:
             why = "the link's speed is not known" if rates else "compiled layers cannot be timed"
-            logger.warning(
+            warn(
+                logger,
+                "offloads-everything",
                 "policy 'pyao' goes on offloading everything, and keeps no plan: %s after %d "
                 "micro-batches.",
                 why,
@@ -128,4 +130,4 @@ class PyAORule:
         try:
             plan.to_json_file(self._plan_path)
         except PyAOError as error:  # no reason to end a training
-            logger.warning("the plan is not kept: %s", error)
+            warn(logger, "plan-not-written", "the plan is not kept: %s", error)

@@ -23,6 +23,7 @@ from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
+from hf_pyao.errors import warn
 from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.hardware.speeds import LinkModel
@@ -188,6 +189,11 @@ def _least_of_all_ranks(number: int) -> int:
     exchange.tell(str(number))
     heard = exchange.heard(wait_s=WAIT_S)
     if heard is None:
-        logger.warning("how many layers fit on other ranks is not known after %d s.", WAIT_S)
+        warn(
+            logger,
+            "ranks-not-told",
+            "how many layers fit on other ranks is not known after %d s.",
+            WAIT_S,
+        )
         return number
     return min(int(text) for text in heard)

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from hf_pyao.auto.install.conflicts import check_other_offloaders
 from hf_pyao.config import SETTINGS, PyAOConfig, file_labels, read_settings
-from hf_pyao.errors import ConfigError
+from hf_pyao.errors import ConfigError, warn
 from hf_pyao.hf.flags import flag_of, flag_text
 from hf_pyao.hf.micro_batch.checks import check_auto_micro_batch
 from hf_pyao.hf.setting_fields import ArgumentFields
@@ -86,7 +86,8 @@ class PyAOArguments(ArgumentFields):
             raise ConfigError(
                 f"activation_offload is {echo(self.activation_offload)}; expected True or False. "
                 "If it was meant as another class's first positional argument, list PyAOArguments "
-                "before that class among the bases."
+                "before that class among the bases.",
+                key="mixin-order",
             )
         if self.activation_offload:
             return PyAOConfig.from_dict(*self._settings_and_labels())
@@ -101,7 +102,8 @@ class PyAOArguments(ArgumentFields):
             alone = f" For the head loss alone: {_HEAD_LOSS_ALONE} {flags['head_loss']}."
         raise ConfigError(
             f"offloading is off, so {', '.join(idle)} would have no effect. Add "
-            f"--activation_offload (activation_offload=True), or drop what depends on it.{alone}"
+            f"--activation_offload (activation_offload=True), or drop what depends on it.{alone}",
+            key="setting-without-effect",
         )
 
     def given_pyao_settings(self) -> dict[str, Any]:
@@ -142,7 +144,13 @@ class PyAOArguments(ArgumentFields):
             self._has_logged_overruled = True
             for name in overruled:
                 values = echo(flags[name]), name, echo(in_file[name]), path
-                logger.warning("%s %s wins over %s=%s in %s", flag_text(name), *values)
+                warn(
+                    logger,
+                    "setting-given-twice",
+                    "%s %s wins over %s=%s in %s",
+                    flag_text(name),
+                    *values,
+                )
         labels |= {name: in_file_labels[name] for name in in_file.keys() - flags.keys()}
         return {**in_file, **flags}, labels
 

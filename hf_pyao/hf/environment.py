@@ -37,7 +37,9 @@ def read_environment(kinds: Mapping[str, Kind]) -> dict[str, Any]:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name in REMOVED:
-            raise ConfigError(f"{variable} is no setting any more; {REMOVED[name]}.")
+            raise ConfigError(
+                f"{variable} is no setting any more; {REMOVED[name]}.", key="setting-removed"
+            )
         if variable not in names:
             raise unknown_name("environment variable", variable, names)
         if text.strip():

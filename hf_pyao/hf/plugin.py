@@ -114,7 +114,8 @@ class PyAOPlugin(PluginFields):
         if self._accelerator is not None:
             raise ConflictError(
                 "this PyAOPlugin is bound to another Accelerator already. Make one plugin for "
-                "each, or call unbind() first."
+                "each, or call unbind() first.",
+                key="plugin-bound",
             )
         self._accelerator = accelerator
         # `prepare` and not `prepare_model`, which FSDP2 and DeepSpeed go around.

@@ -59,7 +59,8 @@ def one_copy_per_node() -> Iterator[None]:
             raise ConfigError(
                 f"one_copy_per_node: {num_local} processes run on this node ({counted_by}), and "
                 "they have no process group yet. Make the Accelerator or the TrainingArguments "
-                "before the model is loaded, or call torch.distributed.init_process_group()."
+                "before the model is loaded, or call torch.distributed.init_process_group().",
+                key="one-copy-setup",
             )
         yield
         return
@@ -72,7 +73,8 @@ def one_copy_per_node() -> Iterator[None]:
     if missing:
         raise ConfigError(
             f"one_copy_per_node: transformers' PreTrainedModel has no {missing[0]} in this "
-            "version. Load the model in each process without it."
+            "version. Load the model in each process without it.",
+            key="one-copy-setup",
         )
     own = {name: PreTrainedModel.__dict__[name] for name in _METHODS}
     leads = process_rank().rank == leader.rank
@@ -107,7 +109,8 @@ def _members() -> list[_Member]:
     if told is None:
         raise ConflictError(
             f"one_copy_per_node: not all of {nodes.num_ranks} ranks came within {_MEET_S:.0f} s. "
-            "Enter it on each rank, at the same place."
+            "Enter it on each rank, at the same place.",
+            key="one-copy-rank-lost",
         )
     heard = [json.loads(text) for text in told]
     own, _ = heard[nodes.rank]
@@ -200,7 +203,8 @@ def _check(config: Any) -> None:
         what = "has a device map"
     if what:
         raise ConflictError(
-            f"one_copy_per_node: the model {what}. Load it in each process, without this context."
+            f"one_copy_per_node: the model {what}. Load it in each process, without this context.",
+            key="one-copy-model",
         )
 
 
@@ -215,10 +219,13 @@ def _hear(meeting: RankExchange, member: _Member) -> dict[str, Any]:
         if meeting.num_ranks == 1 or time.monotonic() > until or not member.is_living:
             raise ConflictError(
                 f"one_copy_per_node: rank {member.rank} (process {member.process}) has ended, or "
-                "loads no model where this rank does."
+                "loads no model where this rank does.",
+                key="one-copy-rank-lost",
             )
         time.sleep(_POLL_S)
     heard: dict[str, Any] = json.loads(told)
     if heard["error"]:
-        raise ConflictError(f"one_copy_per_node: rank {member.rank}: {heard['error']}")
+        raise ConflictError(
+            f"one_copy_per_node: rank {member.rank}: {heard['error']}", key="one-copy-rank-lost"
+        )
     return heard

@@ -70,7 +70,8 @@ class PyAOTrainerMixin(_TrainerBase):
             raise ConfigError(
                 f"{cls.__name__} lists PyAOTrainerMixin after the trainer class, whose methods "
                 f"then hide those of the mixin, and nothing would be offloaded. Name the mixin "
-                f"first: class {cls.__name__}({order})."
+                f"first: class {cls.__name__}({order}).",
+                key="mixin-order",
             )
 
     def __init__(self, *args: Any, pyao_config: PyAOConfig | None = None, **kwargs: Any) -> None:
@@ -219,7 +220,8 @@ def _resolve_config(args: object, pyao_config: PyAOConfig | None) -> PyAOConfig 
     if from_flags is None:
         raise ConfigError(
             "pyao_config was given, but the training arguments say activation_offload=False. "
-            "Pass activation_offload=True (--activation_offload), or drop pyao_config."
+            "Pass activation_offload=True (--activation_offload), or drop pyao_config.",
+            key="settings-contradict",
         )
     given = args.given_pyao_settings()
     for name in given:
@@ -229,7 +231,8 @@ def _resolve_config(args: object, pyao_config: PyAOConfig | None) -> PyAOConfig 
         if flag != argument:
             raise ConfigError(
                 f"the training arguments say {name}={flag!r} (activation_offload_{name}, or the "
-                f"configuration file), and pyao_config says {name}={argument!r}. Drop one of them."
+                f"configuration file), and pyao_config says {name}={argument!r}. Drop one of them.",
+                key="settings-contradict",
             )
     return pyao_config.with_settings(
         **{name: getattr(from_flags, name) for name in given if name in pyao_config.left_open}

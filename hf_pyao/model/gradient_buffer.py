@@ -16,6 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hf_pyao.errors import ReleasedTensorError
+
 _BLOCK_ELEMENTS = 2**22
 """Elements of a matrix that are narrowed or widened at a time (16 MiB of float32)."""
 
@@ -101,7 +103,7 @@ class GradientBuffer:
         """
         result = self._result
         if result is None:
-            raise RuntimeError("the gradient was already handed over")
+            raise ReleasedTensorError("the gradient was already handed over", key="backward-twice")
         if keep:
             result = torch.empty_like(result)
         else:

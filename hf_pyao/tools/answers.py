@@ -153,7 +153,7 @@ def kept_answer(question: Mapping[str, Any], kind: type[D]) -> D | None:
     try:
         values = read_json_object(path, ReportError, expected="An answer that was kept.")
         if values.get("question") != question:
-            raise ReportError("it is the answer to another question")
+            raise ReportError("it is the answer to another question", key="file-kind")
         found = kind.from_dict(values.get("answer", {}), str(path))
         with contextlib.suppress(OSError):
             os.utime(path)  # it was used now

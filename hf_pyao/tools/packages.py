@@ -59,7 +59,10 @@ def need_torch() -> None:
     """
     failure = import_failure("torch")
     if failure is not None:
-        raise PyAOError(f"{failure}. Without torch nothing else can be looked at: install it anew.")
+        raise PyAOError(
+            f"{failure}. Without torch nothing else can be looked at: install it anew.",
+            key="missing-package",
+        )
 
 
 def is_installed(name: str) -> bool:

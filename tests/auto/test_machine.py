@@ -124,7 +124,7 @@ def test_without_a_recorded_step_it_plans_without_timing() -> None:
     assert of(actions, do.MakePlan).purpose is Purpose.UNRECORDED
     gave_up, actions = run(state, on.NotPlanned("it is compiled", is_error=False))
     assert gave_up.mode is Mode.GAVE_UP and gave_up.target is Target.CONFIGURED
-    assert not of(actions, do.Say).is_warning and of(actions, do.Tell).ready is None
+    assert not of(actions, do.Say).key and of(actions, do.Tell).ready is None
     assert "goes on offloading everything: it is compiled" in gave_up.summary
     kept = replace(planned(), source=Source.UNRECORDED, draft=None)
     state, actions = run(state, kept)
@@ -178,7 +178,7 @@ def test_a_plan_of_a_file_is_left_for_larger_batches() -> None:
     state, actions = run(AUTO, on.PlanGiven(ready(), "the plan of a file"), on.Trained(A))
     assert state.mode is Mode.FOLLOWING and state.summary.startswith("policy 'auto' (the plan of")
     state, actions = run(state, on.Forward(9, fits=False))
-    assert state.mode is Mode.GAVE_UP and of(actions, do.Say).is_warning
+    assert state.mode is Mode.GAVE_UP and of(actions, do.Say).key == "offloads-everything"
     assert "Delete the plan" in state.summary
 
 

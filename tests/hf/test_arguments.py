@@ -244,7 +244,7 @@ def test_an_unknown_role_is_told_of_the_flag_that_names_it() -> None:
 def test_the_head_loss_alone_names_the_way() -> None:
     with pytest.raises(ConfigError, match="offloading is off") as caught:
         parse("--activation_offload_head_loss", "chunked")
-    _, _, way = str(caught.value).partition("For the head loss alone: ")
+    _, _, way = caught.value.message.partition("For the head loss alone: ")
     config = parse(*way.removesuffix(".").split()).pyao_config()
     assert config == PyAOConfig(policy="off", head_loss="chunked")
 

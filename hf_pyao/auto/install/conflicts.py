@@ -45,10 +45,11 @@ def check_training_arguments(args: TrainingArguments) -> None:
             f"{args.n_gpu} GPUs are visible to one process, which Trainer drives through "
             "nn.DataParallel; its replicas share one set of hooks across threads. Make one device "
             "visible (CUDA_VISIBLE_DEVICES=0), or start one process per device with "
-            "`accelerate launch` or `torchrun`."
+            "`accelerate launch` or `torchrun`.",
+            key="data-parallel",
         )
     if args.device.type == "mps":
-        raise ConflictError(_UNIFIED_MEMORY)
+        raise ConflictError(_UNIFIED_MEMORY, key="unified-memory")
 
 
 def check_engine_of_streaming(args: object, label: str) -> None:
@@ -91,7 +92,8 @@ def _refuse_engines(is_on: Mapping[str, object], label: str) -> None:
             raise ConflictError(
                 f"{label} is on together with {engine}, which holds the weights itself. Weights "
                 "are streamed where each process has all of them on its host: use DDP or one "
-                f"process, or give {label}='off'."
+                f"process, or give {label}='off'.",
+                key="streaming-sharded",
             )
 
 
@@ -115,7 +117,8 @@ def check_other_offloaders(args: object) -> None:
             "TRL's activation_offloading is on together with hf_pyao's offloading; only the inner "
             "one of two offloaders gets the tensors. Drop --activation_offloading (on a config "
             "class without PyAOArguments, argparse takes --activation_offload for an abbreviation "
-            "of it: mix PyAOArguments into that class)."
+            "of it: mix PyAOArguments into that class).",
+            key="other-offloader",
         )
     for flag in _CHECKPOINTING_FLAGS:
         kwargs = getattr(args, f"{flag}_kwargs", None)
@@ -123,7 +126,8 @@ def check_other_offloaders(args: object) -> None:
             raise ConflictError(
                 f"{flag}_kwargs has offload={kwargs['offload']!r}: transformers would then copy "
                 "the layer inputs to the host itself, and wait for each copy. Drop that key; "
-                "hf_pyao offloads them when checkpointing is on."
+                "hf_pyao offloads them when checkpointing is on.",
+                key="other-offloader",
             )
 
 
@@ -148,7 +152,9 @@ def check_other_checkpointing(model: nn.Module, length: int) -> None:
     """
     what = other_checkpointing(model)
     if what:
-        raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=length))
+        raise ConflictError(
+            OTHER_CHECKPOINTING.format(what=what, length=length), key="other-checkpointing"
+        )
 
 
 def other_checkpointing(model: nn.Module) -> str:
@@ -169,7 +175,9 @@ def check_checkpointing_arguments(args: object, length: int) -> None:
     """
     if length and (uses_checkpointing(args) or fsdp_checkpoints(args)):
         what = "the training arguments switch gradient checkpointing on"
-        raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=length))
+        raise ConflictError(
+            OTHER_CHECKPOINTING.format(what=what, length=length), key="other-checkpointing"
+        )
 
 
 def check_model(model: nn.Module) -> None:
@@ -185,29 +193,33 @@ def check_model(model: nn.Module) -> None:
         raise ConflictError(
             "saved-tensor hooks are already set here (torch.autograd.graph.saved_tensors_hooks or "
             "save_on_cpu). Only the innermost hooks of a nest see a tensor, so these two cannot "
-            "work together. Attach and train outside that context."
+            "work together. Attach and train outside that context.",
+            key="other-offloader",
         )
     dynamo = sys.modules.get("torch._dynamo.config")  # not imported: nothing was compiled
     if getattr(dynamo, "compiled_autograd", False):
         raise ConflictError(
             "torch._dynamo.config.compiled_autograd is on: backward would be compiled, with the "
             "hooks that bring saved tensors back traced into it. Switch it off; torch.compile of "
-            "the model or of its layers works with offloading."
+            "the model or of its layers works with offloading.",
+            key="compiled-autograd",
         )
     if any(parameter.device.type == "mps" for parameter in model.parameters()):
-        raise ConflictError(_UNIFIED_MEMORY)
+        raise ConflictError(_UNIFIED_MEMORY, key="unified-memory")
     for name, module in model.named_modules():
         if isinstance(module, nn.RReLU) and module.training:
             raise ConflictError(
                 f"{name!r} is an nn.RReLU, whose noise is written after autograd has saved it: a "
                 "copy made at that moment would be wrong. Use another activation, or freeze its "
-                "randomness with eval()."
+                "randomness with eval().",
+                key="noise-after-save",
             )
         if _offloads_checkpoints(module):
             raise ConflictError(
                 f"{name or type(module).__name__!r} already offloads what checkpointing saves "
                 "(checkpointing was enabled with offload=True). Enable it without `offload`; "
-                "hf_pyao offloads the layer inputs itself."
+                "hf_pyao offloads the layer inputs itself.",
+                key="other-offloader",
             )
 
 

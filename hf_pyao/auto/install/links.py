@@ -66,7 +66,8 @@ def link_for(
     if transport is not None or host_pool is not None:
         raise ConfigError(
             "link is given together with transport or host_pool, which are a part of it. Pass "
-            "either link, or the other two."
+            "either link, or the other two.",
+            key="settings-contradict",
         )
     if shared.window_bytes != settings.window_bytes:
         given, expected = (
@@ -75,7 +76,8 @@ def link_for(
         )
         raise ConfigError(
             f"{settings.label} is {given!r}; expected the window of the link that is shared, "
-            f"{expected!r}. Give both models the same window."
+            f"{expected!r}. Give both models the same window.",
+            key="shared-link",
         )
     return shared
 

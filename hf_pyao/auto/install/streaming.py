@@ -88,7 +88,8 @@ def streaming_of(
     if stream_weights == "auto" and limit is None and device.type != "cpu":
         raise ConfigError(
             f"{label} is 'auto', and how much memory {device} has is not known. Give "
-            f"device_memory_gib, or for {label} a number of layers that stay, such as 0."
+            f"device_memory_gib, or for {label} a number of layers that stay, such as 0.",
+            key="device-memory-unknown",
         )
     ends_leave = settings.embeddings == "on"
     if limit is not None:

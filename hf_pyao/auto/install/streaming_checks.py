@@ -90,7 +90,8 @@ def nothing_frozen(label: str, value: int | str, layers: Sequence[StreamableLaye
     return ConfigError(
         f"{label} is {value}, and no layer has frozen weights that can be streamed. Their "
         f"parameters are: {found or 'none'}. Freeze the base model and train adapters (PEFT), or "
-        f"give {label}='off'."
+        f"give {label}='off'.",
+        key="nothing-to-stream",
     )
 
 
@@ -106,7 +107,8 @@ def check_can_convert(layers: Sequence[StreamableLayer]) -> int:
         raise ConfigError(
             "stream_dtype is 'compute', and no streamed weight is a float32 matrix that is read "
             f"under autocast alone (as it is not by DoRA): their dtypes are {', '.join(dtypes)}. "
-            "Give stream_dtype='stored'."
+            "Give stream_dtype='stored'.",
+            key="setting-without-effect",
         )
     return nbytes
 
@@ -125,7 +127,8 @@ def no_room(
     return ConfigError(
         f"{label}: the weights of {num_layers} layers{ends} take {nbytes / GIB:.3f} GiB of host "
         f"memory, and there is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the "
-        f"machine has more, or {remedy}."
+        f"machine has more, or {remedy}.",
+        key="streaming-host-memory",
     )
 
 
@@ -142,7 +145,8 @@ def check_model(model: nn.Module, label: str) -> None:
         if what:
             raise ConflictError(
                 f"{label}: {name or type(model).__name__!r} {what}. Load and attach the plain "
-                f"model, or give {label}='off'."
+                f"model, or give {label}='off'.",
+                key="streaming-compiled",
             )
     for name, parameter in model.named_parameters():
         what = ""
@@ -153,5 +157,6 @@ def check_model(model: nn.Module, label: str) -> None:
         if what:
             raise ConflictError(
                 f"{label}: {name!r} {what}. Weights are streamed where each process has all of "
-                f"them on its host: use DDP or one process, or give {label}='off'."
+                f"them on its host: use DDP or one process, or give {label}='off'.",
+                key="streaming-sharded",
             )

@@ -31,7 +31,7 @@ from hf_pyao.engine.weights.converted import ComputeDtype
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
-from hf_pyao.errors import ConfigError
+from hf_pyao.errors import ConfigError, warn
 from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.weights.places import move_others
 from hf_pyao.model.weights.quantised import QuantisedWeight, move_state
@@ -210,12 +210,14 @@ class StreamedLayers:
             if not self._move_to_host(layer, masters):
                 raise ConfigError(
                     f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
-                    f"weights of layer {masters.layer!r}. Let more layers stay on the device."
+                    f"weights of layer {masters.layer!r}. Let more layers stay on the device.",
+                    key="streaming-host-memory",
                 )
         if not self._ends.move_to_host():
             raise ConfigError(
                 f"the machine refused {self._ends.nbytes / GIB:.3f} GiB of host memory for "
-                "embeddings and head. Give stream_embeddings='off'."
+                "embeddings and head. Give stream_embeddings='off'.",
+                key="streaming-host-memory",
             )
         self._install(model, layers, engine)
 
@@ -260,7 +262,9 @@ class StreamedLayers:
             for masters in self._masters_of(layers, streamed):
                 layer = self._numbers([masters])[0]
                 if masters.memory is None and not self._move_to_host(layer, masters):
-                    logger.warning(
+                    warn(
+                        logger,
+                        "weights-stay",
                         "the host has no room for the weights of layer %r: they stay on the "
                         "device (%.3f GiB).",
                         masters.layer,
@@ -268,7 +272,9 @@ class StreamedLayers:
                     )
             for layer in [each for each in self._held if each not in streamed]:
                 if not self._move_to_device(layer):
-                    logger.warning(
+                    warn(
+                        logger,
+                        "weights-streamed-late",
                         "the device has no room for the weights of layer %r: they are streamed "
                         "(%.3f GiB).",
                         self._held[layer].layer,
@@ -283,7 +289,9 @@ class StreamedLayers:
         self._ends.prepare(model, layers)
         self.ends_leave = self._ends.move_to_host()
         if not self.ends_leave:
-            logger.warning(
+            warn(
+                logger,
+                "weights-stay",
                 "the host has no room for embeddings and head: they stay on the device (%.3f GiB).",
                 self._ends.nbytes / GIB,
             )

@@ -13,6 +13,7 @@ from hf_pyao.engine.stores.host_share import ranks_of_node
 from hf_pyao.engine.stores.mapped_files import MappedFiles
 from hf_pyao.engine.stores.shared_memory import SharedMemory
 from hf_pyao.engine.weights.masters import Masters
+from hf_pyao.errors import warn
 from hf_pyao.model.weights.shared_weights import SharedWeights
 from hf_pyao.ranks import process_rank
 
@@ -57,7 +58,9 @@ class WeightsOnHost:
         num_ranks, counted_by = ranks_of_node(os.environ)
         nbytes = sum(each.nbytes for each in found if self._file_of(each) is None)
         if num_ranks > 1 and nbytes and process_rank().is_first:
-            logger.warning(
+            warn(
+                logger,
+                "weights-copied-per-process",
                 "each of the %d processes of this node (%s) holds its own copy of the streamed "
                 "weights: %.3f GiB of host memory each, %.3f GiB together. They have one copy if "
                 "the model is loaded inside of `with hf_pyao.one_copy_per_node():`.",

@@ -77,7 +77,8 @@ class Say:
     """Show a line to the user."""
 
     line: str
-    is_warning: bool = False
+    key: str = ""
+    """Of the catalogue of warnings; empty: the line is no warning."""
 
 
 @dataclass(frozen=True)

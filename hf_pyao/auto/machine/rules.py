@@ -160,11 +160,16 @@ def not_planned(state: State, event: on.NotPlanned) -> Result:
         summary = f"policy {name!r} offloads everything: no plan was found for {for_what}"
         options = Options.UNCHANGED if now.purpose is Purpose.LARGER else Options.CONFIGURED
         back = do.Use(Target.CONFIGURED, options)
-        line = warn(f"{summary} ({event.why}).")
+        line = warn("offloads-everything", f"{summary} ({event.why}).")
         return give_up(state, summary, do.StopTiming(), back, line)
     why = f"no plan was found ({event.why})" if event.is_error else event.why
     summary = f"policy {name!r} goes on offloading everything: {why}"
-    return give_up(state, summary, do.Say(summary, is_warning=event.is_error), do.Tell(None))
+    return give_up(
+        state,
+        summary,
+        do.Say(summary, "offloads-everything" if event.is_error else ""),
+        do.Tell(None),
+    )
 
 
 def interrupted(state: State, event: on.Interrupted) -> Result:
@@ -211,7 +216,13 @@ def forward(state: State, event: on.Forward) -> Result:
         f"{now.ready.num_elements} elements, and one of {event.num_elements} came. Delete the "
         "plan to have it made anew"
     )
-    return give_up(state, summary, do.StopTiming(), do.Use(Target.CONFIGURED), warn(f"{summary}."))
+    return give_up(
+        state,
+        summary,
+        do.StopTiming(),
+        do.Use(Target.CONFIGURED),
+        warn("offloads-everything", f"{summary}."),
+    )
 
 
 def timed_plan(state: State, event: on.Timed) -> Result:
@@ -251,7 +262,9 @@ def judged(state: State, event: on.Judged) -> Result:
 
 
 def refused(state: State, event: on.Refused) -> Result:
-    line = warn(f"policy {state.name!r} does not go on with its plan: {event.why}")
+    line = warn(
+        "plan-not-followed", f"policy {state.name!r} does not go on with its plan: {event.why}"
+    )
     can_plan = state.now.source is Source.PLANNED and state.now.draft is not None
     if can_plan and not state.hears:
         state, actions = record(state, Purpose.ONCE)
@@ -262,12 +275,14 @@ def refused(state: State, event: on.Refused) -> Result:
 
 def failed(state: State, event: on.Failed) -> Result:
     state = update(state, mode=Mode.FOLLOWING, source=Source.GIVEN, draft=None)
-    line = warn(f"policy {state.name!r} keeps its plan: {event.error}")
+    line = warn("plan-not-adopted", f"policy {state.name!r} keeps its plan: {event.error}")
     return state, (do.StopTiming(), line)
 
 
 def only_warn(state: State, event: on.Failed) -> Result:
-    return state, (warn(f"policy {state.name!r} goes on as before: {event.error}"),)
+    return state, (
+        warn("plan-not-adopted", f"policy {state.name!r} goes on as before: {event.error}"),
+    )
 
 
 def heard(state: State, event: on.Heard) -> Result:
@@ -307,7 +322,7 @@ def forward_after_once(state: State, event: on.Forward) -> Result:
 def failed_after_once(state: State, event: on.Failed) -> Result:
     summary = f"policy {state.name!r} offloads everything: {event.error}"
     back = do.Use(Target.CONFIGURED, Options.CONFIGURED)
-    return give_up(state, summary, back, warn(f"{summary}."))
+    return give_up(state, summary, back, warn("offloads-everything", f"{summary}."))
 
 
 # ---- out of memory -------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ def update(state: State, **changes: Any) -> State:
     return replace(state, now=replace(state.now, **changes))
 
 
-def warn(line: str) -> do.Say:
-    return do.Say(line, is_warning=True)
+def warn(key: str, line: str) -> do.Say:
+    """Return a warning; *key* is of the catalogue."""
+    return do.Say(line, key)
 
 
 def follow(
@@ -83,7 +84,7 @@ def measure_anew(state: State, why: str) -> Result:
             f"policy {state.name!r} goes on offloading everything: parameters were frozen and "
             "thawed too often for a plan each time"
         )
-        return give_up(state, summary, *exchange, warn(f"{summary}."))
+        return give_up(state, summary, *exchange, warn("offloads-everything", f"{summary}."))
     state = replace(state, num_rounds_left=state.num_rounds_left - 1, summary="")
     said = do.Say(f"policy {state.name!r} measures anew: {why}.")
     return state, (*exchange, said, do.ForgetForward(), do.Measure())

@@ -11,7 +11,7 @@ import torch
 
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.engine.codecs import get_codec
-from hf_pyao.errors import PyAOError
+from hf_pyao.errors import PyAOError, warn
 from hf_pyao.metrics import format_bytes
 from hf_pyao.plan.documents.plan import KEEP, Plan
 from hf_pyao.plan.documents.plan_facts import PlanError
@@ -62,7 +62,13 @@ class PlanFiles:
         try:
             levers_of_plan(plan, self._settings.given)
         except PlanError as error:
-            logger.warning("the plan of %s is made anew: %s", echo(str(self.path)), error)
+            warn(
+                logger,
+                "plan-made-anew",
+                "the plan of %s is made anew: %s",
+                echo(str(self.path)),
+                error,
+            )
             return None
         limit = self._settings.device_limit(self._device)
         what = f"the plan of {echo(str(self.path))}"
@@ -77,7 +83,12 @@ class PlanFiles:
             self._check(plan)
             levers_of_plan(plan, self._settings.given)
         except PyAOError as error:
-            logger.warning("the plan in the checkpoint is not followed: %s", error)
+            warn(
+                logger,
+                "checkpoint-plan-ignored",
+                "the plan in the checkpoint is not followed: %s",
+                error,
+            )
             return None
         limit = self._settings.device_limit(self._device)
         if limit is None:  # nothing is offloaded on a CPU then, whatever the plan was made for
@@ -103,7 +114,8 @@ class PlanFiles:
                 raise PlanError(
                     f"the plan writes slot {echo(slot.name)} in {echo(slot.codec)}, which is "
                     f"lossy, and {label} is not set. Set it, or delete the plan to have it made "
-                    "anew."
+                    "anew.",
+                    key="plan-lossy-codec",
                 )
 
     def _is_for(self, limit: DeviceLimit, plan: Plan, what: str) -> bool:
@@ -115,7 +127,9 @@ class PlanFiles:
         facts = plan.facts
         needed = facts.total_bytes
         if needed > limit.nbytes and (facts.limit_bytes or 0) > limit.nbytes:
-            logger.warning(
+            warn(
+                logger,
+                "plan-made-anew",
                 "%s is made anew: it needs %s on the device, and there is less now (%s).",
                 what,
                 format_bytes(needed),
@@ -156,4 +170,4 @@ def _write(plan: Plan, path: Path, failure: str) -> None:
     try:
         plan.to_json_file(path)
     except PyAOError as error:  # no reason to end a training
-        logger.warning("%s: %s", failure, error)
+        warn(logger, "plan-not-written", "%s: %s", failure, error)

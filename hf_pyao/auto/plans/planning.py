@@ -17,6 +17,7 @@ from torch import nn
 from hf_pyao.auto.plans.draft import Draft, Limits, Record, choice_of
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.unrecorded import explain, kept_peak_bytes, plan_that_fits
+from hf_pyao.errors import warn
 from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanFacts
@@ -330,7 +331,9 @@ def _chosen(
         found = choice.best(limit_bytes, least_streamed).levers
     if not found.fits:
         less_memory = found.levers.less_memory
-        logger.warning(
+        warn(
+            logger,
+            "plan-does-not-fit",
             "policy 'auto': %s It is taken all the same. What would help: %s.",
             found.error,
             ", ".join(filter(None, (less_by_streaming(found.planner.program), less_memory))),

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hf_pyao.errors import warn
 from hf_pyao.ranks import process_rank
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,13 @@ def _watch(heard: _Heard, stop: threading.Event) -> None:
         except Exception as error:  # the rank that held the store has ended
             logger.debug("the other ranks can no longer be heard: %s", error)
             return
-        logger.error("another rank has ended, and so does this one. %s", heard.message)
+        warn(
+            logger,
+            "another-rank-ended",
+            "another rank has ended, and so does this one. %s",
+            heard.message,
+            level=logging.ERROR,
+        )
         heard.event.set()
         if not stop.wait(_GRACE_S):
             _abort_groups()

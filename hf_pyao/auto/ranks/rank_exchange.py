@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hf_pyao.errors import warn
 from hf_pyao.ranks import process_rank
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,9 @@ class RankExchange:
             self._store = torch.distributed.distributed_c10d._get_default_store()
             self.number = int(self._store.add(f"hf_pyao/{name}/{self.rank}", 1))
         except Exception as error:  # a store of another kind, or gone
-            logger.warning("the ranks do not hear of each other's figures: %s", error)
+            warn(
+                logger, "ranks-not-told", "the ranks do not hear of each other's figures: %s", error
+            )
             self._store, self.num_ranks = None, 1
             return
         self._prefix = f"hf_pyao/{name}/{self.number}"
@@ -49,7 +52,12 @@ class RankExchange:
         try:
             self._store.set(self._key(self.rank), text)
         except Exception as error:  # the rank that holds it has ended
-            logger.warning("the other ranks do not hear of this one's figures: %s", error)
+            warn(
+                logger,
+                "ranks-not-told",
+                "the other ranks do not hear of this one's figures: %s",
+                error,
+            )
             self._store = None
 
     def heard(self, *, wait_s: float = 0.0) -> Sequence[str] | None:

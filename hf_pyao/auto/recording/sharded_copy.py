@@ -43,6 +43,8 @@ _SWITCHES = (
 class CopyError(PyAOError, RuntimeError):
     """The model cannot be run on fake tensors; says why."""
 
+    key = "step-not-recorded"
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -40,7 +40,7 @@ from hf_pyao.engine.rerun.micro_batch_state import MicroBatchState, ModelTensors
 from hf_pyao.engine.rerun.other_gradients import find_other, newest_backward
 from hf_pyao.engine.runtime.lifecycle import Lifecycle
 from hf_pyao.engine.transfer.graph_task import NO_TASK
-from hf_pyao.errors import PyAOError
+from hf_pyao.errors import PyAOError, warn
 from hf_pyao.plan.hardware.device_limit import release_cached
 from hf_pyao.ranks import process_rank
 
@@ -126,7 +126,7 @@ class MicroBatchRunner:
                     return result
                 del result
             except OutOfDeviceMemoryError as error:
-                self._end(str(error))
+                self._end(f"{error}")
                 raise
             except torch.OutOfMemoryError as error:
                 self._make_room(error, attempt, tensors)
@@ -141,7 +141,10 @@ class MicroBatchRunner:
             attempt.undo()  # again: what was released may have changed something
             if attempt.have_weights_changed():  # there is room to look now
                 self._end(WEIGHTS_CHANGED)
-                raise OutOfDeviceMemoryError(f"a micro-batch cannot run again: {WEIGHTS_CHANGED}.")
+                raise OutOfDeviceMemoryError(
+                    f"a micro-batch cannot run again: {WEIGHTS_CHANGED}.",
+                    key="out-of-memory-not-repeatable",
+                )
 
     def _must_run_again(self, attempt: _Attempt) -> bool:
         """Say whether *attempt*, which has ended, must run again, without second runs of layers.
@@ -194,7 +197,9 @@ class MicroBatchRunner:
         self._guard.forget()
         (self._lifecycle() or self._engine).give_up(attempt.since)
         if sentence is not None:
-            logger.warning(
+            warn(
+                logger,
+                "micro-batch-ran-again",
                 "a micro-batch did not fit into device memory %s. It runs again: from now on %s.",
                 failure.describe(),
                 sentence,
@@ -206,7 +211,7 @@ class MicroBatchRunner:
             reason = f"nothing tighter is left after {attempt.num_tries} tries"
         message = failure.explain(self._remedies, reason)
         self._end(message)
-        raise OutOfDeviceMemoryError(message) from error
+        raise OutOfDeviceMemoryError(message, key="out-of-memory") from error
 
     def _end(self, message: str) -> None:
         """Tell the other ranks that this one ends, once."""
@@ -220,7 +225,9 @@ class MicroBatchRunner:
         message = "" if alarm is None else alarm.heard()
         if message:
             self._has_ended = True
-            raise OutOfDeviceMemoryError(f"another rank has ended. {message}") from error
+            raise OutOfDeviceMemoryError(
+                f"another rank has ended. {message}", key="another-rank-ended"
+            ) from error
 
     def _release(self, tensors: ModelTensors) -> None:
         """Give back what a failed try has held."""
@@ -268,7 +275,8 @@ class _Attempt:
                 "a micro-batch ran again that had not fitted into device memory, and did not write "
                 "the gradients that it wrote the first time: what is there now is not right. Run "
                 "forward and backward alone in it: neither zero_grad() nor anything else that "
-                "changes gradients, and nothing that differs from run to run."
+                "changes gradients, and nothing that differs from run to run.",
+                key="second-run-differs",
             )
         self._state.learn()
         return result

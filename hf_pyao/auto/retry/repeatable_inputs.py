@@ -31,6 +31,7 @@ class RepeatableInputs:
         if any(tensor._version != version for tensor, version in self._versions):
             raise OutOfDeviceMemoryError(
                 "a micro-batch did not fit into device memory, and cannot run again: it changed "
-                "its inputs in place. Have the model change a copy of them."
+                "its inputs in place. Have the model change a copy of them.",
+                key="out-of-memory-not-repeatable",
             )
         return copy.copy(self._inputs) if isinstance(self._inputs, Mapping) else self._inputs

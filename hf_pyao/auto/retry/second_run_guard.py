@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_pyao.engine.recompute.verification import SecondRunCheck, Wrong
-from hf_pyao.errors import RecomputationError
+from hf_pyao.errors import RecomputationError, warn
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,13 @@ class SecondRunGuard:
         done = self._without_second_runs(wrong, _DIFFERS)
         if reason_not_undone:
             raise _wrong(wrong, f"it cannot run again, since {reason_not_undone}", done)
-        logger.warning("%s. The micro-batch runs again: from now on %s.", _described(wrong), done)
+        warn(
+            logger,
+            "second-run-differs",
+            "%s. The micro-batch runs again: from now on %s.",
+            _described(wrong),
+            done,
+        )
 
     @property
     def has_failed(self) -> bool:
@@ -101,7 +107,12 @@ class SecondRunGuard:
     def take_back(self) -> None:
         """Have layers run once, since the second run of one has failed in a micro-batch."""
         self.forget()
-        logger.warning("%s. The micro-batch runs again.", self._do_without_failed())
+        warn(
+            logger,
+            "second-run-differs",
+            "%s. The micro-batch runs again.",
+            self._do_without_failed(),
+        )
 
     def before_forward(self) -> None:
         """Have layers run once in this forward if the second run of one has failed before it.
@@ -109,7 +120,7 @@ class SecondRunGuard:
         In a loop of the user's own, the error has ended a backward; going on is up to the loop.
         """
         if self._check.has_failed:
-            logger.warning("%s.", self._do_without_failed())
+            warn(logger, "second-run-differs", "%s.", self._do_without_failed())
 
     def _do_without_failed(self) -> str:
         failed = self._check.take_failed()
@@ -127,7 +138,9 @@ class SecondRunGuard:
         fresh = [name for name in self._check.unsteady_layers if name not in self._said_unsteady]
         if fresh:
             self._said_unsteady.update(fresh)
-            logger.warning(
+            warn(
+                logger,
+                "kernels-not-deterministic",
                 "kernels of layer %s%s do not give the same bits twice: second runs are compared "
                 "with a bound there (verify_recompute).",
                 repr(fresh[0]),
@@ -153,5 +166,6 @@ def _wrong(wrong: Sequence[Wrong], what: str, done: str) -> RecomputationError:
         f"zero_grad() before you go on; from the next forward on {done}. A layer that runs again "
         "must compute the same each time that it gets the same: state outside of the model, "
         "clocks and files are not put back. For this model give checkpoint_every=0, "
-        "mlp_tiles='off' and no recompute_modules. (verify_recompute='off' ends the comparison.)"
+        "mlp_tiles='off' and no recompute_modules. (verify_recompute='off' ends the comparison.)",
+        key="second-run-differs",
     )

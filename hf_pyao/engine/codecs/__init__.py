@@ -41,5 +41,8 @@ def get_codec(codec: str | Codec) -> Codec:
             raise unknown_name("codec", codec, CODECS)
         return CODECS[codec]()
     if not isinstance(codec, Codec):
-        raise ConfigError(f"codec is {echo(codec)}; expected one of {sorted(CODECS)} or a Codec.")
+        raise ConfigError(
+            f"codec is {echo(codec)}; expected one of {sorted(CODECS)} or a Codec.",
+            key="wrong-argument",
+        )
     return codec

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import torch
 
+from hf_pyao.errors import warn
+
 logger = logging.getLogger(__name__)
 
 _TRITON_DEVICE_TYPES = frozenset({"cuda", "xpu"})
@@ -33,7 +35,9 @@ def _working_kernels(device_type: str) -> ModuleType | None:
         kernels = importlib.import_module("hf_pyao.engine.codecs.kernels")
         kernels.pack_bits(torch.zeros(1, dtype=torch.uint8, device=device_type))
     except Exception as error:  # whatever a missing compiler or a strange driver may raise
-        logger.warning(
+        warn(
+            logger,
+            "codec-without-triton",
             "Codecs run as plain torch on %s, with the same results but in several passes over "
             "the data: Triton could not build their kernels (%s: %s).",
             device_type,

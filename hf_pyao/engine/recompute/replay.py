@@ -267,7 +267,8 @@ class _Run:
                 raise PyAOError(
                     f"replaying {operation.func} in {operation.path!r} gave {storage.nbytes()} "
                     f"bytes; forward made {value.nbytes}. Take this sub-module out of "
-                    "recompute_modules."
+                    "recompute_modules.",
+                    key="recompute-differs",
                 )
             value.rebuilt_as(storage)
         for parent in parents:

@@ -190,7 +190,8 @@ class PlaceHolder:
         return SavedTensorModifiedError(
             "one of the variables needed for gradient computation has been modified by an "
             f"inplace operation, in {self._segment.name_of(self._part)}. Use the out-of-place form "
-            "of the operation. (It fails in the same way without hf_pyao.)"
+            "of the operation. (It fails in the same way without hf_pyao.)",
+            key="changed-before-second-run",
         )
 
 
@@ -216,7 +217,8 @@ def unpack(saved: PlaceHolder | KeptParameter | StreamedTensor) -> Tensor:
         raise SavedTensorModifiedError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a parameter that layer {saved.layer!r} used was changed before backward. "
-            "Run backward before the optimizer steps. (It fails in the same way without hf_pyao.)"
+            "Run backward before the optimizer steps. (It fails in the same way without hf_pyao.)",
+            key="changed-before-second-run",
         )
     return saved.tensor
 
@@ -393,5 +395,6 @@ def _other_tensors(name: str, what: str) -> RecomputationError:
         f"{name} ran again in backward (checkpoint_every), and computed something else than in "
         f"forward: {what}. A layer must compute the same from the same inputs: its result must not "
         "depend on the time, a counter of its own or a cache. Give checkpoint_every=0 for this "
-        "model."
+        "model.",
+        key="recompute-differs",
     )

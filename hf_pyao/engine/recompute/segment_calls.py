@@ -199,7 +199,8 @@ class RecordedCall:
             raise SavedTensorModifiedError(
                 f"an argument of layer {self.name!r} was changed in place after its forward, and "
                 "the layer has to run again in backward (checkpoint_every). Clone the tensor "
-                "before changing it, or give checkpoint_every=0."
+                "before changing it, or give checkpoint_every=0.",
+                key="changed-before-second-run",
             )
 
         def value(stand_in: Any) -> Any:

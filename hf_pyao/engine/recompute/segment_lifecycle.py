@@ -35,7 +35,7 @@ from hf_pyao.engine.torch_hooks.layer_inputs import shared_inputs, tensors_in
 from hf_pyao.engine.torch_hooks.passing_over import CHECKPOINTED, reason_to_pass_over
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import pack_hook, push_hooks
 from hf_pyao.engine.weak_calls import weakly
-from hf_pyao.errors import ConflictError
+from hf_pyao.errors import ConflictError, warn
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,10 @@ class SegmentLifecycle(Lifecycle):
         if is_on and self.length:
             what = "gradient checkpointing was switched on after the model was attached"
             if self._is_asked_for:
-                raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=self.length))
+                raise ConflictError(
+                    OTHER_CHECKPOINTING.format(what=what, length=self.length),
+                    key="other-checkpointing",
+                )
             self._say_once(f"the layers run again by it no more, since {what}")
             self.set_segments(0)
         if not self.length:
@@ -202,7 +205,10 @@ class SegmentLifecycle(Lifecycle):
             is_others = reason == CHECKPOINTED and torch._C._current_graph_task_id() == -1
             if is_others and self._is_asked_for:
                 what = f"layer {layer.fqn!r} runs in a checkpoint"
-                raise ConflictError(OTHER_CHECKPOINTING.format(what=what, length=self.length))
+                raise ConflictError(
+                    OTHER_CHECKPOINTING.format(what=what, length=self.length),
+                    key="other-checkpointing",
+                )
             self.engine.passed_over = reason
             return None
         state = self._admission.admit(module, layer, args, kwargs, is_compiling=is_compiling)
@@ -384,6 +390,12 @@ class SegmentLifecycle(Lifecycle):
         if cause not in self._said:
             self._said.add(cause)
             if self._is_asked_for:
-                logger.warning("checkpoint_every=%d: %s.", self.length, sentence)
+                warn(
+                    logger,
+                    "layer-not-checkpointed",
+                    "checkpoint_every=%d: %s.",
+                    self.length,
+                    sentence,
+                )
             else:
                 logger.info("policy 'auto': %s.", sentence)

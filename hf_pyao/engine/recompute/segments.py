@@ -358,7 +358,8 @@ class Segment:
             raise SavedTensorModifiedError(
                 f"the input of layer {self.calls[0].name!r} was changed in place after it was "
                 "given, and has to be given again in backward (checkpoint_every). Clone the tensor "
-                "before changing it, or give checkpoint_every=0."
+                "before changing it, or give checkpoint_every=0.",
+                key="changed-before-second-run",
             ) from error
         if self._requires_grad and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()

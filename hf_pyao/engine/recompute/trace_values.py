@@ -82,7 +82,8 @@ class TensorSource:
                 f"inplace operation: {what} of shape {tuple(self.tensor.shape)}, from which a "
                 "saved tensor is recomputed, was changed after forward, before backward used it. "
                 "Run backward before it is changed (by the optimizer's step, say), or do not list "
-                "its module in recompute_modules."
+                "its module in recompute_modules.",
+                key="changed-before-second-run",
             )
 
     def read(self) -> tuple[torch.UntypedStorage, int]:

@@ -352,7 +352,8 @@ class Noted:
     def _changed(self, tensor: Tensor | None) -> RecomputationError:
         return RecomputationError(
             f"{self._name(tensor)} was changed in place after the forward that has to run again as "
-            "it was."
+            "it was.",
+            key="changed-before-second-run",
         )
 
     def _put_parameters(self, stack: contextlib.ExitStack) -> None:

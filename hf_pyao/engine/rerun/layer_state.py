@@ -69,7 +69,7 @@ class StateOfCall:
                 if self._arguments is not None:
                     stack.enter_context(self._arguments.put_back())
             except RecomputationError as error:
-                raise _changed_since(self._layer, str(error)) from error
+                raise _changed_since(self._layer, f"{error}") from error
             yield
 
 
@@ -77,5 +77,6 @@ def _changed_since(layer: str, what: str) -> SavedTensorModifiedError:
     return SavedTensorModifiedError(
         f"layer {layer!r} has to run again in backward (checkpoint_every), and {what} was changed "
         "in place after its forward. Run backward before the optimizer steps, or give "
-        "checkpoint_every=0."
+        "checkpoint_every=0.",
+        key="changed-before-second-run",
     )

@@ -256,7 +256,9 @@ def living(loose: Loose) -> Tensor:
     if tensor is None:
         tensor = loose.value
     if tensor is None:
-        raise RecomputationError("a large tensor that a module held in forward is gone.")
+        raise RecomputationError(
+            "a large tensor that a module held in forward is gone.", key="changed-before-second-run"
+        )
     return tensor
 
 

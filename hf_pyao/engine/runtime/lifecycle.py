@@ -60,6 +60,7 @@ from hf_pyao.engine.torch_hooks.saved_tensor_hooks import (
     pop_hooks,
     push_hooks,
 )
+from hf_pyao.errors import warn
 from hf_pyao.training_engines import is_compiled
 
 logger = logging.getLogger(__name__)
@@ -329,7 +330,9 @@ class Lifecycle:
         """Warn, once, that a layer is entered while another has not ended."""
         if not self._has_warned_abandoned:
             self._has_warned_abandoned = True
-            logger.warning(
+            warn(
+                logger,
+                "layer-inside-layer",
                 "layer %r was entered while layer %r had not ended: what the latter saves from "
                 "here on stays on the device. If layers of this model call one another, register "
                 "a module map that names the outer ones only; after an interrupt, it is harmless.",

@@ -189,7 +189,8 @@ def as_policy(given: Any) -> Policy:
             f"policy is {given!r}; expected a hf_pyao.engine.runtime.policy.Policy, or an object "
             "with "
             "`name` and `decide(slot, situation)`. A named one is made by "
-            "hf_pyao.plan.policies.by_name.make_policy(config)."
+            "hf_pyao.plan.policies.by_name.make_policy(config).",
+            key="wrong-argument",
         )
     return AdaptedPolicy(given)
 

@@ -45,7 +45,8 @@ def modified_error(slot: Slot) -> SavedTensorModifiedError:
         f"one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: the tensor saved as slot {slot.name!r} of layer {slot.layer!r} was changed "
         "after it was saved, before backward used it. Use the out-of-place form of the operation, "
-        "or clone the tensor before changing it. (It fails in the same way without hf_pyao.)"
+        "or clone the tensor before changing it. (It fails in the same way without hf_pyao.)",
+        key="changed-in-place",
     )
 
 

@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_pyao.engine.stores.host_share import HostShare
 from hf_pyao.engine.stores.slabs import ALIGNMENT_BYTES, Slab, SlabSource
 from hf_pyao.engine.stores.store import Buffer, HostUse, QueuedCopy, Store
+from hf_pyao.errors import warn
 
 logger = logging.getLogger(__name__)
 
@@ -342,7 +343,9 @@ class HostPool(Store):
     def _log_full(self) -> None:
         if not self._is_full_logged:
             self._is_full_logged = True
-            logger.warning(
+            warn(
+                logger,
+                "host-memory-full",
                 "host memory for saved tensors is full: %.2f GiB reserved of at most %.2f GiB%s; "
                 "what finds no room stays on the device. Raise host_memory_gib if the machine "
                 "has more.",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_pyao.engine.stores.numa import running_near
+from hf_pyao.errors import warn
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,9 @@ class SlabSource:
     def _warn_of_smaller(self, nbytes: int, size: int, refusal: str) -> None:
         if not self._is_refusal_logged:
             self._is_refusal_logged = True
-            logger.warning(
+            warn(
+                logger,
+                "host-memory-refused",
                 "the machine refused %.3f GiB of host memory in one piece (%s); going on with "
                 "pieces of %.3f GiB. Its memory is nearly used up: lower host_memory_gib if "
                 "others need it.",
@@ -169,7 +172,9 @@ def _page_lock(memory: torch.Tensor) -> bool:
 
 
 def _warn_of_pageable(nbytes: int, refusal: str) -> None:
-    logger.warning(
+    warn(
+        logger,
+        "host-memory-not-pinned",
         "cannot pin %.3f GiB of host memory, nor less of it (%s); going on with pageable memory, "
         "whose copies do not overlap with compute. Raise the locked-memory limit (`ulimit -l`), "
         "or lower host_memory_gib.",

@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules._functions import BackwardHookFunction
 
 from hf_pyao.engine.torch_hooks.saved_tensor_hooks import is_inside_checkpoint
+from hf_pyao.errors import warn
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +63,16 @@ def explain_failure(error: BaseException | None, layer: str) -> None:
         traceback = traceback.tb_next
     if traceback is None or traceback.tb_frame.f_code.co_name != "disable_saved_tensors_hooks":
         return
-    logger.error(
+    warn(
+        logger,
+        "hooks-forbidden",
         "layer %r forbids saved-tensor hooks for a part of its forward "
         "(torch.autograd.graph.disable_saved_tensors_hooks, which torch.func.grad, vjp, jacrev and "
         "hessian call), and torch refuses that where hooks are on, as hf_pyao's are in every layer "
         "that it offloads. Train this model without offloading, or register a module map whose "
         "layers do not hold this part.",
         layer,
+        level=logging.ERROR,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_pyao.engine.torch_hooks.torch_stacks import Stack
+from hf_pyao.errors import warn
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,9 @@ def pop_hooks(pack: Pack, layer: str) -> None:
         # Someone's exit took ours for their own, as after an interrupt: the topmost is theirs.
         if _top() is not None:
             _pop()
-        logger.warning(
+        warn(
+            logger,
+            "hooks-taken-down",
             "the saved-tensor hooks of layer %r were taken down by someone else before it ended.",
             layer,
         )

@@ -69,11 +69,14 @@ class LinkContext:
                 several engines share the link, so that none of them may change the window.
         """
         if self.window_bytes is None:
-            raise ConfigError("the window is 'layer'; a number of bytes cannot take its place.")
+            raise ConfigError(
+                "the window is 'layer'; a number of bytes cannot take its place.", key="shared-link"
+            )
         if self.is_shared:
             raise ConfigError(
                 f"the window cannot be set to {limit_bytes} bytes: "
-                f"{self.offloads.num_users} models share the link. Detach the others first."
+                f"{self.offloads.num_users} models share the link. Detach the others first.",
+                key="shared-link",
             )
         self.offloads.set_limit(limit_bytes)
 

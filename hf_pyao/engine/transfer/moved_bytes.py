@@ -22,6 +22,7 @@ from hf_pyao.engine.transfer.layout import PartPlace, TensorLayout, rows_view
 from hf_pyao.engine.transfer.meter import Label, Meter
 from hf_pyao.engine.transfer.tiers import Tier
 from hf_pyao.engine.transfer.transport import Transport
+from hf_pyao.errors import InternalError
 
 
 class Phase(enum.IntEnum):
@@ -176,7 +177,7 @@ class MovedBytes:
         The hot paths check the usual transition themselves.
         """
         if phase not in _LEGAL[self.phase]:
-            raise AssertionError(
+            raise InternalError(
                 f"{self.label}: illegal transition {self.phase.name} -> {phase.name}"
             )
         self.phase = phase

@@ -73,7 +73,9 @@ class StreamTransport:
 
     def __init__(self, copy_streams: int = 2) -> None:
         if copy_streams not in (0, 1, 2):
-            raise ConfigError(f"copy_streams is {copy_streams!r}; expected 0, 1 or 2.")
+            raise ConfigError(
+                f"copy_streams is {copy_streams!r}; expected 0, 1 or 2.", key="wrong-argument"
+            )
         self.copy_streams = copy_streams
         self._streams: dict[torch.device, _Streams] = {}
         self._orders = itertools.count()

@@ -190,7 +190,8 @@ class SavedWeight:
         if parameter is not None and parameter._version != self._version:
             raise SavedTensorModifiedError(
                 f"{self._weight.name!r} was changed in place between forward and backward, and "
-                "backward needs it as it was. Change weights before forward, or after backward."
+                "backward needs it as it was. Change weights before forward, or after backward.",
+                key="streamed-weight-changed",
             )
 
 
@@ -310,7 +311,8 @@ class Block:
                 raise ConflictError(
                     f"{weight.name!r} was given data of dtype {parameter.dtype} and shape "
                     f"{tuple(parameter.size())}; it is streamed as {weight.dtype}, "
-                    f"{tuple(weight.master.size)}. Detach, and attach again."
+                    f"{tuple(weight.master.size)}. Detach, and attach again.",
+                    key="streamed-weight-replaced",
                 )
             is_moved = parameter.data_ptr() != first + weight.master.offset
             if is_moved or parameter.stride() != weight.master.stride:

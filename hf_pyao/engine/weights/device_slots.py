@@ -30,6 +30,7 @@ from hf_pyao.engine.weights.blocks import Block, Weight
 from hf_pyao.engine.weights.castable import Part
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.slot_view import SlotView, lost_write
+from hf_pyao.errors import warn
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,9 @@ class DeviceSlots:
             error = lost_write(written)
             if sys.exc_info()[0] is None:
                 raise error
-            logger.error("%s", error)  # another error is being raised, and is reported
+            warn(
+                logger, "streamed-weight-changed", "%s", error, level=logging.ERROR
+            )  # another error is being raised, and is reported
 
     def release(self) -> None:
         """Empty all slots, and let go of their memory."""
@@ -236,7 +239,9 @@ class DeviceSlots:
         self._counts.left_bytes += storage.nbytes()
         if not self._has_told_of_holders:
             self._has_told_of_holders = True
-            logger.warning(
+            warn(
+                logger,
+                "streamed-weight-held",
                 "someone holds frozen weights longer than the layer runs, as an autograd function "
                 "does that keeps them on `ctx`: these %.3f GiB stay on the device until they are "
                 "let go.",

@@ -158,7 +158,8 @@ def thawed_weight(name: str) -> ConflictError:
     """Return the error for the streamed weight *name*, which requires gradients by now."""
     return ConflictError(
         f"{name!r} requires gradients, and its layer's frozen weights are streamed from the host. "
-        "Detach, and attach again: weights that are trained stay on the device."
+        "Detach, and attach again: weights that are trained stay on the device.",
+        key="streamed-weight-trained",
     )
 
 

@@ -28,7 +28,7 @@ from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.known_casts import CastSource, KnownCasts
 from hf_pyao.engine.weights.slot_view import SlotView, lost_write
 from hf_pyao.engine.weights.unrecorded import unrecorded
-from hf_pyao.errors import ConflictError
+from hf_pyao.errors import ConflictError, warn
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,9 @@ class WeightReads(RingSchedule):
             self.counts.stored_read_bytes += copied.nbytes
             if not self._has_told_of_stored_reads:
                 self._has_told_of_stored_reads = True
-                logger.warning(
+                warn(
+                    logger,
+                    "streamed-weight-cast",
                     "%r is read in its stored dtype (%s), and weights are uploaded in that of "
                     "autocast: each such read copies the weight from the host, and compute waits "
                     "for it. Run the model under autocast, or give stream_dtype='stored'.",
@@ -188,7 +190,8 @@ class WeightReads(RingSchedule):
             raise ConflictError(
                 f"a layer reads the data of {weight.name!r} ({weight.dtype}) as it runs, and its "
                 f"weights are uploaded as {weight.slot_dtype}. Give stream_dtype='stored', and "
-                "merge or unmerge adapters outside of forward and backward."
+                "merge or unmerge adapters outside of forward and backward.",
+                key="streamed-weight-cast",
             )
         return self.tensor_of(weight).data
 
@@ -260,7 +263,9 @@ class WeightReads(RingSchedule):
         layer = self.blocks[weight.block].layer
         if layer not in self._changes_casts:
             self._changes_casts.add(layer)
-            logger.warning(
+            warn(
+                logger,
+                "streamed-weight-cast",
                 "layer %r changes a cast of the frozen weight %r in place. What it saves of that "
                 "cast is treated as an activation (%.3f GiB the first time).",
                 layer,

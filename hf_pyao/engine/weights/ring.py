@@ -354,5 +354,6 @@ def compiled_by_now(what: str) -> ConflictError:
     return ConflictError(
         f"{what} was compiled after it was attached, and its frozen weights are streamed: compiled "
         "code reads weights by itself. Train without torch.compile, or detach and give "
-        "stream_weights='off'."
+        "stream_weights='off'.",
+        key="streaming-compiled",
     )

@@ -84,5 +84,6 @@ def lost_write(name: str) -> ConflictError:
     return ConflictError(
         f"a layer changes the frozen weight {name!r} in place as it runs, and its weights are "
         "streamed from the host, where the change would be lost. Change it outside of forward and "
-        "backward (with PEFT: unmerge_adapter() first), or give stream_weights='off'."
+        "backward (with PEFT: unmerge_adapter() first), or give stream_weights='off'.",
+        key="streamed-weight-changed",
     )

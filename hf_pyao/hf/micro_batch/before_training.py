@@ -51,7 +51,9 @@ def _agreed(trainer: Any, chosen: ChosenBatch | None, error: Exception | None) -
         failed = [(rank, text) for rank, (what, text) in enumerate(told) if what is None]
         if failed and error is None:
             rank, text = failed[0]
-            error = ConfigError(f"rank {rank} could not choose a micro-batch: {text}")
+            error = ConfigError(
+                f"rank {rank} could not choose a micro-batch: {text}", key="micro-batch-not-chosen"
+            )
         choices = [what for what, _ in told if what is not None]
         if not failed:
             chosen = min(choices, key=lambda each: each.micro_batch)

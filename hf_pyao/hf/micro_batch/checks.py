@@ -32,12 +32,14 @@ def check_auto_micro_batch(args: object, config: PyAOConfig) -> None:
     if getattr(args, "auto_find_batch_size", False):
         raise ConflictError(
             f"{SETTING} is on together with transformers' auto_find_batch_size, which changes the "
-            "micro-batch too, and the global batch with it. Drop --auto_find_batch_size."
+            "micro-batch too, and the global batch with it. Drop --auto_find_batch_size.",
+            key="micro-batch-conflict",
         )
     if getattr(getattr(args, "accelerator_config", None), "split_batches", False):
         raise ConflictError(
             f"{SETTING} is on together with split_batches of accelerator_config, with which "
-            "per_device_train_batch_size is shared out among the processes. Drop split_batches."
+            "per_device_train_batch_size is shared out among the processes. Drop split_batches.",
+            key="micro-batch-conflict",
         )
     _refuse_sharding(engine_of_arguments(args))
     from transformers import Trainer
@@ -45,14 +47,16 @@ def check_auto_micro_batch(args: object, config: PyAOConfig) -> None:
     if not hasattr(Trainer, "_inner_training_loop"):  # a method of its own, from 4.57 on
         raise ConflictError(
             f"{SETTING} needs Trainer._inner_training_loop, which this transformers does not have. "
-            "Choose with `pyao estimate --find`."
+            "Choose with `pyao estimate --find`.",
+            key="micro-batch-trainer",
         )
     if config.policy not in PREDICTED_POLICIES:
         name = config.policy if isinstance(config.policy, str) else config.policy.name
         raise ConfigError(
             f"{SETTING} predicts what policies {', '.join(map(repr, PREDICTED_POLICIES))} offload, "
             f"and {config.label('policy')} is {name!r}. Take one of them, or choose with "
-            "`pyao estimate --find`."
+            "`pyao estimate --find`.",
+            key="micro-batch-conflict",
         )
 
 
@@ -66,7 +70,8 @@ def refuse_without_trainer(config: PyAOConfig, who: str) -> None:
         raise ConfigError(
             f"{config.label('auto_micro_batch')} is {config.auto_micro_batch!r}, and {who} cannot "
             "change the batch size. Train with PyAOTrainer (PyAOTrainerMixin), or choose with "
-            "`pyao estimate --find` and set the batch size yourself."
+            "`pyao estimate --find` and set the batch size yourself.",
+            key="micro-batch-trainer",
         )
 
 
@@ -84,5 +89,6 @@ def _refuse_sharding(engine: TrainingEngine) -> None:
     if reason:
         raise ConflictError(
             f"{SETTING} records and tries steps of the whole model on one device, and {reason}. "
-            "Drop it; `pyao estimate --find` predicts for one device."
+            "Drop it; `pyao estimate --find` predicts for one device.",
+            key="micro-batch-conflict",
         )

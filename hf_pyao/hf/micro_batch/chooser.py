@@ -107,7 +107,7 @@ class MicroBatchChooser:
         if wanted is None and self._device.type != "cpu":
             wanted = choice.rows[0]  # predictions are on the high side: what is tried decides
         if wanted is None:
-            raise ConfigError(f"{SETTING}: {choice.reason}")
+            raise ConfigError(f"{SETTING}: {choice.reason}", key="micro-batch-not-chosen")
         return self._tried(batches, choice, wanted.micro_batch, limit_bytes)
 
     def _as_it_is(self, why: str) -> ChosenBatch:
@@ -258,7 +258,9 @@ class MicroBatchChooser:
             failed.append(size)
         raise ConfigError(
             f"{SETTING}: micro-batches {', '.join(map(str, failed))} were tried, and memory ran "
-            f"out; {choice.reason} Take shorter sequences, head_loss='chunked', or a larger device."
+            f"out; {choice.reason} Take shorter sequences, head_loss='chunked', or a larger "
+            "device.",
+            key="micro-batch-not-chosen",
         )
 
     def _tried_limit(self) -> float:

@@ -37,13 +37,15 @@ class SampleBatches:
                 "auto_micro_batch (--activation_offload_auto_micro_batch) looks at some of the "
                 f"training samples, and a {type(dataset).__name__} can only be iterated, which "
                 "would take them from training. Give a dataset with a length and indices, or "
-                "choose with `pyao estimate --find`."
+                "choose with `pyao estimate --find`.",
+                key="micro-batch-data",
             )
         num_samples = len(dataset)  # type: ignore[arg-type]
         if num_samples == 0:
             raise ConfigError(
                 "auto_micro_batch (--activation_offload_auto_micro_batch) looks at some of the "
-                "training samples, and the training dataset is empty."
+                "training samples, and the training dataset is empty.",
+                key="micro-batch-data",
             )
         self.num_looked_at = min(NUM_LOOKED_AT, num_samples)
         spread = {number * num_samples // self.num_looked_at for number in range(num_samples)}

@@ -135,7 +135,8 @@ def _cannot_try(reason: str) -> ConflictError:
     return ConflictError(
         f"{reason}: a step cannot be tried without harm, since an optimizer may step in backward, "
         "or a state may be lost. Drop auto_micro_batch (--activation_offload_auto_micro_batch); "
-        "`pyao estimate --find` predicts without trying."
+        "`pyao estimate --find` predicts without trying.",
+        key="micro-batch-trial",
     )
 
 

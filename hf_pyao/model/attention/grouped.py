@@ -87,7 +87,8 @@ class _Gradients(torch.autograd.Function):
             "the gradients of attention in groups are differentiated again (create_graph=True), "
             "which the kernels of attention cannot do, in groups or not. For second derivatives "
             "give attention_groups='off' and use torch's formula: "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
+            key="second-derivatives",
         )
 
 

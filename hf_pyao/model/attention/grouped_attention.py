@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from hf_pyao.errors import warn
 from hf_pyao.model.attention import GroupPlan, NoKernel, attention_in_groups, kernels, plan_groups
 from hf_pyao.model.attention.grouped import GroupedCall
 from hf_pyao.model.attention.kernels import AttentionSettings, Kernel
@@ -54,7 +55,14 @@ class Notes:
             self.said[reason] = remedy
             level = logging.WARNING if remedy else logging.INFO
             what = "; ".join(filter(None, (reason, remedy)))
-            logger.log(level, "attention of %s does not run in groups: %s.", self._name, what)
+            warn(
+                logger,
+                "attention-not-grouped",
+                "attention of %s does not run in groups: %s.",
+                self._name,
+                what,
+                level=level,
+            )
 
     def described(self) -> list[str]:
         """Return what was said."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_pyao.config import HEAD_LOSS_NAMES
-from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.errors import ConfigError, unknown_name, warn
 from hf_pyao.model.head.head_forward import HeadForward, output_embeddings
 from hf_pyao.model.head.liger import check_liger
 from hf_pyao.model.head.output_head import NotUnderstood, understand_head
@@ -85,7 +85,8 @@ def install_head_loss(
         raise ConfigError(
             f"{type(target).__name__} has a head loss with (mode, chunk_tokens, budget_bytes) = "
             f"{installed.settings} already; asked for {handle.settings}. Call uninstall() on the "
-            "first handle, or ask for the same."
+            "first handle, or ask for the same.",
+            key="attached-already",
         )
     return installed
 
@@ -249,4 +250,4 @@ class _Notes:
     def _say(self, message: str, level: int) -> None:
         if message not in self.said:
             self.said[message] = None
-            logger.log(level, "Head loss of %s: %s.", self.name, message)
+            warn(logger, "head-loss-left", "Head loss of %s: %s.", self.name, message, level=level)

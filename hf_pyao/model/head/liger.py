@@ -18,10 +18,13 @@ def check_liger() -> None:
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
             "head_loss='liger' needs the package liger-kernel, which is not installed "
-            f"(pip install liger-kernel). {remedy}"
+            f"(pip install liger-kernel). {remedy}",
+            key="missing-package",
         )
     if not torch.cuda.is_available():
-        raise ConfigError(f"head_loss='liger' needs a GPU, and torch finds none. {remedy}")
+        raise ConfigError(
+            f"head_loss='liger' needs a GPU, and torch finds none. {remedy}", key="needs-gpu"
+        )
 
 
 def liger_can(request: LossRequest) -> bool:

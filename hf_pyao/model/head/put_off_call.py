@@ -124,7 +124,8 @@ class PutOffCall:
                     "hidden states had changed, by an optimizer step most likely, or after the "
                     "head had been sharded again; the logits of the forward can no longer be "
                     "computed. Read outputs.logits before the step (of a head that FSDP shards: "
-                    "before backward), or set head_loss='off'."
+                    "before backward), or set head_loss='off'.",
+                    key="logits-after-change",
                 )
             return self.own_forward(hidden, *args, **kwargs)
 

@@ -76,5 +76,6 @@ def _refuse(asked: str) -> NoReturn:
     raise ConflictError(
         f"{asked} asks for the gradient of the loss with respect to logits, but the chunked head "
         "loss was computed without them (they were computed beside it when they were read), so "
-        "that none arrives there. Set head_loss='off' for training that needs it."
+        "that none arrives there. Set head_loss='off' for training that needs it.",
+        key="logits-gradient",
     )

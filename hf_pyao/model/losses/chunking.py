@@ -81,7 +81,8 @@ def choose_chunk_tokens(
     if budget_bytes <= 0:
         raise ConfigError(
             f"the chunk budget is {budget_bytes} bytes; expected a positive number of bytes, "
-            f"such as {512 * MIB} (512 MiB)."
+            f"such as {512 * MIB} (512 MiB).",
+            key="wrong-argument",
         )
     per_token = token_bytes(num_vocab, num_hidden, dtype, transforms)
     fitting = budget_bytes // per_token // TOKEN_MULTIPLE * TOKEN_MULTIPLE

@@ -124,7 +124,8 @@ def _num_valid_vocab(requested: int | None, num_vocab: int) -> int:
         return num_vocab
     if not 1 <= requested <= num_vocab:
         raise ConfigError(
-            f"num_valid_vocab is {requested}; expected 1 to {num_vocab}, the rows of the head."
+            f"num_valid_vocab is {requested}; expected 1 to {num_vocab}, the rows of the head.",
+            key="wrong-argument",
         )
     return requested
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_pyao.errors import ConfigError, ConflictError, unknown_name
+from hf_pyao.errors import ConfigError, ConflictError, ReleasedTensorError, unknown_name
 from hf_pyao.model.losses.transforms import LogitTransform, largest_gain
 
 REDUCTIONS = ("mean", "sum")
@@ -57,10 +57,14 @@ class LossOptions:
             raise unknown_name("reduction", self.reduction, REDUCTIONS)
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ConfigError(
-                f"label_smoothing is {self.label_smoothing}; expected a number between 0 and 1."
+                f"label_smoothing is {self.label_smoothing}; expected a number between 0 and 1.",
+                key="wrong-argument",
             )
         if self.chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens is {self.chunk_tokens}; expected 1 token at least.")
+            raise ConfigError(
+                f"chunk_tokens is {self.chunk_tokens}; expected 1 token at least.",
+                key="wrong-argument",
+            )
 
 
 @dataclass(frozen=True)
@@ -146,11 +150,13 @@ def check_shapes(hidden: Tensor, labels: Tensor, num_hidden: int | None) -> None
         raise ConfigError(
             f"hidden states of shape {tuple(hidden.shape)} need labels of shape "
             f"{tuple(hidden.shape[:-1])}, one per token; got {tuple(labels.shape)}. Shift and "
-            "flatten both in the same way."
+            "flatten both in the same way.",
+            key="wrong-argument",
         )
     if num_hidden is not None and hidden.shape[-1] != num_hidden:
         raise ConfigError(
-            f"hidden states have {hidden.shape[-1]} columns and the head takes {num_hidden}."
+            f"hidden states have {hidden.shape[-1]} columns and the head takes {num_hidden}.",
+            key="wrong-argument",
         )
 
 
@@ -172,7 +178,8 @@ def refuse_double_backward() -> None:
         raise ConflictError(
             "create_graph=True differentiates the gradients again, but the chunked head loss keeps "
             "only the gradients themselves. Set head_loss='off' for training that needs second "
-            "derivatives."
+            "derivatives.",
+            key="second-derivatives",
         )
 
 
@@ -182,11 +189,12 @@ def graph_is_kept() -> bool:
     return keep
 
 
-def used_up() -> RuntimeError:
+def used_up() -> ReleasedTensorError:
     """Build the error for a second backward through a graph that was not retained."""
-    return RuntimeError(
+    return ReleasedTensorError(
         "Trying to backward through the chunked head loss a second time: its gradients were handed "
-        "over in the first backward. Pass retain_graph=True to that one."
+        "over in the first backward. Pass retain_graph=True to that one.",
+        key="backward-twice",
     )
 
 
@@ -199,6 +207,8 @@ def transforms_of(transforms: Sequence[LogitTransform]) -> tuple[LogitTransform,
     for transform in transforms:
         if not isinstance(transform, LogitTransform):
             raise ConfigError(
-                f"transforms holds {transform!r}; expected steps such as Scale(0.5) or softcap(30)."
+                f"transforms holds {transform!r}; expected steps such as Scale(0.5) or "
+                "softcap(30).",
+                key="wrong-argument",
             )
     return tuple(transforms)

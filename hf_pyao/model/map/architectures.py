@@ -60,26 +60,36 @@ class ModuleMap:
         """Check every path, and copy what the caller may change; see the class docstring."""
         object.__setattr__(self, "layers", _checked_paths("layers", self.layers))
         if not self.layers:
-            raise ConfigError("ModuleMap.layers is empty; expected at least one path of a list.")
+            raise ConfigError(
+                "ModuleMap.layers is empty; expected at least one path of a list.", key="module-map"
+            )
         if not isinstance(self.roles, Mapping):
-            raise ConfigError(f"ModuleMap.roles is {self.roles!r}; expected a dict, role -> paths.")
+            raise ConfigError(
+                f"ModuleMap.roles is {self.roles!r}; expected a dict, role -> paths.",
+                key="module-map",
+            )
         owner: dict[str, str] = {}
         roles: dict[str, tuple[str, ...]] = {}
         for role, paths in self.roles.items():
             if not isinstance(role, str) or not role.isidentifier():
-                raise ConfigError(f"{role!r} is no role name; expected one such as 'mlp_act'.")
+                raise ConfigError(
+                    f"{role!r} is no role name; expected one such as 'mlp_act'.", key="module-map"
+                )
             roles[role] = _checked_paths(f"roles[{role!r}]", paths, may_be_layer=True)
             for path in roles[role]:
                 if path in owner:
                     raise ConfigError(
                         f"path {path!r} is given to the roles {owner[path]!r} and {role!r}; "
-                        "what a module saves has one role."
+                        "what a module saves has one role.",
+                        key="module-map",
                     )
                 owner[path] = role
         optional = _checked_paths("optional", self.optional, may_be_layer=True)
         object.__setattr__(self, "optional", optional)
         if unclaimed := [path for path in self.optional if path not in owner]:
-            raise ConfigError(f"optional paths {unclaimed} belong to no role of this map.")
+            raise ConfigError(
+                f"optional paths {unclaimed} belong to no role of this map.", key="module-map"
+            )
         object.__setattr__(self, "roles", roles)
 
 
@@ -87,14 +97,16 @@ def _checked_paths(name: str, paths: object, *, may_be_layer: bool = False) -> t
     if isinstance(paths, str) or not isinstance(paths, Sequence):
         raise ConfigError(
             f"ModuleMap.{name} is {paths!r}; expected a list or tuple of paths, such as "
-            "('mlp.fc1',)."
+            "('mlp.fc1',).",
+            key="module-map",
         )
     for path in paths:
         is_layer = may_be_layer and path == ""
         if not isinstance(path, str) or not (is_layer or all(_is_part(p) for p in path.split("."))):
             raise ConfigError(
                 f"ModuleMap.{name} holds {path!r}; expected a dotted path without wildcards, "
-                "such as 'decoder.layers' or 'mlp.fc1'."
+                "such as 'decoder.layers' or 'mlp.fc1'.",
+                key="module-map",
             )
     return tuple(paths)
 
@@ -260,12 +272,14 @@ def register_module_map(architecture: str, module_map: ModuleMap) -> None:
     """
     if not isinstance(architecture, str) or not architecture.strip():
         raise ConfigError(
-            f"architecture is {architecture!r}; expected config.model_type or a model class name."
+            f"architecture is {architecture!r}; expected config.model_type or a model class name.",
+            key="module-map",
         )
     if not isinstance(module_map, ModuleMap):
         raise ConfigError(
             f"the map for {architecture!r} is a {type(module_map).__name__}; expected "
-            "ModuleMap(layers=('path.to.the.list',))."
+            "ModuleMap(layers=('path.to.the.list',)).",
+            key="module-map",
         )
     if _registered_maps.get(architecture, MODULE_MAPS.get(architecture, module_map)) != module_map:
         logger.info("the module map of %r is replaced", architecture)

@@ -61,7 +61,8 @@ def _check_is_called(hit: Hit, field: str) -> None:
     if not is_called(hit.module):
         raise ConfigError(
             f"{field} names {hit.path!r}, a {class_name(hit.module)}: the model runs its elements "
-            f"and never calls it itself. Write '{hit.path}.*' for its elements."
+            f"and never calls it itself. Write '{hit.path}.*' for its elements.",
+            key="modules-overlap",
         )
 
 
@@ -73,7 +74,8 @@ def _check_not_nested(hits: Sequence[Hit], field: str) -> None:
             if inner is not outer:
                 raise ConfigError(
                     f"{field} names {inner.path!r} and {outer.path!r}, one of which is inside the "
-                    "other: what the inner one saves would be counted twice. Name one of them."
+                    "other: what the inner one saves would be counted twice. Name one of them.",
+                    key="modules-overlap",
                 )
 
 

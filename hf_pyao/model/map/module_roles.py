@@ -54,7 +54,8 @@ def check_roles(found: FoundLayers) -> None:
                 if not found.roles and not is_called(modules[path]):
                     raise ConfigError(
                         f"the role {role!r} was inferred to be {path!r} of layer {fqn!r}, a list "
-                        f"of modules that is never called. {_SAY_ROLES}"
+                        f"of modules that is never called. {_SAY_ROLES}",
+                        key="modules-overlap",
                     )
 
 
@@ -62,7 +63,8 @@ def _missing(fqn: str, path: str, role: str, present: Sequence[str], how: str) -
     return ConfigError(
         f"layer {fqn!r} has no sub-module {path!r}, which the {how} names for the role "
         f"{role!r}{nearest(path, present) or ';'} it has {_listing(present)}. Correct the path "
-        "with register_module_map, or list it in ModuleMap.optional if a layer may lack it."
+        "with register_module_map, or list it in ModuleMap.optional if a layer may lack it.",
+        key="selects-nothing",
     )
 
 
@@ -176,32 +178,37 @@ def _nothing_selected(
     if name in roles:
         return ConfigError(
             f"the role {name!r} stands for {list(roles[name])}, none of which is in {where}. "
-            + fqn_way
+            + fqn_way,
+            key="selects-nothing",
         )
     if name in ROLES:
         if not roles:
             return ConfigError(
                 f"{field} names the role {name!r}, but this architecture has no module map, and "
-                f"the names of its sub-modules tell no roles. {fqn_way} {_SAY_ROLES}"
+                f"the names of its sub-modules tell no roles. {fqn_way} {_SAY_ROLES}",
+                key="selects-nothing",
             )
         instead = next((role for role in _INSTEAD.get(name, ()) if role in roles), None)
         hint = f"; did you mean {instead!r}?" if instead else "."
         return ConfigError(
             f"{field} names the role {name!r}, which selects nothing in {where}: this architecture "
-            f"has no such role{hint} known roles: {', '.join(roles)}. {fqn_way} {_SAY_ROLES}"
+            f"has no such role{hint} known roles: {', '.join(roles)}. {fqn_way} {_SAY_ROLES}",
+            key="selects-nothing",
         )
     relative = [".".join(name.split(".")[start:]) for start in range(1, name.count(".") + 1)]
     inside = next((r for r in relative if any(fnmatchcase(p, r) for p in paths if p)), None)
     if inside is not None:
         return ConfigError(
             f"{field} names {name!r}; names are relative to a layer and hold for all layers: "
-            f"write {inside!r}."
+            f"write {inside!r}.",
+            key="selects-nothing",
         )
     hint = nearest(name, [*also, *roles, *paths]) or ";"
     known = f"known roles: {', '.join(roles)}; " if roles else "this architecture has no roles; "
     return ConfigError(
         f"{field} names {name!r}, which selects nothing in {where}{hint} {known}"
-        f"sub-modules of a layer: {_listing(paths)}."
+        f"sub-modules of a layer: {_listing(paths)}.",
+        key="selects-nothing",
     )
 
 

@@ -38,7 +38,7 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
             (``nn.DataParallel``).
     """
     if reason := engine_of_module(module).refusal(Feature.OFFLOADING):
-        raise ConflictError(reason)
+        raise ConflictError(reason, key="data-parallel")
     for cls in type(module).__mro__:
         if attribute := _INNER_MODULE_ATTRIBUTES.get(f"{package_of(cls)}.{cls.__name__}"):
             inner = getattr(module, attribute)

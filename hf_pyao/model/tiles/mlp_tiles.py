@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from hf_pyao.engine.recompute.verification import TILES, SecondRuns
+from hf_pyao.errors import warn
 from hf_pyao.model.map.found_layers import FoundLayers
 from hf_pyao.model.map.wrappers import class_name, is_compiled_whole
 from hf_pyao.model.patching.lasting_forward import exchange, give_back
@@ -150,7 +151,14 @@ class MLPTiles:
         if not self.num_tiled and self.tiles != "auto":
             level = logging.WARNING
         if self._left:
-            logger.log(level, "MLP tiles of %s: %s.", self._name, self._described_left())
+            warn(
+                logger,
+                "mlp-not-tiled",
+                "MLP tiles of %s: %s.",
+                self._name,
+                self._described_left(),
+                level=level,
+            )
 
     def describe(self) -> str:
         """Return one line about what runs in tiles and what does not, and why."""

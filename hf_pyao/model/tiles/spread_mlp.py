@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.model.losses.stand_in import TensorStandIn, in_full
 from hf_pyao.model.patching.lasting_forward import Method
 from hf_pyao.model.tiles import TilePlan
@@ -95,9 +96,10 @@ class PutOffMLP(TensorStandIn):
 
     def _check_unchanged(self) -> None:
         if versions_of([self._hidden]) != self._version:
-            raise RuntimeError(
+            raise SavedTensorModifiedError(
                 "the input of an MLP in tiles was modified by an inplace operation before the MLP "
-                "was through. Set mlp_tiles='off' for this model."
+                "was through. Set mlp_tiles='off' for this model.",
+                key="changed-before-second-run",
             )
 
 

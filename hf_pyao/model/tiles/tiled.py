@@ -168,7 +168,8 @@ class _RunTiles(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise ConflictError(
                 "create_graph=True differentiates the gradients again, but an MLP in tiles keeps "
-                "no graph of them. Set mlp_tiles='off' for training that needs second derivatives."
+                "no graph of them. Set mlp_tiles='off' for training that needs second derivatives.",
+                key="second-derivatives",
             )
         inputs = ctx.saved.node.saved_tensors
         with call.watch():
@@ -191,7 +192,8 @@ def _run_backward(
             raise SavedTensorModifiedError(
                 "a weight of an MLP in tiles was modified by an inplace operation between "
                 "forward and backward, which runs the MLP again with it. Step the optimizer "
-                "after backward."
+                "after backward.",
+                key="changed-before-second-run",
             )
         trained = [weight for weight in weights if weight.requires_grad]
         backward = _Backward(call, inputs, trained, needs, ctx.states, ctx.noted)

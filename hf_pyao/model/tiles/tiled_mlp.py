@@ -19,6 +19,7 @@ from hf_pyao.engine.rerun.inventory import Inventory, Noted
 from hf_pyao.engine.rerun.modes import reason_of_modes_and_hooks
 from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
+from hf_pyao.errors import warn
 from hf_pyao.model.map.sharding import KnownSharding
 from hf_pyao.model.patching.lasting_forward import LeftBehind, Method
 from hf_pyao.model.tiles import TiledCall, TilePlan, plan_tiles, run_in_tiles
@@ -47,7 +48,7 @@ class Notes:
         message = f"{path} does not run in tiles: {reason}"
         if message not in self.said:
             self.said[message] = None
-            logger.warning("MLP tiles of %s: %s.", self._name, message)
+            warn(logger, "mlp-not-tiled", "MLP tiles of %s: %s.", self._name, message)
 
 
 class TiledForwards:

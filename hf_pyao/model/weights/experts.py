@@ -211,7 +211,8 @@ class ExpertsInGroups:
         return ConflictError(
             f"{self._weight.name!r} is streamed by group of experts, and {what} needs all experts "
             "at once. Give experts_implementation='grouped_mm' when the model is loaded, or "
-            "stream_weights='off'."
+            "stream_weights='off'.",
+            key="experts-all-at-once",
         )
 
 

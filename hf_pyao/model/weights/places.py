@@ -92,7 +92,9 @@ class StayingParameters(LeftBehind):
             if function(blank).dtype != parameter.dtype:
                 raise ConflictError(
                     f"the dtype of {name!r} of {type(module).__name__} cannot be changed while its "
-                    "weights are streamed. Change it before the model is attached, or detach first."
+                    "weights are streamed. Change it before the model is attached, or detach "
+                    "first.",
+                    key="streamed-weight-replaced",
                 )
         others = {name: p for name, p in table.items() if name not in staying}
         module.__dict__["_parameters"] = others

@@ -153,7 +153,8 @@ def adopt(model: nn.Module, description: dict[str, Any], num_processes: int) -> 
             names = ", ".join(sorted(given.keys() ^ own.keys())[:4])
             raise ConflictError(
                 f"the {kind} of this model are not those of the model that process "
-                f"{description['process']} has loaded: {names}. Load the same model in each rank."
+                f"{description['process']} has loaded: {names}. Load the same model in each rank.",
+                key="one-copy-model",
             )
     shared = SharedWeights(num_processes)
     storages = [
@@ -206,18 +207,23 @@ def _check(named: Sequence[Named]) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise ConflictError(
                 f"{name!r} is on {tensor.device}, {tensor.layout}; expected a dense tensor on the "
-                "CPU. Load the model without a device map and without quantisation."
+                "CPU. Load the model without a device map and without quantisation.",
+                key="one-copy-model",
             )
         first, last = byte_span(tensor)
         if last - first != tensor.nbytes:
-            raise ConflictError(f"{name!r} has gaps between its elements; it cannot be shared.")
+            raise ConflictError(
+                f"{name!r} has gaps between its elements; it cannot be shared.",
+                key="one-copy-model",
+            )
         spans.setdefault(tensor.untyped_storage()._cdata, []).append((first, last, name))
     for each in spans.values():
         for (_, last, name), (first, _, other) in itertools.pairwise(sorted(each)):
             if first < last:
                 raise ConflictError(
                     f"{name!r} and {other!r} are two tensors over the same bytes. Tie them as one "
-                    "parameter before the model is shared."
+                    "parameter before the model is shared.",
+                    key="one-copy-model",
                 )
 
 

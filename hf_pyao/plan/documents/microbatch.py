@@ -56,19 +56,22 @@ class MicroBatchRow:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MOST_SAMPLES:
                 raise ReportError(
-                    f"a row has {name} {echo(value)}; expected 1 to {MOST_SAMPLES:,}."
+                    f"a row has {name} {echo(value)}; expected 1 to {MOST_SAMPLES:,}.",
+                    key="file-damaged",
                 )
         for name in ("peak_bytes", "reserved_bytes", "step_ms"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ReportError(
                     f"the row of micro-batch {self.micro_batch} has {name} {echo(value)}; expected "
-                    "0 or more."
+                    "0 or more.",
+                    key="file-damaged",
                 )
         if self.fits and self.step_ms is None:
             raise ReportError(
                 f"the row of micro-batch {self.micro_batch} fits, and has no step_ms: the file is "
-                "damaged."
+                "damaged.",
+                key="file-damaged",
             )
 
     @property
@@ -109,6 +112,11 @@ class MicroBatchReport(JsonDocument):
     def __post_init__(self) -> None:
         """Check what rows cannot say."""
         if self.find not in FINDS:
-            raise ReportError(f"find is {echo(self.find)}; expected one of {', '.join(FINDS)}.")
+            raise ReportError(
+                f"find is {echo(self.find)}; expected one of {', '.join(FINDS)}.",
+                key="file-damaged",
+            )
         if self.limit_bytes < 0:
-            raise ReportError(f"limit_bytes is {echo(self.limit_bytes)}; expected 0 or more.")
+            raise ReportError(
+                f"limit_bytes is {echo(self.limit_bytes)}; expected 0 or more.", key="file-damaged"
+            )

@@ -129,7 +129,10 @@ class Plan(JsonDocument):
         """Check that it does not contradict itself; see the class docstring."""
         for action in (self.otherwise, *(slot.otherwise for slot in self.slots)):
             if action not in (OFFLOAD, KEEP):
-                raise PlanError(f"otherwise is {echo(action)}; expected 'offload' or 'keep'.")
+                raise PlanError(
+                    f"otherwise is {echo(action)}; expected 'offload' or 'keep'.",
+                    key="plan-invalid",
+                )
         self._check_slots()
         self._check_order()
         self._check_levers()
@@ -138,17 +141,22 @@ class Plan(JsonDocument):
         """Refuse levers that are unknown, or have a value that the configuration would refuse."""
         for name, value in self.levers.items():
             if name not in Levers.names():
-                raise PlanError(f"the plan's levers: {unknown_name('lever', name, Levers.names())}")
+                raise PlanError(
+                    f"the plan's levers: {unknown_name('lever', name, Levers.names())}",
+                    key="plan-invalid",
+                )
             try:
                 SETTINGS[name].kind.check(f"{name} in the plan's levers", value)
             except ConfigError as error:
-                raise PlanError(str(error)) from error
+                raise PlanError(f"{error}", key="plan-invalid") from error
         every = self.levers.get("checkpoint_every")
         for name, least in LEAST_LAYERS.items():
             if self.levers.get(name) and every is not None and every < least:
                 raise PlanError(
                     f"the plan's levers contradict each other: {name} is true, which takes a "
-                    f"checkpoint_every of {least} or more, and that is {every}. Make the plan anew."
+                    f"checkpoint_every of {least} or more, and that is {every}. Make the plan "
+                    "anew.",
+                    key="plan-invalid",
                 )
 
     def _check_slots(self) -> None:
@@ -157,23 +165,29 @@ class Plan(JsonDocument):
         for slot in self.slots:
             if slot.action not in ACTIONS:
                 raise PlanError(
-                    f"slot {echo(slot.name)}: {unknown_name('action', slot.action, ACTIONS)}"
+                    f"slot {echo(slot.name)}: {unknown_name('action', slot.action, ACTIONS)}",
+                    key="plan-invalid",
                 )
             if slot.codec is not None:
                 try:
                     SETTINGS["codec"].kind.check("its codec", slot.codec)
                 except ConfigError as error:
-                    raise PlanError(f"slot {echo(slot.name)}: {error}") from error
+                    raise PlanError(
+                        f"slot {echo(slot.name)}: {error}", key="plan-invalid"
+                    ) from error
             _, colon, number = slot.name.rpartition(":")
             if not colon or not number.removeprefix(ANCHOR).removeprefix(SHARED).isdigit():
                 raise PlanError(
                     f"slot {echo(slot.name)}: expected a sub-module and a number, such as "
-                    "'mlp.act_fn:0', as `describe` and reports name them."
+                    "'mlp.act_fn:0', as `describe` and reports name them.",
+                    key="plan-invalid",
                 )
             for layer in slot.layers if slot.layers is not None else [None]:
                 if (slot.name, layer) in named:
                     where = "" if layer is None else f" for layer {layer}"
-                    raise PlanError(f"slot {echo(slot.name)} is named twice{where}.")
+                    raise PlanError(
+                        f"slot {echo(slot.name)} is named twice{where}.", key="plan-invalid"
+                    )
                 named.add((slot.name, layer))
 
     def _check_order(self) -> None:
@@ -192,7 +206,8 @@ class Plan(JsonDocument):
             except graphlib.CycleError as error:
                 circle = " <- ".join(map(str, error.args[1]))
                 raise PlanError(
-                    f"slots are recomputed from each other: {circle}. Offload or keep one of them."
+                    f"slots are recomputed from each other: {circle}. Offload or keep one of them.",
+                    key="plan-invalid",
                 ) from error
 
     @property
@@ -210,13 +225,15 @@ class Plan(JsonDocument):
             PlanError: it contradicts itself.
         """
         if values.get("kind", KIND) != KIND:
-            raise PlanError(f"{where} has kind {echo(values.get('kind'))}; expected 'plan'.")
+            raise PlanError(
+                f"{where} has kind {echo(values.get('kind'))}; expected 'plan'.", key="file-kind"
+            )
         try:
             return super().from_dict(_as_version_2(values), where)
         except PlanError as error:
             if where == cls.called:
                 raise
-            raise PlanError(f"{where}: {error}") from error
+            raise PlanError(f"{where}: {error}", key="plan-invalid") from error
 
     def numbers(self) -> dict[str, float]:
         """Return the facts that are known, then the figures, by name."""
@@ -239,7 +256,8 @@ class Plan(JsonDocument):
             if key in identity and identity[key] != expected:
                 raise PlanError(
                     f"the plan was made for another model: its {key} is {echo(expected)}, and here "
-                    f"it is {echo(identity[key])}. {remedy}"
+                    f"it is {echo(identity[key])}. {remedy}",
+                    key="plan-other-model",
                 )
         known = {path for _, paths in layers for path in ("", *paths)}
         for name in [
@@ -251,14 +269,16 @@ class Plan(JsonDocument):
                 hint = nearest(name, sorted(known)) or "."
                 raise PlanError(
                     f"the plan names the sub-module {echo(name)}, which no layer of this model "
-                    f"has{hint} {remedy}"
+                    f"has{hint} {remedy}",
+                    key="plan-other-model",
                 )
         for slot in self.slots:
             for layer in slot.layers or ():
                 if not 0 <= layer < len(layers):
                     raise PlanError(
                         f"the plan names layer {layer} for slot {echo(slot.name)}, and this model "
-                        f"has {len(layers)} layers. {remedy}"
+                        f"has {len(layers)} layers. {remedy}",
+                        key="plan-other-model",
                     )
 
 

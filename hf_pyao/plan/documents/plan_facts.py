@@ -74,13 +74,15 @@ class PlanFacts:
             if not 0 <= value < math.inf:
                 raise PlanError(
                     f"the plan's fact {name!r} is {value:g}; expected a finite number that is not "
-                    "negative. Make the plan anew."
+                    "negative. Make the plan anew.",
+                    key="plan-invalid",
                 )
         absent = [name for name in PREDICTED if getattr(self, name) is None]
         if absent and len(absent) < len(PREDICTED):
             raise PlanError(
                 f"the plan's facts lack {absent[0]!r}; a prediction has all of "
-                f"{', '.join(PREDICTED)}. Make the plan anew, or leave all of them out."
+                f"{', '.join(PREDICTED)}. Make the plan anew, or leave all of them out.",
+                key="plan-invalid",
             )
 
     def known(self) -> dict[str, float]:

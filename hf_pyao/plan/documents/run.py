@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from hf_pyao.errors import ConfigError
+from hf_pyao.errors import ConfigError, warn
 from hf_pyao.plan.documents.provenance import Provenance, collect_provenance, now
 from hf_pyao.plan.documents.schema import JsonDocument, ReportError
 from hf_pyao.ranks import process_rank
@@ -193,9 +193,16 @@ def write_run_report(
         report = make_run_report(offloader, outcome)
         report.to_json_file(path)
     except ReportError as error:
-        logger.error("the run report is lost: %s", error)
+        warn(logger, "file-unwritable", "the run report is lost: %s", error, level=logging.ERROR)
     except Exception as error:
-        logger.error("the run report is lost: %s", describe_error(error), exc_info=True)
+        warn(
+            logger,
+            "file-unwritable",
+            "the run report is lost: %s",
+            describe_error(error),
+            level=logging.ERROR,
+            exc_info=True,
+        )
     return report
 
 
@@ -215,14 +222,19 @@ def check_report_path(path: str | os.PathLike[str] | None, label: str = "report"
         return
     name = echo(os.fspath(path))
     if os.path.isdir(path):
-        raise ConfigError(f"{label} is {name}, which is a folder; expected a file's path.")
+        raise ConfigError(
+            f"{label} is {name}, which is a folder; expected a file's path.", key="file-unwritable"
+        )
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe, /dev/null
         return
     folder = next(str(parent) for parent in Path(path).absolute().parents if os.path.exists(parent))
     if not os.path.isdir(folder):
-        raise ConfigError(f"{label} is {name}, and {echo(folder)} is no folder.")
+        raise ConfigError(
+            f"{label} is {name}, and {echo(folder)} is no folder.", key="file-unwritable"
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
             f"{label} is {name}, and this process may not write to {echo(folder)}. Give a path "
-            "in a folder of your own."
+            "in a folder of your own.",
+            key="file-unwritable",
         )

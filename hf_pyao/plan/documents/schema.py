@@ -66,14 +66,17 @@ def read_fields(cls: type[T], values: object, where: str) -> T:
 
 def _check_keys(cls: type, values: object, where: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
-        raise ReportError(f"{where} holds a JSON {type(values).__name__}; expected an object.")
+        raise ReportError(
+            f"{where} holds a JSON {type(values).__name__}; expected an object.", key="file-damaged"
+        )
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
             hint = nearest(str(key), fields) or ";"
             raise ReportError(
                 f"{where} has the key {echo(key)}, which {cls.__name__} has not{hint} it was "
-                "written by another version of hf_pyao. Render it with the version that wrote it."
+                "written by another version of hf_pyao. Render it with the version that wrote it.",
+                key="file-other-version",
             )
     for name, field in fields.items():
         has_default = (
@@ -83,7 +86,8 @@ def _check_keys(cls: type, values: object, where: str) -> Mapping[str, Any]:
         if name not in values and not has_default:
             raise ReportError(
                 f"{where} lacks the key {name!r}, which {cls.__name__} needs: the file was cut "
-                "off, or written by another version of hf_pyao."
+                "off, or written by another version of hf_pyao.",
+                key="file-damaged",
             )
     return values
 
@@ -116,7 +120,9 @@ def _read(expected: Any, value: Any, where: str, depth: int = 0) -> Any:
         }
     if _is_plain(origin or expected, value):
         return value
-    raise ReportError(f"{where} is {echo(value)}; expected {_EXPECTED[origin or expected]}.")
+    raise ReportError(
+        f"{where} is {echo(value)}; expected {_EXPECTED[origin or expected]}.", key="file-damaged"
+    )
 
 
 _EXPECTED = {
@@ -140,7 +146,7 @@ def _is_plain(expected: type, value: object) -> bool:
 
 def _read_any(value: Any, where: str, depth: int) -> Any:
     if depth > DEEPEST:
-        raise ReportError(f"{where} is nested deeper than {DEEPEST} levels.")
+        raise ReportError(f"{where} is nested deeper than {DEEPEST} levels.", key="file-damaged")
     if isinstance(value, dict):
         return _read(dict[str, Any], value, where, depth + 1)
     if isinstance(value, list):
@@ -161,7 +167,8 @@ def check_version(values: Mapping[str, Any], cls: type, version: int, where: str
         raise ReportError(
             f"{where} has schema_version {echo(found)}; this hf_pyao reads version {version} of a "
             f"{cls.__name__}. Render it with the version of hf_pyao that wrote it, or measure "
-            "again."
+            "again.",
+            key="file-other-version",
         )
 
 
@@ -191,7 +198,9 @@ def write_json(path: str | os.PathLike[str], document: Any) -> None:
         replace_file(path, (text + "\n").encode("utf-8", "backslashreplace"))
     except (OSError, TypeError, ValueError, RecursionError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ReportError(f"cannot write {echo(str(path))}: {reason}.") from error
+        raise ReportError(
+            f"cannot write {echo(str(path))}: {reason}.", key="file-unwritable"
+        ) from error
 
 
 class JsonDocument:

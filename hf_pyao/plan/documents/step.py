@@ -134,7 +134,8 @@ class StepReport(JsonDocument):
         _check_memory(report.memory, where)
         if not report.totals.step_ms >= 0:
             raise ReportError(
-                f"{where}, totals, step_ms is {report.totals.step_ms}; expected 0 or more."
+                f"{where}, totals, step_ms is {report.totals.step_ms}; expected 0 or more.",
+                key="file-damaged",
             )
         return report
 
@@ -150,7 +151,8 @@ def _check_length(items: object, where: str) -> None:
     if isinstance(items, list) and len(items) > MOST_SPANS:
         raise ReportError(
             f"{where} has {len(items):,} entries; expected {MOST_SPANS:,} at most. Write one step, "
-            "by layers and not by operations."
+            "by layers and not by operations.",
+            key="file-damaged",
         )
 
 
@@ -158,11 +160,12 @@ def _check_spans(spans: Sequence[StepSpan], where: str) -> None:
     for index, span in enumerate(spans):
         if span.lane not in LANES:
             error = unknown_name("lane", span.lane, LANES)
-            raise ReportError(f"{where}, spans[{index}]: {error}")
+            raise ReportError(f"{where}, spans[{index}]: {error}", key="file-damaged")
         if not 0 <= span.start_ms <= span.end_ms:
             raise ReportError(
                 f"{where}, spans[{index}] ({echo(span.label)}) is from {span.start_ms} to "
-                f"{span.end_ms} ms; expected times from 0 on, and an end after the start."
+                f"{span.end_ms} ms; expected times from 0 on, and an end after the start.",
+                key="file-damaged",
             )
 
 
@@ -172,10 +175,12 @@ def _check_memory(memory: Sequence[MemoryPoint], where: str) -> None:
         if point.time_ms < before_ms:
             raise ReportError(
                 f"{where}, memory[{index}] is at {point.time_ms} ms, and the one before at "
-                f"{before_ms}; expected points in order of time, from 0 on."
+                f"{before_ms}; expected points in order of time, from 0 on.",
+                key="file-damaged",
             )
         before_ms = point.time_ms
         if point.nbytes < 0:
             raise ReportError(
-                f"{where}, memory[{index}] has {point.nbytes} bytes; expected none below 0."
+                f"{where}, memory[{index}] has {point.nbytes} bytes; expected none below 0.",
+                key="file-damaged",
             )

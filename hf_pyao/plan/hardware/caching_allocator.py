@@ -46,6 +46,8 @@ _ADDRESS_BITS = 72
 class DeviceFullError(PyAOError, MemoryError):
     """A request does not fit, also after cached segments were given back."""
 
+    key = "replayed-device-full"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
@@ -80,7 +82,8 @@ class AllocatorSettings:
         if text.strip() and not _SETTING.search(text):
             raise ConfigError(
                 f"{echo(text)} are no settings of PyTorch's allocator; expected name:value, such "
-                "as expandable_segments:True."
+                "as expandable_segments:True.",
+                key="setting-value",
             )
         return cls(**values)
 
@@ -103,7 +106,7 @@ _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\s]+)")
 
 
 def _bad_setting(name: str, value: str, expected: str) -> ConfigError:
-    return ConfigError(f"{name} is {echo(value)}; expected {expected}.")
+    return ConfigError(f"{name} is {echo(value)}; expected {expected}.", key="setting-value")
 
 
 class Block:

@@ -41,9 +41,15 @@ def hardware_of(device: torch.device) -> Hardware:
 def _measured(device: torch.device, name: str) -> Hardware:
     speed, link = measure_device(device), measure_link(device)
     if not (speed.tflop_per_s and speed.memory_gib_per_s):
-        raise ConfigError(f"the speed of {name} ({device}) is not known, and was not measured.")
+        raise ConfigError(
+            f"the speed of {name} ({device}) is not known, and was not measured.",
+            key="speeds-unknown",
+        )
     if not (link.d2h_gib_per_s and link.h2d_gib_per_s):
-        raise ConfigError(f"the link of {name} ({device}) is not known, and was not measured.")
+        raise ConfigError(
+            f"the link of {name} ({device}) is not known, and was not measured.",
+            key="speeds-unknown",
+        )
     model = LinkModel(d2h_gib_per_s=link.d2h_gib_per_s, h2d_gib_per_s=link.h2d_gib_per_s)
     return Hardware(
         name=name,

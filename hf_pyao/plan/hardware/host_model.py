@@ -32,10 +32,13 @@ class HostModel:
             ConfigError: one of them is negative.
         """
         if not 0 <= self.op_ms < math.inf:
-            raise ConfigError(f"op_ms is {self.op_ms}; expected a time of 0 or more, in ms.")
+            raise ConfigError(
+                f"op_ms is {self.op_ms}; expected a time of 0 or more, in ms.", key="wrong-argument"
+            )
         if self.queue_limit is not None and self.queue_limit < 0:
             raise ConfigError(
-                f"queue_limit is {self.queue_limit}; expected 0 or more kernels, or None."
+                f"queue_limit is {self.queue_limit}; expected 0 or more kernels, or None.",
+                key="wrong-argument",
             )
 
 

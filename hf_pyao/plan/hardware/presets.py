@@ -85,12 +85,14 @@ class Hardware:
         """
         if not self.memory_gib > 0:
             raise ConfigError(
-                f"memory_gib is {self.memory_gib}; expected a positive number of GiB."
+                f"memory_gib is {self.memory_gib}; expected a positive number of GiB.",
+                key="wrong-argument",
             )
         if not 0 <= self.context_gib < self.memory_gib:
             raise ConfigError(
                 f"context_gib is {self.context_gib}; expected 0 or more, and less than the "
-                f"{self.memory_gib:g} GiB of the device."
+                f"{self.memory_gib:g} GiB of the device.",
+                key="wrong-argument",
             )
 
     @property

@@ -61,7 +61,9 @@ class LinkModel:
         _check_speeds(self, "d2h_gib_per_s", "h2d_gib_per_s", "host_memory_gib_per_s")
         _check_delay(self, "latency_us")
         if self.copy_engines not in (1, 2):
-            raise ConfigError(f"copy_engines is {self.copy_engines}; expected 1 or 2.")
+            raise ConfigError(
+                f"copy_engines is {self.copy_engines}; expected 1 or 2.", key="wrong-argument"
+            )
 
     def copy_ms(self, direction: str, nbytes: int) -> float:
         """Return how long a copy takes when nothing else runs."""
@@ -73,10 +75,15 @@ def _check_speeds(model: Any, *names: str) -> None:
     for name in names:
         value = getattr(model, name)
         if not value > 0:
-            raise ConfigError(f"{name} is {value}; expected a positive speed.")
+            raise ConfigError(
+                f"{name} is {value}; expected a positive speed.", key="wrong-argument"
+            )
 
 
 def _check_delay(model: Any, name: str) -> None:
     value = getattr(model, name)
     if not 0 <= value < math.inf:
-        raise ConfigError(f"{name} is {value}; expected a time of 0 or more, in microseconds.")
+        raise ConfigError(
+            f"{name} is {value}; expected a time of 0 or more, in microseconds.",
+            key="wrong-argument",
+        )

@@ -61,7 +61,8 @@ def accumulation_of(global_batch: int, micro_batch: int) -> int:
     above = [size for size in divisors if size > micro_batch][:1]
     raise ConfigError(
         f"a micro-batch of {micro_batch} does not divide the global batch of {global_batch}, which "
-        f"would change; the nearest that do: {', '.join(map(str, [*below, *above]))}."
+        f"would change; the nearest that do: {', '.join(map(str, [*below, *above]))}.",
+        key="setting-value",
     )
 
 
@@ -92,7 +93,9 @@ def choose_micro_batch(
     if find not in (FASTEST, LARGEST):
         raise unknown_name("find", find, (FASTEST, LARGEST))
     if global_batch < 1:
-        raise ConfigError(f"the global batch is {global_batch}; expected 1 or more samples.")
+        raise ConfigError(
+            f"the global batch is {global_batch}; expected 1 or more samples.", key="setting-value"
+        )
     asked = divisors_of(global_batch) if sizes is None else sorted(set(sizes))
     accumulations = [accumulation_of(global_batch, size) for size in asked]
     rows: list[MicroBatchRow] = []
@@ -128,7 +131,8 @@ def longest_sequence(
     if most < 1:
         raise ConfigError(
             f"the model has {most_length} positions; lengths are looked for in multiples of "
-            f"{LENGTH_STEP}. Give one that has more."
+            f"{LENGTH_STEP}. Give one that has more.",
+            key="length-too-long",
         )
     rows: dict[int, MicroBatchRow] = {}
 

@@ -155,7 +155,7 @@ class LeverChoice:
             try:
                 known = self._planner_with(levers)
             except LeversRefusedError as error:
-                known = str(error)
+                known = f"{error}"
             self._planners[levers] = known
         if isinstance(known, str):
             raise LeversRefusedError(known)
@@ -207,13 +207,13 @@ class _Search:
         try:
             planner = self._choice.planner_for(levers)
         except LeversRefusedError as error:
-            self._found[levers] = LookedAt(levers=levers, note=str(error))
+            self._found[levers] = LookedAt(levers=levers, note=f"{error}")
             return self._found[levers]
         note = ""
         try:
             candidate = planner.best(self._limit_bytes)
         except NoPlanFitsError as error:
-            note, candidate = str(error), planner.least()
+            note, candidate = f"{error}", planner.least()
         found = LookedAt(
             levers=levers, planner=planner, candidate=candidate, fits=not note, note=note
         )

@@ -84,5 +84,6 @@ def _contradicts(name: str, planned: Any, given: Any, label: str) -> PlanError:
         remedy = f"Give {label}={planned!r} to follow it"
     return PlanError(
         f"the plan was made for {name}={echo(planned)}, and here {label} is {echo(given)}{why}. "
-        f"{remedy}, or make a plan for this configuration (delete the one that is kept)."
+        f"{remedy}, or make a plan for this configuration (delete the one that is kept).",
+        key="plan-other-settings",
     )

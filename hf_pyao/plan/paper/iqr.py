@@ -48,7 +48,8 @@ def find_outliers(throughput_gib_per_s: Mapping[str, float], link_gib_per_s: flo
         if not value >= 0 or math.isinf(value):
             raise ConfigError(
                 f"the throughput of {name or 'the layer itself'} is {value} GiB/s; expected 0 or "
-                "more."
+                "more.",
+                key="wrong-argument",
             )
     values = list(throughput_gib_per_s.values())
     if len(values) < 2:

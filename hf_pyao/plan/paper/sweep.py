@@ -56,7 +56,7 @@ def parse_budgets(text: str) -> Budgets:
         return Budgets(tuple(sorted({0, *_range(text)})), TENSORS)
     words = [word.strip() for word in text.split(",")]
     if not any(words):
-        raise ConfigError(f"--budgets is empty; expected {_FORMS}.")
+        raise ConfigError(f"--budgets is empty; expected {_FORMS}.", key="setting-value")
     counts: list[int] = []
     sizes: list[int] = []
     for word in words:
@@ -68,7 +68,8 @@ def parse_budgets(text: str) -> Budgets:
     if counts and sizes:
         raise ConfigError(
             f"--budgets {echo(text)} mixes numbers of tensors and sizes, which no one curve can "
-            "show. Give two sweeps, one of each kind."
+            "show. Give two sweeps, one of each kind.",
+            key="setting-value",
         )
     values = {0, *counts, *sizes}
     _check_number_of(len(values))
@@ -77,9 +78,13 @@ def parse_budgets(text: str) -> Budgets:
 
 def _amount(word: str) -> tuple[int | None, int | None]:
     if word.startswith("-"):
-        raise ConfigError(f"--budgets holds {echo(word)}; a budget cannot be negative.")
+        raise ConfigError(
+            f"--budgets holds {echo(word)}; a budget cannot be negative.", key="setting-value"
+        )
     if not word:
-        raise ConfigError(f"--budgets holds nothing between two commas; expected {_FORMS}.")
+        raise ConfigError(
+            f"--budgets holds nothing between two commas; expected {_FORMS}.", key="setting-value"
+        )
     checked = Amount().check("a budget of --budgets", word)
     assert checked is not None
     return amount_of(checked)
@@ -91,11 +96,14 @@ def _range(text: str) -> range:
         if text.count(":") > 2:
             raise ValueError
     except ValueError as error:
-        raise ConfigError(f"--budgets is {echo(text)}; expected {_FORMS}.") from error
+        raise ConfigError(
+            f"--budgets is {echo(text)}; expected {_FORMS}.", key="setting-value"
+        ) from error
     if first < 0 or last < first or step < 1:
         raise ConfigError(
             f"--budgets is {echo(text)}; a range is first:last:step, with 0 <= first <= last and a "
-            "step of 1 or more; the last is among them."
+            "step of 1 or more; the last is among them.",
+            key="setting-value",
         )
     found = range(first, last + 1, step)
     _check_number_of(len(found))
@@ -104,7 +112,10 @@ def _range(text: str) -> range:
 
 def _check_number_of(budgets: int) -> None:
     if budgets > MOST_BUDGETS:
-        raise ConfigError(f"--budgets lists {budgets:,} budgets; expected {MOST_BUDGETS} at most.")
+        raise ConfigError(
+            f"--budgets lists {budgets:,} budgets; expected {MOST_BUDGETS} at most.",
+            key="setting-value",
+        )
 
 
 def order_of(budgets: Budgets, seed: int, order_seed: int) -> list[int]:

@@ -47,7 +47,9 @@ class OffloadBudget(Policy):
         self, min_bytes: int, *, max_tensors: int | None = None, max_bytes: int | None = None
     ) -> None:
         if max_tensors is None and max_bytes is None:
-            raise ConfigError("a budget needs max_tensors or max_bytes: give one of them.")
+            raise ConfigError(
+                "a budget needs max_tensors or max_bytes: give one of them.", key="setting-missing"
+            )
         self.min_bytes = min_bytes
         self.max_tensors = max_tensors
         self.max_bytes = max_bytes

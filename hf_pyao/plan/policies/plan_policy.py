@@ -66,7 +66,8 @@ class PlanPolicy(Policy):
             raise PlanError(
                 f"slot {name!r} of layer {slot.layer!r} has {slot.nbytes} bytes, and the plan was "
                 f"made for {planned.nbytes}: for shorter sequences or a smaller micro-batch. Make "
-                "a plan for these shapes."
+                "a plan for these shapes.",
+                key="plan-other-sizes",
             )
         if planned.action == RECOMPUTE:
             simple = self._simple(planned.otherwise, slot, planned.codec)

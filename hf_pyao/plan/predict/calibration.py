@@ -155,7 +155,8 @@ def device_of(speeds: Mapping[str, float]) -> DeviceModel:
         if not speeds.get(name, -1.0) >= least:
             raise ReportError(
                 f"the profile is damaged: of the speeds that it assumes, {name} is "
-                f"{speeds.get(name)}. Make it anew."
+                f"{speeds.get(name)}. Make it anew.",
+                key="file-damaged",
             )
     return DeviceModel(
         tflop_per_s=speeds["tflop_per_s"],

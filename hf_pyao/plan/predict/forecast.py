@@ -64,7 +64,8 @@ class Forecast:
         if profile.program is None:
             raise ForecastError(
                 f"the step is not in the profile: {profile.why_no_program or 'no reason is given.'}"
-                " Without it nothing can be predicted: profile the plain model, in one process."
+                " Without it nothing can be predicted: profile the plain model, in one process.",
+                key="profile-incomplete",
             )
         self.profile = profile
         self.program = RecordedStep.from_dict(profile.program).whole()
@@ -127,7 +128,8 @@ class Forecast:
         if plan.recomputed_modules:
             raise PlanError(
                 "the plan recomputes sub-modules as a whole (recomputed_modules), and a prediction "
-                "goes slot by slot: name their slots, or have `pyao estimate` record the model."
+                "goes slot by slot: name their slots, or have `pyao estimate` record the model.",
+                key="plan-invalid",
             )
         _check_model(plan, self.profile)
         planned = {
@@ -138,7 +140,10 @@ class Forecast:
         known = {slot.name for slot in self.program.slots}
         for name, _ in planned:
             if name not in known:
-                raise PlanError(f"the plan names the slot {name!r}, which the profile has not.")
+                raise PlanError(
+                    f"the plan names the slot {name!r}, which the profile has not.",
+                    key="plan-other-model",
+                )
         actions, otherwise = [], []
         for slot in self.program.slots:
             entry = planned.get((slot.name, slot.layer)) or planned.get((slot.name, None))
@@ -255,14 +260,16 @@ def _link_of(profile: Profile) -> LinkModel:
     if not d2h and not h2d:
         raise ForecastError(
             "the profile does not know the link's speed, since nothing was copied. State it "
-            "(--link 25GiB/s, or --device)."
+            "(--link 25GiB/s, or --device).",
+            key="speeds-unknown",
         )
     d2h, h2d = d2h or h2d, h2d or d2h
     assert d2h is not None
     assert h2d is not None
     if d2h <= 0 or h2d <= 0:
         raise ForecastError(
-            f"the link of the profile has speeds of {d2h} and {h2d} GiB/s; expected more than 0."
+            f"the link of the profile has speeds of {d2h} and {h2d} GiB/s; expected more than 0.",
+            key="speeds-unknown",
         )
     return LinkModel(d2h_gib_per_s=d2h, h2d_gib_per_s=h2d)
 
@@ -272,5 +279,6 @@ def _check_model(plan: Plan, profile: Profile) -> None:
         if profile.model.get(key) != value:
             raise PlanError(
                 f"the plan was made for another model than the profile: its {key} is {value!r}, "
-                f"and the profile's is {profile.model.get(key)!r}. Give a plan of the same model."
+                f"and the profile's is {profile.model.get(key)!r}. Give a plan of the same model.",
+                key="plan-other-model",
             )

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.predict.copy_lanes import GRADIENT, Copy, Lanes, LateLanes, TimedLanes
@@ -67,7 +68,7 @@ def predict(
         is_first_step: no streamed weights are on the device when the step begins.
 
     Raises:
-        ValueError: *leaves* is not as long as the program's slots, or *times_ms* not as its
+        ConfigError: *leaves* is not as long as the program's slots, or *times_ms* not as its
             operations.
     """
     if times_ms is None and device is not None:
@@ -179,7 +180,7 @@ class StepWalk:
         is_first_step: as for :func:`predict`.
 
     Raises:
-        ValueError: the plan has not as many entries as the program has slots, or *times_ms* not as
+        ConfigError: the plan has not as many entries as the program has slots, or *times_ms* not as
             many as it has operations.
     """
 
@@ -194,10 +195,14 @@ class StepWalk:
     ) -> None:
         slots = program.slots
         if len(plan.leaves) != len(slots):
-            raise ValueError(f"leaves has {len(plan.leaves)} entries; the program has {len(slots)}")
+            raise ConfigError(
+                f"leaves has {len(plan.leaves)} entries; the program has {len(slots)}",
+                key="wrong-argument",
+            )
         if times_ms is not None and len(times_ms) != program.num_operations:
-            raise ValueError(
-                f"times_ms has {len(times_ms)} entries; the program has {program.num_operations}"
+            raise ConfigError(
+                f"times_ms has {len(times_ms)} entries; the program has {program.num_operations}",
+                key="wrong-argument",
             )
         self._program = program
         self._plan = plan

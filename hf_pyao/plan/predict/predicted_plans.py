@@ -85,7 +85,9 @@ def leaves_as_profiled(forecast: Forecast) -> list[bool]:
     if not isinstance(min_bytes, int) or not isinstance(keep_last_layers, int):
         raise ReportError(
             f"the profile is damaged: its settings hold min_bytes {echo(str(min_bytes))} and "
-            f"keep_last_layers {echo(str(keep_last_layers))}, expected whole numbers. Make it anew."
+            f"keep_last_layers {echo(str(keep_last_layers))}, expected whole numbers. Make it "
+            "anew.",
+            key="file-damaged",
         )
     return forecast.leaves(min_bytes=min_bytes, keep_last_layers=keep_last_layers)
 

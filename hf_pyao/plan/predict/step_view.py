@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_pyao.engine.runtime.timeline import Span
+from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.provenance import Provenance
 from hf_pyao.plan.documents.step import MemoryPoint, StepPeak, StepReport, StepSpan, StepTotals
 from hf_pyao.plan.predict.peak_cause import peak_cause
@@ -43,10 +44,12 @@ def predicted_step(
         setup: model, sizes, and the way that it is trained.
 
     Raises:
-        ValueError: the prediction has no times.
+        ConfigError: the prediction has no times.
     """
     if len(prediction.start_ms) != program.num_operations or math.isnan(prediction.step_ms):
-        raise ValueError("the prediction has no times: predict with a device and a link")
+        raise ConfigError(
+            "the prediction has no times: predict with a device and a link", key="wrong-argument"
+        )
     cause = peak_cause(program, prediction)
     return StepReport(
         title=title,

@@ -36,6 +36,8 @@ TIE_MS = 1e-7
 class InfeasibleError(PyAOError, ValueError):
     """No choice holds within the limits."""
 
+    key = "no-plan-fits"
+
 
 def solve(problem: PlanProblem, relative_gap: float = RELATIVE_GAP) -> PlanChoice:
     """Return the choice with the least overhead.

@@ -65,6 +65,8 @@ takes is an estimate."""
 class NoPlanFitsError(PyAOError, ValueError):
     """No plan's peak is within the limit."""
 
+    key = "no-plan-fits"
+
     def __init__(self, message: str, least_peak_bytes: int) -> None:
         super().__init__(message)
         self.least_peak_bytes = least_peak_bytes

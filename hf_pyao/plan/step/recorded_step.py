@@ -120,7 +120,8 @@ class RecordedStep:
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ReportError(
                 f"{where}: the recorded step in it is damaged ({echo(str(error))}). Make the "
-                "profile anew."
+                "profile anew.",
+                key="file-damaged",
             ) from error
         return step
 

@@ -21,6 +21,8 @@ from hf_pyao.plan.step.step_program import Buffer, Operation, StepProgram
 class OtherOperationsError(PyAOError, ValueError):
     """A step runs other operations at one size than at another."""
 
+    key = "other-operations"
+
 
 def interpolate(points: Sequence[tuple[int, StepProgram]]) -> Callable[[int], StepProgram]:
     """Return the program as a function of the size.

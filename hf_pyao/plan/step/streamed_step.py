@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weights.expert_groups import experts_per_group, largest_block_bytes
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES
+from hf_pyao.errors import ConfigError
 from hf_pyao.plan.step.layer_graph import LayerGraph
 from hf_pyao.plan.step.step_program import OUTSIDE, Operation, Resident, StepProgram
 from hf_pyao.plan.step.streamed_blocks import LayerBlocks, StreamedBlocks, WeightBlock
@@ -58,10 +59,13 @@ def with_streamed_blocks(program: StepProgram, layers: Collection[int]) -> StepP
         layers: positions of layers; those without frozen weights are left out.
 
     Raises:
-        ValueError: something is streamed already.
+        ConfigError: something is streamed already.
     """
     if program.streamed:
-        raise ValueError("the step has streamed blocks already; expected one with all resident.")
+        raise ConfigError(
+            "the step has streamed blocks already; expected one with all resident.",
+            key="wrong-argument",
+        )
     streamed = streamed_blocks(program, layers)
     if not streamed:
         return program

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
 
+from hf_pyao.errors import ConfigError
 from hf_pyao.plan.step.layer_graph import LayerGraph
 from hf_pyao.plan.step.step_program import (
     OUTSIDE,
@@ -39,12 +40,13 @@ def stretch(program: StepProgram, layer_names: Sequence[str], added_bytes: int) 
         added_bytes: what those more take that is there throughout.
 
     Raises:
-        ValueError: the program has another number of layers, or is to have fewer.
+        ConfigError: the program has another number of layers, or is to have fewer.
     """
     if program.num_layers != NUM_RECORDED or len(layer_names) < NUM_RECORDED:
-        raise ValueError(
+        raise ConfigError(
             f"a program of {program.num_layers} layers cannot be stretched to {len(layer_names)}; "
-            f"expected one of {NUM_RECORDED}, and no fewer."
+            f"expected one of {NUM_RECORDED}, and no fewer.",
+            key="wrong-argument",
         )
     if len(layer_names) == NUM_RECORDED:
         return dataclasses.replace(program, layer_names=tuple(layer_names))

@@ -285,5 +285,7 @@ def choose_streaming(
     """
     choice = StreamingChoice(resident, stream_weights)
     if not choice.num_blocks:
-        raise ConfigError("no layer has frozen weights, so that none can be streamed.")
+        raise ConfigError(
+            "no layer has frozen weights, so that none can be streamed.", key="nothing-to-stream"
+        )
     return choice.best(limit_bytes)

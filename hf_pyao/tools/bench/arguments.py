@@ -162,7 +162,8 @@ def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
     if model is None:
         raise ConfigError(
             "no --model is given. Try --model llama:hidden_size=1024,num_hidden_layers=8, or "
-            "--smoke; --help has more."
+            "--smoke; --help has more.",
+            key="setting-missing",
         )
     _check_numbers(args)
     shape = {
@@ -174,7 +175,8 @@ def _work(args: argparse.Namespace) -> tuple[BenchSetup, list[Trial]]:
         flags = ", ".join(_flag(name) for name in given)
         raise ConfigError(
             f"--smoke has shapes and steps of its own, and {flags} would change nothing. Drop "
-            f"{flags}, or --smoke."
+            f"{flags}, or --smoke.",
+            key="setting-without-effect",
         )
     _check_board(args)
     every = board_methods(tuple(known_methods())) if args.board else tuple(known_methods())
@@ -210,17 +212,22 @@ def _check_board(args: argparse.Namespace) -> None:
         ConfigError: one is given.
     """
     if args.rounds is not None and not args.board:
-        raise ConfigError("--rounds is for --board, which is not given. Add it, or drop --rounds.")
+        raise ConfigError(
+            "--rounds is for --board, which is not given. Add it, or drop --rounds.",
+            key="setting-without-effect",
+        )
     if not args.board:
         return
     if args.find_largest:
         raise ConfigError(
             "--board compares one micro-batch, and --find-largest looks for each method's own. "
-            "Give one of the two."
+            "Give one of the two.",
+            key="settings-contradict",
         )
     if args.gradients != "keep":
         raise ConfigError(
-            "--board compares the values of gradients, which --gradients release drops. Drop it."
+            "--board compares the values of gradients, which --gradients release drops. Drop it.",
+            key="settings-contradict",
         )
 
 
@@ -233,14 +240,20 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name, least in _LEAST.items():
         value = getattr(args, name)
         if value is not None and not value >= least:
-            raise ConfigError(f"{_flag(name)} is {value}; expected {least} or more.")
+            raise ConfigError(
+                f"{_flag(name)} is {value}; expected {least} or more.", key="setting-value"
+            )
     if not 0 < args.timeout <= MAX_TIMEOUT_S:
         raise ConfigError(
             f"--timeout is {args.timeout:g}; expected more than 0 seconds, and at most "
-            f"{MAX_TIMEOUT_S:g}."
+            f"{MAX_TIMEOUT_S:g}.",
+            key="setting-value",
         )
     if args.memory_cap_gib is not None and not args.memory_cap_gib > 0:
-        raise ConfigError(f"--memory-cap-gib is {args.memory_cap_gib:g}; expected more than 0.")
+        raise ConfigError(
+            f"--memory-cap-gib is {args.memory_cap_gib:g}; expected more than 0.",
+            key="setting-value",
+        )
 
 
 def _flag(name: str) -> str:

@@ -31,14 +31,17 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}; expected auto, cpu, cuda, cuda:1, ...") from error
+        raise ConfigError(
+            f"device is {name!r}; expected auto, cpu, cuda, cuda:1, ...", key="setting-value"
+        ) from error
     if device.type == "cpu":
         return device
     if accelerator is None or accelerator.type != device.type:
         found = "none" if accelerator is None else repr(accelerator.type)
         raise ConfigError(
             f"device is {name!r}, and torch finds {found} here. Give --device auto, or install a "
-            "torch built for that device."
+            "torch built for that device.",
+            key="needs-gpu",
         )
     return torch.device(device.type, device.index or 0)
 
@@ -115,7 +118,8 @@ class DeviceMemory:
                 raise ConfigError(
                     f"memory_cap_gib is {cap_gib}, and the allocator of {self._device} takes no "
                     "cap. Drop the cap, or measure on a device whose allocator takes one, as "
-                    "CUDA's does."
+                    "CUDA's does.",
+                    key="setting-without-effect",
                 )
             return
         fraction = 1.0 if cap_gib is None else min(1.0, cap_gib * 2**30 / total_bytes)

@@ -73,7 +73,7 @@ class _PyAO:
         try:
             config = PyAOConfig(**{"policy": "all", **self.settings})
         except ConfigError as error:
-            raise MethodUnavailable(str(error)) from error
+            raise MethodUnavailable(f"{error}") from error
         transport = None
         if self.copy_streams is not None:
             if device.type == "cpu":

@@ -31,7 +31,8 @@ def build_model(setup: BenchSetup, device: torch.device) -> Any:
     if longest is not None and setup.sequence_length > longest:
         raise ConfigError(
             f"the sequence length is {setup.sequence_length}, and {setup.model.name} has {longest} "
-            "positions. Give a shorter one."
+            "positions. Give a shorter one.",
+            key="length-too-long",
         )
     options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype)}
     if setup.attention is not None:
@@ -81,7 +82,8 @@ def _check_weights_fit(
             f"model {setup.model.name!r}: its weights in {setup.dtype} are "
             f"{weight_bytes / GIB:.1f} GiB, and {place} has {free_bytes / GIB:.1f} GiB free, which "
             "gradients and activations need too. Give smaller settings (what is left out keeps the "
-            "architecture's default), or a shorter --dtype."
+            "architecture's default), or a shorter --dtype.",
+            key="bench-model-too-large",
         )
 
 

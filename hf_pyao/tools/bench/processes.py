@@ -135,7 +135,7 @@ def probe(device: str, *, with_speeds: bool) -> Facts:
     with _Child(PROBE, device, with_speeds) as child:
         _, message = child.receive(START_TIMEOUT_S)
     if isinstance(message, _Failure):
-        raise ConfigError(f"device {device!r} cannot be looked at: {message}")
+        raise ConfigError(f"device {device!r} cannot be looked at: {message}", key="bench-process")
     facts: Facts = message
     return facts
 
@@ -178,7 +178,7 @@ class _Child:
         except (EOFError, ConnectionResetError):
             return "", self._crash()
         if kind == "broken":
-            raise ConfigError(message)
+            raise ConfigError(message, key="bench-process")
         return kind, message
 
     def _crash(self) -> _Failure:

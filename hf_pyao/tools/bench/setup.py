@@ -52,11 +52,19 @@ class BenchSetup:
             raise unknown_name("gradients mode", self.gradients, GRADIENT_MODES)
         for name, least in (("sequence_length", 2), ("num_warmup", 0), ("num_steps", 1)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected {least} or more.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; expected {least} or more.",
+                    key="setting-value",
+                )
         if self.memory_cap_gib is not None and not self.memory_cap_gib > 0:
-            raise ConfigError(f"memory_cap_gib is {self.memory_cap_gib}; expected more than 0 GiB.")
+            raise ConfigError(
+                f"memory_cap_gib is {self.memory_cap_gib}; expected more than 0 GiB.",
+                key="setting-value",
+            )
         if not self.ballast_gib >= 0:
-            raise ConfigError(f"ballast_gib is {self.ballast_gib}; expected 0 GiB or more.")
+            raise ConfigError(
+                f"ballast_gib is {self.ballast_gib}; expected 0 GiB or more.", key="setting-value"
+            )
 
     def describe(self, micro_batch: int | None) -> str:
         """Return a heading: model, shapes, dtype, cap."""
@@ -90,4 +98,6 @@ class Trial:
             ConfigError: it is not positive.
         """
         if self.micro_batch < 1:
-            raise ConfigError(f"the micro-batch is {self.micro_batch}; expected 1 or more.")
+            raise ConfigError(
+                f"the micro-batch is {self.micro_batch}; expected 1 or more.", key="setting-value"
+            )

@@ -267,23 +267,28 @@ def _check(args: argparse.Namespace) -> None:
     for name, least in _LEAST.items():
         value = getattr(args, name)
         if value is not None and value < least:
-            raise ConfigError(f"{_flag(name)} is {value}; expected {least} or more.")
+            raise ConfigError(
+                f"{_flag(name)} is {value}; expected {least} or more.", key="setting-value"
+            )
     if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:
         raise ConfigError(
             f"--timeout is {args.timeout:g}; expected more than 0 seconds, and at most "
-            f"{MAX_TIMEOUT_S:g}."
+            f"{MAX_TIMEOUT_S:g}.",
+            key="setting-value",
         )
     useless = _ONLY_MEASURED if args.predict else _ONLY_PREDICTED
     given = [_flag(name) for name in useless if getattr(args, name) is not None]
     if given and args.predict:
         raise ConfigError(
             f"{', '.join(given)} would change nothing with --predict, which runs no model. Drop "
-            "one or the other."
+            "one or the other.",
+            key="setting-without-effect",
         )
     if given:
         raise ConfigError(
             f"{', '.join(given)} describe a card that is predicted, and this sweep is measured. "
-            "Add --predict, or drop them."
+            "Add --predict, or drop them.",
+            key="setting-without-effect",
         )
     _check_checkpointing(args)
     if args.predict:
@@ -297,19 +302,22 @@ def _check_checkpointing(args: argparse.Namespace) -> None:
         given = "--long-context" if args.checkpoint_every is None else "--checkpoint-every"
         raise ConfigError(
             f"--checkpointing and {given} both have layers run again in backward. Drop the first: "
-            "the second saves the layers' inputs as it does."
+            "the second saves the layers' inputs as it does.",
+            key="settings-contradict",
         )
 
 
 def _check_arithmetic(args: argparse.Namespace) -> None:
     if args.tflop_per_s is not None and not 0 < args.tflop_per_s < 1e6:
         raise ConfigError(
-            f"--tflop-per-s is {args.tflop_per_s:g}; expected more than 0 (unit: 1e12 a second)."
+            f"--tflop-per-s is {args.tflop_per_s:g}; expected more than 0 (unit: 1e12 a second).",
+            key="setting-value",
         )
     if args.dtype == "float32" and args.tflop_per_s is None:
         raise ConfigError(
             "the speeds of cards are for inputs of 16 bits, and --dtype is float32. Give "
-            "--tflop-per-s with what matrix products reach in it."
+            "--tflop-per-s with what matrix products reach in it.",
+            key="speeds-unknown",
         )
 
 
@@ -322,7 +330,8 @@ def _check_is_no_card(device: str | None) -> None:
         return
     raise ConfigError(
         f"--device {echo(device)} names a card, and this sweep is measured on this machine. Add "
-        f"--predict to use the speeds of {card.name}, or give auto, cpu, cuda, ..."
+        f"--predict to use the speeds of {card.name}, or give auto, cpu, cuda, ...",
+        key="setting-without-effect",
     )
 
 

@@ -65,7 +65,7 @@ def serve_probe(connection: Connection, device: str, with_speeds: bool) -> None:
         facts["context_gib"] = None if context_bytes is None else round(context_bytes / 2**30, 3)
         connection.send(("facts", (facts, link, speed)))
     except PyAOError as error:
-        connection.send(("broken", str(error)))
+        connection.send(("broken", f"{error}"))
 
 
 def make_bench(setup: BenchSetup) -> Bench:
@@ -191,7 +191,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def describe_error(error: BaseException) -> str:
     """Return the error in one line; its class too, unless the text says what happened."""
-    lines = str(error).strip().splitlines()
+    lines = f"{error}".strip().splitlines()
     if isinstance(error, PyAOError | torch.OutOfMemoryError):
         return one_line(lines[0]) if lines else ""
     return text.describe_error(error)

@@ -146,9 +146,15 @@ def _check_options(args: argparse.Namespace) -> None:
         check_method(args.step_method)
         check_report_path(args.step, "--step")
         if args.output is not None and os.path.abspath(args.output) == os.path.abspath(args.step):
-            raise ConfigError("--output and --step name the same file: give each one of its own.")
+            raise ConfigError(
+                "--output and --step name the same file: give each one of its own.",
+                key="settings-contradict",
+            )
     elif args.step_method is not None:
-        raise ConfigError("--step-method says which way --step shows: give --step FILE.json too.")
+        raise ConfigError(
+            "--step-method says which way --step shows: give --step FILE.json too.",
+            key="setting-missing",
+        )
 
 
 def _step(args: argparse.Namespace, report: Any, hardware: Hardware) -> Any:

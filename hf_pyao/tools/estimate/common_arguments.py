@@ -127,7 +127,10 @@ def training_fields(
         ConfigError: a base is quantised and all its parameters are trained.
     """
     if base != PLAIN and lora_rank is None:
-        raise ConfigError(f"--base is {base}, and quantised weights are not trained: give --lora.")
+        raise ConfigError(
+            f"--base is {base}, and quantised weights are not trained: give --lora.",
+            key="nothing-to-stream",
+        )
     optimizer_bytes = OPTIMIZER_BYTES[optimizer]
     if optimizer == "adamw" and lora_rank is not None and adapter_dtype == "float32":
         optimizer_bytes = OPTIMIZER_BYTES["adamw-32bit"]
@@ -223,7 +226,9 @@ def link_gib_per_s(text: str) -> float:
     text = text.strip()
     speed = int(Size().check("--link", text.removesuffix("/s")))
     if not text.endswith("/s") or speed <= 0:
-        raise ConfigError(f"--link is {text!r}; expected a speed, such as 25GiB/s or 50GB/s.")
+        raise ConfigError(
+            f"--link is {text!r}; expected a speed, such as 25GiB/s or 50GB/s.", key="setting-value"
+        )
     return speed / GIB
 
 
@@ -267,4 +272,6 @@ def check_least(args: argparse.Namespace, **least: int) -> None:
         value = getattr(args, name)
         if value is not None and value < smallest:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} is {value}; expected {smallest} or more.")
+            raise ConfigError(
+                f"{flag} is {value}; expected {smallest} or more.", key="setting-value"
+            )

@@ -286,7 +286,9 @@ def build_lora_model(
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ConfigError("LoRA needs peft, which is not installed: pip install peft.") from error
+        raise ConfigError(
+            "LoRA needs peft, which is not installed: pip install peft.", key="missing-package"
+        ) from error
     names = targets if targets == ALL_LINEAR else targets.split(",")
     lora = LoraConfig(r=rank, target_modules=names, task_type="CAUSAL_LM")
     # On the meta device first: peft moves parameters, which fake ones do not take.
@@ -298,7 +300,9 @@ def build_lora_model(
         try:
             model = get_peft_model(model, lora, autocast_adapter_dtype=False).train()
         except ValueError as error:
-            raise ConfigError(f"adapters on {targets!r}: {describe_error(error)}") from error
+            raise ConfigError(
+                f"adapters on {targets!r}: {describe_error(error)}", key="model-spec"
+            ) from error
         for parameter in filter(lambda each: each.requires_grad, model.parameters()):
             parameter.data = parameter.data.to(getattr(torch, adapter_dtype))
     _materialize(model)
@@ -337,7 +341,9 @@ def check_head_loss(offloader: Offloader) -> int:
     head_loss = offloader.head_loss
     num_chunks = 0 if head_loss is None else int(head_loss.metrics()["head_loss_num_chunks"])
     if offloader.config.effective().head_loss == "chunked" and not num_chunks:
-        raise ConfigError(f"the model kept its own loss: {offloader.describe()}")
+        raise ConfigError(
+            f"the model kept its own loss: {offloader.describe()}", key="head-loss-left"
+        )
     return num_chunks
 
 

@@ -112,7 +112,9 @@ def refuse_without_find(args: argparse.Namespace) -> None:
     ]
     if given := [*given, *given_levers(args)]:
         raise ConfigError(
-            f"{', '.join(given)} has no effect without --find: drop it, or give --find micro-batch."
+            f"{', '.join(given)} has no effect without --find: drop it, or give --find "
+            "micro-batch.",
+            key="setting-without-effect",
         )
 
 
@@ -145,7 +147,9 @@ def _check_options(args: argparse.Namespace) -> None:
     useless = [name for name in NOT_FOR_FINDING if getattr(args, name) not in (None, False)]
     if useless:
         flags = ", ".join("--" + name.replace("_", "-") for name in useless)
-        raise ConfigError(f"{flags} has no effect with --find: drop one of them.")
+        raise ConfigError(
+            f"{flags} has no effect with --find: drop one of them.", key="setting-without-effect"
+        )
     levers_of(args)
     resident_blocks_of(args)
     is_sequence = args.find == "sequence"
@@ -158,7 +162,8 @@ def _check_options(args: argparse.Namespace) -> None:
             remedy = f"--find {'sequence' if is_for_sequences else 'micro-batch'}"
             raise ConfigError(
                 f"{flag} is given, which has no effect with --find {args.find}: drop it, or take "
-                f"{remedy}."
+                f"{remedy}.",
+                key="setting-without-effect",
             )
 
 
@@ -173,7 +178,8 @@ def _sizes_of(text: str | None) -> list[int] | None:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigError(
-            f"--micro-batches is {text!r}; expected whole numbers of samples, such as 2,4,8."
+            f"--micro-batches is {text!r}; expected whole numbers of samples, such as 2,4,8.",
+            key="setting-value",
         )
     return [int(part) for part in parts]
 
@@ -358,7 +364,8 @@ def _recorder(
         except Exception as error:  # of the model's own code, which may look at values
             raise ConfigError(
                 f"the model {training.config.model_type} cannot be run on fake tensors, which "
-                f"have no values: {describe_error(error)}"
+                f"have no values: {describe_error(error)}",
+                key="model-not-run",
             ) from error
 
     return record

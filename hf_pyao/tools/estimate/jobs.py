@@ -78,7 +78,8 @@ class Job:
             except Exception as error:  # of the model's own code, which may look at values
                 raise ConfigError(
                     f"the model {self.config.model_type} cannot be run on fake tensors, which have "
-                    f"no values: {describe_error(error)}"
+                    f"no values: {describe_error(error)}",
+                    key="model-not-run",
                 ) from error
             rows.append(row)
             on_done(row.method)

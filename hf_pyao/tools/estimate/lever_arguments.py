@@ -140,7 +140,8 @@ def ends_on_host_of(args: argparse.Namespace) -> bool:
     if is_on and args.stream_weights == OFF:
         raise ConfigError(
             "--stream-embeddings is on, which has no effect without --stream-weights: give that, "
-            "too, as auto, or drop it."
+            "too, as auto, or drop it.",
+            key="setting-without-effect",
         )
     return is_on
 
@@ -158,10 +159,12 @@ def resident_blocks_of(args: argparse.Namespace, *, is_profile: bool = False) ->
     text: str = args.stream_weights
     if text not in (OFF, AUTO) and not text.isdigit():
         raise ConfigError(
-            f"--stream-weights is {text!r}; expected off, auto, or how many layers stay."
+            f"--stream-weights is {text!r}; expected off, auto, or how many layers stay.",
+            key="setting-value",
         )
     if text != OFF and args.lora is None and not is_profile:
         raise ConfigError(
-            "--stream-weights streams frozen weights, and all parameters are trained: give --lora."
+            "--stream-weights streams frozen weights, and all parameters are trained: give --lora.",
+            key="nothing-to-stream",
         )
     return int(text) if text.isdigit() else text

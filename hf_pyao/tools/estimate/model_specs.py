@@ -53,7 +53,8 @@ def parse_model(text: str, sizes: SizeTable = MODEL_SIZES) -> ModelSpec:
             raise ConfigError(
                 f"model {text!r}: no sizes of {architecture!r} are known by name here. Write "
                 f"{architecture}:hidden_size=2048,num_hidden_layers=24,... (arguments of its "
-                "config class), or give a folder with a config.json."
+                "config class), or give a folder with a config.json.",
+                key="model-spec",
             )
         settings = dict(known[rest.lower()].settings)
         return ModelSpec(name=f"{architecture} {rest}", model_type=architecture, settings=settings)
@@ -61,7 +62,7 @@ def parse_model(text: str, sizes: SizeTable = MODEL_SIZES) -> ModelSpec:
     for pair in rest.split(","):
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise ConfigError(f"model {text!r}: {pair!r} is no key=value pair.")
+            raise ConfigError(f"model {text!r}: {pair!r} is no key=value pair.", key="model-spec")
         settings[key.strip()] = parse_value(value)
     return ModelSpec(name=f"custom {architecture}", model_type=architecture, settings=settings)
 
@@ -97,7 +98,8 @@ def config_of(spec: ModelSpec) -> Any:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"model {spec.name!r}: {reason} Give an architecture of transformers with its "
-            "settings (llama:hidden_size=64,...), or a folder with a config.json."
+            "settings (llama:hidden_size=64,...), or a folder with a config.json.",
+            key="model-spec",
         ) from error
     return config
 
@@ -114,7 +116,8 @@ def _check_architecture(name: str) -> None:
         raise ConfigError(
             f"{name!r} is no causal language model of this transformers"
             f"{nearest(name, KNOWN) or '.'} Give the model_type that its config.json has, such as "
-            "llama, opt or gpt2, or a folder with a config.json."
+            "llama, opt or gpt2, or a folder with a config.json.",
+            key="model-spec",
         )
 
 
@@ -155,5 +158,6 @@ def check_sequence_length(config: Any, sequence_length: int) -> None:
     if most is not None and sequence_length > most:
         raise ConfigError(
             f"the sequence length is {sequence_length}, and the model has {most} positions. Give a "
-            "shorter one."
+            "shorter one.",
+            key="length-too-long",
         )

@@ -75,6 +75,7 @@ def _row(report: EstimateReport, method: str | None) -> EstimateRow:
         known = ", ".join(row.method for row in report.rows)
         raise ConfigError(
             f"--step-method is {method!r}, which this model has no row for: its head is none that "
-            f"the chunked loss understands. Rows: {known}."
+            f"the chunked loss understands. Rows: {known}.",
+            key="setting-value",
         )
     return found[0]

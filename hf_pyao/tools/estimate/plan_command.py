@@ -139,7 +139,9 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     if args.compare:
         return _compare(args)
     if args.source is None:
-        raise ConfigError("expected a profile, a model, or --compare PLAN.json PLAN.json.")
+        raise ConfigError(
+            "expected a profile, a model, or --compare PLAN.json PLAN.json.", key="setting-missing"
+        )
     if args.tried is not None:
         tell(prediction_report(args), as_json=args.json, output=args.save)
         return 0
@@ -172,7 +174,9 @@ def _compare(args: argparse.Namespace) -> int:
     from hf_pyao.tools.report.views.plan_view import plans_side_by_side
 
     if len(args.compare) < 2 or args.source is not None:
-        raise ConfigError("--compare takes two or more plans, and nothing beside them.")
+        raise ConfigError(
+            "--compare takes two or more plans, and nothing beside them.", key="settings-contradict"
+        )
     plans = {str(path): Plan.from_json_file(path) for path in args.compare}
     say(markdown_of_view(plans_side_by_side(plans)))
     return 0
@@ -214,7 +218,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     if is_profile and of_models:
         raise ConfigError(
             f"{', '.join(of_models)}: of a model's step, and the step of a profile is as "
-            "it was recorded. Profile it with these settings, or drop them."
+            "it was recorded. Profile it with these settings, or drop them.",
+            key="settings-contradict",
         )
     stream_weights = resident_blocks_of(args, is_profile=is_profile)
     training = None if is_profile else _training_of(args)
@@ -306,7 +311,8 @@ def _limit_bytes_of(
         return float(Size().check("--device-memory", args.device_memory))
     if hardware is None:
         raise ConfigError(
-            "how much memory the device has is not in a profile: give --device-memory, as 11GiB."
+            "how much memory the device has is not in a profile: give --device-memory, as 11GiB.",
+            key="device-memory-unknown",
         )
     kernels = None if training is None else training.kernels
     return float(card_memory(hardware, kernels).limit_bytes)
@@ -426,7 +432,8 @@ def _read_profile(args: argparse.Namespace) -> Profile:
     if not isinstance(profile, Profile):
         raise ConfigError(
             f"{echo(args.source)} is a document of kind {profile.kind!r}; expected a profile "
-            "(pyao profile)."
+            "(pyao profile).",
+            key="file-kind",
         )
     return profile
 
@@ -442,7 +449,9 @@ def _training_of(args: argparse.Namespace) -> FakeTraining:
     for option, least in (("micro_batch", 1), ("sequence_length", 2)):
         if getattr(args, option) < least:
             flag = "--" + option.replace("_", "-")
-            raise ConfigError(f"{flag} is {getattr(args, option)}; expected {least} or more.")
+            raise ConfigError(
+                f"{flag} is {getattr(args, option)}; expected {least} or more.", key="setting-value"
+            )
     config = config_of(parse_model(args.source))
     check_sequence_length(config, args.sequence_length)
     hardware = find_hardware(args.device or "rtx4070")

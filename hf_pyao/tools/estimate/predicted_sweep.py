@@ -138,7 +138,8 @@ def _record(
     except Exception as error:  # of the model's own code, which may look at values
         raise ConfigError(
             f"the model {training.config.model_type} cannot be run on fake tensors, which have no "
-            f"values: {describe_error(error)}"
+            f"values: {describe_error(error)}",
+            key="model-not-run",
         ) from error
 
 

@@ -83,17 +83,22 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     """
     if (args.script is None) == (args.model is None):
         raise ConfigError(
-            "expected either a script to measure (pyao profile train.py ...) or --model to predict."
+            "expected either a script to measure (pyao profile train.py ...) or --model to "
+            "predict.",
+            key="setting-missing",
         )
     if args.script is not None and given_levers(args):
         raise ConfigError(
             f"{', '.join(given_levers(args))}: of a step that is predicted, and this one is "
-            "measured, with the settings that the script has. Set them there, or drop them."
+            "measured, with the settings that the script has. Set them there, or drop them.",
+            key="setting-without-effect",
         )
     for option, least in (("steps", 1), ("micro_batch", 1), ("sequence_length", 2)):
         if getattr(args, option) < least:
             flag = "--" + option.replace("_", "-")
-            raise ConfigError(f"{flag} is {getattr(args, option)}; expected {least} or more.")
+            raise ConfigError(
+                f"{flag} is {getattr(args, option)}; expected {least} or more.", key="setting-value"
+            )
     profile = _predicted(args) if args.script is None else _measured(args)
     if profile is not None:
         _show(profile, args.output)
@@ -136,7 +141,10 @@ def _measured(args: argparse.Namespace) -> Profile | None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     script = args.script
     if not args.module and not Path(script).is_file():
-        raise ConfigError(f"there is no script {echo(script)}. Give a Python file, or -m MODULE.")
+        raise ConfigError(
+            f"there is no script {echo(script)}. Give a Python file, or -m MODULE.",
+            key="file-unreadable",
+        )
     sys.argv = [script, *args.arguments]
     profiler = ScriptProfiler(args.output, args.steps, stops=not args.keep_running)
     with profiler:
@@ -158,7 +166,9 @@ def _measured(args: argparse.Namespace) -> Profile | None:
             "layers that are known. Ask for fewer (--steps 1); attach a model that is not "
             "transformers' in the script itself, with its layers named (PyAOConfig(layers=...))"
         )
-        raise PyAOError(f"nothing was measured in {echo(script)}: {one_line(str(why))}.")
+        raise PyAOError(
+            f"nothing was measured in {echo(script)}: {one_line(str(why))}.", key="nothing-measured"
+        )
     return profiler.profile if process_rank().is_first else None
 
 

@@ -99,7 +99,9 @@ def recorded_step(
         must_run_again=must_run_again,
     )
     if levers.head_loss == "chunked" and not num_chunks:
-        raise ConfigError("the model kept its own loss where a chunked one was asked for.")
+        raise ConfigError(
+            "the model kept its own loss where a chunked one was asked for.", key="head-loss-left"
+        )
     return recorded
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from hf_pyao.attachment import attach, offloader_of
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.config import PyAOConfig
-from hf_pyao.errors import ConflictError, NoLayersFoundError, PyAOError
+from hf_pyao.errors import ConflictError, NoLayersFoundError, PyAOError, warn
 from hf_pyao.plan.documents.profile import Profile
 
 logger = logging.getLogger(__name__)
@@ -98,4 +98,4 @@ class ScriptProfiler:
             pass
         except ConflictError as error:
             self.refusal = error
-            logger.warning("this model is not profiled: %s", error)
+            warn(logger, "nothing-measured", "this model is not profiled: %s", error)

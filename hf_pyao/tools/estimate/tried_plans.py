@@ -38,12 +38,15 @@ def prediction_report(args: argparse.Namespace) -> Any:
     useless = [name for name in NOT_FOR_TRYING if getattr(args, name) not in (None, False)]
     if useless:
         flags = ", ".join("--" + name.replace("_", "-") for name in useless)
-        raise ConfigError(f"{flags} has no effect with --try: drop one of them.")
+        raise ConfigError(
+            f"{flags} has no effect with --try: drop one of them.", key="setting-without-effect"
+        )
     profile = read_document(Path(args.source))
     if not isinstance(profile, Profile):
         raise ConfigError(
             f"{echo(args.source)} is a document of kind {profile.kind!r}; expected a profile "
-            "(pyao profile)."
+            "(pyao profile).",
+            key="file-kind",
         )
     hardware = None if args.device is None else find_hardware(args.device)
     link = None if hardware is None else hardware.link

@@ -28,7 +28,9 @@ def write_trace(documents: Sequence[Document], output: str | Path) -> list[Path]
         replace_file(Path(output), text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         reason = error.strerror or error
-        raise ReportError(f"cannot write {echo(str(output))}: {reason}.") from error
+        raise ReportError(
+            f"cannot write {echo(str(output))}: {reason}.", key="file-unwritable"
+        ) from error
     return [Path(output)]
 
 
@@ -47,7 +49,8 @@ def trace_of(documents: Sequence[Document]) -> dict[str, Any]:
             raise ReportError(
                 f"a trace (.json) shows what ran when, which this document of kind "
                 f"{document.kind!r} does not hold; kinds that may: {able}. `pyao estimate ... "
-                "--step FILE.json` writes one. Give an output that ends in .md or .html for this."
+                "--step FILE.json` writes one. Give an output that ends in .md or .html for this.",
+                key="file-kind",
             )
         title = one_line(view_of(document).title)
         events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": title}})

@@ -130,7 +130,9 @@ def read_document(path: str | Path) -> Any:
         hint = nearest(kind, KINDS) if isinstance(kind, str) else ""
         raise ReportError(
             f"{where} has kind {echo(kind)}{hint or ';'} known: {', '.join(KINDS)}. Give files "
-            "that hf_pyao wrote (`pyao bench`, or a training run with --activation_offload_report)."
+            "that hf_pyao wrote (`pyao bench`, or a training run with "
+            "--activation_offload_report).",
+            key="file-kind",
         )
     return KINDS[kind].document.from_dict(values, where)
 

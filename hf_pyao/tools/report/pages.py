@@ -35,7 +35,8 @@ def write_page(
     if path.suffix not in (".md", ".html", ".json") or "\0" in str(output):
         raise ReportError(
             f"output {echo(str(output))}: expected a name that ends in .md or .html, or in .json "
-            "for a Chrome trace."
+            "for a Chrome trace.",
+            key="setting-value",
         )
     if path.suffix == ".json":
         return write_trace(documents, path)
@@ -49,7 +50,9 @@ def write_page(
         return _write_markdown(documents, path, with_plots=with_plots)
     except OSError as error:
         reason = error.strerror or error
-        raise ReportError(f"cannot write {echo(str(output))}: {reason}.") from error
+        raise ReportError(
+            f"cannot write {echo(str(output))}: {reason}.", key="file-unwritable"
+        ) from error
 
 
 def _write_markdown(documents: Sequence[Document], path: Path, *, with_plots: bool) -> list[Path]:

@@ -49,7 +49,8 @@ def _library(base: str) -> Any:
         import bitsandbytes
     except ImportError as error:
         raise ConfigError(
-            f"--base {base} needs bitsandbytes, which is not installed: pip install bitsandbytes."
+            f"--base {base} needs bitsandbytes, which is not installed: pip install bitsandbytes.",
+            key="missing-package",
         ) from error
     return bitsandbytes
 

@@ -48,6 +48,8 @@ _NO_MODES = nullcontext()
 class SimulatedRaceError(PyAOError, RuntimeError):
     """A copy read or wrote memory that was no longer its own."""
 
+    key = "simulated-race"
+
 
 @dataclass(eq=False)
 class SimulatedTicket:

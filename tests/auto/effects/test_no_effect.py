@@ -249,7 +249,7 @@ def test_a_setting_without_effect_is_said(name: str, caplog: pytest.LogCaptureFi
     assert reason in fact.reason
     assert all(fact.to_dict().values())
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith(f"{setting} has")]
-    assert lines == [fact.line]
+    assert lines == [f"{fact.line} [pyao:{fact.key}]"]
     assert "\n" not in fact.line
 
 

@@ -472,7 +472,7 @@ class TestRegistration:
         assert "  body.blocks: 3 x Block\n" in text
         assert "  heads: 2 x Linear, Identity\n" in text
         assert "  side: 2 x ReLU\n" in text
-        call = text.splitlines()[-1].strip()
+        call = error.value.message.splitlines()[-1].strip()
         assert call == "register_module_map('PlainModel', ModuleMap(layers=('body.blocks',)))"
         exec(call, {"register_module_map": register_module_map, "ModuleMap": ModuleMap})
         found = find_layers(model)

@@ -194,12 +194,14 @@ def need_matplotlib() -> None:
     except ModuleNotFoundError as error:
         raise ReportError(
             "plots need matplotlib, which is not installed: pip install 'hf_pyao[report]'. With "
-            "--no-plots the tables are written without them."
+            "--no-plots the tables are written without them.",
+            key="missing-package",
         ) from error
     except Exception as error:  # installed, but broken
         raise ReportError(
             f"plots need matplotlib, which cannot be imported ({describe_error(error)}): install "
-            "it anew. With --no-plots the tables are written without them."
+            "it anew. With --no-plots the tables are written without them.",
+            key="missing-package",
         ) from error
 
 
