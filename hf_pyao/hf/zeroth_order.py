@@ -52,7 +52,8 @@ class ZerothOrderOptimizer(torch.optim.Optimizer):
         if "zeroth_order" not in state_dict:
             raise ConfigError(
                 "the checkpoint has the state of an optimizer that needs gradients; expected one "
-                "of zeroth order. Resume it with the Trainer that has written it."
+                "of zeroth order. Resume it with the Trainer that has written it.",
+                key="zeroth-order-resume",
             )
         self.zeroth_order.load_state_dict(state_dict["zeroth_order"])
         rest = {key: value for key, value in state_dict.items() if key != "zeroth_order"}
@@ -228,12 +229,14 @@ def _refuse(args: TrainingArguments | None, kwargs: dict[str, Any]) -> None:
         raise ConfigError(
             "pyao_config was given to PyAOZerothOrderTrainer. Zeroth order saves no activations, "
             "so policies, policy 'auto' among them, and streamed weights have nothing to decide. "
-            "Give zeroth_order, num_resident and host_memory_gib instead."
+            "Give zeroth_order, num_resident and host_memory_gib instead.",
+            key="settings-contradict",
         )
     if kwargs.get("optimizers", (None, None))[0] is not None:
         raise ConfigError(
             "optimizers has an optimizer, and zeroth order computes no gradients for it. Give "
-            "zeroth_order=ZerothOrderSettings(...); a scheduler can be given beside None."
+            "zeroth_order=ZerothOrderSettings(...); a scheduler can be given beside None.",
+            key="settings-contradict",
         )
     if args is None:
         return
@@ -242,7 +245,8 @@ def _refuse(args: TrainingArguments | None, kwargs: dict[str, Any]) -> None:
         raise ConfigError(
             f"the training arguments have activation_offload{f' ({flags})' if flags else ''}, and "
             "zeroth order saves no activations that could be offloaded. Give "
-            "activation_offload=False, or train with PyAOTrainer."
+            "activation_offload=False, or train with PyAOTrainer.",
+            key="settings-contradict",
         )
     refused = {
         "fp16": "its gradient scaler needs gradients; load the model in float16, or give bf16",
@@ -261,5 +265,6 @@ def _refuse(args: TrainingArguments | None, kwargs: dict[str, Any]) -> None:
     if args.n_gpu > 1:
         raise ConflictError(
             f"this process sees {args.n_gpu} devices, and Trainer would wrap the model in "
-            "nn.DataParallel. Set CUDA_VISIBLE_DEVICES to one device, or start two processes."
+            "nn.DataParallel. Set CUDA_VISIBLE_DEVICES to one device, or start two processes.",
+            key="data-parallel",
         )

@@ -16,6 +16,7 @@ from tests.catalogue.sites import ROOT, foreign_raises, key_of_class, sites
 FOREIGN = {
     ("__init__.py", "AttributeError"): "what `import *` and hasattr expect",
     ("auto/recording/step_recording.py", "_LayersAreMissingError"): "caught in this file",
+    ("auto/zeroth_order/lock_step.py", "_Abandoned"): "ends a pass; caught in this file",
     ("cli.py", "SystemExit"): "the command's exit status",
     ("engine/recompute/one_kernel.py", "NotImplementedError"): "an abstract method",
     ("engine/recompute/second_run.py", "AllCollectedError"): "ends a second run early",

@@ -125,7 +125,8 @@ class VisitingWeights:
             raise ConfigError(
                 f"the weights of {len(self._masters)} layers take {needed / GIB:.3f} GiB of host "
                 f"memory, and there is room for {room / GIB:.3f} GiB. Let more layers stay on the "
-                "device (num_resident), or raise host_memory_gib."
+                "device (num_resident), or raise host_memory_gib.",
+                key="streaming-host-memory",
             )
 
     def put_on(self) -> None:
@@ -137,7 +138,8 @@ class VisitingWeights:
             if memory is None:
                 raise ConfigError(
                     f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
-                    f"weights of layer {masters.layer!r}. Let more layers stay on the device."
+                    f"weights of layer {masters.layer!r}. Let more layers stay on the device.",
+                    key="streaming-host-memory",
                 )
             masters.move_to(memory)
         move_others(model, self.visits.streams, self._device)

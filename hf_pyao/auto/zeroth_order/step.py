@@ -21,7 +21,7 @@ from hf_pyao.engine.zeroth_order.perturbation import (
     projected_gradient,
 )
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.errors import ConfigError, ConflictError, warn
 from hf_pyao.model.map.module_map import find_layers, plain_path, unwrap_model
 from hf_pyao.ranks import process_rank
 
@@ -84,7 +84,8 @@ class ZerothOrder:
         if not parameters:
             raise ConfigError(
                 "no parameter of the model requires gradients, so zeroth order has nothing to "
-                "train. Call model.requires_grad_(True), or add adapters."
+                "train. Call model.requires_grad_(True), or add adapters.",
+                key="zeroth-order-untrained",
             )
         self._trained = TrainedWeights(parameters, self.settings)
         self._weights = VisitingWeights(
@@ -164,7 +165,10 @@ class ZerothOrder:
         self._check_open()
         num = self._num_micro_batches
         if not num:
-            raise ConfigError("a step has ended without a micro-batch. Call accumulate() first.")
+            raise ConfigError(
+                "a step has ended without a micro-batch. Call accumulate() first.",
+                key="wrong-argument",
+            )
         plus, minus = (total / num for total in self._sums)
         gradient = projected_gradient(plus, minus, self.settings.epsilon)
         self._drop()
@@ -172,7 +176,9 @@ class ZerothOrder:
             self._trained.end_step(PastStep(self.num_steps, learning_rate, gradient))
         else:
             self.num_skipped_steps += 1
-            logger.warning(
+            warn(
+                logger,
+                "zeroth-order-loss",
                 "step %d of zeroth order has the losses %r and %r: the weights stay as they are.",
                 self.num_steps,
                 plus,
@@ -238,7 +244,8 @@ class ZerothOrder:
         if state["seed"] != self.settings.seed:
             raise ConfigError(
                 f"the seed is {self.settings.seed}; the run that is resumed has {state['seed']}. "
-                "Give the same seed: the noise depends on it."
+                "Give the same seed: the noise depends on it.",
+                key="zeroth-order-resume",
             )
         momenta = state["momentum"]
         for weight in self._trained.weights:
@@ -246,7 +253,8 @@ class ZerothOrder:
             if found is not None and found.numel() != weight.num_elements:
                 raise ConfigError(
                     f"the momentum of {weight.name!r} has {found.numel()} elements; the weight has "
-                    f"{weight.num_elements}. Resume with the same model."
+                    f"{weight.num_elements}. Resume with the same model.",
+                    key="zeroth-order-resume",
                 )
             weight.state = None
             if found is not None:
@@ -256,7 +264,9 @@ class ZerothOrder:
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise ConflictError("this ZerothOrder was closed. Make another one for the model.")
+            raise ConflictError(
+                "this ZerothOrder was closed. Make another one for the model.", key="wrong-argument"
+            )
 
     def _hook(self, model: nn.Module) -> list[Any]:
         """Flush before anyone takes the weights, or gives others."""
@@ -328,7 +338,9 @@ def _checked(loss: Any) -> torch.Tensor:
     kind = (
         f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
     )
-    raise ConfigError(f"loss_fn has returned {kind}; expected a tensor with one number.")
+    raise ConfigError(
+        f"loss_fn has returned {kind}; expected a tensor with one number.", key="wrong-argument"
+    )
 
 
 def _exchanged(loss: float, device: torch.device) -> list[float]:
@@ -358,11 +370,13 @@ def _check(model: nn.Module) -> None:
     if num_ranks not in (1, len(SIGNS)):
         raise ConflictError(
             f"zeroth order runs on one process or on two, and the group has {num_ranks}. Start it "
-            "with two, which run one pass each."
+            "with two, which run one pass each.",
+            key="zeroth-order-ranks",
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters()):
             raise ConflictError(
                 f"{path!r} ({type(module).__name__}) keeps references to its weights, which would "
-                "be read without the perturbation. Freeze it."
+                "be read without the perturbation. Freeze it.",
+                key="zeroth-order-reference",
             )

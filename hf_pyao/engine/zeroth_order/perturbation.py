@@ -38,9 +38,13 @@ class ZerothOrderSettings:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.epsilon) and self.epsilon > 0):
-            raise ConfigError(f"epsilon is {self.epsilon!r}; expected a number above 0.")
+            raise ConfigError(
+                f"epsilon is {self.epsilon!r}; expected a number above 0.", key="setting-value"
+            )
         if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum is {self.momentum!r}; expected 0 <= momentum < 1.")
+            raise ConfigError(
+                f"momentum is {self.momentum!r}; expected 0 <= momentum < 1.", key="setting-value"
+            )
 
 
 @dataclass(frozen=True)

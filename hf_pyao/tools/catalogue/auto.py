@@ -201,5 +201,33 @@ CHAPTER = Chapter(
             "with them.",
             "Nothing: another plan is chosen. If you gave this setting, drop it.",
         ),
+        Entry(
+            "zeroth-order-untrained",
+            "Zeroth order trains the parameters that require gradients, and there are none.",
+            "Call `model.requires_grad_(True)`, or add adapters.",
+        ),
+        Entry(
+            "zeroth-order-ranks",
+            "Zeroth order runs one or two passes, and the process group has more processes.",
+            "Start it with one process, or with two, which run one pass each.",
+        ),
+        Entry(
+            "zeroth-order-loss",
+            "A pass of zeroth order gave a loss that is not finite. The weights stay as they are "
+            "in this step.",
+            "If it comes again and again, take a smaller learning rate or `epsilon`.",
+        ),
+        Entry(
+            "zeroth-order-resume",
+            "The state that is resumed is of another run: another seed, another model, or an "
+            "optimizer that uses gradients.",
+            "Resume with the same model and the same settings.",
+        ),
+        Entry(
+            "zeroth-order-reference",
+            "A module keeps references to its weights, which would be read without the "
+            "perturbation of zeroth order.",
+            "Freeze this module, or replace it by one that reads its weights in forward.",
+        ),
     ),
 )
