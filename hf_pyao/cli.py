@@ -22,6 +22,7 @@ Activation offloading for HuggingFace training: tools beside the library.
   pyao doctor                       can this machine offload well, and what to change
   pyao estimate --model opt:1.3b    what fits on which card, and how fast, without one; or the
                                     fastest micro-batch, or the longest sequence (--find)
+  pyao advise train.py ...          which settings a script should run with, ready to paste
   pyao profile train.py ...         what the steps of a script take, part by part
   pyao plan profile.json            the fastest plan that fits, what it does and why; or the
                                     time and memory of plans that you have (--try)
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser with its subcommands."""
     import hf_pyao
+    from hf_pyao.tools.advise.command import add_advise_arguments
     from hf_pyao.tools.bench import sweep_command
     from hf_pyao.tools.bench.arguments import add_bench_arguments, run_from_arguments
     from hf_pyao.tools.estimate.command import add_estimate_arguments
@@ -101,6 +103,10 @@ def make_parser() -> argparse.ArgumentParser:
     profile = commands.add_parser("profile", help="what the steps of a script take")
     add_profile_arguments(profile)
     profile.set_defaults(run=_profile)
+
+    advise = commands.add_parser("advise", help="which settings a script should run with")
+    add_advise_arguments(advise)
+    advise.set_defaults(run=_advise)
 
     plan = commands.add_parser("plan", help="the fastest plan that fits, and why")
     add_plan_arguments(plan)
@@ -157,6 +163,13 @@ def _estimate(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> int:
     need_torch()
     from hf_pyao.tools.estimate.profile_command import run_from_arguments
+
+    return run_from_arguments(args)
+
+
+def _advise(args: argparse.Namespace) -> int:
+    need_torch()
+    from hf_pyao.tools.advise.command import run_from_arguments
 
     return run_from_arguments(args)
 

@@ -17,7 +17,7 @@ from hf_pyao.tools.report.kinds import read_document
 from tests.helpers.documents import make_bench, make_run
 
 COMMANDS = [
-    *("bench", "estimate", "profile", "plan", "sweep"),
+    *("bench", "estimate", "profile", "advise", "plan", "sweep"),
     *("report", "doctor"),
 ]
 

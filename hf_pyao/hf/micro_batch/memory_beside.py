@@ -55,12 +55,16 @@ def library_bytes(device: torch.device) -> int:
 def _state_bytes(trainer: Any, plugin: Any, trained_bytes: int) -> int:
     if getattr(trainer.optimizer, "state", None):
         return 0  # they are there already
-    name = str(getattr(trainer.args.optim, "value", trainer.args.optim)).lower()
-    share = next((each for part, each in _OPTIMIZER_STATES if part in name), 2.0)
+    share = states_share(str(getattr(trainer.args.optim, "value", trainer.args.optim)))
     if plugin is not None and engine_of_trainer(trainer).shards >= Sharded.OPTIMIZER:
         place = str(getattr(plugin, "offload_optimizer_device", "none")).lower()
         share = 0.0 if place != "none" else share / trainer.accelerator.num_processes
     return int(share * trained_bytes)
+
+
+def states_share(name: str) -> float:
+    """Return the bytes of an optimizer's states as a share of the trained weights', by its name."""
+    return next((each for part, each in _OPTIMIZER_STATES if part in name.lower()), 2.0)
 
 
 def _buckets(trainer: Any, plugin: Any, trained_bytes: int) -> Beside:

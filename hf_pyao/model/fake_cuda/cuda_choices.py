@@ -19,7 +19,7 @@ from hf_pyao.model.losses import cross_entropy
 _PACKED = "find_packed_sequence_indices"
 
 
-def choices_of_cuda() -> tuple[Replacement, ...]:
+def choices_of_cuda(*, has_padding: bool = False) -> tuple[Replacement, ...]:
     """Return what :func:`~hf_pyao.model.fake_cuda.cuda_operations.operations_of_cuda` has to
     replace.
 
@@ -27,8 +27,11 @@ def choices_of_cuda() -> tuple[Replacement, ...]:
       which fake tensors do not have.
     - Products of halves in the head loss have their sums in float32, if torch can trace that. Call
       this under the fake mode, then.
+
+    Args:
+        has_padding: whether the batch has padding, so that attention needs a mask.
     """
-    answers = answers_without_values()
+    answers = answers_without_values(has_padding=has_padding)
     if not can_trace_wide_products():
         return answers
     products = [

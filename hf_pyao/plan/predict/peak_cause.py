@@ -26,6 +26,8 @@ class PeakCause:
     """Its bytes."""
     next_peak_bytes: int
     """The peak without it."""
+    form: str = ""
+    """Dtype and shape of the tensor, such as ``bfloat16[8, 512]``; empty if not known."""
 
     def __str__(self) -> str:
         """Say it in one line."""
@@ -107,4 +109,5 @@ def peak_cause(program: StepProgram, prediction: Prediction) -> PeakCause:
         tensor=_name_of(program, best[2], at),
         nbytes=-best[1],
         next_peak_bytes=best[0],
+        form=program.forms.get(best[2], ""),
     )

@@ -103,6 +103,7 @@ def interpolate(points: Sequence[tuple[int, StepProgram]]) -> Callable[[int], St
             packs=packs,
             resident_bytes=resident,
             graph=_resized(first.graph, buffers),
+            forms={},
         )
 
     return at

@@ -192,6 +192,10 @@ class StepProgram:
     """Layers whose frozen weights are uploaded for forward and again for backward. They are not in
     :attr:`residents`, and the slots that they are uploaded into are."""
 
+    forms: Mapping[int, str] = field(default_factory=dict, compare=False)
+    """Dtype and shape of the tensors that buffers were made as, such as ``bfloat16[8, 512]``. Not
+    known of steps that were read from a document, or computed from other sizes."""
+
     @property
     def num_layers(self) -> int:
         """Layers of the model."""

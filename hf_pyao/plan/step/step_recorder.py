@@ -212,6 +212,8 @@ class StepRecorder(Observer):
             )
         )
         self._storages.note_new(made, number)
+        if made:
+            self._storages.note_forms(outputs)
         self._note_dependencies(func, number, args, kwargs, outputs)
         return result
 
@@ -373,6 +375,7 @@ class StepRecorder(Observer):
             self._layer_graph(),
             kernels=self._kernels,
             residents=tuple(self._storages.residents),
+            forms=self._storages.forms,
         )
 
     def _packs_with_slots(self) -> tuple[Pack, ...]:

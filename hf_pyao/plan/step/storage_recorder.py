@@ -40,6 +40,8 @@ class StorageRecorder:
         self._is_fake = is_fake
         self._births: list[tuple[int, int]] = []
         """By buffer, its bytes and the operation that made it."""
+        self.forms: dict[int, str] = {}
+        """By buffer, dtype and shape of the first tensor that was seen in it."""
         self._deaths: dict[int, int] = {}
         self._alive: dict[int, int] = {}
         """Weak reference to a storage -> its buffer, :data:`_THERE_BEFORE` or
@@ -97,6 +99,14 @@ class StorageRecorder:
         for storage in storages:
             self._alive[cast(int, storage._weak_ref())] = len(self._births)
             self._births.append((storage.nbytes(), operation))
+
+    def note_forms(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note the dtype and shape of *tensors* for the buffers that they lie in."""
+        for tensor in tensors:
+            buffer = self.buffer_of(tensor)
+            if buffer >= 0 and buffer not in self.forms:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                self.forms[buffer] = f"{dtype}{list(tensor.shape)}"
 
     def note_gathered(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note parameters that are gathered for a call: they are there again when it runs again."""

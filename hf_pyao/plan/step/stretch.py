@@ -92,6 +92,11 @@ class _Stretch:
             self.program.num_tiled_tokens,
             self.program.kernels,
             self._residents(),
+            forms={
+                number: self.program.forms[recorded]
+                for (recorded, _), number in self.numbers.items()
+                if recorded in self.program.forms
+            },
         )
 
     def _residents(self) -> tuple[Resident, ...]:
