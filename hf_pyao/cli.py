@@ -154,6 +154,11 @@ def make_parser() -> argparse.ArgumentParser:
 def _estimate(args: argparse.Namespace) -> int:
     from hf_pyao.tools.estimate import command, find_command
 
+    if args.zeroth_order:
+        need_torch()
+        from hf_pyao.tools.zeroth_order import estimate
+
+        return estimate.run_from_arguments(args)
     if args.find is not None:
         return find_command.run_from_arguments(args)
     find_command.refuse_without_find(args)

@@ -69,7 +69,7 @@ class NoiseKey:
 def noise(key: NoiseKey, step: int, first: int, end: int, device: torch.device) -> torch.Tensor:
     """Return the normal noise of elements *first* to *end* (excluded) of a parameter.
 
-    See [Note: Noise]. About 50 bytes of memory per element are used meanwhile.
+    See [Note: Noise]. About 30 bytes of memory per element are used meanwhile.
 
     Args:
         key: of the parameter.

@@ -17,7 +17,7 @@ import torch
 from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise
 from hf_pyao.errors import ConfigError
 
-_CHUNK = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 """Elements whose noise is drawn at a time: it bounds the memory that this takes."""
 
 
@@ -128,5 +128,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _chunks(numel: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, numel, _CHUNK):
-        yield first, min(first + _CHUNK, numel)
+    for first in range(0, numel, CHUNK_ELEMENTS):
+        yield first, min(first + CHUNK_ELEMENTS, numel)

@@ -173,6 +173,8 @@ class WeightVisits(RingSchedule):
         is_new = not slot.is_here
         if is_new:
             self._slots.await_upload(slot)
+        if is_new or self._seen[block] != self.trained.num_steps:
+            self.ahead()  # before the update: the next upload need not wait for it
         if self._seen[block] != self.trained.num_steps:
             try:
                 self._update(block, number, slot)
@@ -180,9 +182,6 @@ class WeightVisits(RingSchedule):
                 self.forget(block)  # the next reader uploads the host's bits again
                 self._slots.empty(slot)
                 raise
-            is_new = True
-        if is_new:
-            self.ahead()
         return number
 
     def _update(self, block: int, number: int, slot: DeviceSlot) -> None:

@@ -66,6 +66,11 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     add_card_arguments(parser)
     how = parser.add_argument_group("how")
     how.add_argument(
+        "--zeroth-order",
+        action="store_true",
+        help="the device memory of fine-tuning by two forwards a step, with all layers on the host",
+    )
+    how.add_argument(
         "--no-longest-sequence",
         action="store_true",
         help="do not look for the longest sequence, which takes half of the time",
@@ -314,6 +319,7 @@ examples
   pyao estimate --model opt:1.3b --find micro-batch --global-batch 64
   pyao estimate --model llama:8b --device h200 --sequence-length 4096 --find largest-micro-batch
   pyao estimate --model llama:1.2b --device rtx4090 --find sequence --long-context
+  pyao estimate --model opt:1.3b --zeroth-order --sequence-length 2048
   pyao estimate --model opt:1.3b --step step.json --step-method "policy all"
   pyao report step.json -o step.html; pyao report step.json -o trace.json
 """

@@ -1,0 +1,81 @@
+"""The time of a zeroth-order step on a virtual clock: compute, uploads, copies back.
+
+The decisions are those of ``engine/transfer/ring_schedule.py``; the waits are those of [Note:
+Visits] in ``engine/zeroth_order/visits.py``. Three lanes run beside each other: compute, the link
+to the device, and the link to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
+
+
+@dataclass(frozen=True)
+class VisitTimes:
+    """What the visit of one block takes, in ms."""
+
+    compute_ms: float
+    """Update and both passes."""
+    upload_ms: float
+    offload_ms: float
+    """The copy back of the updated weights."""
+    update_ms: float = 0.0
+    """The part of :attr:`compute_ms` before the copy back can begin."""
+
+
+class VisitClock(RingSchedule):
+    """Runs visits on a virtual clock.
+
+    Args:
+        blocks: in forward order; embeddings and head are blocks of their own if they visit.
+        num_slots: slots of the ring.
+    """
+
+    def __init__(self, blocks: Sequence[VisitTimes], num_slots: int = NUM_SLOTS) -> None:
+        super().__init__(len(blocks), num_slots)
+        self._blocks = tuple(blocks)
+        self.compute_ms = 0.0
+        """When compute has run all that is queued."""
+        self._upload_free_ms = 0.0
+        self._offload_free_ms = 0.0
+        self._here_ms: dict[int, float] = {}
+        """By block, when its newest upload ends."""
+        self._back_ms: dict[int, float] = {}
+        """By block, when its newest copy back ends."""
+        self._left_by: list[int | None] = [None] * num_slots
+
+    def upload(self, block: int, slot: int) -> None:
+        """Let the link to the device copy *block*, behind compute and the copies back of both."""
+        left = self._left_by[slot]
+        after = [self._back_ms.get(each, 0.0) for each in (block, left) if each is not None]
+        start = max(self._upload_free_ms, self.compute_ms, *after)
+        self._upload_free_ms = self._here_ms[block] = start + self._blocks[block].upload_ms
+        self._left_by[slot] = block
+
+    def step_ms(self) -> float:
+        """Run a step; return how long it takes until compute and copies back have ended."""
+        start = self.compute_ms
+        self.begin(trains=False)
+        self.current = None
+        for number, block in enumerate(self._blocks):
+            self.use(number, in_backward=False)
+            begin = max(self.compute_ms, self._here_ms[number])
+            self.compute_ms = begin  # what is queued so far; the passes come behind
+            self.ahead()
+            updated = begin + block.update_ms
+            self._offload_free_ms = max(updated, self._offload_free_ms) + block.offload_ms
+            self._back_ms[number] = self._offload_free_ms
+            self.compute_ms = begin + block.compute_ms
+        return max(self.compute_ms, self._offload_free_ms) - start
+
+
+def least_step_ms(blocks: Sequence[VisitTimes]) -> float:
+    """Return the lower bound: the busiest of the three lanes."""
+    return max(
+        sum(each.compute_ms for each in blocks),
+        sum(each.upload_ms for each in blocks),
+        sum(each.offload_ms for each in blocks),
+    )

@@ -1,0 +1,1 @@
+"""What zeroth-order fine-tuning takes, without a GPU."""

@@ -1,0 +1,196 @@
+"""``pyao estimate --zeroth-order``: device memory of zeroth-order fine-tuning, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pyao.engine.weights.host_bytes import aligned
+from hf_pyao.engine.weights.tables import put_on, take_off
+from hf_pyao.engine.zeroth_order.noise import NoiseKey
+from hf_pyao.engine.zeroth_order.perturbation import CHUNK_ELEMENTS, perturbed
+from hf_pyao.errors import ConfigError
+from hf_pyao.model.map.module_map import find_layers
+from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.text import say
+from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
+from hf_pyao.tools.estimate.common_arguments import check_least
+from hf_pyao.tools.estimate.fake_step import FakeTraining
+from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
+
+GB = 10**9
+_NUM_SLOTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZerothOrderMemory:
+    """Bytes on the device over a step, with all layers on the host."""
+
+    slot_bytes: int
+    """One slot: the largest block."""
+    resident_bytes: int
+    """Weights and buffers outside of layers: embeddings, head, norms."""
+    pass_bytes: int
+    """Most that one pass allocates: perturbed weights, noise, activations, logits and loss."""
+    waiting_bytes: int
+    """What the other pass holds meanwhile, between two layers."""
+    host_bytes: int
+    """Weights on the host."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it; the allocator's rounding and CUDA's own memory come on top."""
+        parts = self.resident_bytes + self.pass_bytes + self.waiting_bytes
+        return _NUM_SLOTS * self.slot_bytes + parts
+
+
+class _FakeReads:
+    """What modules read in a pass on fake tensors: new tensors, kept until the layer call ends.
+
+    Args:
+        ledger: is told of the noise.
+        in_layers: by ``id``, the parameters of layers.
+        noise_bytes: what drawing takes meanwhile.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, ledger: MemoryLedger, in_layers: set[int], noise_bytes: int) -> None:
+        self._ledger = ledger
+        self._in_layers = in_layers
+        self._noise_bytes = noise_bytes
+        self._given: dict[int, torch.Tensor] = {}
+
+    def streams(self, parameter: object) -> bool:
+        """Say whether *parameter* is a layer's."""
+        return id(parameter) in self._in_layers
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say False: nothing is put into a table."""
+        return False
+
+    def read(self, parameter: Any) -> Any:
+        """Return a tensor like *parameter*."""
+        if parameter is None:
+            return None
+        given = self._given.get(id(parameter))
+        if given is None:
+            given = torch.empty_like(parameter)
+            share = min(1.0, parameter.numel() / CHUNK_ELEMENTS)
+            self._ledger.note((given,), int(share * self._noise_bytes))
+            if self.streams(parameter):
+                self._given[id(parameter)] = given
+        return given
+
+    def end_layer(self) -> None:
+        """Let go of what a layer has read."""
+        self._given.clear()
+
+
+def noise_bytes() -> int:
+    """Return what perturbing a chunk of a weight allocates beside the result, counted on a CPU."""
+    weight = torch.zeros(CHUNK_ELEMENTS, dtype=torch.float16)
+    out, ledger = torch.empty_like(weight), MemoryLedger()
+    with torch.no_grad(), NotingMode(ledger):
+        perturbed(weight, NoiseKey(0, 0), 0, 1e-3, out)
+    return ledger.peak_bytes - weight.nbytes - out.nbytes
+
+
+def zeroth_order_memory(
+    config: Any, micro_batch: int = 1, sequence_length: int = 2048, dtype: str = "float16"
+) -> ZerothOrderMemory:
+    """Run a pass on fake tensors, and return what a step has on the device.
+
+    Args:
+        config: of transformers; a causal language model's.
+        micro_batch: samples.
+        sequence_length: tokens of each.
+        dtype: of weights and arithmetic.
+    """
+    beside = noise_bytes()
+    with FakeTraining(config=config, dtype=dtype).model() as (model, fake_mode):
+        layers = [layer for _, layer in find_layers(model).layers]
+        blocks = [sum(aligned(p.nbytes) for p in layer.parameters()) for layer in layers]
+        in_layers = {id(p) for layer in layers for p in layer.parameters()}
+        resident = [p for p in model.parameters() if id(p) not in in_layers]
+        ledger = MemoryLedger()
+        ledger.note([*resident, *model.buffers()])
+        resident_bytes, waiting = ledger.live_bytes, [0]
+        reads = _FakeReads(ledger, in_layers, beside)
+
+        def end_layer(*_: Any) -> None:
+            reads.end_layer()
+            waiting[0] = max(waiting[0], ledger.live_bytes - resident_bytes)
+
+        with _reading(model, reads), torch.no_grad():
+            hooks = [layer.register_forward_hook(end_layer) for layer in layers]
+            ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64)
+            with NotingMode(ledger, fake_mode):
+                model(input_ids=ids, labels=ids)
+            for hook in hooks:
+                hook.remove()
+    return ZerothOrderMemory(
+        slot_bytes=max(blocks),
+        resident_bytes=resident_bytes,
+        pass_bytes=ledger.peak_bytes - resident_bytes,
+        waiting_bytes=waiting[0],
+        host_bytes=sum(blocks),
+    )
+
+
+@contextmanager
+def _reading(model: nn.Module, reads: _FakeReads) -> Iterator[None]:
+    modules = [module for module in model.modules() if module._parameters]
+    for module in modules:
+        put_on(module, reads)
+    try:
+        yield
+    finally:
+        for module in modules:
+            take_off(module)
+
+
+def run_from_arguments(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        PyAOError: an option is bad, or the model cannot be had.
+    """
+    if args.lora is not None:
+        raise ConfigError("--lora is given, and --zeroth-order estimates all weights: drop it.")
+    if args.output is not None or args.step is not None:
+        raise ConfigError("--output and --step have no effect with --zeroth-order: drop them.")
+    check_least(args, sequence_length=2, micro_batch=1)
+    spec = parse_model(args.model)
+    config = config_of(spec)
+    length = args.sequence_length or DEFAULT_LENGTH
+    check_sequence_length(config, length)
+    micro_batch = args.micro_batch or 1
+    found = zeroth_order_memory(config, micro_batch, length)
+    if args.json:
+        import json
+
+        values = {**asdict(found), "peak_bytes": found.peak_bytes}
+        say(
+            json.dumps({"model": spec.name, "micro_batch": micro_batch, "tokens": length, **values})
+        )
+        return 0
+    rows = (
+        ("two slots of the largest block", _NUM_SLOTS * found.slot_bytes),
+        ("weights outside of layers", found.resident_bytes),
+        ("a pass: perturbed weights, noise, activations, loss", found.pass_bytes),
+        ("the other pass, which waits", found.waiting_bytes),
+        ("together", found.peak_bytes),
+        ("weights on the host", found.host_bytes),
+    )
+    say(f"{spec.name}, zeroth order, float16, {micro_batch} x {length} tokens, GB (1e9 bytes)")
+    for name, nbytes in rows:
+        say(f"  {name:<52}{nbytes / GB:8.2f}")
+    say("Not counted: what CUDA itself takes, and the allocator's rounding.")
+    return 0
