@@ -60,7 +60,7 @@ def test_it_is_that_of_the_whole_model(
     fake = training(architecture, **options)
     whole = record_step(fake, 2, 32, is_whole=True)
     stretched = record_step(fake, 2, 32)
-    assert stretched.forms == whole.forms
+    assert sorted(stretched.forms.values()) == sorted(whole.forms.values())
     assert stretched.num_layers == whole.num_layers == 7
     assert stretched.layer_names == whole.layer_names
     assert stretched.resident_bytes == whole.resident_bytes
