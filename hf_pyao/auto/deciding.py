@@ -103,6 +103,7 @@ class Deciding:
             allocator=allocator_settings(device),
             stream_weights="off" if streaming is None else parts.streaming.value,
             ends_on_host=streaming is not None and streaming.ends_leave,
+            converts_weights=streaming is not None and parts.streaming.converts,
         )
         state = _first_state(parts, policy, fixed, levers)
         policies = _policies(self.engine, found, request, device, fixed, is_auto=named == "auto")

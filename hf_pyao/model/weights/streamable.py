@@ -252,7 +252,7 @@ def _is_convertible(module: nn.Module, parameter: Parameter, experts: FusedExper
 
     It does not for look-ups in tables, nor for products of several experts at once.
     """
-    if type(parameter) is not Parameter or parameter.dtype != torch.float32:
+    if not _is_plain(parameter) or parameter.dtype != torch.float32:
         return False
     if experts is not None and not experts.are_read_together:
         return False

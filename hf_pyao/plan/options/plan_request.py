@@ -27,6 +27,7 @@ from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.ends_on_host import with_ends_on_host
 from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.plan.step.streamed_step import with_converted_uploads
 
 
 class WindowOwner(Protocol):
@@ -71,6 +72,8 @@ class PlanRequest:
     """As ``PyAOConfig.stream_weights``, where frozen weights can be streamed."""
     ends_on_host: bool = False
     """The frozen weights of embeddings and head are on the host."""
+    converts_weights: bool = False
+    """Streamed float32 weights are uploaded in the dtype of autocast."""
 
     @property
     def window_now_bytes(self) -> int | None:
@@ -93,10 +96,11 @@ class PlanRequest:
         allocator: AllocatorSettings | None = None,
         stream_weights: int | str = "off",
         ends_on_host: bool = False,
+        converts_weights: bool = False,
     ) -> PlanRequest:
         """Return the same for one model on one machine; arguments as of :meth:`of_config`.
 
-        *stream_weights* and *ends_on_host* are as the attributes.
+        *stream_weights*, *ends_on_host* and *converts_weights* are as the attributes.
         """
         return dataclasses.replace(
             self,
@@ -106,6 +110,7 @@ class PlanRequest:
             allocator=allocator,
             stream_weights=stream_weights,
             ends_on_host=ends_on_host,
+            converts_weights=converts_weights,
         )
 
     @classmethod
@@ -252,6 +257,8 @@ class PlanRequest:
         """
         if self.ends_on_host:
             program = with_ends_on_host(program)
+        if self.converts_weights:
+            program = with_converted_uploads(program)
         kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
         conditions = self.conditions(link, gradient_bytes)
         return Planner(

@@ -230,6 +230,7 @@ def _check(program: StepProgram) -> None:
         _within((resident.num_names,), 1, MOST_BYTES)
         _within((resident.experts,), 0, MOST_BYTES)
         _within((resident.end,), 0, READ_WHOLE + 1)
+        _within((resident.converted_nbytes,), 0, resident.nbytes + 1)
         _within((resident.num_experts,), 1 if resident.experts else 0, MOST_BYTES)
     _within(program.labels, 0, num_buffers)
     if program.graph is not None:

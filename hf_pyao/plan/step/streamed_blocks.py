@@ -39,7 +39,9 @@ class StreamedBlocks:
     """Of each layer of the model, by position; empty for one whose weights stay. Empty: those of
     all layers do."""
     layer_bytes: tuple[int, ...] = ()
-    """Of each layer, the memory that its streamed weights take on the host."""
+    """Of each layer, the memory that its streamed weights take on the host, as they are stored."""
+    converted_bytes: int = 0
+    """What copies of them in the dtype of autocast take on the host, which uploads read."""
 
     def __bool__(self) -> bool:
         """Return whether any block is streamed."""
@@ -63,8 +65,8 @@ class StreamedBlocks:
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked bytes of the masters on the host."""
-        return sum(self.layer_bytes)
+        """Page-locked bytes on the host: masters, and their copies in the dtype of autocast."""
+        return sum(self.layer_bytes) + self.converted_bytes
 
     @property
     def num_slots(self) -> int:
@@ -84,7 +86,7 @@ class StreamedBlocks:
     @property
     def saved_bytes(self) -> int:
         """By how much the device has less than with all weights resident."""
-        return self.host_bytes - self.device_bytes
+        return sum(self.layer_bytes) - self.device_bytes
 
 
 NOTHING_STREAMED = StreamedBlocks()
