@@ -29,6 +29,8 @@ FOREIGN = {
     ("model/weights/quantised.py", "NotImplementedError"): "an abstract method",
     ("plan/paper/sweep.py", "ValueError"): "caught in this file",
     ("plan/step/recorded_step.py", "ValueError"): "caught in this file: the file is damaged",
+    ("tools/advise/redirected_writes.py", "FileExistsError"): "as os.mkdir itself would",
+    ("tools/advise/script_watch.py", "EnoughSeen"): "ends the script that is looked at",
     ("tools/bench/board_peers.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/methods.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/peers.py", "MethodUnavailable"): "a row of the result",

@@ -75,11 +75,12 @@ def run_from_arguments(args: argparse.Namespace) -> int:
     from hf_pyao.tools.advise.script_watch import watched
 
     if args.steps < 1:
-        raise ConfigError(f"--steps is {args.steps}; expected 1 or more.")
+        raise ConfigError(f"--steps is {args.steps}; expected 1 or more.", key="setting-value")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "pyao advise looks at one process: run it without torchrun or accelerate launch. For "
-            "several, pyao profile measures all ranks."
+            "several, pyao profile measures all ranks.",
+            key="nothing-advised",
         )
     hardware = _given_hardware(args)  # refused before the script runs
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
@@ -125,7 +126,8 @@ def _given_hardware(args: argparse.Namespace) -> Hardware | None:
     if not torch.cuda.is_available():
         raise ConfigError(
             "torch sees no CUDA device here: name the card that the script is to run on, such as "
-            f"--gpu rtx4090. Known: {', '.join(HARDWARE)}."
+            f"--gpu rtx4090. Known: {', '.join(HARDWARE)}.",
+            key="setting-missing",
         )
     return None
 
@@ -144,7 +146,8 @@ def _say_advice(args: argparse.Namespace, found: SeenTraining, given: Hardware |
     if given is None and device.type == "cpu":
         raise ConfigError(
             "the model was trained on the CPU, where there is no device memory to save. Name the "
-            "card that is meant: --gpu NAME."
+            "card that is meant: --gpu NAME.",
+            key="setting-missing",
         )
     hardware = hardware_of(device) if given is None else given
     if args.device_memory is not None:

@@ -156,7 +156,10 @@ def watched(
             raised again, except an out-of-memory error after the model was called.
     """
     if not is_module and not Path(script).is_file():
-        raise ConfigError(f"there is no script {echo(script)}. Give a Python file, or -m MODULE.")
+        raise ConfigError(
+            f"there is no script {echo(script)}. Give a Python file, or -m MODULE.",
+            key="file-unreadable",
+        )
     watch = ScriptWatch(num_micro_batches)
     with mock.patch.object(sys, "argv", [script, *arguments]), watch:
         try:
@@ -180,6 +183,7 @@ def watched(
             f"{echo(script)} ended, and no model with layers was called in training: there is no "
             "step to advise on. Check that the arguments let it train, and that the model is in "
             "training mode (model.train()). Of a model that is not of transformers, the layers "
-            "have to be in one nn.ModuleList."
+            "have to be in one nn.ModuleList.",
+            key="nothing-advised",
         )
     return watch.found

@@ -26,6 +26,12 @@ CHAPTER = Chapter(
             "with layers in this process.",
         ),
         Entry(
+            "nothing-advised",
+            "`pyao advise` ran a script in which no model with layers was trained in this process.",
+            "Check that the script trains with these arguments: forward of a model in training "
+            "mode, with gradients. Run it without `torchrun` or `accelerate launch`.",
+        ),
+        Entry(
             "bench-model-too-large",
             "The weights of the model that is to be measured do not fit beside their gradients.",
             "Take fewer layers or a smaller dtype.",
