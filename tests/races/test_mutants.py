@@ -36,6 +36,17 @@ def give_back(host: Buffer, mover: Mover) -> None:
     pool.settle()
 
 
+def with_waits(wait: Callable[[Mover, MovedBytes], None]) -> Any:
+    """Let compute wait for reloads by *wait*, where it reads them and where it lets them go."""
+
+    def bring_here(self: Mover, moved: MovedBytes) -> None:
+        if moved.phase is not Phase.RELOADING:
+            self.reload(moved)
+        wait(self, moved)
+
+    return mock.patch.multiple(Mover, wait=wait, bring_here=bring_here)
+
+
 def _no_wait_at_unpack() -> Any:
     """Compute reads a reloaded buffer without waiting for its copy."""
 
@@ -43,7 +54,7 @@ def _no_wait_at_unpack() -> Any:
         if moved.phase is Phase.RELOADING:
             moved.to(Phase.HERE)
 
-    return mock.patch.object(Mover, "wait", wait)
+    return with_waits(wait)
 
 
 def _wait_for_the_wrong_ticket() -> Any:
@@ -54,7 +65,7 @@ def _wait_for_the_wrong_ticket() -> Any:
             moved.transport.wait(moved.offload_ticket)
             moved.to(Phase.HERE)
 
-    return mock.patch.object(Mover, "wait", wait)
+    return with_waits(wait)
 
 
 def _wait_for_the_previous_reload() -> Any:
@@ -68,7 +79,7 @@ def _wait_for_the_previous_reload() -> Any:
             previous[:] = [moved.reload_ticket]
             moved.to(Phase.HERE)
 
-    return mock.patch.object(Mover, "wait", wait)
+    return with_waits(wait)
 
 
 def _host_buffer_returned_before_its_reload() -> Any:
