@@ -25,9 +25,10 @@ def experts_per_group(nbytes: int, num_experts: int, limit_bytes: int) -> int:
     """Return how many experts a group has; groups are about equally large.
 
     Args:
-        nbytes: of all experts of the weights that are divided together.
+        nbytes: of all experts of the weights that are divided together; not 0.
         num_experts: how many experts these have.
         limit_bytes: of a group; one expert is the least.
     """
-    num_groups = min(num_experts, -(-nbytes // limit_bytes))
+    most = max(1, limit_bytes * num_experts // nbytes)
+    num_groups = -(-num_experts // most)
     return -(-num_experts // num_groups)

@@ -131,8 +131,7 @@ class StreamingChoice:
             if number not in found and number >= least_streamed:
                 planner = self._planner(levers, number)
                 # No plan is faster than the one that keeps all activations.
-                kept_ms = planner.simple()[KEEP_ALL].step_ms
-                if kept_ms * TIE < min(found.values(), default=math.inf):
+                if _may_be_better(number, planner.simple()[KEEP_ALL].step_ms, found):
                     with suppress(NoPlanFitsError):
                         found[number] = planner.best(limit_bytes).step_ms
         number = _fewest_of_the_fastest(found) if found else most
@@ -268,6 +267,20 @@ def _fewest_of_the_fastest(step_ms: Mapping[int, float]) -> int:
     """Return the fewest streamed blocks that are about as fast as the fastest; 0 of none."""
     best_ms = min(step_ms.values(), default=0.0)
     return min((number for number, ms in step_ms.items() if ms <= TIE * best_ms), default=0)
+
+
+def _may_be_better(number: int, least_ms: float, found: Mapping[int, float]) -> bool:
+    """Say whether *number* may be faster than those *found*, or as fast with fewer blocks.
+
+    Args:
+        number: of streamed blocks.
+        least_ms: the step takes no less with it.
+        found: times of the numbers that were looked at.
+    """
+    best_ms = min(found.values(), default=math.inf)
+    if number < _fewest_of_the_fastest(found):
+        return least_ms <= best_ms * TIE
+    return least_ms * TIE < best_ms
 
 
 def choose_streaming(

@@ -46,7 +46,9 @@ def test_each_step_uploads_what_the_ring_does_not_hold_and_copies_nothing_back(
     """Of N blocks, B are in the ring at each turn: 2N - B uploads at first, 2(N - B) later."""
     transport = CountingTransport()
     model = tiny_lora("llama", num_hidden_layers=num_layers)
-    config = PyAOConfig(policy=policy, min_bytes=0, host_memory_gib=0.1, stream_weights=stay)
+    config = PyAOConfig(
+        policy=policy, min_bytes=0, keep_last_layers=0, host_memory_gib=0.1, stream_weights=stay
+    )
     with attach(model, config, transport=transport) as offloader:
         ring = ring_of(offloader)
         transport.slot_bytes = ring.slot_bytes
