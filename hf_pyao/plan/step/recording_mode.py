@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.engine.runtime.slots import Slot
@@ -31,6 +32,10 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation and record it."""
+        if func is torch.ops.prim.device.default:  # asked thousands of times in a step
+            (tensor,) = args
+            if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+                return tensor.fake_device
         return self._recorder.see(func, args, kwargs or {})
 
 
@@ -60,6 +65,8 @@ class RecordingTransport(BlockingTransport):
             recorder.left(label, src, dst.nbytes)
         else:
             recorder.came_back(label, dst)
+        if isinstance(src, FakeTensor):
+            return DoneTicket(src.nbytes)  # there is nothing to copy
         recorder.is_paused = True
         try:
             return super()._copy(direction, src, dst, after, label, None)
