@@ -35,6 +35,10 @@ AUTO, OFF = "auto", "off"
 TIE = 1.002
 """Numbers of blocks are equally fast where their steps differ by no more than this factor."""
 
+NEARLY = 1.1
+"""What a step needs at least is known about: a plan for a given limit may need less. So numbers of
+blocks are tried where it exceeds the limit by no more than this factor."""
+
 MOST_ROUNDS = 2
 """How often numbers near to the fastest so far are looked at, at half the distance each time."""
 
@@ -213,6 +217,15 @@ class StreamingChoice:
             most,
         )
         yield least
+        while (
+            least in found
+            and least > self._fewest
+            and self._needed_bytes(levers, least - 1, limit_bytes) <= NEARLY * limit_bytes
+        ):
+            yield least - 1
+            if least - 1 not in found:
+                break
+            least -= 1
         yield most
         stride = most - least
         for _ in range(MOST_ROUNDS):
