@@ -1,7 +1,8 @@
 """Keeps a script's writes out of its folders: they go to a temporary folder, which is deleted.
 
 Redirected are Python's own ways to write (``open``, ``os.mkdir``, ``pathlib``) below the protected
-folders, and the output folder of ``transformers.TrainingArguments``. ``torch.save`` and the
+folders, and the output folder of ``transformers.TrainingArguments``. What a script removes or moves
+away there stays. ``torch.save`` and the
 functions of safetensors that write files do nothing: they write from compiled code. What other
 compiled code writes is not seen.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -40,6 +42,9 @@ def redirected_writes(protected: Iterable[Path]) -> Iterator[Path]:
             (builtins, "open", overlay.opener),
             (io, "open", overlay.opener),
             (os, "mkdir", overlay.maker),
+            *((os, name, overlay.remover) for name in ("remove", "unlink", "rmdir")),
+            (shutil, "rmtree", overlay.remover),
+            *((os, name, overlay.mover) for name in ("rename", "replace")),
         ):
             instead = make(getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, instead))
@@ -83,6 +88,28 @@ class _Overlay:
                 os.makedirs(other)
 
         return redirected_mkdir
+
+    def remover(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def redirected_remove(path: Any, *args: Any, **kwargs: Any) -> None:
+            other = self._instead_of(path) if kwargs.get("dir_fd") is None else None
+            if other is None:
+                own(path, *args, **kwargs)
+            elif other.exists():
+                own(other, *args, **kwargs)
+
+        return redirected_remove
+
+    def mover(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def redirected_move(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+            moved, to = self._instead_of(source), self._instead_of(target)
+            if moved is None and to is None:
+                own(source, target, *args, **kwargs)
+            elif moved is None or moved.exists():
+                if to is not None:
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                own(moved or source, to or target, *args, **kwargs)
+
+        return redirected_move
 
     def _instead_of(self, path: Any) -> Path | None:
         """Return where a path below the protected folders is redirected; None for all others."""

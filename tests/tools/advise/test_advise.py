@@ -95,6 +95,26 @@ def test_a_loop_is_ended_and_writes_nothing(
     _check_peak(said)
 
 
+def test_what_a_script_removes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    for name in ("old.txt", "older.txt", "oldest.txt"):
+        (tmp_path / "out" / name).write_text(name)
+    removes = (
+        "import os, shutil\nfrom pathlib import Path\n"
+        "os.remove('out/old.txt'); Path('out/older.txt').unlink()\n"
+        "os.rename('out/oldest.txt', 'out/new.txt')\n"
+        "open('out/mine.txt.tmp', 'w').close(); os.replace('out/mine.txt.tmp', 'out/mine.txt')\n"
+        "assert Path('out/mine.txt').read_text() == ''\n"
+        "shutil.rmtree('out'); os.makedirs('out', exist_ok=True)\n"
+        "Path('out/old.txt').write_text('new')\n"
+        "raise KeyboardInterrupt\n"
+    )
+    status, files = advise(tmp_path, monkeypatch, removes)
+    assert status == 130
+    assert files == ["out", "out/old.txt", "out/older.txt", "out/oldest.txt", "train.py"]
+    assert (tmp_path / "out" / "old.txt").read_text() == "old.txt"
+
+
 def _check_peak(said: str) -> None:
     """Compare the peak with that of a step that is run, by counting what is alive in it."""
     found = re.search(r"The peak of ([\d.]+) MB", said)
