@@ -36,7 +36,7 @@ from tests.auto.test_auto_policy import (
     step,
     transport,
 )
-from tests.helpers import tiny_model
+from tests.helpers import autocasting, tiny_model
 from tests.helpers.adapters import tiny_lora
 
 NUM_LAYERS = 4
@@ -134,6 +134,25 @@ def test_plans_choose_layers_and_activations_together(share: float) -> None:
     assert residents[-1] < NUM_LAYERS
     assert uploads[-1] > 0
     assert peaks[-1] <= 1.03  # of a step this small, what is rebuilt is known to some kB
+
+
+@pytest.mark.thorough
+def test_plans_have_the_bytes_of_uploads_in_the_dtype_of_autocast() -> None:
+    """Slots of half the size, which the planner knows: the peak is within the device."""
+    autocast = autocasting(torch.bfloat16)
+    with autocast:
+        expected = step(lora(), BATCH)
+    model = lora()
+    config = config_of(model, 1.0, stream_dtype="compute")
+    assert config.device_memory_gib is not None
+    with attach(model, config, transport=transport()) as offloader, autocast:
+        for _ in range(NUM_MEASURED + NUM_FIRST_FORWARDS + 1):
+            peak = peak_bytes(model, offloader, expected)
+        ring = weights_of(offloader).ring
+        assert ring is not None
+        assert ring.counts.num_stored_reads == 0
+        assert weights_of(offloader).num_resident < NUM_LAYERS
+    assert peak <= 1.03 * config.device_memory_gib * GIB
 
 
 @pytest.mark.thorough
