@@ -80,6 +80,12 @@ class RecomputationError(PyAOError, RuntimeError):
     """A layer that ran again in backward did not save what it had saved in forward."""
 
 
+class DiskError(PyAOError, RuntimeError):
+    """A file on the disk cannot be written or read, or holds something else than was written."""
+
+    key = "disk"
+
+
 class InternalError(PyAOError, AssertionError):
     """Something that hf_pyao relies on does not hold: a defect of hf_pyao, not of a script."""
 

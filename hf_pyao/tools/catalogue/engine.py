@@ -93,6 +93,32 @@ CHAPTER = Chapter(
             "`--ulimit memlock=-1`), or lower `host_memory_gib`. `pyao doctor` tests it.",
         ),
         Entry(
+            "disk",
+            "A file on the disk cannot be written or read: the disk is full, read-only or fails, "
+            "or the file does not hold what was written to it (checksum).",
+            "The message has the file and the system's reason. Make room, or give another folder. "
+            "A damaged file may be removed: the next run writes it again.",
+        ),
+        Entry(
+            "disk-folder",
+            "The folder for files on the disk cannot be used: it cannot be written to, is in "
+            "memory (tmpfs), or is a link or another user's.",
+            "Give a folder on a disk that you may write to. `df -T FOLDER` has the file system.",
+        ),
+        Entry(
+            "disk-not-direct",
+            "The file system has no direct reads (O_DIRECT). Files are read through the page "
+            "cache, which is slower.",
+            "Nothing needs to be done. A folder on ext4, XFS or another local file system is "
+            "faster.",
+        ),
+        Entry(
+            "disk-read-again",
+            "A read failed, or its checksum differed, and it was repeated. Training goes on if "
+            "the second read is right.",
+            "If this comes again, look at the drive (`dmesg`, `smartctl`).",
+        ),
+        Entry(
             "codec-without-triton",
             "Triton could not build the codec's kernels, so that it runs as plain torch: the same "
             "results in more time.",
