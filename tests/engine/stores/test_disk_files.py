@@ -105,6 +105,15 @@ def test_parts_are_private_and_planted_links_are_not_followed(tmp_path: Path) ->
     assert (tmp_path / "victim").read_text() == "kept"
 
 
+def test_parts_that_no_one_has_locked_are_leftovers(tmp_path: Path) -> None:
+    (tmp_path / "dead.bin.part").write_text("x")
+    (tmp_path / "other.txt").write_text("x")
+    with being_written(tmp_path / "live.bin"):
+        assert remove_leftovers(tmp_path) == 1
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["live.bin.part", "other.txt"]
+
+
+@pytest.mark.thorough
 def test_leftovers_of_killed_runs_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:
     dead, live = start_writer(tmp_path / "dead.bin"), start_writer(tmp_path / "live.bin")
     try:
