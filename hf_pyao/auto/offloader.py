@@ -277,6 +277,8 @@ class Offloader:
 
     def __repr__(self) -> str:
         """Say in short what is attached and what it came to; touches no device."""
+        if "_finalizer" not in vars(self):
+            return "<Offloader, being made>"
         model = self._model()
         of = "a model that is gone" if model is None else class_name(model)
         state = "attached" if self._installed.is_on else "detached"

@@ -86,7 +86,7 @@ def least_limits(architecture: str) -> tuple[int, int]:
     with attach(model, config_of(device_memory_gib=1e-6), transport=transport()) as offloader:
         for _ in range(NUM_MEASURED + 1):
             step(model, LARGE, offloader)
-        choice = offloader.auto.draft.choice  # type: ignore[union-attr]
+        choice = offloader.auto.draft.choice.resident  # type: ignore[union-attr]
         segments = choice.planner_for(Levers(checkpoint_every=1))
         return choice.configured.least().peak_bytes, segments.least().peak_bytes
 

@@ -290,7 +290,7 @@ def test_a_trainer_says_at_start_and_at_end_what_it_does(
     start, end = lines_of(capsys.readouterr().out.replace("\r", "\n"))
     assert start.startswith("hf_pyao offloads saved tensors of 3 layers (model.decoder.layers.0 ..")
     assert end == (
-        "hf_pyao moved 61.1 KiB of the 91.7 KiB that the layers saved for backward, per "
+        "hf_pyao moved 61.5 KiB of the 92.2 KiB that the layers saved for backward, per "
         "micro-batch (3 in all)."
     )
 

@@ -396,11 +396,9 @@ def test_other_policies_are_predicted_too(tmp_path: Path, policy: str) -> None:
 
 @pytest.mark.thorough
 def test_only_a_trainer_of_ours_can_choose(tmp_path: Path) -> None:
-    trainer = trainer_for(
-        Trainer, tiny_opt(), arguments(tmp_path), callbacks=[PyAOCallback(CONFIG)]
-    )
+    callbacks = [PyAOCallback(CONFIG)]
     with pytest.raises(ConfigError, match="a callback cannot change the batch size"):
-        trainer.train()
+        trainer_for(Trainer, tiny_opt(), arguments(tmp_path), callbacks=callbacks)
     with pytest.raises(ConfigError, match="a training loop of your own cannot change"):
         PyAOPlugin(auto_micro_batch="fastest")
 
