@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pyao import PyAOConfig, attach
@@ -22,6 +21,7 @@ from hf_pyao.tools.simulation.transport import SimulatedTransport
 from tests.helpers import FunctionLayer, Stack
 from tests.races.fake_streams import FakeStreamTransport, World, backward, fake_streams
 
+NO_FUSED_EXPERTS = "transformers has fused experts from release 5 on"
 SIZE = 8
 NUM_SCHEDULES = 2000
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -107,7 +107,8 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.rand(num_experts, SIZE, SIZE), requires_grad=False)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        return grouped_mm_experts_forward(self, x, chosen, shares)  # type: ignore[no-any-return]
+        moe = pytest.importorskip("transformers.integrations.moe", reason=NO_FUSED_EXPERTS)
+        return moe.grouped_mm_experts_forward(self, x, chosen, shares)  # type: ignore[no-any-return]
 
 
 class MixtureLayer(GradientCheckpointingLayer):
