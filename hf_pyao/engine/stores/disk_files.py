@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_pyao.errors import ConfigError, DiskError
-from hf_pyao.text import echo
+from hf_pyao.text import echo, one_line
 
 PAGE_BYTES = 4096
 """What offsets, lengths and addresses of direct reads are multiples of."""
@@ -33,9 +33,9 @@ _NO_DIRECT_READS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def disk_error(action: str, path: Path, cause: OSError | str, remedy: str) -> DiskError:
-    """Return the error for *path*, where *action* failed."""
+    """Return the error for *path*, where *action* failed. It has the whole path, however long."""
     reason = cause if isinstance(cause, str) else cause.strerror or repr(cause)
-    return DiskError(f"cannot {action} {echo(str(path))}: {reason}. {remedy}")
+    return DiskError(f"cannot {action} '{one_line(str(path))}': {reason}. {remedy}")
 
 
 def private_folder(path: str | os.PathLike[str], label: str) -> Path:

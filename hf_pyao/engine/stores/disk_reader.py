@@ -204,18 +204,22 @@ class BlockRead:
     def wait(self) -> None:
         """Wait until all bytes are there and agree with their checksums.
 
+        After an error nothing writes into the target.
+
         Raises:
             DiskError: they cannot be read, or are not those that were written.
             InternalError: the read was cancelled.
         """
         if self.is_cancelled:
             raise InternalError("a cancelled read has no bytes")
-        for each in self.ranges:
-            try:
+        try:
+            for each in self.ranges:
                 each.result()
-            except OSError as cause:
-                self.cancel()
+        except BaseException as cause:
+            self.cancel()  # also on an interrupt: other ranges must not write into the target later
+            if isinstance(cause, OSError):
                 raise disk_error("read", self.file.path, cause, _REMEDY) from cause
+            raise
 
     def cancel(self) -> None:
         """Let ranges that have not begun be left out, and wait for the others.

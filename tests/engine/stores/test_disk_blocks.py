@@ -310,6 +310,37 @@ def test_nothing_writes_into_the_target_of_a_cancelled_read(tmp_path: Path) -> N
         read.wait()
 
 
+def test_nothing_writes_into_the_target_after_a_checksum_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first range is damaged; the others are still being read when that is known."""
+    monkeypatch.setattr(disk_reader, "RANGE_BYTES", CHUNK_BYTES)
+    file = write(tmp_path, blocks_of(16))
+    place = file.places[4]
+
+    def late(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset >= place.offset + CHUNK_BYTES:
+            threading.Event().wait(0.1)
+        return os.preadv(descriptor, list(buffers), offset)
+
+    damage(file.path, place.offset + 9)
+    reader = DiskReader(late)
+    read = begin(reader, file, 4)
+    with pytest.raises(DiskError, match="checksum"):
+        read.wait()
+    read.target.fill_(1)
+    reader.close()
+    assert bool((read.target == 1).all())
+
+
+def test_an_error_has_the_whole_path_however_long(tmp_path: Path) -> None:
+    folder = tmp_path.joinpath(*("a-folder-with-a-long-name" for _ in range(8)))
+    with pytest.raises(DiskError) as caught:
+        write(folder, blocks_of(17, SIZES[:1]))
+    assert f"{folder}/weights-" in str(caught.value)
+    assert ".bin'" in str(caught.value)
+
+
 def test_a_private_mapping_keeps_writes_to_itself_and_the_kernel_tells(tmp_path: Path) -> None:
     blocks = blocks_of(14)
     file, reader = write(tmp_path, blocks), DiskReader()
