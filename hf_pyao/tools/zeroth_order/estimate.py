@@ -163,9 +163,15 @@ def run_from_arguments(args: argparse.Namespace) -> int:
         PyAOError: an option is bad, or the model cannot be had.
     """
     if args.lora is not None:
-        raise ConfigError("--lora is given, and --zeroth-order estimates all weights: drop it.")
+        raise ConfigError(
+            "--lora is given, and --zeroth-order estimates all weights: drop it.",
+            key="settings-contradict",
+        )
     if args.output is not None or args.step is not None:
-        raise ConfigError("--output and --step have no effect with --zeroth-order: drop them.")
+        raise ConfigError(
+            "--output and --step have no effect with --zeroth-order: drop them.",
+            key="setting-without-effect",
+        )
     check_least(args, sequence_length=2, micro_batch=1)
     spec = parse_model(args.model)
     config = config_of(spec)

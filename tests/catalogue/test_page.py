@@ -1,0 +1,53 @@
+"""The page of troubleshooting is what the catalogue and the examples give."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_pyao.tools.catalogue.all_entries import CATALOGUE
+from tests.catalogue.examples.all_examples import EXAMPLES, message_of
+from tests.catalogue.page import COMMAND, PAGE, ROOT, messages_in, render
+from tests.catalogue.triggered_by import TRIGGERED_BY, WITHOUT_EXAMPLE
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_is_the_catalogue() -> None:
+    assert render(messages_in(TEXT)) == TEXT, f"write it anew: {COMMAND}"
+
+
+def test_every_key_has_an_example() -> None:
+    """Its own, or a test that triggers it. What has none is listed, and the list only shrinks."""
+    assert not set(EXAMPLES) & (set(TRIGGERED_BY) | WITHOUT_EXAMPLE)
+    assert not set(TRIGGERED_BY) & WITHOUT_EXAMPLE
+    assert set(EXAMPLES) | set(TRIGGERED_BY) | WITHOUT_EXAMPLE == set(CATALOGUE)
+    assert set(messages_in(TEXT)) == set(EXAMPLES)
+
+
+def test_the_tests_that_are_named_exist() -> None:
+    for key, name in TRIGGERED_BY.items():
+        path, _, function = name.partition("::")
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert f"def {function}(" in source, key
+
+
+@pytest.mark.sampled(every=9)
+@pytest.mark.parametrize("key", sorted(EXAMPLES))
+@pytest.mark.filterwarnings("ignore")
+def test_an_example_triggers_its_key(key: str, tmp_path: Path) -> None:
+    message = message_of(key, tmp_path)
+    shown = messages_in(TEXT)[key]
+    assert _without_figures(message) == _without_figures(shown)
+
+
+def test_links_of_the_page_have_a_target() -> None:
+    headings = re.findall(r"^##+ (.*)$", TEXT, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", each.lower()).replace(" ", "-") for each in headings}
+    assert set(re.findall(r"\]\(#([^)]*)\)", TEXT)) <= anchors
+
+
+def _without_figures(message: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "#", message)
