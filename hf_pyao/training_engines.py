@@ -213,7 +213,20 @@ FSDP1 = TrainingEngine(
     shards=Sharded.WEIGHTS,
     gathers_per_layer=True,
     has_half_way_state=True,
-    outcomes={**_instead(Feature.PLANNING, _ALL), **_FSDP_OUTCOMES},
+    outcomes={
+        **_FSDP_OUTCOMES,
+        **_instead(
+            Feature.PLANNING,
+            _ALL,
+            "FSDP1 holds the parameters of a unit in one flat tensor, of which no fake copy can be "
+            "made; under FSDP2 (fully_shard; fsdp_version 2 in Accelerate) steps are recorded",
+        ),
+        **_instead(
+            Feature.MLP_TILES,
+            "MLPs that are units of their own are left alone; all, with `use_orig_params`",
+            "FSDP1 has only a part of its weights on this rank (use_orig_params); use FSDP2",
+        ),
+    },
 )
 
 FSDP2 = TrainingEngine(
@@ -282,7 +295,6 @@ DTENSOR = TrainingEngine(
     shards=Sharded.WEIGHTS,
     untried=_BESIDE_OFFLOADING - {Feature.PLANNING, Feature.HEAD_LOSS, Feature.MLP_TILES},
     outcomes={
-        **_instead(Feature.OFFLOADING, "saved `DTensor`s stay on the device"),
         **_instead(Feature.PLANNING, _ALL),
         **_instead(Feature.HEAD_LOSS, "with a parallel head, the model's own loss"),
         **_instead(

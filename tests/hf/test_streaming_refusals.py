@@ -13,14 +13,24 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import HfArgumentParser, PretrainedConfig, PreTrainedModel
 
-from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, PyAOTrainerMixin, PyAOTrainingArguments
+from hf_pyao import (
+    PyAOConfig,
+    PyAOPlugin,
+    PyAOTrainer,
+    PyAOTrainerMixin,
+    PyAOTrainingArguments,
+    attach,
+)
 from hf_pyao.auto.install.conflicts import check_engine_of_streaming
 from hf_pyao.errors import ConfigError, ConflictError, PyAOError
 from tests.helpers import tiny_model
 from tests.helpers.adapters import tiny_lora
 from tests.hf.test_streamed_weights import is_streamed
+from tests.test_ranks import process_group
 
 HOST_GIB = 0.1
 
@@ -172,3 +182,13 @@ def test_trl_s_own_adapters_are_checked_with_what_they_will_freeze(tmp_path: Pat
                 peft_config=peft.LoraConfig(r=2, target_modules="all-linear"),
                 pyao_config=config,
             )
+
+
+def test_units_of_fsdp_2_are_named() -> None:
+    """Their parameters are DTensors, as those of tensor parallelism are."""
+    model = tiny_lora("llama")
+    with process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(ConflictError, match="by FSDP2"):
+            attach(model, PyAOConfig(stream_weights=0))

@@ -18,7 +18,13 @@ from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.weights.ends import Ends, ends_of
 from hf_pyao.model.weights.shared_weights import shared_weights_of
 from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
-from hf_pyao.training_engines import ENGINES, is_compiled, is_moved_by_accelerate
+from hf_pyao.training_engines import (
+    ENGINES,
+    Sharded,
+    engine_of_module,
+    is_compiled,
+    is_moved_by_accelerate,
+)
 
 
 def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bool = False) -> None:
@@ -136,6 +142,10 @@ def check_model(model: nn.Module, label: str) -> None:
     """Refuse a model whose weights someone else moves, shards, compiles, or has not loaded."""
     for name, module in model.named_modules():
         what = ""
+        unit_of = engine_of_module(module)
+        if unit_of.shards is Sharded.WEIGHTS:
+            where = name or type(model).__name__
+            raise _not_whole(where, f"is divided among ranks, by {unit_of.name}", label)
         if is_compiled(module):
             what = "is compiled: compiled code reads weights by itself"
         elif is_moved_by_accelerate(module):
@@ -155,8 +165,12 @@ def check_model(model: nn.Module, label: str) -> None:
         elif engine := next((each for each in ENGINES if each.has(parameter)), None):
             what = f"is divided among ranks, by {engine.name}"
         if what:
-            raise ConflictError(
-                f"{label}: {name!r} {what}. Weights are streamed where each process has all of "
-                f"them on its host: use DDP or one process, or give {label}='off'.",
-                key="streaming-sharded",
-            )
+            raise _not_whole(name, what, label)
+
+
+def _not_whole(name: str, what: str, label: str) -> ConflictError:
+    return ConflictError(
+        f"{label}: {name!r} {what}. Weights are streamed where each process has all of them on its "
+        f"host: use DDP or one process, or give {label}='off'.",
+        key="streaming-sharded",
+    )

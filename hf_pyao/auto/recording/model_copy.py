@@ -32,6 +32,7 @@ from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.weights.tables import compute_device, streamed_in
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings, settings_of
 from hf_pyao.text import describe_error
+from hf_pyao.training_engines import Feature, engine_of_module
 
 _HOOKS = (
     *("forward_hooks", "forward_pre_hooks", "forward_hooks_with_kwargs"),
@@ -80,6 +81,9 @@ class CopiedStep:
         Raises:
             CopyError: the model has what cannot be copied so.
         """
+        for module in self._model.modules():
+            if why_not := engine_of_module(module).reason(Feature.PLANNING):
+                raise CopyError(f"{why_not}.")
         # Hooks of autograd on its tensors, and graphs, are the model's own.
         fake_mode = _without_pointers(FakeTensorMode(allow_non_fake_inputs=True))
         with ExitStack() as stack:

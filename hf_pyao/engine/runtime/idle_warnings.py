@@ -58,8 +58,9 @@ class IdleWarnings:
             seen="the layers ran, and autograd saved nothing in them"
             if have_layers_run
             else "no layer was seen running in training mode in this step",
-            reason="compiled code may bypass hooks, the model may be in eval mode, it may run "
-            "`layer.forward` itself, which goes around hooks, or all its layers may be frozen",
+            reason="compiled code may bypass hooks, a CUDA graph may be replayed, "
+            "the model may be in eval mode, it may run `layer.forward` itself, which goes around "
+            "hooks, or all its layers may be frozen",
             remedy="call torch._dynamo.reset() and attach before the first compiled step; call "
             "model.train(); name the modules inside the layers with PyAOConfig(layers=...)",
         )

@@ -30,6 +30,11 @@ HOOKS_DISABLED = (
     "(torch.autograd.graph.disable_saved_tensors_hooks; transforms such as torch.func.grad do that)"
 )
 
+CAPTURED = (
+    "a CUDA graph is captured: its replays call no hooks, and nothing can leave its own memory "
+    "(without torch.cuda.graph, and without mode='reduce-overhead' or 'max-autotune' of "
+    "torch.compile, layers are offloaded)"
+)
 TRANSFORMED = (
     "the layers ran inside of a transform of torch.func (vmap, jvp), whose tensors have no memory "
     "of their own"
@@ -53,7 +58,14 @@ def reason_to_pass_over() -> str | None:
         return HOOKS_DISABLED
     if torch._C._are_functorch_transforms_active():
         return TRANSFORMED
+    if is_capturing():
+        return CAPTURED
     return None
+
+
+def is_capturing() -> bool:
+    """Say whether a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def explain_failure(error: BaseException | None, layer: str) -> None:

@@ -31,7 +31,7 @@ from hf_pyao.model.tiles.row_rules import (
     rule_of,
 )
 from hf_pyao.text import describe_error
-from hf_pyao.training_engines import whole_shape
+from hf_pyao.training_engines import FSDP1, Feature, whole_shape
 
 _SIZES = ((1009, 2003), (1013, 2011))
 """Tokens of two runs, by dimension. No model has such sizes; if one has, it is not tiled."""
@@ -193,6 +193,8 @@ def reason_not_token_wise(
     except NotTokenWise as refusal:
         return str(refusal)
     except Exception as error:  # of the module's own code
+        if any(FSDP1.has(weight) for module in modules for weight in module.parameters()):
+            return FSDP1.reason(Feature.MLP_TILES)
         return f"it cannot be run on tensors without values: {describe_error(error)}"
     return None
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import accelerate
 import peft
@@ -66,6 +67,12 @@ def step(model: nn.Module) -> None:
     model(**tiny_batch()).loss.backward()
 
 
+def captured_step(model: nn.Module) -> None:
+    """Run a step as it runs while a CUDA graph is captured."""
+    with patch("hf_pyao.engine.torch_hooks.passing_over.is_capturing", lambda: True):
+        step(model)
+
+
 def forward_alone(model: nn.Module) -> None:
     model(**tiny_batch())
 
@@ -115,6 +122,11 @@ CASES: dict[str, tuple[Callable[[], Sequence[NoEffect]], str, str]] = {
         lambda: facts_of(bypassed()),
         OFFLOADING,
         "compiled code may bypass hooks",
+    ),
+    "a CUDA graph is captured": (
+        lambda: facts_of(llama(), run=captured_step),
+        OFFLOADING,
+        "its replays call no hooks",
     ),
     "min_bytes above everything": (
         lambda: facts_of(llama(), min_bytes=2**30),
