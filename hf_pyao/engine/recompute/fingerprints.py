@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hf_pyao.engine.runtime.flattened_tensor import inner_tensors
 from hf_pyao.engine.transfer.compute_streams import current_stream
 from hf_pyao.engine.transfer.layout import TensorLayout, view_of_storage
 
@@ -53,11 +54,15 @@ class Fingerprinter:
 
         Args:
             tensor: strided, of any dtype, shape and device. A dense tensor is read in place, in
-                the order of its memory; one with gaps or overlaps is copied first.
+                the order of its memory; one with gaps or overlaps is copied first. Of a tensor
+                subclass that is made of other tensors, these are read.
 
         Returns:
             An int64 tensor without dimensions.
         """
+        if type(tensor) is not Tensor and (parts := inner_tensors(tensor)):
+            found = torch.stack([self.of(part) for part in parts])
+            return (found * self._weights_for(found.device, len(parts))).sum()
         words = _words_of(tensor)
         whole, rest = divmod(words.numel(), ROW_LENGTH)
         if rest:

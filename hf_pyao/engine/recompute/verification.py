@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from hf_pyao.engine.recompute.fingerprints import Fingerprinter
+from hf_pyao.engine.runtime.flattened_tensor import inner_tensors
 from hf_pyao.text import describe_error
 
 NUM_FIRST_FORWARDS = 3
@@ -111,6 +112,9 @@ class ForwardCheck:
         if has_projection is None:
             has_projection = self.runs_twice or check.is_unsteady(layer)
             has_projection = has_projection and tensor.is_floating_point()
+            # torch has no products of 8-bit floats on every device, nor of subclasses.
+            has_projection = has_projection and tensor.dtype.itemsize > 1
+            has_projection = has_projection and not inner_tensors(tensor)
         projection = check.fingerprints.projection(tensor) if has_projection else None
         eps = torch.finfo(tensor.dtype).eps if has_projection else 0.0
         return Noted(layer, check.fingerprints.of(tensor), projection, eps)

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from hf_pyao.engine.codecs import Codec, get_codec
 from hf_pyao.engine.codecs.row_statistics import is_row_statistic
 from hf_pyao.engine.runtime.equal_casts import cast_key
+from hf_pyao.engine.runtime.flattened_tensor import FlattenedTensor, flatten
 from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.parameters import is_parameter, makes_new_tensors
 from hf_pyao.engine.runtime.policy import Decision, Keep, Offload, Recompute, Situation
@@ -72,6 +73,8 @@ class Packer:
         """Statistics of rows are known by the shapes of what else a call saves."""
         self._tape_without_shapes: weakref.ref[Tape] | None = None
         """The forward in which a codec that loses was asked for the first time."""
+        self._packs_parts = False
+        """Whether what is packed is a part of a tensor of a subclass, which stays exact."""
         self._mover = mover
         self._handles: Callable[[torch.device], bool] = mover.link.transport.handles
         self._layouts = Layouts()
@@ -116,6 +119,8 @@ class Packer:
             or tensor.dtype not in PLAIN_DTYPES
         ):
             reason = reason_not_movable(tensor)
+            if reason is SUBCLASS:
+                return self._pack_subclass(call, tensor)
             if reason is not None:
                 return self._keep_unmovable(call, tensor, reason)
         # Mostly no is_parameter(): of an operation that gives neither a view nor a cast, or a view
@@ -411,7 +416,7 @@ class Packer:
         if not has_bytes(tensor):
             return self._keep(call, tensor, storage, slot, UNSUPPORTED)
         codec = decision.codec or self._codec
-        if not codec.is_lossless and self._is_row_statistic(call, tensor):
+        if not codec.is_lossless and (self._packs_parts or self._is_row_statistic(call, tensor)):
             codec = self._exact
         mover = self._mover
         moved = mover.offload(tensor.detach(), layout, slot.nbytes, codec, slot, call.stats)
@@ -447,9 +452,25 @@ class Packer:
         # holding it makes no cycle.
         return KeptTensor(tensor, tensor._version, call, call.layer.unnamed(call.paths[-1]))
 
-    def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
-        if reason == SUBCLASS and isinstance(tensor, Parameter):
+    def _pack_subclass(self, call: LayerCall, tensor: torch.Tensor) -> Handle:
+        """Take over a tensor of a subclass: by its inner tensors, as they are, if it has such."""
+        if isinstance(tensor, Parameter) or is_parameter(tensor, call.frozen_shapes):
             return self._keep_parameter(call, tensor)
+        # What is rebuilt by replaying operations is known by what autograd saves, not by its parts.
+        parts = None if call.recomputation is not None else flatten(tensor)
+        if parts is None:
+            return self._keep_unmovable(call, tensor, SUBCLASS)
+        flattening, inner, counter = parts
+        call.stats.num_packs -= 1  # its parts are counted
+        outer, self._packs_parts = self._packs_parts, True
+        try:
+            handles = {name: self.pack(call, each) for name, each in inner.items()}
+        finally:
+            self._packs_parts = outer
+        slot = call.layer.unnamed(call.paths[-1])
+        return FlattenedTensor(flattening, handles, counter, call, slot)
+
+    def _keep_unmovable(self, call: LayerCall, tensor: torch.Tensor, reason: str) -> KeptTensor:
         nbytes = nbytes_of(tensor) if tensor.layout is torch.strided else 0
         stats = call.stats
         stats.would_hold_bytes += nbytes

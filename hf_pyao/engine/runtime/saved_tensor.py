@@ -29,6 +29,7 @@ from typing import TypeAlias, final
 
 import torch
 
+from hf_pyao.engine.runtime.flattened_tensor import FlattenedTensor
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
@@ -362,5 +363,5 @@ class KeptTensor:
         return self.tensor.untyped_storage(), 0
 
 
-Handle: TypeAlias = KeptTensor | SavedTensor | StreamedTensor
+Handle: TypeAlias = KeptTensor | SavedTensor | StreamedTensor | FlattenedTensor
 """What autograd holds."""

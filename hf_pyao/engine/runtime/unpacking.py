@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hf_pyao.engine.runtime.backward_order import BackwardOrder, calls_after
+from hf_pyao.engine.runtime.flattened_tensor import FlattenedTensor
 from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.saved_tensor import (
     Handle,
@@ -23,6 +24,7 @@ from hf_pyao.engine.runtime.saved_tensor import (
     RebuiltStorage,
     SavedStorage,
     SavedTensor,
+    modified_error,
 )
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor, StreamedWeights
 from hf_pyao.engine.runtime.tape import LayerCall, Tape
@@ -83,6 +85,10 @@ class Unpacker:
                 handle.check_unmodified()
             return handle.tensor
         if type(handle) is not SavedTensor:
+            if type(handle) is FlattenedTensor:
+                if handle.is_modified:
+                    raise modified_error(handle.slot)
+                return handle.give(self.unpack)
             assert type(handle) is StreamedTensor
             return handle.give()
         home = handle.storage.home

@@ -1,0 +1,156 @@
+"""Saved tensors of classes that are made of plain tensors: float8 with scales, ``DTensor``.
+
+Such a class says by ``__tensor_flatten__`` which tensors it has, and makes an object anew from
+others of the same kind (``__tensor_unflatten__``). This is torch's protocol of traceable wrapper
+subclasses (``torch.utils._python_dispatch``). The inner tensors are packed one by one, without any
+loss. In backward an object of the same class is made over them.
+
+Three kinds are kept as they are: nested tensors, whose ragged size is known by the identity of
+their offsets; results of collectives that may not have ended (``AsyncCollectiveTensor``), since
+reading their bytes does not wait for them; and tensors that were changed in place before, since the
+versions of inner tensors do not tell their contents apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_pyao.engine.runtime.slots import Slot
+
+if TYPE_CHECKING:
+    from hf_pyao.engine.runtime.saved_tensor import Handle
+    from hf_pyao.engine.runtime.tape import LayerCall
+
+
+class Flattening:
+    """How to make a tensor of a subclass anew; holds none of its inner tensors.
+
+    Args:
+        tensor: of a traceable wrapper subclass.
+        others: what ``__tensor_flatten__`` names and is no tensor (a ``DTensor``'s mesh), by name.
+        context: what the class needs beside its inner tensors.
+    """
+
+    def __init__(self, tensor: torch.Tensor, others: Mapping[str, Any], context: Any) -> None:
+        self._kind: Any = type(tensor)
+        self._others = dict(others)
+        self._context = context
+        self._size, self._stride = tensor.size(), tensor.stride()
+
+    def tensor_over(self, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor like the first, over *inner* tensors by attribute; it needs no grad."""
+        made: torch.Tensor = self._kind.__tensor_unflatten__(
+            {**inner, **self._others}, self._context, self._size, self._stride
+        )
+        return made.detach() if made.requires_grad else made
+
+
+class EmptiedCounter:
+    """Sees in-place changes of a tensor of a subclass without keeping its inner tensors alive.
+
+    A detached tensor shares its origin's version counter; its inner tensors are exchanged for empty
+    ones. The counters of inner tensors would not do: a subclass changes them below autograd.
+    """
+
+    def __init__(self, tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
+        """Watch *tensor*, which has *inner* tensors by attribute.
+
+        Raises:
+            AttributeError: its class does not let them be exchanged.
+            TypeError: the same, or its ``detach`` makes no other tensor.
+        """
+        self._counter = tensor.detach()
+        if self._counter is tensor:
+            raise TypeError("a detached tensor is another object")
+        self._version = tensor._version
+        for name, each in inner.items():
+            setattr(self._counter, name, each.new_empty(0))
+
+    @property
+    def is_modified(self) -> bool:
+        """True once the tensor was changed in place."""
+        return self._counter._version != self._version
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what *tensor* is made of, waited for; nothing if it is a plain tensor."""
+    anything: Any = tensor
+    if not is_traceable_wrapper_subclass(anything):
+        return []
+    if hasattr(anything, "trigger_wait"):  # AsyncCollectiveTensor
+        return [anything.trigger_wait()]
+    names, _ = anything.__tensor_flatten__()
+    values = [getattr(anything, name) for name in names]
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def flatten(
+    tensor: torch.Tensor,
+) -> tuple[Flattening, dict[str, torch.Tensor], EmptiedCounter] | None:
+    """Take *tensor* apart; None if it has to be kept as it is.
+
+    Returns:
+        How to make it anew, its inner tensors by attribute, and what sees changes of it.
+    """
+    anything: Any = tensor
+    if not is_traceable_wrapper_subclass(anything) or tensor.is_nested or tensor._version:
+        return None
+    if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor
+        return None
+    plain: Any = tensor.detach()
+    names, context = plain.__tensor_flatten__()
+    values = {name: getattr(plain, name) for name in names}
+    inner = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
+    if not inner or any(each.requires_grad for each in inner.values()):
+        return None
+    others = {name: each for name, each in values.items() if name not in inner}
+    try:
+        counter = EmptiedCounter(tensor, inner)
+    except (AttributeError, TypeError):  # properties, slots, frozen dataclasses
+        return None
+    return Flattening(plain, others, context), inner, counter
+
+
+@final
+class FlattenedTensor:
+    """Handle for one saved tensor whose inner tensors have handles of their own."""
+
+    __slots__ = ("_counters", "_flattening", "_handles", "call", "slot")
+
+    def __init__(
+        self,
+        flattening: Flattening,
+        handles: Mapping[str, Handle],
+        counter: EmptiedCounter,
+        call: LayerCall,
+        slot: Slot,
+    ) -> None:
+        self._flattening = flattening
+        self._handles = dict(handles)
+        self._counters = [counter]
+        self.call = call
+        """Who saved it."""
+        self.slot = slot
+        """Names it in errors; it has no bytes of its own."""
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether it, or what backward got for it, was changed in place."""
+        return any(counter.is_modified for counter in self._counters)
+
+    def belong_to(self, call: LayerCall) -> None:
+        """Be asked for by the backward of *call*, whoever saved it."""
+        self.call = call
+        for handle in self._handles.values():
+            handle.belong_to(call)
+
+    def give(self, unpack: Callable[[Handle], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor, over inner tensors that *unpack* gives; see that it is unchanged."""
+        inner = {name: unpack(handle) for name, handle in self._handles.items()}
+        made = self._flattening.tensor_over(inner)
+        self._counters[1:] = [EmptiedCounter(made, inner)]
+        return made
