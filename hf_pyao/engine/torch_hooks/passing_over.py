@@ -65,7 +65,8 @@ def reason_to_pass_over() -> str | None:
 
 def is_capturing() -> bool:
     """Say whether a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    has_device: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return has_device and torch.cuda.is_current_stream_capturing()
 
 
 def explain_failure(error: BaseException | None, layer: str) -> None:
