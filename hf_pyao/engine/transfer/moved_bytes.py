@@ -127,7 +127,6 @@ class MovedBytes:
             label: names it in messages.
             meter: counts what is moved.
         """
-        self.owner = owner
         self.item = item
         self.source = source
         self.layout = layout
@@ -135,6 +134,7 @@ class MovedBytes:
         self.meter = meter
         self.nbytes = self.device_bytes = nbytes
         """``device_bytes``: what the payload takes on the device when it is brought back."""
+        self.owner = owner  # last: an interrupt may come before, and the destructor asks for it
 
     def is_part_from(self, start: int) -> None:
         """Take note that this is a part of the storage, from byte *start* on."""
