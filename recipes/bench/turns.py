@@ -20,7 +20,7 @@ def times_in_turns(ways: Mapping[str, Callable[[], object]], num_rounds: int) ->
     """
     times_ms: dict[str, list[float]] = {f"{way}_{c}": [] for c in ("wall", "cpu") for way in ways}
     for turn in range(NUM_WARMUP + num_rounds):
-        for way in ways if turn % 2 else reversed(ways):
+        for way in list(ways) if turn % 2 else reversed(list(ways)):
             wall_s, cpu_s = time.perf_counter(), time.process_time()
             ways[way]()
             times_ms[f"{way}_wall"].append((time.perf_counter() - wall_s) * 1e3)

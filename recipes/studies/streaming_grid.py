@@ -77,10 +77,10 @@ MODELS = {
 }
 """Name -> model with a place for its layers, and the modules with adapters."""
 
-SIZES = ((1, 512), (2, 1024))
+SIZES: tuple[tuple[int, int], ...] = ((1, 512), (2, 1024))
 """Samples, and tokens of each."""
-LINKS_GB_PER_S = (3.0, 6.0, 12.0, 25.0, 50.0)
-SHARES = (0.05, 0.2, 0.45, 0.75, 1.0)
+LINKS_GB_PER_S: tuple[float, ...] = (3.0, 6.0, 12.0, 25.0, 50.0)
+SHARES: tuple[float, ...] = (0.05, 0.2, 0.45, 0.75, 1.0)
 """Where limits lie between all streamed with checkpointing, and everything kept on the device."""
 
 

@@ -130,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     print("a step, ms | upload of a block | compute | step | busiest lane | one slot")
     for each in overlap:
-        values = (each.upload_ms, each.compute_ms, each.step_ms)
-        values += (each.busiest_lane_ms, each.one_slot_ms)
+        values = [each.upload_ms, each.compute_ms, each.step_ms]
+        values += [each.busiest_lane_ms, each.one_slot_ms]
         print(f"{each.model} | " + " | ".join(f"{value:.0f}" for value in values))
     if args.result is not None:
         write_result(
