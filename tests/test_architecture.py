@@ -74,10 +74,15 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
 def imports_of(
     path: Path, *, at_import_only: bool = False, also_types: bool = False
-) -> Iterator[str]:
-    """Yield the modules that a file imports; those for type checkers alone only if *also_types*."""
+) -> tuple[str, ...]:
+    """Return the modules that a file imports; those for type checkers alone only if *also_types*."""
+    return tuple(_walk_imports(path, at_import_only, also_types))
+
+
+def _walk_imports(path: Path, at_import_only: bool, also_types: bool) -> Iterator[str]:
     pending: list[ast.AST] = [tree_of(path)]
     while pending:
         node = pending.pop()
@@ -175,7 +180,6 @@ def test_the_public_names() -> None:
         _ = hf_pyao.PyA0Config
 
 
-@pytest.mark.thorough
 def test_no_imports_go_in_a_circle() -> None:
     """Those for type checkers alone, and those inside of functions, count too."""
     names = {_module_of(path): path for path in ROOT.rglob("*.py")}

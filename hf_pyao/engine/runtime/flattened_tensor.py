@@ -9,21 +9,19 @@ Three kinds are kept as they are: nested tensors, whose ragged size is known by 
 their offsets; results of collectives that may not have ended (``AsyncCollectiveTensor``), since
 reading their bytes does not wait for them; and tensors that were changed in place before, since the
 versions of inner tensors do not tell their contents apart.
+
+Their handle is :class:`~hf_pyao.engine.runtime.saved_tensor.FlattenedTensor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_pyao.engine.runtime.slots import Slot
-
-if TYPE_CHECKING:
-    from hf_pyao.engine.runtime.saved_tensor import Handle
-    from hf_pyao.engine.runtime.tape import LayerCall
+from hf_pyao.engine.runtime.version_watches import EmptiedCounter
 
 
 class Flattening:
@@ -47,33 +45,6 @@ class Flattening:
             {**inner, **self._others}, self._context, self._size, self._stride
         )
         return made.detach() if made.requires_grad else made
-
-
-class EmptiedCounter:
-    """Sees in-place changes of a tensor of a subclass without keeping its inner tensors alive.
-
-    A detached tensor shares its origin's version counter; its inner tensors are exchanged for empty
-    ones. The counters of inner tensors would not do: a subclass changes them below autograd.
-    """
-
-    def __init__(self, tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
-        """Watch *tensor*, which has *inner* tensors by attribute.
-
-        Raises:
-            AttributeError: its class does not let them be exchanged.
-            TypeError: the same, or its ``detach`` makes no other tensor.
-        """
-        self._counter = tensor.detach()
-        if self._counter is tensor:
-            raise TypeError("a detached tensor is another object")
-        self._version = tensor._version
-        for name, each in inner.items():
-            setattr(self._counter, name, each.new_empty(0))
-
-    @property
-    def is_modified(self) -> bool:
-        """True once the tensor was changed in place."""
-        return self._counter._version != self._version
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -113,44 +84,3 @@ def flatten(
     except (AttributeError, TypeError):  # properties, slots, frozen dataclasses
         return None
     return Flattening(plain, others, context), inner, counter
-
-
-@final
-class FlattenedTensor:
-    """Handle for one saved tensor whose inner tensors have handles of their own."""
-
-    __slots__ = ("_counters", "_flattening", "_handles", "call", "slot")
-
-    def __init__(
-        self,
-        flattening: Flattening,
-        handles: Mapping[str, Handle],
-        counter: EmptiedCounter,
-        call: LayerCall,
-        slot: Slot,
-    ) -> None:
-        self._flattening = flattening
-        self._handles = dict(handles)
-        self._counters = [counter]
-        self.call = call
-        """Who saved it."""
-        self.slot = slot
-        """Names it in errors; it has no bytes of its own."""
-
-    @property
-    def is_modified(self) -> bool:
-        """Whether it, or what backward got for it, was changed in place."""
-        return any(counter.is_modified for counter in self._counters)
-
-    def belong_to(self, call: LayerCall) -> None:
-        """Be asked for by the backward of *call*, whoever saved it."""
-        self.call = call
-        for handle in self._handles.values():
-            handle.belong_to(call)
-
-    def give(self, unpack: Callable[[Handle], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor, over inner tensors that *unpack* gives; see that it is unchanged."""
-        inner = {name: unpack(handle) for name, handle in self._handles.items()}
-        made = self._flattening.tensor_over(inner)
-        self._counters[1:] = [EmptiedCounter(made, inner)]
-        return made

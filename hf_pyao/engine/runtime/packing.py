@@ -18,12 +18,13 @@ from torch.nn import Parameter
 from hf_pyao.engine.codecs import Codec, get_codec
 from hf_pyao.engine.codecs.row_statistics import is_row_statistic
 from hf_pyao.engine.runtime.equal_casts import cast_key
-from hf_pyao.engine.runtime.flattened_tensor import FlattenedTensor, flatten
+from hf_pyao.engine.runtime.flattened_tensor import flatten
 from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.parameters import is_parameter, makes_new_tensors
 from hf_pyao.engine.runtime.policy import Decision, Keep, Offload, Recompute, Situation
 from hf_pyao.engine.runtime.recomputation import Anchor, Refused
 from hf_pyao.engine.runtime.saved_tensor import (
+    FlattenedTensor,
     Handle,
     KeptTensor,
     SavedStorage,

@@ -25,14 +25,16 @@ from __future__ import annotations
 
 import abc
 import weakref
+from collections.abc import Callable, Mapping
 from typing import TypeAlias, final
 
 import torch
 
-from hf_pyao.engine.runtime.flattened_tensor import FlattenedTensor
+from hf_pyao.engine.runtime.flattened_tensor import Flattening
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
+from hf_pyao.engine.runtime.version_watches import EmptiedCounter, VersionWatch
 from hf_pyao.engine.transfer.compute_streams import Home
 from hf_pyao.engine.transfer.layout import TensorLayout, byte_span
 from hf_pyao.engine.transfer.moved_bytes import MovedBytes
@@ -49,28 +51,6 @@ def modified_error(slot: Slot) -> SavedTensorModifiedError:
         "or clone the tensor before changing it. (It fails in the same way without hf_pyao.)",
         key="changed-in-place",
     )
-
-
-class VersionWatch:
-    """Sees in-place changes of a tensor without keeping its memory alive.
-
-    Saved-tensor hooks switch off autograd's own check, which is restored with this. A detached
-    tensor shares its origin's version counter; given empty data it keeps the counter and lets go
-    of the storage.
-    """
-
-    __slots__ = ("_counter", "_version")
-
-    def __init__(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
-        """Watch *tensor*; *blank* is an empty tensor of its dtype and device."""
-        self._counter = counter = tensor.detach()
-        self._version = tensor._version
-        counter.data = blank
-
-    @property
-    def is_modified(self) -> bool:
-        """True once the tensor was changed in place."""
-        return self._counter._version != self._version
 
 
 class WatchedStorage:
@@ -361,6 +341,47 @@ class KeptTensor:
         """Return its storage, as :meth:`SavedStorage.read` does."""
         self.check_unmodified()
         return self.tensor.untyped_storage(), 0
+
+
+@final
+class FlattenedTensor:
+    """Handle for one saved tensor whose inner tensors have handles of their own."""
+
+    __slots__ = ("_counters", "_flattening", "_handles", "call", "slot")
+
+    def __init__(
+        self,
+        flattening: Flattening,
+        handles: Mapping[str, Handle],
+        counter: EmptiedCounter,
+        call: LayerCall,
+        slot: Slot,
+    ) -> None:
+        self._flattening = flattening
+        self._handles = dict(handles)
+        self._counters = [counter]
+        self.call = call
+        """Who saved it."""
+        self.slot = slot
+        """Names it in errors; it has no bytes of its own."""
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether it, or what backward got for it, was changed in place."""
+        return any(counter.is_modified for counter in self._counters)
+
+    def belong_to(self, call: LayerCall) -> None:
+        """Be asked for by the backward of *call*, whoever saved it."""
+        self.call = call
+        for handle in self._handles.values():
+            handle.belong_to(call)
+
+    def give(self, unpack: Callable[[Handle], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor, over inner tensors that *unpack* gives; see that it is unchanged."""
+        inner = {name: unpack(handle) for name, handle in self._handles.items()}
+        made = self._flattening.tensor_over(inner)
+        self._counters[1:] = [EmptiedCounter(made, inner)]
+        return made
 
 
 Handle: TypeAlias = KeptTensor | SavedTensor | StreamedTensor | FlattenedTensor

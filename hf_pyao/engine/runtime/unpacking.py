@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hf_pyao.engine.runtime.backward_order import BackwardOrder, calls_after
-from hf_pyao.engine.runtime.flattened_tensor import FlattenedTensor
 from hf_pyao.engine.runtime.observer import Observer
 from hf_pyao.engine.runtime.saved_tensor import (
+    FlattenedTensor,
     Handle,
     KeptTensor,
     RebuiltStorage,
