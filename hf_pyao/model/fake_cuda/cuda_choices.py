@@ -5,6 +5,8 @@ Here and not in ``hf_pyao.tools.simulation``, because that imports torch alone.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from functools import partial
 from typing import Any
 
@@ -81,12 +83,9 @@ def answers_without_values(
     """
     needed, needs = (_needs_mask, _needs_mask) if has_padding else (_needed_no_mask, _needs_no_mask)
     older: Any = None
-    try:  # OPT's, before transformers 5
-        from transformers.modeling_attn_mask_utils import AttentionMaskConverter
-
-        older = AttentionMaskConverter
-    except ImportError:
-        pass
+    with contextlib.suppress(ImportError):  # OPT's, before transformers 5
+        module = importlib.import_module("transformers.modeling_attn_mask_utils")
+        older = module.AttentionMaskConverter
     no_packed_sequences = Replacement(masking_utils, _PACKED, lambda *_, **__: None)
     return (
         Replacement(older, "_ignore_causal_mask_sdpa", needed),
