@@ -30,7 +30,7 @@ from hf_pyao.settings import (
     setting,
     settings_of,
 )
-from hf_pyao.text import echo
+from hf_pyao.text import Labels, echo
 
 SCHEMA_VERSION = 1
 """Version of the JSON written by :meth:`PyAOConfig.to_dict`."""
@@ -348,7 +348,7 @@ class PyAOConfig:
 
     def __post_init__(self, labels: Mapping[str, str] | None) -> None:
         """Check every field, and hold it in its plain form; see the class docstring."""
-        object.__setattr__(self, "labels", dict(labels or {}))
+        object.__setattr__(self, "labels", Labels(labels or {}))
         for name, declared in SETTINGS.items():
             value = declared.kind.check(self.label(name), getattr(self, name))
             object.__setattr__(self, name, value)
@@ -370,8 +370,12 @@ class PyAOConfig:
 
     def label(self, name: str) -> str:
         """Return a field's name as the user gave it: a flag, a variable, a key of a file."""
-        labels: Mapping[str, str] = vars(self)["labels"]
-        return labels.get(name, name)
+        return self.all_labels()[name]
+
+    def all_labels(self) -> Labels:
+        """Return how messages call each field; see :meth:`label`."""
+        labels: Labels = vars(self)["labels"]
+        return labels
 
     def with_settings(self, **values: Any) -> PyAOConfig:
         """Return the same with *values* given, as ``dataclasses.replace`` does.

@@ -20,6 +20,17 @@ _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 direction, surrogates, line and paragraph separators."""
 
 
+class Labels(dict[str, str]):
+    """How messages call a setting, by its field: by a flag, a variable, a key of a file.
+
+    A field that is not in it is called by its own name.
+    """
+
+    def __missing__(self, name: str) -> str:
+        """Return *name* itself."""
+        return name
+
+
 def echo(value: object) -> str:
     """Return *value* as a message repeats it: like ``repr``, in one line and never long."""
     try:

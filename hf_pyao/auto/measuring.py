@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_pyao.auto.install.lever_switch import LeverSwitch
 from hf_pyao.auto.profiling import ProfileSettings, ProfileWriter
-from hf_pyao.config import SETTINGS, PyAOConfig
+from hf_pyao.config import SETTINGS, EffectiveConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weak_calls import weakly
@@ -22,6 +22,7 @@ from hf_pyao.model.map.module_map import FoundLayers, find_layers
 from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.documents.run import check_report_path
+from hf_pyao.text import Labels
 from hf_pyao.training_engines import compiled_part
 
 MOST_BARE = 3
@@ -58,15 +59,15 @@ class MeasuringSettings:
     """All fields of the configuration as they are in force, for a profile to hold."""
 
     @classmethod
-    def of(cls, config: PyAOConfig) -> MeasuringSettings:
-        """Return what *config* says."""
+    def of(cls, config: EffectiveConfig, labels: Labels) -> MeasuringSettings:
+        """Return what *config* says; messages call its fields by *labels*."""
         return cls(
             path=None if config.profile is None else str(config.profile),
-            label=config.label("profile"),
+            label=labels["profile"],
             num_micro_batches=config.profile_steps,
             layers=tuple(config.layers),
-            layers_label=config.label("layers"),
-            in_force=config.effective().to_dict(),
+            layers_label=labels["layers"],
+            in_force=config.to_dict(),
         )
 
 

@@ -60,23 +60,20 @@ class Parts:
 
 def parts_of(config: PyAOConfig) -> Parts:
     """Return the parts of *config*."""
-
-    def names(field: str, given: Sequence[str]) -> Names:
-        return Names(names=tuple(given), label=config.label(field))
-
+    effective, labels = config.effective(), config.all_labels()
     levers = GivenLevers.of(config)
     return Parts(
-        layers=names("layers", config.layers),
-        link=LinkSettings.of(config),
-        streaming=StreamingSettings.of(config),
+        layers=Names(names=tuple(effective.layers), label=labels["layers"]),
+        link=LinkSettings.of(effective, labels),
+        streaming=StreamingSettings.of(effective, labels),
         levers=levers,
-        policy=PolicySettings.of(config),
-        modules=names("modules", config.modules),
-        fixed=FixedSettings.of(config),
-        codec=config.codec,
-        verify_recompute=config.verify_recompute,
-        measuring=MeasuringSettings.of(config),
-        auto=AutoSettings.of(config, levers),
+        policy=PolicySettings.of(effective),
+        modules=Names(names=tuple(effective.modules), label=labels["modules"]),
+        fixed=FixedSettings.of(effective, labels),
+        codec=effective.codec,
+        verify_recompute=effective.verify_recompute,
+        measuring=MeasuringSettings.of(effective, labels),
+        auto=AutoSettings.of(effective, levers),
         binds=PlanRequest.of_config(config, levers=levers),
-        remedies=Remedies.of(config),
+        remedies=Remedies.of(effective, labels),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import EffectiveConfig
 from hf_pyao.engine.runtime.policy import (
     POINTWISE,
     KeepLastLayers,
@@ -14,6 +14,7 @@ from hf_pyao.engine.runtime.policy import (
 )
 from hf_pyao.levers import Levers
 from hf_pyao.model.map.module_map import FoundLayers, resolve_selections
+from hf_pyao.text import Labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +29,12 @@ class FixedSettings:
     """How messages call *recompute_modules*."""
 
     @classmethod
-    def of(cls, config: PyAOConfig) -> FixedSettings:
-        """Return what *config* says."""
+    def of(cls, config: EffectiveConfig, labels: Labels) -> FixedSettings:
+        """Return what *config* says; messages call its fields by *labels*."""
         return cls(
             recompute_modules=tuple(config.recompute_modules),
-            keep_last_layers=config.effective().keep_last_layers,
-            label=config.label("recompute_modules"),
+            keep_last_layers=config.keep_last_layers,
+            label=labels["recompute_modules"],
         )
 
 

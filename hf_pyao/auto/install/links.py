@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.config import GIB, EffectiveConfig
 from hf_pyao.engine.stores import HostPool, Store
 from hf_pyao.engine.stores.host_share import HostShare
 from hf_pyao.engine.stores.numa import node_of_pci_device
@@ -16,6 +16,7 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.stream_transport import transport_for
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.errors import ConfigError
+from hf_pyao.text import Labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +31,12 @@ class LinkSettings:
     """Most memory of the host, in GiB; None: its share of what is available."""
 
     @classmethod
-    def of(cls, config: PyAOConfig) -> LinkSettings:
-        """Return what *config* says."""
-        window = config.effective().window
+    def of(cls, config: EffectiveConfig, labels: Labels) -> LinkSettings:
+        """Return what *config* says; messages call its fields by *labels*."""
+        window = config.window
         return cls(
             window_bytes=None if isinstance(window, str) else window,
-            label=config.label("window"),
+            label=labels["window"],
             host_memory_gib=config.host_memory_gib,
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_pyao.auto.install.weights import StreamedLayers
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import EffectiveConfig
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.map.module_map import FoundLayers
@@ -23,6 +23,7 @@ from hf_pyao.plan.weights.first_residents import (
     first_residents,
     optimizer_bytes,
 )
+from hf_pyao.text import Labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,11 @@ class StreamingSettings:
     """Whether embeddings and head are on the host: ``"on"``, ``"off"`` or ``"auto"``."""
 
     @classmethod
-    def of(cls, config: PyAOConfig) -> StreamingSettings:
-        """Return what *config* says."""
+    def of(cls, config: EffectiveConfig, labels: Labels) -> StreamingSettings:
+        """Return what *config* says; messages call its fields by *labels*."""
         return cls(
             value=config.stream_weights,
-            label=config.label("stream_weights"),
+            label=labels["stream_weights"],
             converts=config.stream_dtype == "compute",
             embeddings=config.stream_embeddings,
         )

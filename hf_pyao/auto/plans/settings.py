@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from hf_pyao.config import PyAOConfig
+from hf_pyao.config import EffectiveConfig
 from hf_pyao.plan.hardware.device_limit import DeviceLimit, device_limit
 from hf_pyao.plan.options.plan_levers import GivenLevers
+from hf_pyao.text import Labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,11 @@ class AutoSettings:
     """True if it may choose codecs that are not exact."""
     device_memory_gib: float | None
     """Most memory of the device, in GiB; None: what it has free."""
-    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
+    labels: Labels = field(default_factory=Labels, compare=False)
     """By field of the configuration, how messages call it."""
 
     @classmethod
-    def of(cls, config: PyAOConfig, given: GivenLevers) -> AutoSettings:
+    def of(cls, config: EffectiveConfig, given: GivenLevers) -> AutoSettings:
         """Return what *config* holds of it, with the levers that are *given* in it."""
         return cls(
             given=given,
@@ -50,10 +50,7 @@ class AutoSettings:
             codec=config.codec if isinstance(config.codec, str) else config.codec.name,
             allow_lossy=config.allow_lossy,
             device_memory_gib=config.device_memory_gib,
-            labels={
-                name: config.label(name)
-                for name in ("device_memory_gib", "allow_lossy", "stream_weights")
-            },
+            labels=given.labels,
         )
 
     def device_limit(self, device: torch.device) -> DeviceLimit | None:
@@ -62,4 +59,4 @@ class AutoSettings:
 
     def label(self, name: str) -> str:
         """Return how messages call a field of the configuration."""
-        return self.labels.get(name, name)
+        return self.labels[name]

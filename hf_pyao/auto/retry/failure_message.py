@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
 
-from hf_pyao.config import GIB, PyAOConfig
+from hf_pyao.config import GIB, EffectiveConfig
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.engine.runtime.policy import LAST_LAYER, NOT_SELECTED, POLICY_OFF
 from hf_pyao.engine.stores import HOST_FULL
@@ -18,6 +17,7 @@ from hf_pyao.errors import PyAOError
 from hf_pyao.metrics import MicroBatchStats, format_bytes
 from hf_pyao.plan.policies.budget import OVER_BUDGET
 from hf_pyao.plan.policies.plan_policy import PLANNED
+from hf_pyao.text import Labels
 
 _TRIED = re.compile(r"[Tt]ried to allocate ([0-9.]+ ?[KMGTi]*B)")
 _OWN_PLACES = tuple(
@@ -34,17 +34,13 @@ class Remedies:
 
     head_loss: str
     """How the loss is computed."""
-    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """By field, how messages call it."""
+    labels: Labels = field(default_factory=Labels, compare=False)
+    """How messages call the fields."""
 
     @classmethod
-    def of(cls, config: PyAOConfig) -> Remedies:
-        """Return those of *config*."""
-        names = ("head_loss", "host_memory_gib", "keep_last_layers", "policy")
-        return cls(
-            head_loss=config.effective().head_loss,
-            labels={name: config.label(name) for name in names},
-        )
+    def of(cls, config: EffectiveConfig, labels: Labels) -> Remedies:
+        """Return those of *config*, whose fields messages call by *labels*."""
+        return cls(head_loss=config.head_loss, labels=labels)
 
 
 @dataclass(frozen=True)

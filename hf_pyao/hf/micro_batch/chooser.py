@@ -197,7 +197,8 @@ class MicroBatchChooser:
 
     def _recomputed_paths(self) -> tuple[str, ...]:
         found = find_layers(self._model, self._config.layers)
-        return FixedSlots.of(found, FixedSettings.of(self._config), NO_LEVERS).recomputed_paths
+        settings = FixedSettings.of(self._config.effective(), self._config.all_labels())
+        return FixedSlots.of(found, settings, NO_LEVERS).recomputed_paths
 
     def _recorded(self, batches: SampleBatches, size: int, levers: Levers) -> StepProgram:
         """Return the step of a fake copy of the model at a micro-batch, with *levers*."""

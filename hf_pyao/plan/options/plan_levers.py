@@ -7,7 +7,6 @@ so no plan switches them on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
-from hf_pyao.text import echo
+from hf_pyao.text import Labels, echo
 
 
 def free_levers(config: PyAOConfig) -> frozenset[str]:
@@ -43,13 +42,13 @@ class GivenLevers:
     """What runs where no plan says otherwise."""
     free: frozenset[str]
     """Those that a plan may set: see :func:`free_levers`."""
-    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """By field, how messages call it."""
+    labels: Labels = field(default_factory=Labels, compare=False)
+    """How messages call the fields."""
 
     @classmethod
     def of(cls, config: PyAOConfig) -> GivenLevers:
         """Return those of *config*."""
-        labels = {name: config.label(name) for name in Levers.names()}
+        labels = config.all_labels()
         return cls(levers=Levers.of(config), free=free_levers(config), labels=labels)
 
 
@@ -68,8 +67,7 @@ def levers_of_plan(plan: Plan, given: GivenLevers) -> Levers:
         if name == "head_loss" and "auto" in (planned, settings[name]):
             continue
         if name not in given.free:
-            label = given.labels.get(name, name)
-            raise _contradicts(name, planned, settings[name], label)
+            raise _contradicts(name, planned, settings[name], given.labels[name])
         found[name] = planned
     return Levers(**found)
 

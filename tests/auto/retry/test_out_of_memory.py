@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_
 
 from hf_pyao import Offloader, PyAOConfig, attach
 from hf_pyao.engine.runtime.saved_tensor import KeptTensor, SavedStorage
+from hf_pyao.text import Labels
 from tests.helpers import EVERY_LAYER, EVERYTHING, assert_same_tensors, tiny_batch, tiny_model
 from tests.helpers.memory_faults import MemoryFaults, sample
 
@@ -140,7 +141,9 @@ def test_the_last_message_counts_what_the_last_try_did() -> None:
     def figures(**counts: int) -> str:
         stats = MicroBatchStats(would_hold_bytes=2048, **counts)
         failure = MemoryFailure("", "", "", None, None, stats)
-        return failure.explain(Remedies.of(PyAOConfig()), "nothing tighter is left")
+        return failure.explain(
+            Remedies.of(PyAOConfig().effective(), Labels()), "nothing tighter is left"
+        )
 
     assert "Of the 2.0 KiB that the layers had saved in the last try, 2.0 KiB were offloaded." in (
         figures(offloaded_bytes=2048)
