@@ -137,7 +137,7 @@ class MovedBytes:
         self.owner = owner  # last: an interrupt may come before, and the destructor asks for it
 
     def is_part_from(self, start: int) -> None:
-        """Take note that this is a part of the storage, from byte *start* on."""
+        """Record that this is a part of the storage, from byte *start* on."""
         self.start = self.decoded_start = start
         self.is_whole = False
 
@@ -185,13 +185,13 @@ class MovedBytes:
     # ---- to the host ---------------------------------------------------------------------------
 
     def put_off(self, codec: Codec, home: Home | None) -> None:
-        """Take note that the copy is queued later, written with *codec*."""
+        """Record that the copy is queued later, written with *codec*."""
         self.payload = (self.source,)
         self.home = home
         self.late_codec = codec
 
     def no_longer_put_off(self) -> None:
-        """Take note that the copy is queued now, if it can be."""
+        """Record that the copy is queued now, if it can be."""
         self.late_codec = None
 
     def rows_to_encode(self, codec: Codec) -> torch.Tensor | None:
@@ -238,7 +238,7 @@ class MovedBytes:
         self.payload = (source,)
 
     def copy_queued(self, ticket: Any) -> None:
-        """Take note of the (last) copy to the host."""
+        """Record the (last) copy to the host."""
         self.offload_ticket = ticket
 
     def live_at(self, home: Home) -> None:
@@ -281,14 +281,14 @@ class MovedBytes:
             self.to(RELOADING)
 
     def has_come(self) -> None:
-        """Take note that compute is ordered behind the reload."""
+        """Record that compute is ordered behind the reload."""
         if self.phase is RELOADING:
             self.phase = HERE
         else:
             self.to(HERE)
 
     def is_reloaded_by(self, ticket: Any) -> None:
-        """Take note of the copy to the device."""
+        """Record the copy to the device."""
         self.reload_ticket = ticket
 
     def buffer_as_it_is(self) -> torch.Tensor | None:
