@@ -17,7 +17,14 @@ from hf_pyao.engine.weights.figures import OnDemandFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.on_demand import WeightsOnDemand
 from hf_pyao.engine.weights.tables import put_on, take_off
-from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+from hf_pyao.model.patching.lasting_forward import (
+    Args,
+    Kwargs,
+    LeftBehind,
+    Method,
+    exchange,
+    give_back,
+)
 from hf_pyao.model.weights.ends import Ends, ends_of
 from hf_pyao.model.weights.places import ComputeDevice, StayingParameters
 
@@ -30,13 +37,7 @@ class EndsForward(LeftBehind):
     def __init__(self, source: WeightsOnDemand) -> None:
         self._source = source
 
-    def run(
-        self,
-        module: nn.Module,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Return what the module's own forward returns."""
         return self._source.run(own, args, kwargs)
 

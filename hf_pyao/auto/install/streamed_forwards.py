@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from hf_pyao.engine.weights.checkpointed import weights_kept_from_checkpoints
 from hf_pyao.engine.weights.ring import WeightRing
-from hf_pyao.model.patching.lasting_forward import LeftBehind
+from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
 
 
 class ModuleForward(LeftBehind):
@@ -24,13 +23,7 @@ class ModuleForward(LeftBehind):
     def __init__(self, ring: WeightRing) -> None:
         self._ring = ring
 
-    def run(
-        self,
-        module: nn.Module,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Return what the module's own forward returns."""
         with weights_kept_from_checkpoints(self._ring.find, type(module).__name__):
             return own(*args, **kwargs)
@@ -43,13 +36,7 @@ class LayerForward(LeftBehind):
         self._ring = ring
         self._index = index
 
-    def run(
-        self,
-        module: nn.Module,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Return what the layer's own forward returns."""
         with self._ring.inside(self._index):
             return own(*args, **kwargs)

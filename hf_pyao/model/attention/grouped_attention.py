@@ -21,7 +21,7 @@ from hf_pyao.errors import warn
 from hf_pyao.model.attention import GroupPlan, NoKernel, attention_in_groups, kernels, plan_groups
 from hf_pyao.model.attention.grouped import GroupedCall
 from hf_pyao.model.attention.kernels import AttentionSettings, Kernel
-from hf_pyao.model.patching.lasting_forward import LeftBehind, Method
+from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +81,7 @@ class GroupedAttention(LeftBehind):
         self._groups = groups
         self._notes = notes
 
-    def run(
-        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Run the module's own forward, its attention in groups."""
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return own(*args, **kwargs)

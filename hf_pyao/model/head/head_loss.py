@@ -24,8 +24,15 @@ from hf_pyao.model.head.liger import check_liger
 from hf_pyao.model.head.output_head import NotUnderstood, understand_head
 from hf_pyao.model.head.smoothing import Smoothing
 from hf_pyao.model.map.wrappers import unwrap_model, wrapped_module
-from hf_pyao.model.patching.exchanged_forwards import Forward
-from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back, is_exchanged
+from hf_pyao.model.patching.lasting_forward import (
+    Args,
+    Kwargs,
+    LeftBehind,
+    Method,
+    exchange,
+    give_back,
+    is_exchanged,
+)
 from hf_pyao.training_engines import compiled_inner, is_compiled_in_place
 
 logger = logging.getLogger(__name__)
@@ -206,9 +213,7 @@ class HeadLoss(LeftBehind):
         """
         return self._head_forward.smoothings.opened(epsilon)
 
-    def run(
-        self, module: nn.Module, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Run the model's own forward *own*, its head put off if only the loss is wanted."""
         target = None if self._target is None else self._target()
         if target is None or not self._wants_only_loss(target, args, kwargs):

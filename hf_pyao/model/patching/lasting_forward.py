@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 Method = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 _PREVIOUS = "_pyao_previous_"
 _KEYS = "_pyao_handles_"
@@ -29,9 +31,7 @@ _IS_OURS = "_is_pyao_forward"
 class Handle(Protocol):
     """What answers for a module's method."""
 
-    def run(
-        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Return what a call of the method returns; *own* is the method that was there before."""
         ...
 

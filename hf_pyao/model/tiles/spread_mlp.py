@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_pyao.errors import SavedTensorModifiedError
 from hf_pyao.model.losses.stand_in import TensorStandIn, in_full
-from hf_pyao.model.patching.lasting_forward import Method
+from hf_pyao.model.patching.lasting_forward import Args, Kwargs, Method
 from hf_pyao.model.tiles import TilePlan
 from hf_pyao.model.tiles.tiled import versions_of
 from hf_pyao.model.tiles.tiled_mlp import Part, TiledMLP, reason_now
@@ -127,9 +127,7 @@ class UpPart(Part):
         """Let go of what was noted of modules."""
         self._mlp.forget()
 
-    def run(
-        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Put the call off if the MLP is to run in tiles."""
         if kwargs or len(args) != 1:
             return own(*in_full(args, "its first module"), **in_full(kwargs, "its first module"))
@@ -142,9 +140,7 @@ class UpPart(Part):
 class ActPart(Part):
     """Answers for an activation."""
 
-    def run(
-        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Join the chain, if there is one."""
         is_alone = len(args) == 1 and not kwargs and isinstance(args[0], PutOffMLP)
         if is_alone and args[0].is_put_off:
@@ -156,9 +152,7 @@ class ActPart(Part):
 class DownPart(Part):
     """Answers for the module that goes down."""
 
-    def run(
-        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Run the MLP in tiles, if it was put off."""
         is_alone = len(args) == 1 and not kwargs and isinstance(args[0], PutOffMLP)
         if is_alone and args[0].is_put_off:

@@ -21,7 +21,7 @@ from hf_pyao.engine.runtime.model_hooks import ModelHook
 from hf_pyao.engine.transfer.graph_task import NO_TASK, current_graph_task
 from hf_pyao.errors import warn
 from hf_pyao.model.map.sharding import KnownSharding
-from hf_pyao.model.patching.lasting_forward import LeftBehind, Method
+from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
 from hf_pyao.model.tiles import TiledCall, TilePlan, plan_tiles, run_in_tiles
 from hf_pyao.model.tiles.endings import Ending
 from hf_pyao.model.tiles.mlp_proof import KnownMLP
@@ -79,9 +79,7 @@ class Part(LeftBehind, abc.ABC):
     """Answers for a method of one module; holds no module."""
 
     @abc.abstractmethod
-    def run(
-        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Return what a call of the method returns."""
 
     def with_tiles(self, tiles: int | str) -> Part:
@@ -138,9 +136,7 @@ class TiledMLP(Part):
             part_names=self._part_names,
         )
 
-    def run(
-        self, module: nn.Module, own: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Run the MLP, in tiles if that is worth it and may be."""
         if kwargs:
             args, kwargs = _positional(own, args, kwargs)

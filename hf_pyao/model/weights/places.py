@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from hf_pyao.errors import ConflictError
-from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+from hf_pyao.model.patching.lasting_forward import (
+    Args,
+    Kwargs,
+    LeftBehind,
+    Method,
+    exchange,
+    give_back,
+)
 from hf_pyao.model.weights.quantised import move_state
 
 _KEY = "_pyao_streamed_apply"
@@ -72,13 +79,7 @@ class StayingParameters(LeftBehind):
         """Undo :meth:`put_on`. It may be called again."""
         give_back(module, _KEY, self, "_apply")
 
-    def run(
-        self,
-        module: nn.Module,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Apply a function to all parameters but those that are streamed.
 
         Raises:

@@ -27,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
-from hf_pyao.model.patching.lasting_forward import LeftBehind
+from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
 from hf_pyao.training_engines import package_of
 
 _LIBRARY = "bitsandbytes"
@@ -268,13 +268,7 @@ class QuantisedForward(LeftBehind):
         self._ring = ring
         self._weight = weight
 
-    def run(
-        self,
-        module: nn.Module,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, module: nn.Module, own: Method, args: Args, kwargs: Kwargs) -> Any:
         """Return what the module's own forward returns."""
         stand_in = self.stand_in()
         if stand_in is None:
