@@ -41,8 +41,7 @@ needs_triton = pytest.mark.skipif(
 Kernels = Callable[..., object]
 
 
-def _interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
@@ -53,9 +52,15 @@ def _call(name: str, *args: object) -> object:
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Kernels]:
-    """Call ``kernels.<name>(*args)`` on CPU tensors, in a process where Triton interprets."""
+    """Call ``kernels.<name>(*args)`` on CPU tensors, in a process where Triton interprets.
+
+    The process begins with the variable: Triton reads it as it is imported, which other packages do.
+    """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_interpret) as pool:
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            pool.submit(_one_thread).result()
         yield lambda *call: pool.submit(_call, *call).result()
 
 
