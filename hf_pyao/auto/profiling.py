@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pyao.auto.collective_times import CollectiveTimes
 from hf_pyao.auto.ranks.rank_exchange import RankExchange
 from hf_pyao.auto.recording.forward_watch import ForwardWatch, Place
 from hf_pyao.auto.recording.model_copy import CopyError
@@ -135,6 +136,8 @@ class ProfileWriter:
         self._stalls_ms = engine.upload_stalls_ms()
         """Waits for streamed weights before what is measured."""
         self._watch: ForwardWatch | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._collectives = CollectiveTimes(link.transport, device)
 
     def _new_profiler(self) -> StepProfiler:
         return StepProfiler(
@@ -151,6 +154,7 @@ class ProfileWriter:
         if engine is not None:
             engine.observe_too(self._profiler)
         self._watch = ForwardWatch(model, owner, self._before_forward, Place.MEASURES)
+        self._model = weakref.ref(model)
 
     def _before_forward(self, seen: SeenForward, *, is_first: bool) -> None:
         """Use the profile of an earlier run, if it is of the same; else go on."""
@@ -161,8 +165,11 @@ class ProfileWriter:
                 self._tell_done()
                 return
             logger.info("the profile in %s is made anew: %s.", echo(str(self._path)), other)
+        model = None if self._model is None else self._model()
         if self.profile is not None:
             self.finish()
+        elif model is not None:  # which may be sharded since it was attached
+            self._collectives.start(model)
         if self.is_complete:
             self._tell_done()
 
@@ -248,7 +255,10 @@ class ProfileWriter:
             if mean_ms:
                 key = f"stall_{phase}_ms"
                 metrics[key] = metrics.get(key, 0.0) + mean_ms
-        self.profile = dataclasses.replace(self.profile, metrics=metrics)
+        self._collectives.stop()
+        self.profile = dataclasses.replace(
+            self.profile, metrics=metrics, collective_gib_per_s=self._collectives.gib_per_s()
+        )
         self._exchange = RankExchange("profile")
         self._exchange.tell(json.dumps(to_plain(self.profile)))
         self._write()
@@ -346,6 +356,7 @@ class ProfileWriter:
             self._complete()
 
     def _leave(self) -> None:
+        self._collectives.stop()
         if self._watch is not None:
             self._watch.remove()
         engine = self._engine()

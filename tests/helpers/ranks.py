@@ -38,6 +38,7 @@ def run_ranks(
     *arguments: object,
     waits_for: Sequence[int] = (0, 1),
     codes: Sequence[int] = (0, 0),
+    timeout_s: int = TIMEOUT_S,
 ) -> list[Any]:
     """Run two ranks; return what each wrote.
 
@@ -47,10 +48,11 @@ def run_ranks(
         arguments: further arguments of the module.
         waits_for: ranks that have to end by themselves.
         codes: exit codes of these.
+        timeout_s: how long each may take.
     """
     ranks = start_ranks(module, folder, *arguments)
     try:
-        found = [ranks[rank].wait(TIMEOUT_S) for rank in waits_for]
+        found = [ranks[rank].wait(timeout_s) for rank in waits_for]
     finally:
         end_ranks(ranks)
     assert tuple(found) == tuple(codes)[: len(found)], logs_of(folder)

@@ -104,6 +104,9 @@ class Profile(JsonDocument):
     link: dict[str, float | None]
     """``d2h_gib_per_s`` and ``h2d_gib_per_s``, as far as copies told; None: nothing was copied.
     With several ranks their mean, and ``least_d2h_gib_per_s``, ``least_h2d_gib_per_s``."""
+    collective_gib_per_s: float | None = None
+    """What this process received of collectives, as long as they ran, the waits for other processes
+    in them included; None: none were seen. With several ranks their mean."""
     host: dict[str, float] = field(default_factory=dict)
     """Host memory in bytes: ``capacity_bytes``, ``peak_bytes``, ``pinned_bytes``."""
     metrics: dict[str, float] = field(default_factory=dict)

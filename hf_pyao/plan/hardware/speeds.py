@@ -19,6 +19,8 @@ class DeviceModel:
     memory_gib_per_s: float
     launch_us: float = 3.0
     """Fixed cost of each operation."""
+    collective_gib_per_s: float | None = None
+    """What the device receives of collectives, as long as they run; None: they take no time."""
 
     def __post_init__(self) -> None:
         """Check the speeds.
@@ -28,6 +30,8 @@ class DeviceModel:
         """
         _check_speeds(self, "tflop_per_s", "memory_gib_per_s")
         _check_delay(self, "launch_us")
+        if self.collective_gib_per_s is not None:
+            _check_speeds(self, "collective_gib_per_s")
 
     def op_ms(self, flops: float, nbytes: float) -> float:
         """Return how long an operation takes."""

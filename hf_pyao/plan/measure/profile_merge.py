@@ -49,6 +49,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         head=_spread(profile.head for profile in profiles),
         modules=modules,
         link={**link, **least},
+        collective_gib_per_s=_mean(profile.collective_gib_per_s for profile in profiles),
         metrics=metrics,
         peak_allocated_bytes=max(peaks, default=None),
     )

@@ -25,6 +25,7 @@ from hf_pyao.plan.options.group_plan import TARGET_BYTES as GROUP_BYTES
 from hf_pyao.plan.options.tile_plan import MIN_TILE_TOKENS
 from hf_pyao.plan.solve.collections_paused import collections_paused
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Candidate, NoPlanFitsError, Planner
+from hf_pyao.plan.step.collectives import without_collectives
 from hf_pyao.plan.step.step_program import FORWARD, OUTSIDE, StepProgram
 
 WORTH = 1.02
@@ -282,7 +283,9 @@ class _Search:
             again_ms = RUNS_AGAIN * forward_ms(
                 plain.program, plain.stepper.times_ms, without_attention=levers.save_attention
             )
-        return _kept_ms(plain) + again_ms
+        kept = plain.simple()[KEEP_ALL]
+        # What runs again may run where compute would wait for collectives.
+        return max(kept.step_ms, kept.timed.compute_ms + again_ms)
 
     def _is_host_too_small(self, planner: Planner) -> bool:
         """Say whether the host does not hold all that leaves with *planner*'s step."""
@@ -442,6 +445,7 @@ def forward_ms(
         times_ms: of each operation.
         without_attention: leave the kernels of attention out.
     """
+    times_ms = without_collectives(times_ms, program.operations)
     return sum(
         times_ms[number]
         for segment in program.segments

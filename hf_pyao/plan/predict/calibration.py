@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hf_pyao.plan.documents.profile import Profile, Spread
 from hf_pyao.plan.documents.schema import ReportError
-from hf_pyao.plan.hardware.speeds import DeviceModel
+from hf_pyao.plan.hardware.speeds import GIB, DeviceModel
 from hf_pyao.plan.predict.predict import operation_times_ms
+from hf_pyao.plan.step.collectives import with_collectives, without_collectives
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import (
     BACKWARD,
@@ -42,6 +43,12 @@ def times_of(profile: Profile, program: StepProgram) -> list[float]:
     """
     if profile.speeds is not None:
         return operation_times_ms(program, device_of(profile.speeds))
+    times_ms = _compute_times_of(profile, program)
+    return with_collectives(times_ms, program.operations, profile.collective_gib_per_s)
+
+
+def _compute_times_of(profile: Profile, program: StepProgram) -> list[float]:
+    """Return what each operation takes, but collectives, which take no compute."""
     costs_ms = operation_times_ms(program, REFERENCE)
     times_ms = list(costs_ms)
     ratios = []
@@ -84,10 +91,13 @@ def times_like(times_ms: Sequence[float], before: StepProgram, after: StepProgra
     """
     costs_ms = operation_times_ms(before, REFERENCE)
     sums: defaultdict[tuple[object, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for operation, elapsed_ms, cost_ms in zip(before.operations, times_ms, costs_ms, strict=True):
+    for operation, elapsed_ms, cost_ms in zip(
+        before.operations, without_collectives(times_ms, before.operations), costs_ms, strict=True
+    ):
         for key in _kinds(operation):
             sums[key][0] += elapsed_ms
             sums[key][1] += cost_ms
+    speed = _collective_speed(before, times_ms)
 
     def ratio_of(operation: Operation) -> float:
         for key in _kinds(operation):
@@ -96,12 +106,27 @@ def times_like(times_ms: Sequence[float], before: StepProgram, after: StepProgra
                 return elapsed_ms / cost_ms
         return 1.0
 
-    return [
-        cost_ms * ratio_of(operation)
-        for operation, cost_ms in zip(
-            after.operations, operation_times_ms(after, REFERENCE), strict=True
-        )
+    return with_collectives(
+        [
+            cost_ms * ratio_of(operation)
+            for operation, cost_ms in zip(
+                after.operations, operation_times_ms(after, REFERENCE), strict=True
+            )
+        ],
+        after.operations,
+        speed,
+    )
+
+
+def _collective_speed(program: StepProgram, times_ms: Sequence[float]) -> float | None:
+    """Return the speed of the interconnect that *times_ms* are at, in GiB/s; None if of none."""
+    taken = [
+        (operation.collective.nbytes, elapsed_ms)
+        for operation, elapsed_ms in zip(program.operations, times_ms, strict=True)
+        if operation.collective is not None
     ]
+    total_ms = sum(elapsed_ms for _, elapsed_ms in taken)
+    return sum(nbytes for nbytes, _ in taken) / GIB / total_ms * 1e3 if total_ms else None
 
 
 def _kinds(operation: Operation) -> tuple[tuple[object, ...], ...]:
@@ -162,16 +187,20 @@ def device_of(speeds: Mapping[str, float]) -> DeviceModel:
         tflop_per_s=speeds["tflop_per_s"],
         memory_gib_per_s=speeds["memory_gib_per_s"],
         launch_us=speeds["launch_us"],
+        collective_gib_per_s=speeds.get("collective_gib_per_s"),
     )
 
 
 def speeds_of(device: DeviceModel) -> dict[str, float]:
     """Return *device* as a profile holds it."""
-    return {
+    speeds = {
         "tflop_per_s": device.tflop_per_s,
         "memory_gib_per_s": device.memory_gib_per_s,
         "launch_us": device.launch_us,
     }
+    if device.collective_gib_per_s is not None:
+        speeds["collective_gib_per_s"] = device.collective_gib_per_s
+    return speeds
 
 
 def _compute_ms(spread: Spread | None, profile: Profile, phase: str) -> float | None:

@@ -22,6 +22,7 @@ from hf_pyao.plan.predict.blocking_copies import with_blocking_copies
 from hf_pyao.plan.predict.calibration import times_of
 from hf_pyao.plan.predict.peak_cause import peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.step.collectives import without_collectives
 from hf_pyao.plan.step.planned_step import PlannedStep, StepPlanner
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.recorded_step import RecordedStep
@@ -112,8 +113,9 @@ class Forecast:
         """Return what the link carries while forward computes; 0 if that stands still meanwhile."""
         if self.is_blocking:
             return 0
+        times_ms = without_collectives(self.times_ms, self.program.operations)
         forward_ms = sum(
-            sum(self.times_ms[segment.start : segment.end])
+            sum(times_ms[segment.start : segment.end])
             for segment in self.program.segments
             if segment.phase == FORWARD
         )
@@ -247,8 +249,9 @@ class Forecast:
         """Return the time from the first layer's forward to the end of its backward, in ms."""
         first = self.program.segments[0]
         last = self.program.segments[-1]
+        times_ms = without_collectives(self.times_ms, self.program.operations)
         outside_ms = sum(
-            sum(self.times_ms[segment.start : segment.end])
+            sum(times_ms[segment.start : segment.end])
             for segment in (first, last)
             if segment.layer < 0
         )

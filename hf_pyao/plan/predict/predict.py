@@ -24,6 +24,7 @@ from hf_pyao.plan.predict.predicted_copies import PredictedOffloads, PredictedRe
 from hf_pyao.plan.predict.predicted_memory import PredictedMemory
 from hf_pyao.plan.predict.predicted_uploads import PredictedUploads
 from hf_pyao.plan.predict.step_clock import LanesClock, StepClock
+from hf_pyao.plan.step.collectives import with_collectives
 from hf_pyao.plan.step.prediction import (
     WORKSPACE,
     Coded,
@@ -116,6 +117,8 @@ def predict_timed_and_late(
             compute_ms=math.nan,
             stall_forward_ms=0.0,
             stall_backward_ms=0.0,
+            collective_forward_ms=0.0,
+            collective_backward_ms=0.0,
             start_ms=(),
             copies=(),
             stalls=(),
@@ -141,6 +144,8 @@ def _walked(
         walk.run(),
         stall_forward_ms=clock.stall_ms[FORWARD],
         stall_backward_ms=clock.stall_ms[BACKWARD],
+        collective_forward_ms=clock.collective_wait_ms[FORWARD],
+        collective_backward_ms=clock.collective_wait_ms[BACKWARD],
     )
     if times_ms is None or link is None:
         return prediction, clock
@@ -149,13 +154,17 @@ def _walked(
 
 
 def operation_times_ms(program: StepProgram, device: DeviceModel) -> list[float]:
-    """Return what each operation of *program* takes on *device*; 0 for what runs no kernel."""
-    return [
+    """Return what each operation of *program* takes on *device*; 0 for what runs no kernel.
+
+    Collectives take what they take beside compute.
+    """
+    times_ms = [
         device.op_ms(operation.flops, operation.traffic_bytes) * operation.num_runs
         if operation.is_kernel
         else 0.0
         for operation in program.operations
     ]
+    return with_collectives(times_ms, program.operations, device.collective_gib_per_s)
 
 
 @dataclass(frozen=True)
@@ -301,6 +310,11 @@ class StepWalk:
                 for event, subject in before[number]:
                     event(subject)
             elapsed_ms = 0.0 if times_ms is None else times_ms[number]
+            if operation.awaits:
+                clock.await_collective(operation.awaits)
+            if operation.collective is not None:
+                clock.queue_collective(elapsed_ms, is_gather=operation.collective.is_gather)
+                elapsed_ms = 0.0  # of compute
             if number in read_by:
                 started_ms = self._run_by_block(read_by[number], elapsed_ms)
             else:
@@ -321,6 +335,7 @@ class StepWalk:
         memory.begin(program.num_operations)
         for event, subject in before.get(program.num_operations, ()):
             event(subject)
+        clock.await_collective(0)
         self._offloads.release(list(self._offloads.waiting))  # as the engine when backward ends
         memory.finish(self._made_again)
         peak_bytes = max(peaks, default=program.resident_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostClock, HostModel
+from hf_pyao.plan.predict.collective_lane import CollectiveLane
 from hf_pyao.plan.predict.copy_lanes import OFFLOAD, Copy, Lanes
 from hf_pyao.plan.step.prediction import Stall
 from hf_pyao.plan.step.step_program import BACKWARD, FORWARD
@@ -41,6 +42,14 @@ class StepClock(abc.ABC):
     def wait(self, copy: Copy) -> None:
         """Let compute wait for *copy*."""
 
+    @abc.abstractmethod
+    def queue_collective(self, elapsed_ms: float, *, is_gather: bool) -> None:
+        """Queue a collective, which takes *elapsed_ms* and no compute."""
+
+    @abc.abstractmethod
+    def await_collective(self, which: int) -> None:
+        """Let compute wait for a collective: 1 is the newest, 2 the one before; 0: for all."""
+
 
 class LanesClock(StepClock):
     """A clock over :class:`~hf_pyao.plan.predict.copy_lanes.Lanes`.
@@ -57,6 +66,9 @@ class LanesClock(StepClock):
         self.stalls: list[Stall] = []
         self._is_timed = is_timed
         self._lanes = lanes
+        self._collectives = CollectiveLane()
+        self.collective_wait_ms = {FORWARD: 0.0, BACKWARD: 0.0}
+        """How long compute has waited for collectives."""
         self._host = HostClock(host)
         self._is_far_ahead = host == FAR_AHEAD
         self._awaited_order = -1
@@ -106,6 +118,17 @@ class LanesClock(StepClock):
         if until_ms > self._now_ms:
             self.stalls.append(Stall(self.phase, copy.slot, self._now_ms, until_ms, copy.layer))
         self.stall_ms[self.phase] += until_ms - self._now_ms
+        self._now_ms = until_ms
+
+    def queue_collective(self, elapsed_ms: float, *, is_gather: bool) -> None:
+        """Queue a collective, which takes *elapsed_ms* and no compute."""
+        self._collectives.queue(elapsed_ms, self._now_ms, is_gather=is_gather)
+
+    def await_collective(self, which: int) -> None:
+        """Let compute wait for a collective: 1 is the newest, 2 the one before; 0: for all."""
+        lane = self._collectives
+        until_ms = lane.wait(which, self._now_ms) if which else lane.finish(self._now_ms)
+        self.collective_wait_ms[self.phase] += until_ms - self._now_ms
         self._now_ms = until_ms
 
     def finish(self) -> None:

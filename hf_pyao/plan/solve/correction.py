@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_pyao.plan.hardware.speeds import LinkModel
+from hf_pyao.plan.step.collectives import without_collectives
 from hf_pyao.plan.step.planned_step import PlannedStep
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import BACKWARD, OUTSIDE, StepProgram
@@ -39,8 +40,12 @@ class Correction:
         turn = _span_of_layers(program)[1]
         in_backward = self.compute * self.backward
         return [
-            elapsed_ms * (self.compute if number < turn else in_backward)
-            for number, elapsed_ms in enumerate(times_ms)
+            elapsed_ms
+            if operation.collective is not None
+            else elapsed_ms * (self.compute if number < turn else in_backward)
+            for number, (elapsed_ms, operation) in enumerate(
+                zip(times_ms, program.operations, strict=True)
+            )
         ]
 
     def link(self, link: LinkModel) -> LinkModel:
@@ -69,9 +74,10 @@ class ExpectedTimes:
     """
 
     forward_ms: float
-    """Compute until the first backward of a layer, head and loss included."""
+    """Compute until the first backward of a layer, head and loss included, and what it waits for
+    collectives."""
     backward_ms: float
-    """Compute after it, without what is rebuilt."""
+    """The same after it, without what is rebuilt."""
     rebuild_ms: float
     """What is rebuilt."""
     stall_ms: float
@@ -79,7 +85,7 @@ class ExpectedTimes:
 
     @property
     def compute_ms(self) -> float:
-        """All compute."""
+        """All compute, and waits for collectives."""
         return self.forward_ms + self.backward_ms + self.rebuild_ms
 
     @property
@@ -91,10 +97,11 @@ class ExpectedTimes:
     def of(cls, step: PlannedStep, timed: Prediction) -> ExpectedTimes:
         """Return it for a step with a plan carried out in it, and its prediction."""
         first, turn, end = _span_of_layers(step.program)
+        times_ms = without_collectives(step.times_ms, step.program.operations)
         coding_ms = sum(coded.coding_ms for coded in step.coded.values())
         return cls(
-            forward_ms=sum(step.times_ms[first:turn]) + coding_ms,
-            backward_ms=sum(step.times_ms[turn:end]) + coding_ms,
+            forward_ms=sum(times_ms[first:turn]) + coding_ms + timed.collective_forward_ms,
+            backward_ms=sum(times_ms[turn:end]) + coding_ms + timed.collective_backward_ms,
             rebuild_ms=step.rebuild_ms,
             stall_ms=timed.stall_forward_ms + timed.stall_backward_ms,
         )

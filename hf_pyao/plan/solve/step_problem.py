@@ -19,6 +19,7 @@ from hf_pyao.plan.solve.plan_problem import (
     Way,
     way_of,
 )
+from hf_pyao.plan.step.collectives import without_collectives
 from hf_pyao.plan.step.layer_graph import PARAMETER
 from hf_pyao.plan.step.layer_recipes import Making, RecipeSearch
 from hf_pyao.plan.step.planned_step import StepPlanner
@@ -245,6 +246,7 @@ def _hidden_ms(
     """Return the compute under which copies to the host, and copies back, can run."""
     forward_ms = backward_ms = head_ms = 0.0
     is_behind = False
+    times_ms = without_collectives(times_ms, program.operations)
     for segment in program.segments:
         elapsed_ms = sum(times_ms[segment.start : segment.end])
         if segment.layer == OUTSIDE:

@@ -21,6 +21,10 @@ class Prediction:
     """How long forward waits for copies."""
     stall_backward_ms: float
     """How long backward waits for copies."""
+    collective_forward_ms: float = 0.0
+    """How long forward waits for collectives."""
+    collective_backward_ms: float = 0.0
+    """How long backward waits for collectives, until all have ended."""
     peak_bytes: int
     """Most bytes on the device."""
     peak_at: int

@@ -45,6 +45,16 @@ class WeightRead(NamedTuple):
     experts come in reverse order."""
 
 
+class Collective(NamedTuple):
+    """What an operation exchanges with other devices, beside compute."""
+
+    nbytes: int
+    """What a device receives for it over the interconnect, by a ring."""
+    is_gather: bool
+    """True: it needs nothing that the step computes, and may run ahead of compute. False: it
+    reduces what compute has just made."""
+
+
 class Operation(NamedTuple):
     """One operation of the step, in order."""
 
@@ -65,6 +75,11 @@ class Operation(NamedTuple):
     """The sizes that :attr:`workspace_bytes` follows from; None for what allocates nothing."""
     reads: WeightRead | None = None
     """The frozen weight that it reads, in a layer with fused experts; None elsewhere."""
+    collective: Collective | None = None
+    """What it exchanges with other devices; it takes no compute then. None for all others."""
+    awaits: int = 0
+    """Which collective compute waits for before it: 1 is the newest that was queued, 2 the one
+    before; 0: none."""
 
 
 class Buffer(NamedTuple):

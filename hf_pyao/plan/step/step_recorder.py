@@ -24,6 +24,7 @@ from hf_pyao.engine.transfer.layout import row_length
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.hardware.kernel_workspaces import call_of, workspace_of
 from hf_pyao.plan.hardware.operation_costs import cost_of, dequantisation_bytes, is_question
+from hf_pyao.plan.step.collectives import CollectiveWaits, collective_of
 from hf_pyao.plan.step.layer_graph import INPUT, MADE, PARAMETER, GraphRecorder, LayerGraph
 from hf_pyao.plan.step.ledger import without_cache_for
 from hf_pyao.plan.step.step_program import (
@@ -119,6 +120,7 @@ class StepRecorder(Observer):
         self._labels: dict[int, str] = {}
         self._paths: list[str] = [""]
         self._graph: GraphRecorder | None = None
+        self._collectives = CollectiveWaits()
 
     @property
     def now(self) -> int:
@@ -198,6 +200,10 @@ class StepRecorder(Observer):
         self._note_dequantisation(func, args)
         number = self.now
         call = call_of(func, args, kwargs)
+        collective = collective_of(func, args)
+        awaits = self._collectives.before(collective, tensors_in((args, kwargs)))
+        if collective is not None:
+            self._collectives.queued(collective, args)
         self._operations.append(
             Operation(
                 func._overloadpacket.__name__,
@@ -209,6 +215,8 @@ class StepRecorder(Observer):
                 workspace_of(call, self._kernels),
                 call,
                 self._storages.weight_reads.of(tensors_in((args, kwargs))),
+                collective,
+                awaits,
             )
         )
         self._storages.note_new(made, number)

@@ -67,6 +67,10 @@ class VirtualClock(StepClock):
     def __init__(self, link: VirtualLink) -> None:
         self._link = link
         self._bookings: dict[Copy, Booking] = {}
+        self._collectives: list[tuple[float, float]] = []
+        """Of each that was queued: no earlier than when it starts, and what it takes."""
+        self._buffer_free_ms = 0.0
+        """When compute was through with the last that it waited for."""
 
     @property
     def now_ms(self) -> float:
@@ -96,3 +100,18 @@ class VirtualClock(StepClock):
     def wait(self, copy: Copy) -> None:
         """Let compute wait for *copy*."""
         self._link.wait(self._bookings[copy])
+
+    def queue_collective(self, elapsed_ms: float, *, is_gather: bool) -> None:
+        """Queue a collective, which takes *elapsed_ms* and no compute."""
+        earliest_ms = self._buffer_free_ms if is_gather else self.now_ms
+        self._collectives.append((earliest_ms, elapsed_ms))
+
+    def await_collective(self, which: int) -> None:
+        """Let compute wait for a collective: 1 is the newest, 2 the one before; 0: for all."""
+        behind = self._collectives[: len(self._collectives) - max(0, which - 1)]
+        ended_ms = 0.0
+        for earliest_ms, elapsed_ms in behind:
+            ended_ms = max(ended_ms, earliest_ms) + elapsed_ms
+        self._link.stand_until(ended_ms)
+        if which:
+            self._buffer_free_ms = self.now_ms

@@ -85,6 +85,10 @@ class VirtualLink:
         if label:
             self.timeline.append(Interval("compute", label, start, self.compute_ms))
 
+    def stand_until(self, until_ms: float) -> None:
+        """Let compute stand still until *until_ms*, if that is later: it waits for no copy."""
+        self.compute_ms = max(self.compute_ms, until_ms)
+
     def book(
         self, direction: str, nbytes: int, needs: list[object] | None = None, label: str = ""
     ) -> Booking:

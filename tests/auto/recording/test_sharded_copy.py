@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_pyao import attach
+from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.auto.recording.seen_forward import seen_forward
 from hf_pyao.auto.recording.step_recording import record_fake_step
+from hf_pyao.plan.documents.profile import Profile
+from hf_pyao.plan.documents.schema import read_json
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.resizes import sees_resizes
-from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.plan.step.step_program import Operation, StepProgram
 from tests.helpers import EVERY_LAYER, Batch, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -211,3 +214,60 @@ def whole_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
         for each in group.fsdp_params:
             held = each.unsharded_accumulated_grad
             yield each._unsharded_param.grad if held is None else held
+
+
+@pytest.mark.usefixtures("world")
+def test_collectives_are_a_part_of_the_recorded_step() -> None:
+    model, batch = sharded("mixed precision")
+    operations = recorded(model, batch).operations
+    gathers = [each.collective.nbytes for each in operations if is_collective(each, gathers=True)]
+    reduces = [each.collective.nbytes for each in operations if is_collective(each, gathers=False)]
+    bytes_of_unit = [  # in bfloat16, three of four ranks' parts
+        sum(2 * p.numel() for p in parameters) * 3 // 4
+        for parameters in (
+            *(list(layer.parameters()) for layer in layers_of(model)),
+            [p for n, p in model.named_parameters() if ".layers." not in n],
+        )
+    ]
+    layers, root = bytes_of_unit[:-1], bytes_of_unit[-1]
+    # The root's weights stay for backward; gradients are reduced in float32.
+    assert gathers == [root, *layers, *reversed(layers)]
+    assert reduces == [2 * each for each in (*reversed(layers), root)]
+    num_queued, awaited = 0, []
+    for each in operations:
+        if each.awaits and each.collective is None:
+            awaited.append(num_queued - each.awaits)
+        num_queued += each.collective is not None
+    is_gather = [each.collective.is_gather for each in operations if each.collective]
+    assert awaited == [number for number, gathers in enumerate(is_gather) if gathers]
+
+
+def is_collective(operation: Operation, *, gathers: bool) -> bool:
+    found = operation.collective
+    return found is not None and found.is_gather == gathers
+
+
+@pytest.mark.usefixtures("world")
+def test_collectives_are_timed_while_a_profile_is_made(tmp_path: Path) -> None:
+    model, batch = sharded("plain")
+    own = collectives_of(model)
+    path = tmp_path / "profile.json"
+    settings = PyAOConfig(policy="all", min_bytes=0, profile=str(path), profile_steps=2)
+    with attach(model, settings):
+        for step in range(3):
+            model(**batch).loss.backward()
+            assert (collectives_of(model) == own) == (step > 0), "of two micro-batches"
+    profile = Profile.from_dict(read_json(path))
+    assert profile.collective_gib_per_s is not None
+    assert profile.collective_gib_per_s > 0
+    assert profile.program is not None
+
+
+def collectives_of(model: nn.Module) -> list[Any]:
+    """Return what runs the collectives of each unit."""
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    ]
+    return [each for g in groups for each in (g._all_gather_comm, g._reduce_scatter_comm)]

@@ -1,0 +1,126 @@
+"""Collectives among the operations of a step: what they exchange, and what waits for them.
+
+FSDP2 runs collectives on streams of their own. Compute waits for an all-gather where it copies the
+gathered parameters out of its buffer, and for a reduce-scatter before the next one, whose buffer is
+then free (``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, ``wait_for_unshard`` and
+``post_backward``). At the end of backward it waits for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
+from hf_pyao.plan.hardware.speeds import GIB
+from hf_pyao.plan.step.step_program import Collective, Operation
+
+_GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
+_REDUCES = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
+_SUMS = ("allreduce_", "allreduce_coalesced_")
+
+_NAMESPACE = "c10d"
+
+
+def collective_of(func: Any, args: Sequence[Any]) -> Collective | None:
+    """Return what an operation of ``torch.distributed`` exchanges; None for all others.
+
+    Args:
+        func: the overload that was called.
+        args: its arguments: what it writes and what it reads are first, in this order.
+    """
+    if func.namespace != _NAMESPACE:
+        return None
+    name = func._overloadpacket.__name__
+    if name in _SUMS:  # a reduce-scatter and an all-gather
+        return Collective(2 * _nbytes(args[0]), is_gather=False)
+    if name in _GATHERS:
+        return Collective(max(0, _nbytes(args[0]) - _nbytes(args[1])), is_gather=True)
+    if name in _REDUCES:
+        return Collective(max(0, _nbytes(args[1]) - _nbytes(args[0])), is_gather=False)
+    return None
+
+
+class CollectiveWaits:
+    """Which operation of a step that is recorded waits for which collective."""
+
+    def __init__(self) -> None:
+        self._num_queued = 0
+        self._gathered: dict[int, tuple[int, StorageWeakRef]] = {}
+        """By the storage that an all-gather writes: which of the collectives that was."""
+        self._last_reduce = -1
+
+    def before(self, collective: Collective | None, reads: Iterable[torch.Tensor]) -> int:
+        """Return which collective an operation waits for, as :attr:`Operation.awaits`.
+
+        Args:
+            collective: what it exchanges itself.
+            reads: the tensors that it gets.
+        """
+        if collective is not None:
+            if collective.is_gather or self._last_reduce < 0:
+                return 0
+            return self._num_queued - self._last_reduce
+        newest = -1
+        if self._gathered:
+            for tensor in reads:
+                found = self._gathered.pop(tensor.untyped_storage()._cdata, None)
+                if found is not None and not found[1].expired():  # type: ignore[no-untyped-call]
+                    newest = max(newest, found[0])
+        return 0 if newest < 0 else self._num_queued - newest
+
+    def queued(self, collective: Collective, args: Sequence[Any]) -> None:
+        """Take note of a collective that was queued, called with *args*."""
+        if collective.is_gather:
+            for tensor in tensors_in((args[0],)):
+                storage = tensor.untyped_storage()
+                self._gathered[storage._cdata] = (self._num_queued, _ref(storage))
+        else:
+            self._last_reduce = self._num_queued
+        self._num_queued += 1
+
+
+def with_collectives(
+    times_ms: list[float], operations: Sequence[Operation], gib_per_s: float | None
+) -> list[float]:
+    """Return *times_ms* with those of collectives, at a speed of the interconnect.
+
+    Args:
+        times_ms: what each operation takes.
+        operations: of the step.
+        gib_per_s: that speed; None: it is not known, and collectives take no time.
+    """
+    return [
+        elapsed_ms
+        if operation.collective is None
+        else collective_ms(operation.collective, gib_per_s)
+        for elapsed_ms, operation in zip(times_ms, operations, strict=True)
+    ]
+
+
+def collective_ms(collective: Collective, gib_per_s: float | None) -> float:
+    """Return how long a collective takes; 0 where no speed is known."""
+    return 0.0 if gib_per_s is None else collective.nbytes / GIB / gib_per_s * 1e3
+
+
+def without_collectives(
+    times_ms: Sequence[float], operations: Sequence[Operation]
+) -> Sequence[float]:
+    """Return *times_ms* of compute alone: collectives take none of it."""
+    if not any(operation.collective for operation in operations):
+        return times_ms
+    return [
+        elapsed_ms if operation.collective is None else 0.0
+        for elapsed_ms, operation in zip(times_ms, operations, strict=True)
+    ]
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in((tensors,)))
+
+
+def _ref(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
