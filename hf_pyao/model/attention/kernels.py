@@ -125,7 +125,8 @@ class FlashKernel:
 
     The gradients of a key-value head are summed over its query heads, in 16 bits each. Where one
     query head of a sample fills the device, the query heads of one key-value head run one after the
-    other too: the float32 sums are then of one head, and the same 16-bit gradients are summed.
+    other too: the float32 sums are then of one head, and the same 16-bit gradients are summed. Not
+    with dropout and several samples: the pairs of one head do not follow each other.
 
     Dropout draws the mask of a pair at the generator's offset plus 32 times the pair's position,
     and forward advances the offset by 32 for each pair, so that groups in the order of pairs draw
@@ -179,8 +180,10 @@ class FlashKernel:
 
     def backward(self, call: BackwardCall) -> None:
         """Write the gradients of query, key and value into ``call.into``."""
-        num_heads = call.query.shape[1]
-        if call.key.shape[1] > 1 or num_heads == 1 or not self._is_filled_by(call.query):
+        num_samples, num_heads = call.query.shape[:2]
+        has_gaps = num_samples > 1 and call.settings.dropout_p  # in the order of one head's masks
+        is_alone = call.key.shape[1] == 1 and num_heads > 1
+        if not is_alone or has_gaps or not self._is_filled_by(call.query):
             self._backward_of(call)
             return
         keys, values = (_of_query_heads(each, num_heads) for each in (call.key, call.value))

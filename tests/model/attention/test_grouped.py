@@ -257,14 +257,15 @@ class Dropping(FlashKernel):
         state = torch.tensor([7, Philox.offset]).to(torch.uint64)
         num_pairs = q.shape[0] * q.shape[1]
         Philox.offset += 32 * num_pairs
-        out = self._scores(q, k, state) @ v
+        out = self._scores(q, k, state) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         return out, torch.zeros(q.shape[:3]), state, torch.zeros(()).to(torch.uint64)
 
     def _backward_of(self, call: BackwardCall) -> None:
         with torch.enable_grad():
             given = (call.query, call.key, call.value)
             tensors = [each.detach().requires_grad_() for each in given]
-            out = self._scores(*tensors[:2], call.state[0]) @ tensors[2]
+            v = tensors[2].repeat_interleave(call.query.shape[1] // call.value.shape[1], 1)
+            out = self._scores(*tensors[:2], call.state[0]) @ v
         grads = torch.autograd.grad(out, tensors, call.grad)
         for whole, part in zip(call.into, grads, strict=True):
             whole.copy_(part)
@@ -291,6 +292,7 @@ class DroppingByHead(Dropping):
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("setting", [2, 3, 4, 8, 12])
+@pytest.mark.sampled(every=7)
 def test_dropout_draws_the_masks_of_one_kernel(setting: int, by_head: bool, kv_heads: int) -> None:
     shape = Shape(3, 4, kv_heads, 6, 6, 8)
     kernel = DroppingByHead() if by_head else Dropping()
