@@ -11,7 +11,11 @@ from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_pyao.config_checks import LEAST_LAYERS, check_together
+from hf_pyao.config_checks import (
+    DEFAULT_DISK_WRITE_LIMIT_TB,
+    LEAST_LAYERS,
+    check_together,
+)
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.files import read_json_object
 from hf_pyao.settings import (
@@ -20,6 +24,7 @@ from hf_pyao.settings import (
     Count,
     CountOrWord,
     FilePath,
+    FolderPath,
     Gibibytes,
     Implied,
     Named,
@@ -27,6 +32,7 @@ from hf_pyao.settings import (
     Parts,
     Size,
     Switch,
+    Terabytes,
     setting,
     settings_of,
 )
@@ -319,6 +325,32 @@ class PyAOConfig:
         "difference is an error before the optimizer steps, which names the layer; where the "
         "micro-batch can run again, it does so without second runs. 'auto': in the first "
         "micro-batches with second runs, and in one of 61 later. 'always': in each. 'off': never.",
+    )
+    disk_path: str | os.PathLike[str] | None = setting(
+        None,
+        FolderPath(),
+        "A directory on a local disk, such as an NVMe drive, that the run may use below the host's "
+        "memory: for offloaded tensors that find no room there, as {disk_gib} says, and for frozen "
+        "weights of {stream_weights}. Files lie in a directory of your own inside of it "
+        "(mode 0700). A directory in memory (tmpfs) is refused. Bits do not change. Without it no "
+        "disk is used.",
+    )
+    disk_gib: float | None = setting(
+        None,
+        Gibibytes(),
+        "With {disk_path}: most GiB (2**30 bytes) of offloaded tensors on the disk, for each "
+        "process. They are written in forward and read in backward of each step, which wears the "
+        "drive; {checkpoint_every} divides those bytes and comes first. 0: none, the disk has "
+        "frozen weights alone. (default: what the disk has free, less 10 GiB, divided by the "
+        "processes on the node)",
+    )
+    disk_write_limit: float = setting(
+        DEFAULT_DISK_WRITE_LIMIT_TB,
+        Terabytes(),
+        "With {disk_path}: most TB (10**12 bytes) of offloaded tensors that each process of the "
+        "run may write to the disk. Where the number of steps is known, a run that would write "
+        "more is refused before it trains. Else writing ends at the limit, and training goes on "
+        "with what the host and the device hold. Compare it with the drive's endurance (TBW).",
     )
     auto_micro_batch: str = setting(
         "off",

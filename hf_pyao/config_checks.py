@@ -8,6 +8,10 @@ from typing import Any
 from hf_pyao.errors import ConfigError
 from hf_pyao.text import echo
 
+DEFAULT_DISK_WRITE_LIMIT_TB = 60
+"""What ``disk_write_limit`` is where it is not given, in TB: a tenth of what drives of 1 TB usually
+endure."""
+
 LEAST_LAYERS = {"checkpoint_nested": 2, "save_attention": 1}
 """By setting that says how layers run again: what ``checkpoint_every`` must be for it."""
 
@@ -59,6 +63,8 @@ def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> No
             "the number of layers whose weights stay on the device.",
             key="setting-missing",
         )
+    if values["disk_path"] is None:
+        _check_without_disk(values, label)
     if values["checkpoint_every"]:
         _check_against_segments(values, label)
     for name, policies, example in (
@@ -76,6 +82,18 @@ def check_together(values: Mapping[str, Any], label: Callable[[str], str]) -> No
             raise ConfigError(
                 f"{label(name)} is {echo(given)}, which has no effect while {label('policy')} is "
                 f"{policy!r}: choose policy {policies[0]!r}, or drop it.",
+                key="setting-without-effect",
+            )
+
+
+def _check_without_disk(values: Mapping[str, Any], label: Callable[[str], str]) -> None:
+    """Refuse what has no effect without a disk."""
+    for name, left_alone in (("disk_gib", None), ("disk_write_limit", DEFAULT_DISK_WRITE_LIMIT_TB)):
+        if values[name] != left_alone:
+            raise ConfigError(
+                f"{label(name)} is {echo(values[name])}, which has no effect while "
+                f"{label('disk_path')} is not given: give {label('disk_path')}, a directory on a "
+                "local disk, or drop it.",
                 key="setting-without-effect",
             )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_pyao.errors import ConfigError, nearest
 from hf_pyao.text import echo
@@ -252,28 +252,33 @@ def amount_of(value: int | str) -> tuple[int | None, int | None]:
     return (value, None) if isinstance(value, int) else (None, _parse_size(value))
 
 
-class Gibibytes(Kind):
-    """A number of GiB (2**30 bytes), or None."""
+class Measure(Kind):
+    """A number of some unit of bytes, or None."""
 
     flag_type = float
-    metavar = "GIB"
+    unit: ClassVar[str]
+    """The unit."""
+    unit_text: ClassVar[str]
+    """The unit, explained."""
+    most: ClassVar[int]
+    """Numbers from this on are refused: no machine has so many bytes."""
 
     def check(self, label: str, value: Any) -> float | None:
         """Check that *value* is a number that some machine could have."""
         if value is None:
             return None
-        expected = "expected a number of GiB (2**30 bytes), or None"
+        expected = f"expected a number of {self.unit_text}, or None"
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not is_number or value != value:  # NaN is no number of anything
             raise ConfigError(f"{label} is {echo(value)}; {expected}.", key="setting-value")
         if value < 0:
             raise ConfigError(
-                f"{label} is {echo(value)}; it cannot be negative (unit: GiB).", key="setting-value"
+                f"{label} is {echo(value)}; it cannot be negative (unit: {self.unit}).",
+                key="setting-value",
             )
-        most = (MOST + 1) // 2**30
-        if value >= most:  # infinity too
+        if value >= self.most:  # infinity too
             raise ConfigError(
-                f"{label} is {echo(value)}; {expected}, below {most:,}.", key="setting-value"
+                f"{label} is {echo(value)}; {expected}, below {self.most:,}.", key="setting-value"
             )
         return value if isinstance(value, int | float) else float(value)
 
@@ -286,28 +291,88 @@ class Gibibytes(Kind):
         return self.check(label, number)
 
 
-class FilePath(Kind):
+class Gibibytes(Measure):
+    """A number of GiB (2**30 bytes), or None."""
+
+    metavar = "GIB"
+    unit = "GiB"
+    unit_text = "GiB (2**30 bytes)"
+    most = (MOST + 1) // 2**30
+
+
+class Terabytes(Measure):
+    """A number of TB (10**12 bytes), the unit in which drives state what may be written to them."""
+
+    metavar = "TB"
+    unit = "TB"
+    unit_text = "TB (10**12 bytes)"
+    most = MOST // 10**12
+
+    def check(self, label: str, value: Any) -> float:
+        """Check that *value* is a number above zero."""
+        expected = f"expected a number of {self.unit_text} above 0, such as 60"
+        checked = super().check(label, value)
+        if not checked:
+            raise ConfigError(f"{label} is {echo(value)}; {expected}.", key="setting-value")
+        return checked
+
+
+class _Path(Kind):
+    """A path, or None; kept as a string. The disk is not looked at."""
+
+    what: ClassVar[str]
+    """What it is the path of."""
+
+    def check(self, label: str, value: Any) -> str | None:
+        """Check that *value* could be such a path."""
+        if value is None:
+            return None
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(path, str):
+            raise ConfigError(f"{label} is {echo(value)}; {self.expected}.", key="setting-value")
+        if "\0" in path:
+            raise ConfigError(
+                f"{label} is {echo(path)}; {self.expected}, without the character NUL.",
+                key="setting-value",
+            )
+        return path
+
+    @property
+    def expected(self) -> str:
+        """What a message says was expected."""
+        return f"expected the path of a {self.what}, or None"
+
+
+class FilePath(_Path):
     """Where to write a file, or None; kept as a string. The disk is not looked at."""
 
     metavar = "FILE"
+    what = "file"
 
     def check(self, label: str, value: Any) -> str | None:
         """Check that *value* could be a file's path."""
-        if value is None:
+        path = super().check(label, value)
+        if path is None:
             return None
-        expected = "expected the path of a file, or None"
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(path, str):
-            raise ConfigError(f"{label} is {echo(value)}; {expected}.", key="setting-value")
-        if "\0" in path:
-            raise ConfigError(
-                f"{label} is {echo(path)}; {expected}, without the character NUL.",
-                key="setting-value",
-            )
         if Path(path).name in ("", "..") or path.endswith(("/", os.sep)):
             raise ConfigError(
-                f"{label} is {echo(path)}, which names no file; {expected}.", key="setting-value"
+                f"{label} is {echo(path)}, which names no file; {self.expected}.",
+                key="setting-value",
             )
+        return path
+
+
+class FolderPath(_Path):
+    """A directory, or None; kept as a string. The disk is not looked at."""
+
+    metavar = "DIRECTORY"
+    what = "directory"
+
+    def check(self, label: str, value: Any) -> str | None:
+        """Check that *value* could be a directory's path."""
+        path = super().check(label, value)
+        if path is not None and not path.strip():
+            raise ConfigError(f"{label} is {echo(path)}; {self.expected}.", key="setting-value")
         return path
 
 

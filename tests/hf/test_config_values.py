@@ -73,6 +73,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "stream_dtype": ("stored", "compute"),
     "stream_embeddings": ("auto", "on", "off"),
     "verify_recompute": ("auto", "always"),
+    "disk_path": ("disk",),
+    "disk_gib": (16.0, 0),
+    "disk_write_limit": (60, 10.5),
     "auto_micro_batch": ("off",),
     "log_metrics": ("summary", "all"),
     "report": ("report.json",),
@@ -176,8 +179,8 @@ def round_trips(
 def test_every_field_is_drawn_and_every_open_one_has_its_implied_value() -> None:
     assert set(VALUES) == set(SETTINGS)
     assert {name for given in drawn() for name in given} == set(VALUES), "draw more"
-    assert set(IMPLIED) | {"budget", "plan", "profile", "report"} == (
-        set(SETTINGS) - NOT_OPEN - {"host_memory_gib", "device_memory_gib"}
+    assert set(IMPLIED) | {"budget", "plan", "profile", "report", "disk_path"} == (
+        set(SETTINGS) - NOT_OPEN - {"host_memory_gib", "device_memory_gib", "disk_gib"}
     )
     for is_long, long_context in enumerate((False, True)):
         effective = PyAOConfig(long_context=long_context).effective()
