@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 import weakref
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.errors import PyAOError
@@ -28,6 +29,9 @@ from tests.helpers import (
 )
 
 Outcome = dict[str, torch.Tensor]
+NAMES = inspect.signature(LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in NAMES else "past_key_values"
+"""What the models of this transformers call their cache: ``cache`` from 5.24 on."""
 MODELS = [*ARCHITECTURES]
 CHUNKED = ["llama", "gpt2", "opt", "mistral", "gemma3_text"]
 SETTINGS: list[dict[str, Any]] = [
@@ -60,7 +64,7 @@ def in_chunks(model: Any) -> Outcome:
     losses = []
     for start, stop in ((0, 5), (5, 9), (9, 12)):
         chunk = ids[:, start:stop]
-        out = model(input_ids=chunk, labels=chunk, past_key_values=cache, use_cache=True)
+        out = model(input_ids=chunk, labels=chunk, **{CACHE: cache}, use_cache=True)
         losses.append(out.loss)
         assert cache.get_seq_length() == stop
     torch.stack(losses).sum().backward()
@@ -72,8 +76,8 @@ def without_the_first_chunks_loss(model: Any) -> Outcome:
     torch.manual_seed(3)
     model.zero_grad()
     ids = tiny_batch(0, length=10)["input_ids"]
-    cache = model(input_ids=ids[:, :6], use_cache=True).past_key_values
-    loss = model(input_ids=ids[:, 6:], labels=ids[:, 6:], past_key_values=cache).loss
+    cache = model(input_ids=ids[:, :6], use_cache=True)[CACHE]
+    loss = model(input_ids=ids[:, 6:], labels=ids[:, 6:], **{CACHE: cache}).loss
     loss.backward()
     return {"loss": loss.detach(), **gradients_of(model)}
 
@@ -90,7 +94,7 @@ def with_a_learned_prefix(model: Any) -> Outcome:
         prefix += [torch.randn(shape, requires_grad=True) for _ in range(2)]
         cache.update(prefix[-2] * 2, prefix[-1] * 2, index)
     ids = tiny_batch(0)["input_ids"]
-    loss = model(input_ids=ids, labels=ids, past_key_values=cache).loss
+    loss = model(input_ids=ids, labels=ids, **{CACHE: cache}).loss
     loss.backward()
     found = {f"prefix {n}": p.grad for n, p in enumerate(prefix) if p.grad is not None}
     assert len(found) == len(prefix)
@@ -167,8 +171,8 @@ def test_a_decoder_that_finds_its_cross_attention_in_the_cache(model_type: str) 
         cache, losses = None, []
         for labels in (batch["labels"][:, :4], batch["labels"][:, 4:]):
             out = model(encoder_outputs=encoded, decoder_input_ids=labels.clamp(min=1),
-                        past_key_values=cache, use_cache=True)  # fmt: skip
-            cache = out.past_key_values
+                        **{CACHE: cache}, use_cache=True)  # fmt: skip
+            cache = out[CACHE]
             losses.append(out.logits.square().mean())
         del out, cache, encoded
         gc.collect()
@@ -211,7 +215,7 @@ def test_the_cache_is_not_held_where_the_caller_lets_it_go() -> None:
     batch: Batch = tiny_batch(0)
     with attach(model, segments(checkpoint_every=1)):
         out = model(**batch, use_cache=True)
-        held = [weakref.ref(entry.keys) for entry in out.past_key_values.layers]
+        held = [weakref.ref(entry.keys) for entry in out[CACHE].layers]
         loss = out.loss
         del out
         gc.collect()
@@ -228,7 +232,7 @@ def test_a_cache_that_is_written_in_place_is_refused_by_name(
     def step(model: Any) -> Outcome:
         model.zero_grad()
         cache = StaticCache(config=model.config, max_cache_len=16)
-        loss = model(**batch, past_key_values=cache, use_cache=True).loss
+        loss = model(**batch, **{CACHE: cache}, use_cache=True).loss
         loss.backward()
         return {"loss": loss.detach(), **gradients_of(model)}
 
@@ -244,12 +248,12 @@ def test_keys_that_are_changed_after_the_forward_end_with_an_error() -> None:
     model: Any = tiny_model("llama")
     ids = tiny_batch(0)["input_ids"]
     with attach(model, segments(checkpoint_every=1)):
-        cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+        cache = model(input_ids=ids[:, :4], use_cache=True)[CACHE]
         cache = copy.copy(cache)
         for entry in cache.layers:
             entry.keys, entry.values = entry.keys.detach(), entry.values.detach()
         found = [entry.keys for entry in cache.layers]
-        loss = model(input_ids=ids[:, 4:], labels=ids[:, 4:], past_key_values=cache).loss
+        loss = model(input_ids=ids[:, 4:], labels=ids[:, 4:], **{CACHE: cache}).loss
         for keys in found:
             keys.zero_()
         with pytest.raises(PyAOError, match="changed in place"):

@@ -17,8 +17,8 @@ from hf_pyao.engine.runtime.lifecycle import COMPILED
 from hf_pyao.engine.runtime.tape import Layer
 from hf_pyao.training_engines import is_compiled
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Names under which transformers' layers get a cache of keys and values."""
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+"""Names under which transformers' layers get a cache of keys and values, the newest first."""
 
 
 class Admission:
