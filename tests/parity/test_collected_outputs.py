@@ -104,8 +104,7 @@ CASES: dict[str, Callable[[], Made]] = {
 def step(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(3)
     model.zero_grad()
-    outputs = model(**batch)
-    loss = outputs[0]
+    loss = model(**batch)[0]  # outputs would hold the graph of layers that backward does not reach
     loss.backward()
     return {"loss": loss.detach(), **gradients_of(model)}
 
