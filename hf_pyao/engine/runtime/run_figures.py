@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -29,14 +30,16 @@ class RunFigures:
         """Is told of each micro-batch that was counted: how many there are by now."""
         self._late_times: deque[tuple[MicroBatchStats, LinkTimes]] = deque(maxlen=_MOST_LATE)
         """Micro-batches that were counted, some of whose copies may not be timed yet."""
+        self._lock = threading.RLock()  # backwards may run on several threads
 
     def count(self, stats: MicroBatchStats) -> None:
         """Add a micro-batch whose backward is over."""
-        self.settle_times()
-        times = self._mover.collect(stats)
-        self.last = stats
-        self.totals.add(stats)
-        self._late_times.append((stats, times))
+        with self._lock:
+            self.settle_times()
+            times = self._mover.collect(stats)
+            self.last = stats
+            self.totals.add(stats)
+            self._late_times.append((stats, times))
         if self.on_counted is not None:
             self.on_counted(self.totals.num_micro_batches)
 
@@ -46,7 +49,8 @@ class RunFigures:
         The host counts a micro-batch when it has queued its backward, long before the device runs
         it. After a synchronization the figures of the last micro-batch are complete.
         """
-        for stats, times in self._late_times:
-            before = stats.link_times_ms
-            self._mover.collect_times(stats, times)
-            self.totals.add_link_times(before, stats.link_times_ms)
+        with self._lock:
+            for stats, times in self._late_times:
+                before = stats.link_times_ms
+                self._mover.collect_times(stats, times)
+                self.totals.add_link_times(before, stats.link_times_ms)

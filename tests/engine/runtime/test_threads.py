@@ -16,7 +16,9 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.codecs.narrow import NarrowCodec
-from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket
+from hf_pyao.engine.runtime.run_figures import RunFigures
+from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
+from hf_pyao.metrics import MicroBatchStats
 from tests.helpers import (
     EVERY_LAYER,
     Stack,
@@ -184,3 +186,32 @@ def test_a_backward_inside_of_a_layer_that_is_recomputed() -> None:
         model(x).sum().backward()
         assert_same_tensors(gradients_of(model), expected, "attached")
         assert offloader.metrics()["recomputed_bytes"] > 0
+
+
+class OtherThreadCounts:
+    """A mover, in whose look at the times of copies another thread counts a micro-batch."""
+
+    def __init__(self) -> None:
+        self.other: threading.Thread | None = None
+        self.figures = RunFigures(self)  # type: ignore[arg-type]
+
+    def collect(self, stats: MicroBatchStats) -> LinkTimes:
+        return LinkTimes()
+
+    def collect_times(self, stats: MicroBatchStats, times: LinkTimes) -> None:
+        stats.transfer_ms += 1.0
+        if self.other is None:
+            self.other = threading.Thread(target=self.figures.count, args=(MicroBatchStats(),))
+            self.other.start()
+            self.other.join(timeout=0.2)  # it waits until this thread has counted
+
+
+def test_threads_that_count_micro_batches_at_once() -> None:
+    mover = OtherThreadCounts()
+    mover.figures.count(MicroBatchStats())
+    mover.figures.settle_times()
+    assert mover.other is not None
+    mover.other.join()
+    totals = mover.figures.totals
+    assert totals.num_micro_batches == 2
+    assert totals.as_dict()["transfer_ms"] == 2.0
