@@ -240,9 +240,7 @@ class WeightRing(WeightReads):
             self._device_slots.collect()
             for masters in self._masters:
                 masters.refuse_thawed()
-            for held in list(self.slots):
-                if held is not None and self.blocks[held].has_changed():
-                    self.forget(held)
+            self._forget_changed_on_host()
             self.begin(trains=trains)
             self.current = None
             self.ahead()
@@ -278,6 +276,8 @@ class WeightRing(WeightReads):
         several blocks each comes when it is read, and ahead of that by the order of the schedule.
         """
         with self._lock, unrecorded():
+            if not self._has_run_back:
+                self._forget_changed_on_host()
             blocks = self._blocks_of_layer[layer]
             if len(blocks) <= 1:
                 self._arrive(blocks)
@@ -316,6 +316,12 @@ class WeightRing(WeightReads):
             self._bring(blocks[0], goes_ahead=False)
         else:
             self.leave(in_backward=current_graph_task() != NO_TASK)
+
+    def _forget_changed_on_host(self) -> None:
+        """Have what is in the slots brought again if it is not what the host has by now."""
+        for held in list(self.slots):
+            if held is not None and self.blocks[held].has_changed():
+                self.forget(held)
 
     def _forget_changed(self, block: int) -> None:
         if block in self.slots and self.blocks[block].has_new_marks():

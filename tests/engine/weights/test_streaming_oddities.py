@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
 from tests.engine.weights.test_streaming import loss_of, ring_of, streamed
-from tests.helpers import Stack, gradients_of
+from tests.helpers import Stack, autocasting, gradients_of
 from tests.helpers.adapters import tiny_lora
 
 Function = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -319,6 +319,64 @@ def test_a_change_between_forward_and_backward_is_an_error_as_without() -> None:
                 model.layers[at].weight.mul_(2)
             with pytest.raises(SavedTensorModifiedError, match=f"layers.{at}.weight"):
                 loss.backward()
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.sampled(every=1)
+def test_data_that_are_edited_between_forward_and_backward_are_read_as_without(at: int) -> None:
+    """By a reference that is older than the pass: no version tells of it."""
+    model, expected = stack(product), stack(product)
+    with streamed(model, 0):
+        for each in (model, expected):
+            weights = [layer._parameters["weight"] for layer in each.layers]
+            step(each)
+            each.zero_grad()
+            loss = each(torch.ones(3, 4)).square().sum()
+            weights[at].data.mul_(2)
+            loss.backward()
+        assert_same(gradients_of(model), gradients_of(expected))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
+@pytest.mark.sampled(every=1)
+def test_a_weight_is_an_instance_of_parameter(autocast: torch.dtype | None) -> None:
+    seen = set()
+
+    def looks(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        weight = layer.weight
+        is_param = [isinstance(each, nn.Parameter) for each in (weight, weight.t(), weight.data)]
+        seen.add((*is_param, weight.is_leaf, weight.requires_grad))
+        return x @ weight
+
+    model = stack(looks)
+    with streamed(model, 0), autocasting(autocast):
+        step(model)
+    assert seen == {(True, False, False, True, False)}
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
+@pytest.mark.sampled(every=3)
+def test_layers_that_read_three_others_run_again(every: int, autocast: torch.dtype | None) -> None:
+    """The ring has two slots, and a layer reads four blocks."""
+
+    def build() -> Stack:
+        model = stack(lambda layer, x: x @ layer.weight + others(layer, x))
+        model.layers.requires_grad_(False)
+        for layer in model.layers:
+            layer.scale.requires_grad_()
+            layer.__dict__["others"] = [each for each in model.layers if each is not layer]
+        return model
+
+    def others(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return sum((torch.tanh(x @ each.weight) for each in layer.others), torch.zeros_like(x))
+
+    model, expected = build(), build()
+    with streamed(model, 0, checkpoint_every=every, verify_recompute="always"):
+        for seed in range(3):
+            with autocasting(autocast):
+                found, wanted = step(model, seed), step(expected, seed)
+            assert_same(found, wanted)
 
 
 def test_a_change_in_a_hook_of_the_layer_is_seen() -> None:
