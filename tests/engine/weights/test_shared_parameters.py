@@ -23,7 +23,7 @@ def shared(is_shared: Callable[[str], bool]) -> Pair:
     """
     first, second = llama(), llama()
     with torch.no_grad():
-        for name, parameter in second.named_parameters():
+        for parameter in second.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.01)
     for (name, owner), other in zip(first.named_modules(), second.modules(), strict=True):
