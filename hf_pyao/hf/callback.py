@@ -15,6 +15,7 @@ from hf_pyao.auto.install.conflicts import check_checkpointing_arguments, check_
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
 from hf_pyao.config import PyAOConfig
+from hf_pyao.hf.accumulation import said_of_accumulation
 from hf_pyao.hf.announce import announce
 from hf_pyao.hf.arguments import PyAOArguments
 from hf_pyao.hf.micro_batch.checks import refuse_without_trainer
@@ -144,6 +145,8 @@ class PyAOCallback(TrainerCallback):
             if self.first_plan is not None and self.offloader.auto.plan is None:
                 self.offloader.auto.follow(self.first_plan, "the plan for this micro-batch")
         _show(self.offloader.describe(), args, state)
+        if line := said_of_accumulation(self.offloader, args.gradient_accumulation_steps):
+            log_and_show(line, args, state)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

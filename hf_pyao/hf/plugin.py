@@ -19,6 +19,7 @@ from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
 from hf_pyao.config import SETTINGS, PyAOConfig
 from hf_pyao.errors import ConflictError, NoLayersFoundError
+from hf_pyao.hf.accumulation import said_of_accumulation
 from hf_pyao.hf.announce import announce
 from hf_pyao.hf.environment import read_environment, variable_of
 from hf_pyao.hf.micro_batch.checks import refuse_without_trainer
@@ -217,6 +218,10 @@ class PyAOPlugin(PluginFields):
         if offloader.auto is not None:
             offloader.auto.show_on(self._log_and_show)
         self._show(offloader.describe())
+        accelerator = self._accelerator
+        num_micro_batches = 1 if accelerator is None else accelerator.gradient_accumulation_steps
+        if line := said_of_accumulation(offloader, num_micro_batches):
+            self._log_and_show(line)
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Warn, once, if none of the models saved anything in the forward before this."""

@@ -13,9 +13,10 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer
+from hf_pyao import PyAOConfig, PyAOPlugin, PyAOTrainer, attach
 from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.errors import ConfigError, ConflictError
+from hf_pyao.hf.accumulation import said_of_accumulation
 from tests.helpers import VOCAB, tiny_batch, tiny_model
 from tests.helpers.adapters import tiny_lora
 
@@ -104,6 +105,37 @@ def test_trainer_trains_evaluates_and_saves_as_without(
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
     assert_same(resumed.model, plain)
+
+
+def test_what_larger_micro_batches_would_save_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> nn.Module:
+        return tiny_lora("llama", num_hidden_layers=6, hidden_size=512, intermediate_size=512)
+
+    model = build()
+    with attach(model, STREAMED) as offloader:
+        counts = []
+        for seed in range(3):
+            model(**tiny_batch(seed)).loss.backward()
+            counts.append(offloader.weights.figures()["uploaded_bytes"])
+        gib = (counts[2] - counts[1]) / 2**30
+        line = said_of_accumulation(offloader, 5)
+        assert not said_of_accumulation(offloader, 1)
+    assert f"each of the 5 micro-batches of a step uploads {gib:.3f} GiB" in line
+    assert f"would save {2 * gib:.3f} GiB" in line
+    with attach(model, replace(STREAMED, stream_weights=5)) as offloader:
+        assert not said_of_accumulation(offloader, 5), "one block comes once and stays"
+    caplog.set_level("INFO", "hf_pyao")
+    args = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=5)
+    data = examples(2)
+    PyAOTrainer(model=build(), args=args, train_dataset=data, pyao_config=STREAMED).train()
+    assert caplog.messages.count(line) == 1
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=5)
+    PyAOPlugin(policy="all", stream_weights=0).bind(accelerator)
+    accelerator.prepare(model)
+    accelerator.free_memory()
+    assert caplog.messages.count(line) == 2
 
 
 def test_the_plugin_attaches_before_accelerate_moves_the_model() -> None:

@@ -41,6 +41,18 @@ def resident_layers(num_layers: int, num_resident: int) -> tuple[int, ...]:
     return tuple((2 * k + 1) * num_layers // (2 * num_resident) for k in range(num_resident))
 
 
+def uploaded_bytes(sizes: Sequence[int], num_slots: int = NUM_SLOTS) -> int:
+    """Return the bytes of the uploads of a forward and its backward, behind the first ones.
+
+    Args:
+        sizes: of the blocks in forward order, in bytes.
+        num_slots: slots of the ring.
+    """
+    if len(sizes) <= num_slots:
+        return 0
+    return 2 * sum(sizes) - sum(sizes[:num_slots]) - sum(sizes[-num_slots:])
+
+
 class RingSchedule(abc.ABC):
     """Decides which blocks are in the slots of a ring.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_pyao.engine.transfer.ring_schedule import RingSchedule, resident_layers
+from hf_pyao.engine.transfer.ring_schedule import RingSchedule, resident_layers, uploaded_bytes
 
 
 class Noted(RingSchedule):
@@ -50,6 +50,17 @@ def test_a_step_uploads_no_block_twice_at_its_turns(num_blocks: int, num_slots: 
     assert first == 2 * num_blocks - on_ring
     assert later == [2 * (num_blocks - on_ring)] * 3
     assert ring.num_late_uploads == 1, "all but the very first were uploaded ahead"
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 9])
+def test_bytes_of_a_step_are_those_of_its_blocks(num_blocks: int, num_slots: int) -> None:
+    ring = Noted(num_blocks, num_slots)
+    train(ring)
+    ring.uploads.clear()
+    train(ring)
+    sizes = [10 ** (number % 5) + number for number in range(num_blocks)]
+    assert uploaded_bytes(sizes, num_slots) == sum(sizes[block] for block in ring.uploads)
 
 
 @pytest.mark.parametrize("num_resident", [1, 2, 3, 5, 8])
