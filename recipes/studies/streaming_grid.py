@@ -2,7 +2,10 @@
 
     python recipes/studies/streaming_grid.py
     python recipes/studies/streaming_grid.py --result recipes/results/streaming_grid.json
+    python recipes/studies/streaming_grid.py --result FILE.json --models Llama
     python recipes/studies/streaming_grid.py --smoke
+
+With ``--models``, rows of other models that FILE.json has stay in it.
 
 Nothing is trained, and no GPU is needed. Steps with LoRA adapters are recorded on fake tensors. The
 parts:
@@ -19,10 +22,11 @@ which has a clock of its own.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -303,6 +307,17 @@ def grid_rows(
             )
 
 
+def rows_of_others(
+    path: Path | None, models: Collection[str]
+) -> tuple[list[ClockRow], list[GridRow]]:
+    """Return what the file at *path*, if there is one, has of other models than *models*."""
+    if path is None or not path.exists():
+        return [], []
+    found = json.loads(path.read_text())
+    clock = [ClockRow(**row) for row in found["clock"] if row["model"] not in models]
+    return clock, [GridRow(**row) for row in found["grid"] if row["model"] not in models]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study."""
     parser = argparse.ArgumentParser(
@@ -317,8 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.smoke:
         args.models = ["OPT"]
         sizes, links, shares = SIZES[:1], (12.0,), (0.2, 1.0)
-    clock: list[ClockRow] = []
-    grid: list[GridRow] = []
+    clock, grid = rows_of_others(args.result, args.models)
     began = time.monotonic()
     for model in args.models:
         for size in sizes:

@@ -21,7 +21,7 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 
 MIB = 2**20
-ACTIVATIONS_BYTES = 48 * MIB
+ACTIVATIONS_BYTES = 96 * MIB
 """Of the host budget, what the masters leave for activations."""
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     folder, output = Path(sys.argv[1]), Path(sys.argv[2])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    batch = torch.randint(3, 1000, (1, 256), generator=torch.Generator().manual_seed(0))
+    batch = torch.randint(3, 1000, (1, 128), generator=torch.Generator().manual_seed(0))
     facts, trained = streamed(folder, batch)
     resident = loaded(folder)
     facts["resident_losses"] = [step(resident, batch) for _ in facts["losses"]]
