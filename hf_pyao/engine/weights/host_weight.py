@@ -52,8 +52,6 @@ class HostWeight(torch.Tensor):
 
     weight: Weight
     _reader: Reader
-    _is_param = True
-    """Makes ``isinstance(weight, nn.Parameter)`` as true as it is of the parameter."""
 
     @property
     def parameter(self) -> torch.Tensor | None:

@@ -97,9 +97,7 @@ class WeightReads(RingSchedule):
     def castable(self, weight: Weight) -> CastableView:
         """Return *weight* as a view whose casts are known."""
         part = whole_of(weight)
-        view = CastableView.of(weight, part, self.held(weight, part), self)
-        view._is_param = True  # isinstance(weight, nn.Parameter) is true of it; of its views, not
-        return view
+        return CastableView.of(weight, part, self.held(weight, part), self)
 
     def tensor_of(self, weight: Weight) -> torch.Tensor:
         """Return *weight* on the device, ready for compute on the current stream."""

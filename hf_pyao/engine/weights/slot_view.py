@@ -32,9 +32,6 @@ class SlotView(torch.Tensor):
     _first_version: int
     _on_write: Callable[[], None]
 
-    _is_param = True
-    """Makes ``isinstance(weight, nn.Parameter)`` as true as it is of the parameter."""
-
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
