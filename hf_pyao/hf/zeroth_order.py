@@ -72,6 +72,8 @@ class PyAOZerothOrderTrainer(Trainer):
         zeroth_order: epsilon, momentum and seed; None: the defaults, with ``args.seed``.
         num_resident: layers that stay on the device; None: all.
         host_memory_gib: most memory of the host, in GiB; None: this process's share.
+        stream_embeddings: ``"on"``: embeddings and head visit the device by rows, too.
+        head_loss: ``"chunked"`` or ``"auto"``: both passes compute the loss without all logits.
 
     Raises:
         ConfigError: settings for activations are given, which zeroth order does not save; or
@@ -85,6 +87,8 @@ class PyAOZerothOrderTrainer(Trainer):
         zeroth_order: ZerothOrderSettings | None = None,
         num_resident: int | None = 0,
         host_memory_gib: float | None = None,
+        stream_embeddings: str = "off",
+        head_loss: str = "off",
         **kwargs: Any,
     ) -> None:
         given = [*args, kwargs.get("args")]
@@ -92,8 +96,12 @@ class PyAOZerothOrderTrainer(Trainer):
         _refuse(training_args, kwargs)
         seed = training_args.seed if training_args is not None else 42
         self._settings = zeroth_order or ZerothOrderSettings(seed=seed)
-        self._num_resident = num_resident
-        self._host_memory_gib = host_memory_gib
+        self._options: dict[str, Any] = {
+            "num_resident": num_resident,
+            "host_memory_gib": host_memory_gib,
+            "stream_embeddings": stream_embeddings,
+            "head_loss": head_loss,
+        }
         self._takes_same_batches = False
         self.zeroth_order: ZerothOrder | None = None
         """What trains the model; None outside of :meth:`train`."""
@@ -202,8 +210,7 @@ class PyAOZerothOrderTrainer(Trainer):
             self.model,
             self._settings,
             device=self.args.device,
-            num_resident=self._num_resident,
-            host_memory_gib=self._host_memory_gib,
+            **self._options,
         )
 
     def _close(self) -> None:

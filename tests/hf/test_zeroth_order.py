@@ -68,6 +68,7 @@ def arguments(folder: Path, kind: type = TrainingArguments, **more: Any) -> Trai
 
 def trainer_of(model: nn.Module, folder: Path, **more: Any) -> PyAOZerothOrderTrainer:
     settings = ZerothOrderSettings(epsilon=EPSILON, seed=5, momentum=more.pop("momentum", 0.0))
+    options = {name: more.pop(name) for name in ("stream_embeddings", "head_loss") if name in more}
     return PyAOZerothOrderTrainer(
         model=model,
         args=arguments(folder, **more),
@@ -75,6 +76,7 @@ def trainer_of(model: nn.Module, folder: Path, **more: Any) -> PyAOZerothOrderTr
         eval_dataset=examples(4),
         zeroth_order=settings,
         num_resident=1,
+        **options,
     )
 
 
@@ -109,7 +111,13 @@ def test_it_trains_evaluates_and_saves_as_a_plain_one(tmp_path: Path) -> None:
     assert_same(saved, type(model).from_pretrained(tmp_path / "plain" / "checkpoint-3"))
 
 
-@pytest.mark.parametrize("more", [{}, {"momentum": 0.9, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream_embeddings": "on", "head_loss": "chunked"},
+        {"momentum": 0.9, "gradient_accumulation_steps": 2},
+    ],
+)
 def test_a_resumed_run_has_the_same_bits(more: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_model("llama", dropout=0.1)
     halved = copy.deepcopy(model)

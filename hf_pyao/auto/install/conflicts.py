@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from hf_pyao.engine.recompute.segment_lifecycle import OTHER_CHECKPOINTING
+from hf_pyao.engine.weights.tables import StreamedTable
+from hf_pyao.engine.zeroth_order.visits import SOURCES
 from hf_pyao.errors import ConflictError
 
 if TYPE_CHECKING:
@@ -207,6 +209,13 @@ def check_model(model: nn.Module) -> None:
     if any(parameter.device.type == "mps" for parameter in model.parameters()):
         raise ConflictError(_UNIFIED_MEMORY, key="unified-memory")
     for name, module in model.named_modules():
+        table = module._parameters
+        if isinstance(table, StreamedTable) and isinstance(table.source, SOURCES):
+            raise ConflictError(
+                f"{name or type(module).__name__!r} is trained by zeroth order, which saves no "
+                "activations that could be offloaded. Close the ZerothOrder first.",
+                key="zeroth-order-attached",
+            )
         if isinstance(module, nn.RReLU) and module.training:
             raise ConflictError(
                 f"{name!r} is an nn.RReLU, whose noise is written after autograd has saved it: a "

@@ -18,26 +18,34 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, resident_layers
 from hf_pyao.engine.transfer.stream_transport import transport_for
 from hf_pyao.engine.transfer.transport import Transport
-from hf_pyao.engine.weights.blocks import Block, blocks_of
+from hf_pyao.engine.weights.expert_groups import GROUP_BYTES
+from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.tables import put_on, take_off
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.engine.zeroth_order.visits import WeightVisits
+from hf_pyao.engine.zeroth_order.visit_block import VisitBlock
+from hf_pyao.engine.zeroth_order.visits import AtPlace, WeightVisits
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+from hf_pyao.model.weights.ends import ends_by_rows
 from hf_pyao.model.weights.places import ComputeDevice, StayingParameters, move_others
 from hf_pyao.model.weights.streamable import is_dense, is_tied, owners_by_storage
 
 _LAYER = "_pyao_zeroth_order_layer"
-_ROOT = "_pyao_zeroth_order_model"
+_LEAST_PIECE_BYTES = 4096
+"""Pieces of a weight that visits by rows may be as large as this, however small layers are."""
+_OUTSIDE = "_pyao_zeroth_order_outside"
 
 
 class _LayerCall(LeftBehind):
     """Hands over to the other pass as a layer call ends."""
 
-    def __init__(self, visits: WeightVisits, turns: LockStep, block: int | None) -> None:
+    def __init__(
+        self, visits: WeightVisits, turns: LockStep, layer: str, block: int | None
+    ) -> None:
         self._visits = visits
         self._turns = turns
+        self._layer = layer
         self._block = block
 
     def run(
@@ -46,6 +54,8 @@ class _LayerCall(LeftBehind):
         """Return what the layer's own forward returns."""
         if self._visits.sign is None:
             return own(*args, **kwargs)
+        if self._visits.sign:
+            self._visits.trained.visit(self._layer)
         if self._block is not None:
             self._visits.arrive(self._block)
         result = own(*args, **kwargs)
@@ -54,8 +64,11 @@ class _LayerCall(LeftBehind):
         return result
 
 
-class _ModelCall(LeftBehind):
-    """Lets a forward outside of a step (evaluation, generation) read updated weights."""
+class _OutsideCall(LeftBehind):
+    """Lets a forward outside of a step (evaluation, generation) read updated weights.
+
+    It is on the model and on its parts: whoever calls one of these by itself finds them, too.
+    """
 
     def __init__(self, visits: WeightVisits) -> None:
         self._visits = visits
@@ -63,15 +76,17 @@ class _ModelCall(LeftBehind):
     def run(
         self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Return what the model's own forward returns."""
-        if self._visits.sign is not None:
+        """Return what the module's own forward returns."""
+        visits = self._visits
+        if visits.sign is not None:
             return own(*args, **kwargs)
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.run(module, own, args, kwargs)
-        self._visits.begin_step()
-        with self._visits.reading(0):
-            return own(*args, **kwargs)
+        with visits.in_use:
+            visits.begin_step()
+            with visits.reading(0):
+                return own(*args, **kwargs)
 
 
 class VisitingWeights:
@@ -84,6 +99,7 @@ class VisitingWeights:
         device: where compute runs.
         num_resident: layers that stay on the device.
         host_memory_gib: most memory of the host; None: this process's share.
+        ends_visit: embeddings and head are on the host, too, and come by rows.
         transport: copies bytes; None: what suits the device.
         num_slots: slots of the ring.
     """
@@ -97,6 +113,7 @@ class VisitingWeights:
         num_resident: int,
         *,
         host_memory_gib: float | None = None,
+        ends_visit: bool = False,
         transport: Transport | None = None,
         num_slots: int = NUM_SLOTS,
     ) -> None:
@@ -106,26 +123,32 @@ class VisitingWeights:
         transport = transport or transport_for(device)
         self.store: Store = _pool(host_memory_gib, transport)
         self._link = LinkContext(transport, self.store, None)
-        self._masters = _masters_of(model, layers, num_resident)
+        of_layers = _masters_of(model, layers, num_resident)
+        before, after = ends_by_rows(model, layers) if ends_visit else ([], [])
+        self._masters = [*map(_alone, before), *of_layers, *map(_alone, after)]
+        self.blocks = _blocks_of(self._masters, of_layers, trained)
         self._check_room()
-        self.blocks: list[Block] = []
-        for masters in self._masters:
-            self.blocks.extend(blocks_of(masters, len(self.blocks)))
         self.turns = LockStep(device)
-        self.visits = WeightVisits(self.blocks, trained, self._link, device, num_slots)
+        self.visits = WeightVisits(
+            self.blocks, trained, self._link, device, num_slots, self.turns.hand_over
+        )
+        self.visits.read_later = {id(parameter) for _, parameter in after}
         self._handles: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._owners: list[weakref.ref[nn.Module]] = []
+        self._states: list[torch.Tensor] = []
         self._staying = StayingParameters(self.visits.streams)
         self._compute_device = ComputeDevice(device)
 
     def _check_room(self) -> None:
-        needed = sum(masters.nbytes for masters in self._masters)
+        momentum = sum(block.state_nbytes for block in self.blocks)
+        needed = sum(masters.nbytes for masters in self._masters) + momentum
         room = self.store.room_to_reserve(sum(m.host_bytes_before for m in self._masters))
         if needed > room:
             raise ConfigError(
-                f"the weights of {len(self._masters)} layers take {needed / GIB:.3f} GiB of host "
-                f"memory, and there is room for {room / GIB:.3f} GiB. Let more layers stay on the "
-                "device (num_resident), or raise host_memory_gib.",
+                f"the weights of {len(self._masters)} layers, embeddings and heads take "
+                f"{needed / GIB:.3f} GiB of host memory ({momentum / GIB:.3f} GiB of it for "
+                f"momentum), and there is room for {room / GIB:.3f} GiB. Let more layers stay on "
+                "the device (num_resident), or raise host_memory_gib.",
                 key="streaming-host-memory",
             )
 
@@ -142,20 +165,48 @@ class VisitingWeights:
                     key="streaming-host-memory",
                 )
             masters.move_to(memory)
+        self._give_states()
         move_others(model, self.visits.streams, self._device)
+        places = places_of(model, self._living_layers())
+        needs_place = self.visits.trained.settings.zo2_order
         for module in model.modules():
             parameters = list(module._parameters.values())
             if any(self._is_read(each) for each in parameters):
                 self._owners.append(weakref.ref(module))
                 self._staying.put_on(module)
-                put_on(module, self.visits)
+                at = AtPlace(self.visits, places[module]) if needs_place else self.visits
+                put_on(module, at)
         self._compute_device.put_on(model)
         of_layer = {block.layer: block.index for block in self.blocks}
-        for fqn, ref in self._layers:
-            if (layer := ref()) is not None:
-                call = _LayerCall(self.visits, self.turns, of_layer.get(fqn))
-                self._exchange(layer, _LAYER, call)
-        self._exchange(model, _ROOT, _ModelCall(self.visits))
+        for fqn, layer in self._living_layers():
+            call = _LayerCall(self.visits, self.turns, fqn, of_layer.get(fqn))
+            self._exchange(layer, _LAYER, call)
+        outside = _OutsideCall(self.visits)
+        for module in model.modules():
+            has_forward = type(module).forward is not nn.Module.forward
+            if has_forward and any(map(self._is_read, module.parameters())):
+                self._exchange(module, _OUTSIDE, outside)
+
+    def _living_layers(self) -> list[tuple[str, nn.Module]]:
+        return [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
+
+    def _give_states(self) -> None:
+        """Give momenta their memory: on the host where the weight is, else on the device."""
+        for block in self.blocks:
+            if block.state_nbytes:
+                memory = self.store.reserve(block.state_nbytes)
+                if memory is None:
+                    raise ConfigError(
+                        f"the machine refused {block.state_nbytes / GIB:.3f} GiB of host memory "
+                        f"for the momentum of {block.layer!r}.",
+                        key="streaming-host-memory",
+                    )
+                self._states.append(memory)
+                block.give_state_memory(memory)
+        trained = self.visits.trained
+        for weight in trained.weights if trained.settings.momentum else ():
+            if not self.visits.streams(weight.ref()):
+                weight.parts[0].state = torch.zeros(weight.num_elements, device=self._device)
 
     def _is_read(self, parameter: object) -> bool:
         return self.visits.streams(parameter) or self.visits.trained.of(parameter) is not None
@@ -180,7 +231,15 @@ class VisitingWeights:
             masters.move_back()
             if masters.memory is not None:
                 self.store.return_reserved(masters.memory)
-        self._masters = []
+        for memory in self._states:
+            self.store.return_reserved(memory)
+        self._masters, self._states = [], []
+
+
+def places_of(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
+    """Return by module what it is a place of: its layer's name, or its own."""
+    places = {inner: fqn for fqn, layer in layers for inner in layer.modules()}
+    return {module: places.get(module, name or "model") for name, module in model.named_modules()}
 
 
 def _masters_of(
@@ -202,6 +261,37 @@ def _masters_of(
         if parameters:
             found.append(Masters(fqn, parameters))
     return found
+
+
+def _alone(named: tuple[str, nn.Parameter]) -> Masters:
+    return Masters(named[0], [named])
+
+
+def _blocks_of(
+    masters: Sequence[Masters], of_layers: Sequence[Masters], trained: TrainedWeights
+) -> list[VisitBlock]:
+    """Return a block of each layer, and blocks of rows, none larger, of each other weight."""
+    blocks: list[VisitBlock] = []
+    limit = max((VisitBlock(0, each, trained).nbytes for each in of_layers), default=GROUP_BYTES)
+    limit = max(limit, _LEAST_PIECE_BYTES)
+    for each in masters:
+        if each in of_layers:
+            blocks.append(VisitBlock(len(blocks), each, trained))
+            continue
+        master = each.masters[0]
+        num_rows, width = master.size
+        known = trained.of(master.ref())
+        row_nbytes = master.nbytes // num_rows
+        if known is not None and trained.settings.momentum:
+            row_nbytes += 4 * width
+        most = max(1, (limit - 2 * ALIGNMENT_BYTES) // row_nbytes)
+        firsts = range(0, num_rows, -(-num_rows // -(-num_rows // most)))
+        if known is not None:
+            known.divide([first * width for first in firsts])
+        for first in firsts:
+            rows = first, min(first + firsts.step, num_rows)
+            blocks.append(VisitBlock(len(blocks), each, trained, rows))
+    return blocks
 
 
 def _can_move(parameter: nn.Parameter) -> bool:

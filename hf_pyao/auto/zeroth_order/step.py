@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_pyao.auto.install.links import device_of
-from hf_pyao.auto.zeroth_order.residency import VisitingWeights
+from hf_pyao.auto.zeroth_order.checks import check_model
+from hf_pyao.auto.zeroth_order.residency import VisitingWeights, places_of
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.engine.zeroth_order.perturbation import (
@@ -21,7 +22,9 @@ from hf_pyao.engine.zeroth_order.perturbation import (
     projected_gradient,
 )
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.errors import ConfigError, ConflictError, warn
+from hf_pyao.engine.zeroth_order.zo2_order import WeightsInVisitingOrder
+from hf_pyao.errors import ConfigError, ConflictError, unknown_name, warn
+from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers, plain_path, unwrap_model
 from hf_pyao.ranks import process_rank
 
@@ -35,8 +38,8 @@ class ZerothOrder:
     """Zeroth-order fine-tuning of one model: its weights, from now until :meth:`close`.
 
     Parameters that require gradients are trained; no gradient is ever computed. Layers visit the
-    device one at a time (ZO2, arXiv 2503.12668), and their updates go back to the host. Embeddings,
-    head and layers that stay are on the device.
+    device one at a time (ZO2, arXiv 2503.12668), and their updates go back to the host. Layers that
+    stay are on the device, and so are embeddings and head, unless these visit by rows.
 
     ```python
     with ZerothOrder(model, ZerothOrderSettings(epsilon=1e-3), device="cuda") as zeroth_order:
@@ -52,13 +55,18 @@ class ZerothOrder:
         device: where compute runs; None: where the model is.
         num_resident: layers that stay on the device, evenly spread; None: all.
         host_memory_gib: most memory of the host, in GiB; None: this process's share of it.
+        stream_embeddings: ``"on"``: the weights of embeddings and head are on the host, too, and
+            visit by rows; ``"off"``: they stay on the device.
+        head_loss: ``"chunked"`` or ``"auto"``: both passes compute the loss over chunks of tokens,
+            without all logits; ``"off"``: the model's own loss.
         layers: names or patterns of the layers, as ``PyAOConfig.layers``.
         transport: copies bytes; None: what suits the device.
 
     Raises:
-        ConfigError: nothing is trained, or the host has no room.
-        ConflictError: two ranks train, but not exactly two; or a module keeps references to its
-            weights, which would be read without the perturbation.
+        ConfigError: nothing is trained, the host has no room, or a setting is unknown.
+        ConflictError: the model is attached, or someone else moves, shards or compiles its weights;
+            a number of ranks other than one and two; or a module keeps references to its weights,
+            which would be read without the perturbation.
         NoLayersFoundError: no layers were found.
     """
 
@@ -70,13 +78,19 @@ class ZerothOrder:
         device: torch.device | str | None = None,
         num_resident: int | None = 0,
         host_memory_gib: float | None = None,
+        stream_embeddings: str = "off",
+        head_loss: str = "off",
         layers: tuple[str, ...] = (),
         transport: Transport | None = None,
     ) -> None:
         self.settings = settings or ZerothOrderSettings()
         root = unwrap_model(model)
         self.device = device_of(root) if device is None else torch.device(device)
-        _check(root)
+        if stream_embeddings not in ("on", "off"):
+            raise unknown_name("stream_embeddings", stream_embeddings, ("on", "off"))
+        if head_loss not in ("off", "auto", "chunked"):
+            raise unknown_name("head_loss", head_loss, ("off", "auto", "chunked"))
+        check_model(root)
         found = find_layers(root, layers)
         parameters = [
             (plain_path(name), each) for name, each in root.named_parameters() if each.requires_grad
@@ -87,7 +101,17 @@ class ZerothOrder:
                 "train. Call model.requires_grad_(True), or add adapters.",
                 key="zeroth-order-untrained",
             )
+        if self.settings.zo2_order and stream_embeddings == "on":
+            raise ConfigError(
+                "stream_embeddings is 'on' and zo2_order is on: ZO2 keeps embeddings and head on "
+                "the device. Give 'off'.",
+                key="settings-contradict",
+            )
         self._trained = TrainedWeights(parameters, self.settings)
+        if self.settings.zo2_order:
+            self._trained = WeightsInVisitingOrder(
+                parameters, _modules(root, found.layers), self.settings, self.device
+            )
         self._weights = VisitingWeights(
             root,
             found.layers,
@@ -95,16 +119,21 @@ class ZerothOrder:
             self.device,
             len(found.layers) if num_resident is None else num_resident,
             host_memory_gib=host_memory_gib,
+            ends_visit=stream_embeddings == "on",
             transport=transport,
         )
         self._is_open = True
-        self._sums = [0.0, 0.0]
-        self._num_micro_batches = 0
+        self._is_flushed = False
+        """Whether :meth:`close` has updated all weights."""
+        self._losses: tuple[tuple[float, float], ...] = ()
+        """By micro-batch of the step that runs, those of both passes."""
         self.num_skipped_steps = 0
         """Steps whose losses were not finite: they have changed nothing."""
         try:
             self._weights.put_on()
             self._hooks = self._hook(root)
+            self.head_loss = install_head_loss(root, head_loss, without_gradients=True)
+            """What computes the loss in chunks, and says why where it does not."""
         except BaseException:
             self._weights.take_off()
             raise
@@ -135,11 +164,29 @@ class ZerothOrder:
             ConfigError: *loss_fn* has returned something else than one number.
         """
         self._check_open()
+        if not self._weights.visits.in_use.acquire(blocking=False):
+            raise ConflictError(
+                "a step of zeroth order runs on another thread. Make steps and other forwards one "
+                "after the other.",
+                key="zeroth-order-threads",
+            )
+        try:
+            losses = self._passes(model, loss_fn)
+        finally:
+            self._weights.visits.in_use.release()
+        self._losses = (*self._losses, losses)
+        return torch.tensor((losses[0] + losses[1]) / 2, device=self.device)
+
+    def _passes(self, model: nn.Module, loss_fn: Callable[[nn.Module], Any]) -> tuple[float, float]:
         own = process_rank()
         signs = SIGNS if own.num_ranks == 1 else (SIGNS[own.rank],)
         if own.num_ranks > 1:
             _share_generators(self.device)
         visits = self._weights.visits
+        if visits.sign is not None:
+            raise ConflictError(
+                "loss_fn has begun a step of zeroth order inside of one.", key="wrong-argument"
+            )
         visits.begin_step()
 
         def run(sign: int) -> torch.Tensor:
@@ -149,9 +196,7 @@ class ZerothOrder:
         with torch.no_grad():
             found = [float(each) for each in self._weights.turns.run([_of(run, s) for s in signs])]
         losses = found if own.num_ranks == 1 else _exchanged(found[0], self.device)
-        self._sums = [total + loss for total, loss in zip(self._sums, losses, strict=True)]
-        self._num_micro_batches += 1
-        return torch.tensor((losses[0] + losses[1]) / 2, device=self.device)
+        return losses[0], losses[1]
 
     def end_step(self, learning_rate: float) -> float:
         """End a step: every weight is updated by it when it is read next.
@@ -163,32 +208,35 @@ class ZerothOrder:
             The projected gradient, of the mean loss over the micro-batches.
         """
         self._check_open()
-        num = self._num_micro_batches
-        if not num:
+        losses = self._losses
+        if not losses:
             raise ConfigError(
                 "a step has ended without a micro-batch. Call accumulate() first.",
                 key="wrong-argument",
             )
-        plus, minus = (total / num for total in self._sums)
+        plus, minus = (sum(each) / len(losses) for each in zip(*losses, strict=True))
         gradient = projected_gradient(plus, minus, self.settings.epsilon)
-        self._drop()
-        if math.isfinite(gradient):
+        self._losses = ()
+        if math.isfinite(gradient) and math.isfinite(learning_rate):
             self._trained.end_step(PastStep(self.num_steps, learning_rate, gradient))
         else:
             self.num_skipped_steps += 1
             warn(
                 logger,
                 "zeroth-order-loss",
-                "step %d of zeroth order has the losses %r and %r: the weights stay as they are.",
+                "step %d of zeroth order has the losses %r and %r, and the learning rate %r: the "
+                "weights stay as they are.",
                 self.num_steps,
                 plus,
                 minus,
+                learning_rate,
             )
             self._trained.end_step(None)
         return gradient
 
-    def _drop(self) -> None:
-        self._sums, self._num_micro_batches = [0.0, 0.0], 0
+    def drop_step(self) -> None:
+        """Forget the micro-batches since the last step's end, as after one that has failed."""
+        self._losses = ()
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -205,12 +253,15 @@ class ZerothOrder:
         if not self._is_open:
             return
         try:
-            self._weights.visits.flush()
+            if not self._is_flushed:
+                self._weights.visits.flush()
+                self._is_flushed = True
         finally:
-            self._is_open = False
             for hook in self._hooks:
                 hook.remove()
+            self.head_loss.uninstall()
             self._weights.take_off()
+            self._is_open = False  # last: an interrupted call can be made again
 
     def __enter__(self) -> ZerothOrder:
         return self
@@ -229,8 +280,11 @@ class ZerothOrder:
             "num_steps": self.num_steps,
             "seed": self.settings.seed,
             "epsilon": self.settings.epsilon,
+            "zo2_order": self.settings.zo2_order,
             "momentum": {
-                each.name: each.state for each in self._trained.weights if each.state is not None
+                each.name: torch.cat([part.state.cpu() for part in each.parts])  # type: ignore[union-attr]
+                for each in self._trained.weights
+                if self.settings.momentum
             },
         }
 
@@ -247,6 +301,12 @@ class ZerothOrder:
                 "Give the same seed: the noise depends on it.",
                 key="zeroth-order-resume",
             )
+        if state.get("zo2_order", False) != self.settings.zo2_order:
+            raise ConfigError(
+                f"zo2_order is {self.settings.zo2_order}; the run that is resumed has "
+                f"{not self.settings.zo2_order}. Give the same: the noise depends on it.",
+                key="zeroth-order-resume",
+            )
         momenta = state["momentum"]
         for weight in self._trained.weights:
             found = momenta.get(weight.name)
@@ -256,11 +316,22 @@ class ZerothOrder:
                     f"{weight.num_elements}. Resume with the same model.",
                     key="zeroth-order-resume",
                 )
-            weight.state = None
-            if found is not None:
-                weight.keep_state(found)
+        for part, found in self._momenta(momenta):
+            part.copy_(found)
         self._trained.start_at(state["num_steps"])
         self._weights.visits.forget_all()
+
+    def _momenta(
+        self, momenta: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the momentum of each part, and what *momenta* have for it; zeros for none."""
+        for weight in self._trained.weights:
+            for part in weight.parts:
+                if part.state is None:
+                    continue
+                found = momenta.get(weight.name)
+                end = part.first + part.num_elements
+                yield part.state, torch.zeros(()) if found is None else found[part.first : end]
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -328,6 +399,17 @@ def without_cache(model: nn.Module) -> Iterator[None]:
         config.use_cache = before
 
 
+def _modules(
+    model: nn.Module, layers: Sequence[tuple[str, nn.Module]]
+) -> dict[str, list[torch.Tensor]]:
+    """Return by place (a layer, or a module outside of layers) its parameters, each once."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for module, place in places_of(model, layers).items():
+        own = found.setdefault(place, {})
+        own |= {id(p): p for p in module._parameters.values() if p is not None}
+    return {place: list(own.values()) for place, own in found.items()}
+
+
 def _of(run: Callable[[int], torch.Tensor], sign: int) -> Callable[[], torch.Tensor]:
     return lambda: run(sign)
 
@@ -363,20 +445,3 @@ def _share_generators(device: torch.device) -> None:
         state = generators.get_rng_state(*place).to(where)
         distributed.broadcast(state, src=0)
         generators.set_rng_state(state.cpu(), *place)
-
-
-def _check(model: nn.Module) -> None:
-    num_ranks = process_rank().num_ranks
-    if num_ranks not in (1, len(SIGNS)):
-        raise ConflictError(
-            f"zeroth order runs on one process or on two, and the group has {num_ranks}. Start it "
-            "with two, which run one pass each.",
-            key="zeroth-order-ranks",
-        )
-    for path, module in model.named_modules():
-        if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters()):
-            raise ConflictError(
-                f"{path!r} ({type(module).__name__}) keeps references to its weights, which would "
-                "be read without the perturbation. Freeze it.",
-                key="zeroth-order-reference",
-            )

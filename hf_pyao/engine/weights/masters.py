@@ -111,6 +111,22 @@ class Masters(HostBytes):
                 let_go(before)
                 del before  # one weight at a time is there twice
 
+    def take_in(self, master: Master) -> None:
+        """Copy the data that *master*'s parameter was given since to the memory, as a view of it.
+
+        They have the same dtype, shape and layout as before.
+        """
+        parameter = master.ref()
+        assert parameter is not None
+        assert self.memory is not None
+        with torch.no_grad():
+            blank = torch.empty(0, dtype=master.dtype, device=self.memory.device)
+            first = master.offset // master.dtype.itemsize
+            storage = self.memory.untyped_storage()
+            view = view_of_storage(blank, storage, first, master.size, master.stride)
+            view.copy_(parameter.detach())
+            _exchange(master, parameter, view)
+
     def move_back(self) -> None:
         """Return parameters to the device that they came from. It may be called again.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise
+from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise, noise_of_rows
 from hf_pyao.errors import ConfigError
 
 CHUNK_ELEMENTS = 1 << 20
@@ -35,8 +35,16 @@ class ZerothOrderSettings:
     """Factor of the last step's direction; 0: plain MeZO-SGD, which has no state."""
     seed: int = 0
     """Of the noise."""
+    zo2_order: bool = False
+    """Draw noise from a generator in the order of the visits, as ZO2 does, to compare with its
+    runs; without momentum. A tied head then has two noises."""
 
     def __post_init__(self) -> None:
+        if self.zo2_order and self.momentum:
+            raise ConfigError(
+                f"momentum is {self.momentum!r} and zo2_order is on: ZO2 has no momentum. Give 0.",
+                key="settings-contradict",
+            )
         if not (math.isfinite(self.epsilon) and self.epsilon > 0):
             raise ConfigError(
                 f"epsilon is {self.epsilon!r}; expected a number above 0.", key="setting-value"
@@ -58,7 +66,13 @@ class PastStep:
 
 
 def perturbed(
-    weight: torch.Tensor, key: NoiseKey, step: int, scale: float, out: torch.Tensor | None = None
+    weight: torch.Tensor,
+    key: NoiseKey,
+    step: int,
+    scale: float,
+    out: torch.Tensor | None = None,
+    *,
+    first_element: int = 0,
 ) -> torch.Tensor:
     """Return ``weight + scale * z`` in the weight's dtype; *weight* keeps its bits.
 
@@ -71,12 +85,13 @@ def perturbed(
         step: number of the step.
         scale: epsilon, with the pass's sign.
         out: contiguous, of the weight's shape and dtype; None: a new tensor.
+        first_element: the parameter's element that *weight* begins with.
     """
     if out is None:
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     source = weight if weight.is_contiguous() else weight.contiguous()
     for first, end in _chunks(weight.numel()):
-        z = noise(key, step, first, end, weight.device).mul_(scale)
+        z = noise(key, step, first_element + first, first_element + end, weight.device).mul_(scale)
         part = source.view(-1)[first:end]
         out.view(-1)[first:end] = part.to(_wide(weight.dtype)) + z
     return out
@@ -89,6 +104,7 @@ def update(
     *,
     momentum: float = 0.0,
     state: torch.Tensor | None = None,
+    first_element: int = 0,
 ) -> None:
     """Change *weight* in place by the update of *past*.
 
@@ -102,20 +118,61 @@ def update(
         momentum: factor of *state*.
         state: float32, contiguous, of the weight's number of elements, on its device; changed in
             place. None: no momentum.
+        first_element: the parameter's element that *weight* begins with.
     """
     target = weight if weight.is_contiguous() else weight.contiguous()
     for first, end in _chunks(weight.numel()):
-        z = noise(key, past.step, first, end, weight.device)
-        if state is None:
-            change = z.mul_(past.learning_rate * past.gradient)
-        else:
-            part = state.view(-1)[first:end]
-            part.mul_(momentum).add_(z.mul_(past.gradient))
-            change = part * past.learning_rate
-        values = target.view(-1)[first:end]
-        values.copy_(values.to(_wide(weight.dtype)) - change)
+        z = noise(key, past.step, first_element + first, first_element + end, weight.device)
+        part = None if state is None else state.view(-1)[first:end]
+        _move(target.view(-1)[first:end], z, past, momentum, part)
     if target is not weight:
         weight.copy_(target)
+
+
+def perturbed_rows(
+    weight: torch.Tensor, key: NoiseKey, step: int, scale: float, rows: torch.Tensor
+) -> torch.Tensor:
+    """Return what :func:`perturbed` gives for some rows of a parameter.
+
+    Args:
+        weight: the rows, shape (N, D).
+        key: of the parameter's noise.
+        step: number of the step.
+        scale: epsilon, with the pass's sign.
+        rows: int64, shape (N,), the rows' numbers in the parameter, on the weight's device.
+    """
+    z = noise_of_rows(key, step, rows, weight.shape[1]).mul_(scale)
+    return (weight.to(_wide(weight.dtype)) + z).to(weight.dtype)
+
+
+def update_rows(
+    weight: torch.Tensor,
+    key: NoiseKey,
+    past: PastStep,
+    rows: torch.Tensor,
+    *,
+    momentum: float = 0.0,
+    state: torch.Tensor | None = None,
+) -> None:
+    """Change some rows of a parameter, (N, D), in place as :func:`update` does; (N, D) *state*."""
+    z = noise_of_rows(key, past.step, rows, weight.shape[1])
+    _move(weight, z, past, momentum, state)
+
+
+def _move(
+    values: torch.Tensor,
+    z: torch.Tensor,
+    past: PastStep,
+    momentum: float,
+    state: torch.Tensor | None,
+) -> None:
+    """Update *values* in place; *z*, their noise, is used up."""
+    if state is None:
+        change = z.mul_(past.learning_rate * past.gradient)
+    else:
+        state.mul_(momentum).add_(z.mul_(past.gradient))
+        change = state * past.learning_rate
+    values.copy_(values.to(_wide(values.dtype)) - change)
 
 
 def projected_gradient(plus: float, minus: float, epsilon: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,8 +12,32 @@ from hf_pyao.engine.zeroth_order.perturbation import (
     PastStep,
     ZerothOrderSettings,
     perturbed,
+    perturbed_rows,
     update,
+    update_rows,
 )
+
+
+class TrainedPart:
+    """Elements of one parameter that are updated together: all of them, or some rows.
+
+    Args:
+        key: of the parameter's noise.
+        first: the first element, in the order of a contiguous tensor.
+        num_elements: how many there are.
+        num_applied: how many steps they have been updated by.
+    """
+
+    __slots__ = ("first", "key", "num_applied", "num_elements", "state")
+
+    def __init__(self, key: NoiseKey, first: int, num_elements: int, num_applied: int) -> None:
+        self.key = key
+        self.first = first
+        self.num_elements = num_elements
+        self.num_applied = num_applied
+        self.state: torch.Tensor | None = None
+        """The momentum, float32, shape (num_elements,), where the weight lives; None without
+        momentum, and before it is given memory."""
 
 
 class TrainedWeight:
@@ -31,15 +55,20 @@ class TrainedWeight:
         self.ref = weakref.ref(parameter)
         self.key = NoiseKey.of(seed, name)
         self.num_elements = parameter.numel()
-        self.num_applied = num_applied
-        self.state: torch.Tensor | None = None
-        """The momentum, float32, on the host; None without momentum, and before the first step."""
+        self.parts = [TrainedPart(self.key, 0, self.num_elements, num_applied)]
 
-    def keep_state(self, state: torch.Tensor) -> None:
-        """Keep a copy of *state*, the momentum, on the host."""
-        if self.state is None:
-            self.state = torch.empty(self.num_elements, dtype=torch.float32)
-        self.state.copy_(state)
+    def divide(self, firsts: Sequence[int]) -> None:
+        """Update the elements from each of *firsts* up to the next one by themselves."""
+        ends = [*firsts[1:], self.num_elements]
+        num_applied = self.parts[0].num_applied
+        self.parts = [
+            TrainedPart(self.key, first, end - first, num_applied)
+            for first, end in zip(firsts, ends, strict=True)
+        ]
+
+    def part_from(self, first: int) -> TrainedPart:
+        """Return the part that begins with element *first*."""
+        return next(part for part in self.parts if part.first == first)
 
 
 class TrainedWeights:
@@ -61,14 +90,25 @@ class TrainedWeights:
         num_steps: int = 0,
     ) -> None:
         self.settings = settings
-        self.num_steps = num_steps
-        """Steps that are over: the number of the step that runs."""
-        self._first_kept = num_steps
-        self._past: list[PastStep | None] = []
+        self._past: tuple[int, tuple[PastStep | None, ...]] = (num_steps, ())
+        """Number of the oldest step that is kept, and the steps from there on; exchanged as one,
+        so that an interrupt finds both or neither."""
         self.weights = [
             TrainedWeight(name, each, settings.seed, num_steps) for name, each in parameters
         ]
         self._by_id = {id(each.ref()): each for each in self.weights}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are over: the number of the step that runs."""
+        first, kept = self._past
+        return first + len(kept)
+
+    @property
+    def parts(self) -> Iterator[TrainedPart]:
+        """The parts of all weights."""
+        for weight in self.weights:
+            yield from weight.parts
 
     def of(self, parameter: object) -> TrainedWeight | None:
         """Return what is known of *parameter*; None if it is not trained."""
@@ -77,58 +117,107 @@ class TrainedWeights:
 
     def end_step(self, past: PastStep | None) -> None:
         """Note the step that is over. None: nothing changes by it."""
-        self._past.append(past)
-        self.num_steps += 1
-        oldest = min((each.num_applied for each in self.weights), default=self.num_steps)
-        if oldest > self._first_kept:
-            del self._past[: oldest - self._first_kept]
-            self._first_kept = oldest
+        first, kept = self._past
+        kept = (*kept, past)
+        oldest = min((part.num_applied for part in self.parts), default=first + len(kept))
+        if oldest > first:
+            first, kept = oldest, kept[oldest - first :]
+        self._past = first, kept
 
     def start_at(self, num_steps: int) -> None:
         """Go on from step *num_steps*; no step may be left to apply."""
-        assert not any(map(self.is_behind, self.weights))
-        self.num_steps = self._first_kept = num_steps
-        self._past = []
-        for each in self.weights:
-            each.num_applied = num_steps
+        assert not any(map(self.is_behind, self.parts))
+        self._past = num_steps, ()
+        for part in self.parts:
+            part.num_applied = num_steps
 
-    def is_behind(self, weight: TrainedWeight) -> bool:
-        """Say whether *weight* is still to be updated by a step."""
-        return any(past is not None for past in self._steps_for(weight))
+    def is_behind(self, part: TrainedPart) -> bool:
+        """Say whether *part* is still to be updated by a step."""
+        return bool(self._steps_for(part))
 
-    def _steps_for(self, weight: TrainedWeight) -> Sequence[PastStep | None]:
-        return self._past[weight.num_applied - self._first_kept :]
+    def _steps_for(self, part: TrainedPart) -> list[PastStep]:
+        first, kept = self._past
+        return [past for past in kept[part.num_applied - first :] if past is not None]
 
-    def catch_up(self, weight: TrainedWeight, data: torch.Tensor) -> Callable[[], None] | None:
-        """Update *data*, the bits of *weight* on any device, by the steps that it has not seen.
+    def visit(self, module: str) -> None:
+        """Note that the forward of a step has come to *module*; counted noise needs no order."""
+
+    def parts_at(self, weight: TrainedWeight, module: str) -> list[TrainedPart]:
+        """Return what of *weight* is updated as *module* reads it."""
+        return weight.parts
+
+    def catch_up(
+        self, part: TrainedPart, data: torch.Tensor, state: torch.Tensor | None
+    ) -> Callable[[], None] | None:
+        """Update *data*, the bits of *part* on any device, by the steps that it has not seen.
 
         Nothing else changes until the function is called that this returns: whoever fails before
-        that puts *data* back, and calls this again later.
+        that puts *data* and *state* back, and calls this again later. It may be called twice.
+
+        Args:
+            part: what *data* is of.
+            data: changed in place.
+            state: the momentum beside it, float32, changed in place; None without momentum.
 
         Returns:
-            What notes that the weight was updated; None if *data* has not changed.
+            What notes that the part was updated; None if *data* has not changed.
         """
-        steps = [past for past in self._steps_for(weight) if past is not None]
+        steps = self._steps_for(part)
         num_steps = self.num_steps
         if not steps:
-            weight.num_applied = num_steps
+            part.num_applied = num_steps
             return None
         momentum = self.settings.momentum
-        state: torch.Tensor | None = None
-        if momentum:
-            state = torch.zeros(weight.num_elements, dtype=torch.float32, device=data.device)
-            if weight.state is not None:
-                state.copy_(weight.state)
+        assert bool(momentum) == (state is not None)
         for past in steps:
-            update(data, weight.key, past, momentum=momentum, state=state)
+            update(data, part.key, past, momentum=momentum, state=state, first_element=part.first)
 
         def note() -> None:
-            if state is not None:
-                weight.keep_state(state)
-            weight.num_applied = num_steps
+            part.num_applied = num_steps
 
         return note
 
-    def perturbed(self, weight: TrainedWeight, data: torch.Tensor, sign: int) -> torch.Tensor:
-        """Return *data*, the bits of *weight*, perturbed for the pass of *sign* in this step."""
-        return perturbed(data, weight.key, self.num_steps, sign * self.settings.epsilon)
+    def catch_up_rows(
+        self,
+        part: TrainedPart,
+        rows: torch.Tensor,
+        data: torch.Tensor,
+        state: torch.Tensor | None,
+    ) -> None:
+        """Update *data*, a copy of some rows of *part*, by the steps that the part has not seen.
+
+        Args:
+            part: rows of a parameter; it stays as it is.
+            rows: int64, shape (N,), the rows' numbers in the parameter, on the device of *data*.
+            data: shape (N, D), changed in place.
+            state: the momentum of these rows, shape (N, D), changed in place; None without it.
+        """
+        for past in self._steps_for(part):
+            update_rows(data, part.key, past, rows, momentum=self.settings.momentum, state=state)
+
+    def perturbed(
+        self,
+        weight: TrainedWeight,
+        data: torch.Tensor,
+        sign: int,
+        first: int = 0,
+        module: str = "",
+    ) -> torch.Tensor:
+        """Return *data*, bits of *weight*, perturbed for the pass of *sign* in this step.
+
+        Args:
+            weight: which one.
+            data: on the device; it keeps its bits.
+            sign: 1 or -1.
+            first: the weight's element that *data* begins with.
+            module: which reads it; counted noise does not depend on it.
+        """
+        scale = sign * self.settings.epsilon
+        return perturbed(data, weight.key, self.num_steps, scale, first_element=first)
+
+    def perturbed_rows(
+        self, weight: TrainedWeight, rows: torch.Tensor, data: torch.Tensor, sign: int
+    ) -> torch.Tensor:
+        """Return *data*, some rows of *weight*, perturbed; *rows* are their numbers."""
+        scale = sign * self.settings.epsilon
+        return perturbed_rows(data, weight.key, self.num_steps, scale, rows)

@@ -7,7 +7,8 @@
 - What a module reads is a new tensor: the weight in the slot plus or minus epsilon times the noise.
   The slot keeps the pristine bits.
 - An upload into the slot waits for the copy back from it, and an upload of the block waits for the
-  block's own copy back. Both are event waits.
+  block's own copy back. A block that has stayed in its slot is updated there behind its last copy
+  back. All are event waits.
 - The number of steps that a weight has seen is raised once the copy back is queued. If anything
   fails before that, the slot is forgotten, the host has the bits of before, and the update is made
   at the next visit.
@@ -17,19 +18,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from hf_pyao.engine.transfer.compute_streams import is_held_elsewhere
 from hf_pyao.engine.transfer.layout import bytes_view
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, RingSchedule
-from hf_pyao.engine.weights.blocks import Block, Weight, weights_by_parameter
+from hf_pyao.engine.weights.blocks import Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_slots import DeviceSlot, DeviceSlots
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.zeroth_order.trained import TrainedWeights
+from hf_pyao.engine.weights.host_weight import HostWeight
+from hf_pyao.engine.zeroth_order.by_rows import ReadsByRows
+from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeights
+from hf_pyao.engine.zeroth_order.visit_block import VisitBlock
 
 
 class _Pass(threading.local):
@@ -39,8 +45,8 @@ class _Pass(threading.local):
     """1 and -1 in a pass of a step, 0 in another forward; None outside of a forward."""
 
     def __init__(self) -> None:
-        self.given: dict[int, torch.Tensor] = {}
-        """Perturbed weights that this layer call has read, by the parameter's id."""
+        self.given: dict[tuple[int, str], torch.Tensor] = {}
+        """Perturbed weights that this layer call has read, by the parameter's id and the place."""
 
 
 class WeightVisits(RingSchedule):
@@ -49,18 +55,20 @@ class WeightVisits(RingSchedule):
     Args:
         blocks: those on the host, in forward order, with their memory.
         trained: all trained weights of the model.
-        link: transport and compute streams.
+        link: transport, host memory and compute streams.
         device: where compute runs.
         num_slots: slots of the ring.
+        hand_over: called between two pieces of a weight that is read by rows.
     """
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[VisitBlock],
         trained: TrainedWeights,
         link: LinkContext,
         device: torch.device,
         num_slots: int = NUM_SLOTS,
+        hand_over: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(len(blocks), num_slots)
         self.device = device
@@ -71,10 +79,16 @@ class WeightVisits(RingSchedule):
         """Copies of blocks back to the host."""
         self.offloaded_bytes = 0
         """Bytes that they copied."""
+        self.link = link
+        self.hand_over = hand_over
+        self.read_later: Collection[int] = frozenset()
+        """By ``id``, embeddings' weights that the head reads at the end of the forward."""
         self._transport = link.transport
         self._slots = DeviceSlots(blocks, num_slots, link, device, self.counts)
         self._weights = weights_by_parameter(blocks)
-        self._trained_of = [_trained_in(block, trained) for block in blocks]
+        self._stand_ins: dict[int, HostWeight] = {}
+        self.by_rows = ReadsByRows(weakref.proxy(self))
+        """Computes with weights that are read by rows."""
         self._copies_back: dict[int, list[Any]] = {}
         """By block, the tickets of its newest copy back."""
         self._left_by: list[int | None] = [None] * num_slots
@@ -82,7 +96,10 @@ class WeightVisits(RingSchedule):
         self._seen = [-1] * len(blocks)
         """By block, how many steps its weights have seen."""
         self._pass = _Pass()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held while blocks move."""
+        self.in_use = threading.RLock()
+        """Held by the thread that runs a step, or another forward."""
 
     # ---- what modules read: a Source of tables -------------------------------------------------
 
@@ -101,34 +118,53 @@ class WeightVisits(RingSchedule):
             return True
         return self._slots.of_storage(tensor.untyped_storage()._cdata) is not None
 
-    def read(self, parameter: Any) -> Any:
+    def read(self, parameter: Any, module: str = "") -> Any:
         """Return what a module's attribute gives where *parameter* is in its table.
 
         In a pass the perturbed weight, in another forward the weight, on the device. Elsewhere the
-        parameter.
+        parameter. *module*: which reads it, where the noise depends on that.
         """
         here = self._pass
         if here.sign is None or parameter is None:
             return parameter
-        given = here.given.get(id(parameter))
+        given = here.given.get((id(parameter), module))
         if given is not None:
             return given
-        with self._lock, torch.no_grad():
-            given = self._read(parameter, here.sign)
-        if self.streams(parameter) and here.sign:
-            here.given[id(parameter)] = given
+        with self.lock, torch.no_grad():
+            streamed = self.weight_of(parameter)
+            if streamed is not None and streamed.groups:
+                return self._stand_in(streamed)
+            if module and here.sign:
+                self.trained.visit(module)
+            given = self._read(parameter, streamed, here.sign, module)
+        if streamed is not None and here.sign:
+            here.given[id(parameter), module] = given
         return given
 
-    def _read(self, parameter: torch.Tensor, sign: int) -> torch.Tensor:
-        streamed, weight = self.weight_of(parameter), self.trained.of(parameter)
+    def _read(
+        self, parameter: torch.Tensor, streamed: Weight | None, sign: int, module: str
+    ) -> torch.Tensor:
+        weight = self.trained.of(parameter)
         if streamed is not None:
-            slot = self._slots[self._arrive(streamed.block)]
-            data = self._view(streamed, slot)
+            data = self.on_device(streamed)
         else:
             if weight is not None:
-                self._update_in_place(parameter)
+                self._update_in_place(parameter, module if sign else "")
             data = parameter.detach()
-        return data if weight is None or not sign else self.trained.perturbed(weight, data, sign)
+        if weight is None or not sign:
+            return data
+        return self.trained.perturbed(weight, data, sign, module=module)
+
+    def on_device(self, weight: Weight) -> torch.Tensor:
+        """Return *weight*, or a group of its rows, updated, as a view of its slot."""
+        return self._view(weight, self._slots[self._arrive(weight.block)])
+
+    def _stand_in(self, weight: Weight) -> HostWeight:
+        found = self._stand_ins.get(id(weight))
+        if found is None:
+            found = HostWeight.of(weight, self.device, weakref.proxy(self.by_rows))
+            self._stand_ins[id(weight)] = found
+        return found
 
     @contextmanager
     def reading(self, sign: int) -> Iterator[None]:
@@ -154,7 +190,9 @@ class WeightVisits(RingSchedule):
 
     def begin_step(self) -> None:
         """Begin a forward, or both forwards of a step."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
+            self.by_rows.begin()
+            self._adopt_strays()
             for held in list(self.slots):
                 if held is not None and self.blocks[held].has_changed():
                     self.forget(held)
@@ -162,9 +200,18 @@ class WeightVisits(RingSchedule):
             self.current = None
             self.ahead()
 
+    def _adopt_strays(self) -> None:
+        """Take weights that were given other data (``parameter.data = ...``) into their memory."""
+        for block in self.blocks:
+            for weight, _ in block.strays():
+                block.masters.take_in(weight.master)
+                for other in self.blocks:
+                    if other.masters is block.masters:
+                        self.forget(other.index)
+
     def arrive(self, block: int) -> None:
         """Have *block* on the device, updated; and let the next one come."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             self._arrive(block)
 
     def _arrive(self, block: int) -> int:
@@ -188,15 +235,32 @@ class WeightVisits(RingSchedule):
         """Update the trained weights in *slot* and queue their copy back; see [Note: Visits]."""
         notes = self._catch_up(block, slot)
         if notes:
-            self._copy_back(block, number, slot)
-            for note in notes:
-                note()
+            try:
+                self._commit(block, number, slot, notes)
+            except BaseException:
+                # An interrupt, it may be, between the copy and the notes: both can be made again.
+                self._commit(block, number, slot, notes)
+                raise
         self._seen[block] = self.trained.num_steps
+
+    def _commit(
+        self, block: int, number: int, slot: DeviceSlot, notes: Sequence[Callable[[], None]]
+    ) -> None:
+        self._copy_back(block, number, slot)
+        for note in notes:
+            note()
 
     def _catch_up(self, block: int, slot: DeviceSlot) -> list[Callable[[], None]]:
         notes = []
-        for weight, trained in self._trained_of[block]:
-            note = self.trained.catch_up(trained, self._view(weight, slot))
+        meant = self.blocks[block]
+        assert slot.storage is not None
+        if any(self.trained.is_behind(part) for _, part in meant.trained):
+            # A block that has stayed in its slot since the last step may still be read from there.
+            for ticket in self._copies_back.get(block, ()):
+                self._transport.wait(ticket)
+        for place, (weight, part) in enumerate(meant.trained):
+            state = meant.state_in_slot(slot.storage, self.device, place)
+            note = self.trained.catch_up(part, self._view(weight, slot), state)
             if note is not None:
                 notes.append(note)
         return notes
@@ -204,19 +268,18 @@ class WeightVisits(RingSchedule):
     def _copy_back(self, block: int, number: int, slot: DeviceSlot) -> None:
         meant = self.blocks[block]
         assert slot.storage is not None
-        assert meant.memory is not None
-        tickets = []
-        for start, first, nbytes in _runs(self._trained_of[block]):
+        tickets = self._copies_back[block] = []
+        self._left_by[number] = block
+        for start, on_host in meant.runs():
+            nbytes = on_host.numel()
             ticket = self._transport.offload(
                 bytes_view(slot.storage, self.device, start, start + nbytes),
-                meant.memory[first : first + nbytes],
+                on_host,
                 label=f"updated weights of {meant.layer!r}",
                 times=self._slots.times,
             )
             tickets.append(ticket)
             self.offloaded_bytes += nbytes
-        self._copies_back[block] = tickets
-        self._left_by[number] = block
         self.num_offloads += 1
 
     def _view(self, weight: Weight, slot: DeviceSlot) -> torch.Tensor:
@@ -229,6 +292,11 @@ class WeightVisits(RingSchedule):
     def upload(self, block: int, slot: int) -> None:
         """Queue the copy of *block* into *slot*, behind the copies back of both."""
         left, self._left_by[slot] = self._left_by[slot], None
+        storage = self._slots[slot].storage
+        if left is not None and storage is not None and is_held_elsewhere(storage):
+            # The memory is left to its holder, who may let go of it at any time.
+            for ticket in self._copies_back.get(left, ()):
+                self._transport.retire(ticket)
         after = list(self._copies_back.get(block, ()))
         if left is not None and left != block:
             after += self._copies_back.get(left, ())
@@ -238,9 +306,9 @@ class WeightVisits(RingSchedule):
 
     def flush(self) -> None:
         """Have every weight updated by all steps, where it lives. The host waits for the copies."""
-        with self._lock, torch.no_grad():
-            for index, pairs in enumerate(self._trained_of):
-                if any(self.trained.is_behind(trained) for _, trained in pairs):
+        with self.lock, torch.no_grad():
+            for index, block in enumerate(self.blocks):
+                if any(self.trained.is_behind(part) for _, part in block.trained):
                     self._arrive(index)
             for weight in self.trained.weights:
                 parameter = weight.ref()
@@ -248,29 +316,36 @@ class WeightVisits(RingSchedule):
                     self._update_in_place(parameter)
             self.wait_for_copies()
 
-    def _update_in_place(self, parameter: torch.Tensor) -> None:
+    def _update_in_place(self, parameter: torch.Tensor, module: str = "") -> None:
         weight = self.trained.of(parameter)
-        if weight is None or not self.trained.is_behind(weight):
-            return
-        updated = parameter.detach().clone()
-        note = self.trained.catch_up(weight, updated)
-        if note is not None:
-            parameter.data.copy_(updated)
-            note()
+        for part in () if weight is None else self.trained.parts_at(weight, module):
+            if not self.trained.is_behind(part):
+                continue
+            updated = parameter.detach().clone()
+            state = None if part.state is None else part.state.clone()
+            note = self.trained.catch_up(part, updated, state)
+            if note is None:
+                continue
+            try:
+                _put_in_place(parameter, updated, part, state, note)
+            except BaseException:  # an interrupt, it may be: all of it can be done again
+                _put_in_place(parameter, updated, part, state, note)
+                raise
 
-    def wait_for_copies(self) -> None:
-        """Let the host wait until every copy back has ended."""
-        for tickets in self._copies_back.values():
-            for ticket in tickets:
+    def wait_for_copies(self, block: int | None = None) -> None:
+        """Let the host wait until the copy back of *block* has ended; None: all of them."""
+        for index in list(self._copies_back) if block is None else [block]:
+            for ticket in self._copies_back.get(index, ()):
                 self._transport.retire(ticket)
                 while not self._transport.is_done(ticket):
                     time.sleep(1e-4)
-        self._copies_back.clear()
-        self._left_by = [None] * len(self._left_by)
+        if block is None:
+            self._copies_back.clear()
+            self._left_by = [None] * len(self._left_by)
 
     def forget_all(self) -> None:
         """Upload every block again: the weights on the host may have changed."""
-        with self._lock:
+        with self.lock:
             for held in list(self.slots):
                 if held is not None:
                     self.forget(held)
@@ -280,6 +355,7 @@ class WeightVisits(RingSchedule):
         self.wait_for_copies()
         self.forget_all()
         self._slots.release()
+        self.by_rows.stop()
 
     def figures(self) -> dict[str, Any]:
         """Return what the visits came to, as plain values."""
@@ -291,6 +367,7 @@ class WeightVisits(RingSchedule):
             **self.counts.as_dict(),
             "num_offloads": self.num_offloads,
             "offloaded_bytes": self.offloaded_bytes,
+            **self.by_rows.figures(),
         }
 
     @property
@@ -298,29 +375,44 @@ class WeightVisits(RingSchedule):
         return list(dict.fromkeys(block.masters for block in self.blocks))
 
 
-def _trained_in(block: Block, trained: TrainedWeights) -> list[tuple[Weight, Any]]:
-    """Return the trained weights of a block, by their place in it."""
-    found = []
-    for weight in sorted(block.weights, key=lambda each: each.offset):
-        known = trained.of(weight.ref())
-        if known is not None:
-            found.append((weight, known))
-    return found
+class AtPlace:
+    """What one module reads, where the noise depends on the module.
 
-
-def _runs(pairs: Sequence[tuple[Weight, Any]]) -> Iterator[tuple[int, int, int]]:
-    """Yield the bytes of weights: first byte in the slot, first byte on the host, and size.
-
-    Weights that lie beside each other, apart from the gaps that alignment leaves, are one run.
+    Args:
+        visits: of the model.
+        module: the module's name, or that of the layer around it.
     """
-    start = first = length = 0
-    for weight, _ in pairs:
-        gap = weight.offset - (start + length)
-        if length and 0 <= gap < 512 and weight.first_byte - first == weight.offset - start:
-            length = weight.offset + weight.nbytes - start
-            continue
-        if length:
-            yield start, first, length
-        start, first, length = weight.offset, weight.first_byte, weight.nbytes
-    if length:
-        yield start, first, length
+
+    def __init__(self, visits: WeightVisits, module: str) -> None:
+        self.visits = visits
+        self.device = visits.device
+        self._module = module
+
+    def streams(self, parameter: object) -> bool:
+        """Say whether *parameter* is on the host."""
+        return self.visits.streams(parameter)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say whether *tensor* is one that a pass has read."""
+        return self.visits.holds(tensor)
+
+    def read(self, parameter: Any) -> Any:
+        """Return what the module's attribute gives."""
+        return self.visits.read(parameter, self._module)
+
+
+SOURCES = (WeightVisits, AtPlace)
+"""What tables of modules have for a source."""
+
+
+def _put_in_place(
+    parameter: torch.Tensor,
+    updated: torch.Tensor,
+    part: TrainedPart,
+    state: torch.Tensor | None,
+    note: Callable[[], None],
+) -> None:
+    parameter.data.copy_(updated)
+    if part.state is not None and state is not None:
+        part.state.copy_(state)
+    note()

@@ -78,6 +78,7 @@ class HeadForward:
         budget_bytes: bytes that one chunk may take; None: by the device.
         stand_back: told why a forward keeps the model's own loss.
         warn: told what is worth a warning once.
+        without_gradients: put the head's call off where gradients are off, too.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class HeadForward:
         budget_bytes: int | None,
         stand_back: Callable[[str], None],
         warn: Callable[[str], None],
+        without_gradients: bool = False,
     ) -> None:
+        self._without_gradients = without_gradients
         self.counts = Counts()
         """How often what was done; see :class:`Counts`."""
         self.last_plan: ChunkPlan | None = None
@@ -128,7 +131,8 @@ class HeadForward:
         own_forward = head.own_forward()
 
         def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
-            plain = isinstance(hidden, Tensor) and torch.is_grad_enabled() and not (args or kwargs)
+            plain = isinstance(hidden, Tensor) and not (args or kwargs)
+            plain = plain and (self._without_gradients or torch.is_grad_enabled())
             if not plain or hidden.numel() == 0 or not has_plain_parameters(head.inner):
                 return own_forward(hidden, *args, **kwargs)
             num_vocab, dtype, device = _result_of(head, own_forward, hidden)
@@ -140,6 +144,7 @@ class HeadForward:
                 device=device,
                 own_forward=own_forward,
                 exchanged=self._exchanged,
+                without_gradients=self._without_gradients,
                 compute_loss=functools.partial(self._compute_loss, run),
                 note_reading=self._note_reading,
             )

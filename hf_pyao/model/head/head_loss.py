@@ -51,6 +51,7 @@ def install_head_loss(
     *,
     chunk_tokens: int | None = None,
     budget_bytes: int | None = None,
+    without_gradients: bool = False,
 ) -> HeadLoss:
     """Let training forwards of *model* compute their loss without the logits.
 
@@ -65,6 +66,7 @@ def install_head_loss(
         chunk_tokens: most tokens per chunk; None: as many as *budget_bytes* hold.
         budget_bytes: bytes that one chunk may take; None: a 24th of the device's memory, between
             256 MiB and 2 GiB, or 512 MiB on a CPU.
+        without_gradients: also where gradients are off, as in the passes of zeroth order.
 
     Raises:
         ConfigError: an unknown mode, ``"liger"`` without the package or a GPU, or a handle with
@@ -75,7 +77,13 @@ def install_head_loss(
         raise unknown_name("head_loss", mode, HEAD_LOSS_NAMES)
     if mode == "liger":
         check_liger()
-    handle = HeadLoss(model, mode, chunk_tokens=chunk_tokens, budget_bytes=budget_bytes)
+    handle = HeadLoss(
+        model,
+        mode,
+        chunk_tokens=chunk_tokens,
+        budget_bytes=budget_bytes,
+        without_gradients=without_gradients,
+    )
     if mode == "off":
         return handle
     target = _find_model(model)
@@ -90,7 +98,8 @@ def install_head_loss(
         return handle
     if installed.settings != handle.settings:
         raise ConfigError(
-            f"{type(target).__name__} has a head loss with (mode, chunk_tokens, budget_bytes) = "
+            f"{type(target).__name__} has a head loss with (mode, chunk_tokens, budget_bytes, "
+            "without_gradients) = "
             f"{installed.settings} already; asked for {handle.settings}. Call uninstall() on the "
             "first handle, or ask for the same.",
             key="attached-already",
@@ -127,13 +136,21 @@ class HeadLoss(LeftBehind):
         mode: as in :func:`install_head_loss`.
         chunk_tokens: as in :func:`install_head_loss`.
         budget_bytes: as in :func:`install_head_loss`.
+        without_gradients: as in :func:`install_head_loss`.
     """
 
     def __init__(
-        self, model: nn.Module, mode: str, *, chunk_tokens: int | None, budget_bytes: int | None
+        self,
+        model: nn.Module,
+        mode: str,
+        *,
+        chunk_tokens: int | None,
+        budget_bytes: int | None,
+        without_gradients: bool = False,
     ) -> None:
         self.mode = mode
-        self.settings = (mode, chunk_tokens, budget_bytes)
+        self.settings = (mode, chunk_tokens, budget_bytes, without_gradients)
+        self._without_gradients = without_gradients
         self._target: weakref.ref[nn.Module] | None = None
         self._labels_position = 0
         self._notes = _Notes(type(unwrap_model(model)).__name__, mode)
@@ -143,6 +160,7 @@ class HeadLoss(LeftBehind):
             budget_bytes=budget_bytes,
             stand_back=self._notes.stand_back,
             warn=self._notes.warn,
+            without_gradients=without_gradients,
         )
 
     @property
@@ -224,7 +242,7 @@ class HeadLoss(LeftBehind):
         self, target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether this is a training forward with labels."""
-        if not target.training or not torch.is_grad_enabled():
+        if not target.training or not (self._without_gradients or torch.is_grad_enabled()):
             return False
         position = self._labels_position
         labels = kwargs.get("labels")

@@ -71,6 +71,7 @@ class PutOffCall:
         exchanged: exchanges it for the length of a call.
         compute_loss: runs inside the head's call; see [Note: Calls through the head].
         note_reading: told if the logits are needed although the loss was taken without them.
+        without_gradients: the loss is taken in chunks where gradients are off, too.
     """
 
     def __init__(
@@ -85,13 +86,16 @@ class PutOffCall:
         exchanged: ExchangedForwards,
         compute_loss: ComputeLoss,
         note_reading: Callable[[], None],
+        without_gradients: bool = False,
     ) -> None:
         self.head = head
+        self.without_gradients = without_gradients
         self.num_vocab = num_vocab
         self.dtype = dtype
         self.device = device
         self.own_forward = own_forward
-        self.requires_grad = hidden.requires_grad or bool(head.trainable())
+        can_require = torch.is_grad_enabled() or not without_gradients
+        self.requires_grad = can_require and (hidden.requires_grad or bool(head.trainable()))
         self.computed_for: str | None = None
         """What made the logits be computed after all, if anything did."""
         self.loss_taken = False

@@ -163,7 +163,8 @@ class DeferredLogits(TensorStandIn):
 
     def _waits(self) -> bool:
         """Whether a step can be remembered: without gradients it would leave the graph."""
-        return self._tensor is None and torch.is_grad_enabled()
+        can = torch.is_grad_enabled() or self._call.without_gradients
+        return self._tensor is None and can
 
     def _then(self, transform: LogitTransform) -> DeferredLogits:
         made = self._made(transform.apply)

@@ -21,6 +21,8 @@ class HeadCall(Protocol):
     """Where the head would have put it."""
     requires_grad: bool
     """Whether its result would have been part of the graph."""
+    without_gradients: bool
+    """Whether steps are remembered where gradients are off, too."""
     loss_taken: bool
     """Whether a loss that is to be differentiated has been taken without the logits."""
 

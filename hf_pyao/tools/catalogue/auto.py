@@ -224,6 +224,25 @@ CHAPTER = Chapter(
             "Resume with the same model and the same settings.",
         ),
         Entry(
+            "zeroth-order-attached",
+            "Zeroth order saves no activations, so an offloader of activations has nothing to do "
+            "beside it.",
+            "Call `detach()` of the offloader, or `close()` of the `ZerothOrder`, before the other "
+            "one begins.",
+        ),
+        Entry(
+            "zeroth-order-model",
+            "Something else moves, shards, compiles or streams weights that zeroth order is to "
+            "bring to the device.",
+            "Load the plain model and give that.",
+        ),
+        Entry(
+            "zeroth-order-threads",
+            "Two threads run a step of zeroth order, or another forward, of one model at the same "
+            "time. Blocks of weights are on the device for one of them.",
+            "Make steps and forwards one after the other.",
+        ),
+        Entry(
             "zeroth-order-reference",
             "A module keeps references to its weights, which would be read without the "
             "perturbation of zeroth order.",

@@ -164,10 +164,21 @@ class SimulatedTransport:
         label: object = "",
         times: LinkTimes | None = None,
     ) -> SimulatedTicket:
-        """Queue a copy to the device. *dst* holds poison until it is done."""
+        """Queue a copy to the device. *dst* holds poison until it is done.
+
+        Where one of *after* is a copy to the host that still reads the same memory, *dst* keeps
+        what that copy is to read.
+        """
         with _outside_of_modes():
             source, target = bytes_of(src), bytes_of(dst)
-            target.fill_(POISON_BYTE)
+            memory = torch.UntypedStorage._weak_ref(target.untyped_storage())
+            is_read = any(
+                not each.is_done and each.direction == "offload" and each.device_key == memory
+                for each in after
+            )
+            torch.UntypedStorage._free_weak_ref(memory)  # type: ignore[no-untyped-call]
+            if not is_read:
+                target.fill_(POISON_BYTE)
         ticket = self._queue("reload", target, source, after, label, times)
         return self._issued(ticket)
 

@@ -41,6 +41,7 @@ def check(
     momentum: float = 0.0,
     resume_at: int | None = None,
     micro_batches: int = 1,
+    **options: Any,
 ) -> ZerothOrder:
     """Train *model* plainly and a copy of it by visits; compare all weights and all gradients."""
     model.train()
@@ -53,7 +54,7 @@ def check(
 
     settings = ZerothOrderSettings(epsilon=EPSILON, momentum=momentum, seed=5)
     torch.manual_seed(1)
-    made = ZerothOrder(ours, settings, num_resident=num_resident)
+    made = ZerothOrder(ours, settings, num_resident=num_resident, **options)
     found = []
     for number, batches in enumerate(steps):
         if number == resume_at:
@@ -61,7 +62,7 @@ def check(
             made.close()
             ours = copy.deepcopy(model)
             ours.load_state_dict(weights)
-            made = ZerothOrder(ours, settings, num_resident=num_resident)
+            made = ZerothOrder(ours, settings, num_resident=num_resident, **options)
             made.load_state_dict(state)
         for batch in batches:
             made.accumulate(ours, lambda model, batch=batch: model(**batch).loss)

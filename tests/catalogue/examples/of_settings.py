@@ -528,3 +528,36 @@ def _(folder: Path) -> None:
     model = tiny_model("llama")
     model.model.layers[0].mlp.lstm = nn.LSTM(4, 4)
     ZerothOrder(model)
+
+
+@example("zeroth-order-attached")
+def _(folder: Path) -> None:
+    from hf_pyao import PyAOConfig, ZerothOrder, attach
+
+    model = tiny_model("llama")
+    with attach(model, PyAOConfig(policy="auto")):
+        ZerothOrder(model)
+
+
+@example("zeroth-order-model")
+def _(folder: Path) -> None:
+    from hf_pyao import ZerothOrder
+
+    model = tiny_model("llama")
+    model.model.layers[0].compile(backend="eager")
+    ZerothOrder(model)
+
+
+@example("zeroth-order-threads")
+def _(folder: Path) -> None:
+    import threading
+
+    from hf_pyao import ZerothOrder
+
+    model = tiny_model("llama")
+    with ZerothOrder(model) as order:
+        in_use = order._weights.visits.in_use
+        other = threading.Thread(target=in_use.acquire)
+        other.start()
+        other.join()
+        order.accumulate(model, lambda model: model)

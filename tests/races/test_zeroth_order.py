@@ -1,0 +1,217 @@
+"""Zeroth order under hostile schedules of its copies, with faults that these must show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao import ZerothOrder, ZerothOrderSettings
+from hf_pyao.engine.weights.device_slots import DeviceSlots
+from hf_pyao.engine.zeroth_order.visits import WeightVisits
+from hf_pyao.errors import PyAOError
+from hf_pyao.tools.simulation.transport import SimulatedTransport
+from tests.helpers import FunctionLayer, Stack
+from tests.helpers.plain_mezo import PlainMeZO
+
+SIZE, WORDS = 8, 256
+EPSILON, RATE = 1e-2, 1e-2
+NUM_SCHEDULES = 2000
+
+
+def product(layer: FunctionLayer, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ layer.weight) + x
+
+
+class Words(nn.Module):
+    """An embedding of several pieces, layers, and a head of several pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, SIZE)
+        self.body = Stack(*[product] * 4, size=SIZE)
+        self.head = nn.Linear(SIZE, WORDS, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.body(self.embed(ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def words() -> nn.Module:
+    torch.manual_seed(1)
+    return Words()
+
+
+class Losses:
+    """Two micro-batches."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.batches = [torch.randint(WORDS, (2, 6), generator=generator) for _ in range(2)]
+
+    def __call__(self, model: nn.Module) -> list[torch.Tensor]:
+        return [model(batch) for batch in self.batches]
+
+
+Bits = list[torch.Tensor]
+
+
+def expected_bits(momentum: float) -> Bits:
+    model, losses = words(), Losses()
+    plain = PlainMeZO(model, EPSILON, momentum, seed=3)
+    found = [torch.tensor(plain.step(losses, RATE)) for _ in range(2)]
+    found.append(model(losses.batches[0]).detach())
+    found.append(torch.tensor(plain.step(losses, RATE)))
+    return [*found, *(p.detach() for p in model.parameters())]
+
+
+def found_bits(transport: Any, momentum: float, num_resident: int = 0) -> Bits:
+    model, losses = words(), Losses()
+    settings = ZerothOrderSettings(epsilon=EPSILON, momentum=momentum, seed=3)
+    options: dict[str, Any] = {"host_memory_gib": 0.01, "stream_embeddings": "on"}
+    with ZerothOrder(
+        model, settings, transport=transport, num_resident=num_resident, **options
+    ) as made:
+
+        def step() -> torch.Tensor:
+            for batch in losses.batches:
+                made.accumulate(model, lambda model: model(batch))
+            return torch.tensor(made.end_step(RATE))
+
+        found = [step(), step(), model(losses.batches[0]).detach(), step()]
+    return [*found, *(p.detach() for p in model.parameters())]
+
+
+def is_right(seed: int, expected: Bits, momentum: float = 0.0) -> bool:
+    transport = SimulatedTransport(seed, copy_streams=1 + seed % 2)
+    found = found_bits(transport, momentum, num_resident=seed % 3)
+    same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return same and transport.violations == []
+
+
+@pytest.mark.parametrize(
+    "num_schedules", [16, pytest.param(NUM_SCHEDULES, marks=pytest.mark.thorough)]
+)
+def test_bits_are_those_of_a_plain_run_under_every_schedule(num_schedules: int) -> None:
+    expected = {momentum: expected_bits(momentum) for momentum in (0.0, 0.9)}
+    for seed in range(num_schedules):
+        momentum = 0.9 * (seed // 2 % 2)
+        assert is_right(seed, expected[momentum], momentum), seed
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def _no_wait_for_an_upload() -> Any:
+    """Compute reads a slot without waiting for the upload into it."""
+
+    def await_upload(self: DeviceSlots, slot: Any) -> None:
+        slot.is_here = True
+
+    return mock.patch.object(DeviceSlots, "await_upload", await_upload)
+
+
+def _upload_does_not_wait_for_the_copy_from_its_slot() -> Any:
+    """An upload overwrites a slot whose block is still on its way to the host."""
+
+    def upload(self: WeightVisits, block: int, slot: int) -> None:
+        self._left_by[slot] = None
+        own = self._copies_back.get(block, ())
+        self._slots.upload(block, self._slots[slot], after=list(own))
+
+    return mock.patch.object(WeightVisits, "upload", upload)
+
+
+def _upload_does_not_wait_for_its_own_block() -> Any:
+    """A block is uploaded again while its updated weights are still on their way to the host."""
+
+    def upload(self: WeightVisits, block: int, slot: int) -> None:
+        left, self._left_by[slot] = self._left_by[slot], None
+        after = [] if left in (None, block) else list(self._copies_back.get(left, ()))
+        self._slots.upload(block, self._slots[slot], after=after)
+
+    return mock.patch.object(WeightVisits, "upload", upload)
+
+
+def _update_does_not_wait_for_the_last_copy() -> Any:
+    """A block that stays in its slot is updated while its last copy back still reads it."""
+    own = WeightVisits._catch_up
+
+    def catch_up(self: WeightVisits, block: int, slot: Any) -> Any:
+        kept = self._copies_back.pop(block, [])
+        notes = own(self, block, slot)
+        self._copies_back[block] = kept
+        return notes
+
+    return mock.patch.object(WeightVisits, "_catch_up", catch_up)
+
+
+def _flush_does_not_wait() -> Any:
+    """Files are read while copies back still run."""
+    return mock.patch.object(WeightVisits, "wait_for_copies", return_value=None)
+
+
+def _an_update_is_not_copied_back() -> Any:
+    """A block is updated on the device, and the host keeps the old bits."""
+
+    def copy_back(self: WeightVisits, block: int, number: int, slot: Any) -> None:
+        if block != 2:
+            own(self, block, number, slot)
+
+    own = WeightVisits._copy_back
+    return mock.patch.object(WeightVisits, "_copy_back", copy_back)
+
+
+def _an_update_is_made_twice() -> Any:
+    """The steps that a block has seen are not noted."""
+
+    def commit(self: WeightVisits, block: int, number: int, slot: Any, notes: Any) -> None:
+        self._copy_back(block, number, slot)
+        for note in notes if block != 2 else ():
+            note()
+
+    return mock.patch.object(WeightVisits, "_commit", commit)
+
+
+def _the_slot_keeps_the_perturbation() -> Any:
+    """A pass perturbs the weights in the slot, and both passes read the sum."""
+    from hf_pyao.engine.zeroth_order.trained import TrainedWeights
+
+    own = TrainedWeights.perturbed
+
+    def perturbed(self: Any, weight: Any, data: torch.Tensor, *more: Any) -> torch.Tensor:
+        return data.copy_(own(self, weight, data, *more))
+
+    return mock.patch.object(TrainedWeights, "perturbed", perturbed)
+
+
+MUTANTS: tuple[Callable[[], Any], ...] = (
+    _no_wait_for_an_upload,
+    _upload_does_not_wait_for_the_copy_from_its_slot,
+    _upload_does_not_wait_for_its_own_block,
+    _update_does_not_wait_for_the_last_copy,
+    _flush_does_not_wait,
+    _an_update_is_not_copied_back,
+    _an_update_is_made_twice,
+    _the_slot_keeps_the_perturbation,
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_each_fault_shows_under_some_schedule(mutant: Callable[[], Any]) -> None:
+    expected = expected_bits(0.0)
+    with mutant():
+        for seed in range(60):
+            try:
+                if not is_right(seed, expected):
+                    return
+            except PyAOError:
+                return
+    pytest.fail("no schedule has shown it")
