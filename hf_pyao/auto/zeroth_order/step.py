@@ -15,13 +15,13 @@ from hf_pyao.auto.install.links import device_of
 from hf_pyao.auto.zeroth_order.checks import check_model
 from hf_pyao.auto.zeroth_order.residency import VisitingWeights, places_of
 from hf_pyao.engine.transfer.transport import Transport
-from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.engine.zeroth_order.perturbation import (
     PastStep,
     ZerothOrderSettings,
     projected_gradient,
 )
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
+from hf_pyao.engine.zeroth_order.visit_block import VisitBlock
 from hf_pyao.engine.zeroth_order.zo2_order import WeightsInVisitingOrder
 from hf_pyao.errors import ConfigError, ConflictError, unknown_name, warn
 from hf_pyao.model.head.head_loss import install_head_loss
@@ -146,7 +146,7 @@ class ZerothOrder:
         return self._trained.num_steps
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[VisitBlock]:
         """What visits the device: the weights of each layer that is on the host."""
         return self._weights.blocks
 

@@ -18,25 +18,55 @@ for the other one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
 from hf_pyao.engine.transfer.layout import bytes_view
+from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.transport import LinkTimes
 from hf_pyao.engine.weights.blocks import Weight
 from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.weights.slot_view import lost_write
 from hf_pyao.engine.weights.staging import Staging
-from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeight
-
-if TYPE_CHECKING:
-    from hf_pyao.engine.zeroth_order.visits import WeightVisits
+from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeight, TrainedWeights
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class Visits(Protocol):
+    """What brings the pieces, as far as reads by rows need it."""
+
+    link: LinkContext
+    device: torch.device
+    lock: Any
+    trained: TrainedWeights
+    read_later: Collection[int]
+
+    @property
+    def sign(self) -> int | None:
+        """That of the pass that the calling thread is in."""
+        ...
+
+    def hand_over(self) -> None:
+        """Let the other pass run up to its next piece."""
+        ...
+
+    def on_device(self, weight: Weight) -> torch.Tensor:
+        """Return a group of rows, updated, as a view of its slot."""
+        ...
+
+    def arrive(self, block: int) -> None:
+        """Have *block* on the device, updated."""
+        ...
+
+    def wait_for_copies(self, block: int | None = None) -> None:
+        """Let the host wait until the copy back of *block* has ended."""
+        ...
 
 
 class ReadsByRows:
@@ -46,7 +76,7 @@ class ReadsByRows:
         visits: brings the pieces.
     """
 
-    def __init__(self, visits: WeightVisits) -> None:
+    def __init__(self, visits: Visits) -> None:
         self._visits = visits
         self._staging = Staging(visits.link.tiers.stores[0], visits.link.transport)
         self._times = LinkTimes()

@@ -80,7 +80,7 @@ class WeightVisits(RingSchedule):
         self.offloaded_bytes = 0
         """Bytes that they copied."""
         self.link = link
-        self.hand_over = hand_over
+        self._hand_over = hand_over
         self.read_later: Collection[int] = frozenset()
         """By ``id``, embeddings' weights that the head reads at the end of the forward."""
         self._transport = link.transport
@@ -96,7 +96,7 @@ class WeightVisits(RingSchedule):
         self._seen = [-1] * len(blocks)
         """By block, how many steps its weights have seen."""
         self._pass = _Pass()
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         """Held while blocks move."""
         self.in_use = threading.RLock()
         """Held by the thread that runs a step, or another forward."""
@@ -180,6 +180,10 @@ class WeightVisits(RingSchedule):
     def end_layer(self) -> None:
         """Let go of the perturbed weights that a layer call has read on this thread."""
         self._pass.given.clear()
+
+    def hand_over(self) -> None:
+        """Let the other pass run up to its next layer or piece."""
+        self._hand_over()
 
     @property
     def sign(self) -> int | None:

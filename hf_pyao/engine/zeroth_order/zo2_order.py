@@ -68,9 +68,9 @@ class WeightsInVisitingOrder(TrainedWeights):
         for module, own in modules.items():
             places = self._modules[module] = []
             for parameter in own:
-                if (weight := self.of(parameter)) is not None:
-                    places.append(VisitedPart(weight, module, 0))
-                    weight.parts.append(places[-1])
+                if (known := self.of(parameter)) is not None:
+                    places.append(VisitedPart(known, module, 0))
+                    known.parts.append(places[-1])
         self._states: dict[int, dict[TrainedPart, torch.Tensor]] = {}
         """By step, the generator's state before each draw, in the order of the visits."""
         self._next: dict[int, torch.Tensor] = {}
@@ -87,7 +87,7 @@ class WeightsInVisitingOrder(TrainedWeights):
             self._generator.manual_seed(self._seed_of(step))
             self._next[step] = self._generator.get_state()
         self._generator.set_state(self._next[step])
-        found = {}
+        found: dict[TrainedPart, torch.Tensor] = {}
         for place in places:
             found[place] = self._generator.get_state()
             parameter = place.weight.ref()
@@ -143,7 +143,7 @@ class WeightsInVisitingOrder(TrainedWeights):
         first = self._past[0]
         for states in (self._states, self._next):
             for step in [each for each in states if each < first]:
-                del states[step]  # type: ignore[attr-defined]
+                del states[step]
 
     def start_at(self, num_steps: int) -> None:
         """Go on from step *num_steps*."""

@@ -171,7 +171,7 @@ class SimulatedTransport:
         """
         with _outside_of_modes():
             source, target = bytes_of(src), bytes_of(dst)
-            memory = torch.UntypedStorage._weak_ref(target.untyped_storage())
+            memory = cast(int, target.untyped_storage()._weak_ref())
             is_read = any(
                 not each.is_done and each.direction == "offload" and each.device_key == memory
                 for each in after
