@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _python_dispatch
 
+from tests.catalogue.triggered_by import IN_OTHER_PROCESSES
+from tests.catalogue.witness import KEYS_OF_TEST, keys_seen
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -190,3 +193,16 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 def _no_kept_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have commands compute their answers, and leave the user's cache directory alone."""
     monkeypatch.setattr("hf_pyao.tools.answers.answers_folder", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def _triggers_its_keys(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that the catalogue names for a key which does not come while it runs."""
+    expected = KEYS_OF_TEST.get(request.node.nodeid.partition("[")[0])
+    if expected is None:
+        yield
+        return
+    with keys_seen() as seen:
+        yield
+    missing = expected - seen - IN_OTHER_PROCESSES
+    assert not missing, f"tests/catalogue/triggered_by.py: {missing} did not come, but {seen} did"

@@ -1,4 +1,4 @@
-"""Keys whose example is a test of its own, since it takes a whole run; and those that have none."""
+"""Keys whose example is a test of its own, since it takes a whole run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ TRIGGERED_BY = {
     "bench-model-too-large": "tests/tools/bench/test_setup.py::test_weights_beyond_the_free_memory_are_refused_unbuilt",
     "buffers-given-back": "tests/engine/transfer/test_layout.py::test_asking_for_a_released_tensor_is_an_error",
     "checkpoint-plan-ignored": "tests/auto/test_auto_levers.py::test_a_plan_in_a_checkpoint_is_followed_with_its_levers",
+    "experts-all-at-once": "tests/parity/test_streamed_experts.py::test_what_needs_all_experts_at_once_is_refused_in_a_sentence",
     "head-loss-left": "tests/engine/runtime/test_without_collector.py::test_a_kept_output_keeps_one_step",
     "hooks-forbidden": "tests/engine/runtime/test_forward_in_backward.py::test_a_layer_that_forbids_hooks_is_named",
     "kernels-not-deterministic": "tests/auto/retry/test_verify_recompute.py::test_an_unsteady_layer_is_compared_with_a_bound",
@@ -41,26 +42,7 @@ TRIGGERED_BY = {
     "weights-streamed-late": "tests/auto/install/test_rearranged_streaming.py::test_what_the_device_has_no_room_for_is_streamed",
     "zeroth-order-loss": "tests/auto/zeroth_order/test_step.py::test_a_loss_that_is_not_finite_changes_nothing",
 }
-"""Key -> path and function of a test in whose run its message comes."""
+"""Key -> path and function of a test in whose run its message comes; ``conftest.py`` watches it."""
 
-WITHOUT_EXAMPLE = frozenset(
-    {
-        "bench-process",
-        "device-memory-unknown",
-        "disk",
-        "disk-folder",
-        "disk-not-direct",
-        "disk-read-again",
-        "experts-all-at-once",
-        "levers-refused",
-        "logits-after-change",
-        "model-not-run",
-        "no-tighter-plan",
-        "nothing-advised",
-        "other-operations",
-        "plan-other-settings",
-        "profile-other-model",
-        "zeroth-order-ranks",
-    }
-)
-"""Keys that nothing triggers yet. Add none; give each of these an example."""
+IN_OTHER_PROCESSES = frozenset({"another-rank-ended"})
+"""Keys whose message comes in a process that the test starts; that test reads what was printed."""
