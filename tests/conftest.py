@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.utils import _python_dispatch
 
 from tests.catalogue.triggered_by import IN_OTHER_PROCESSES
-from tests.catalogue.witness import KEYS_OF_TEST, keys_seen
+from tests.catalogue.witness import keys_expected, keys_seen
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
@@ -198,8 +198,8 @@ def _no_kept_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _triggers_its_keys(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that the catalogue names for a key which does not come while it runs."""
-    expected = KEYS_OF_TEST.get(request.node.nodeid.partition("[")[0])
-    if expected is None:
+    expected = keys_expected(request.node.nodeid)
+    if not expected:
         yield
         return
     with keys_seen() as seen:

@@ -33,7 +33,7 @@ def test_the_tests_that_are_named_exist() -> None:
     for key, name in TRIGGERED_BY.items():
         path, _, function = name.partition("::")
         source = (ROOT / path).read_text(encoding="utf-8")
-        assert f"def {function}(" in source, key
+        assert f"def {function.partition('[')[0]}(" in source, key
 
 
 @pytest.mark.sampled(every=9)

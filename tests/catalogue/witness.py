@@ -13,7 +13,7 @@ from hf_pyao.errors import PyAOError
 from tests.catalogue.triggered_by import TRIGGERED_BY
 
 KEYS_OF_TEST: dict[str, set[str]] = {}
-"""Path and function of a test -> keys that it is said to trigger."""
+"""A test, or a case of one -> keys that it is said to trigger."""
 for _key, _test in TRIGGERED_BY.items():
     KEYS_OF_TEST.setdefault(_test, set()).add(_key)
 
@@ -44,3 +44,8 @@ def keys_seen() -> Iterator[set[str]]:
             yield seen
     finally:
         logger.removeHandler(reader)
+
+
+def keys_expected(test: str) -> set[str]:
+    """Return the keys that a test, as pytest names it, is said to trigger."""
+    return KEYS_OF_TEST.get(test, set()) | KEYS_OF_TEST.get(test.partition("[")[0], set())

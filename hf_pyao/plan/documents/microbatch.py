@@ -1,4 +1,4 @@
-"""``MicroBatchReport``: which micro-batch or length was chosen, among which, and why."""
+"""``MicroBatchReport``: which micro-batch, length or depth was chosen, among which, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ KIND = "microbatch"
 SEQUENCE = "sequence"
 """Value of :attr:`MicroBatchReport.find` where lengths were looked at."""
 
-FINDS = ("fastest", "largest", SEQUENCE)
+MODEL_SIZE = "model-size"
+"""Value of :attr:`MicroBatchReport.find` where numbers of layers were looked at."""
+
+FINDS = ("fastest", "largest", SEQUENCE, MODEL_SIZE)
 """Values of :attr:`MicroBatchReport.find`."""
 
 MOST_SAMPLES = 2**40
@@ -36,7 +39,9 @@ class MicroBatchRow:
     sequence_length: int
     """Tokens of a sample."""
     accumulation: int | None = None
-    """Micro-batches for one optimizer step; None where lengths were looked at."""
+    """Micro-batches for one optimizer step; None where lengths or layers were looked at."""
+    num_layers: int | None = None
+    """Layers of the model; None where they are those that it has."""
     fits: bool
     peak_bytes: int
     """Most that is allocated at once under the plan; where none fits, under the one with the
@@ -52,7 +57,7 @@ class MicroBatchRow:
 
     def __post_init__(self) -> None:
         """Check the figures."""
-        for name in ("micro_batch", "sequence_length", "accumulation"):
+        for name in ("micro_batch", "sequence_length", "accumulation", "num_layers"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MOST_SAMPLES:
                 raise ReportError(
@@ -82,7 +87,7 @@ class MicroBatchRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchReport(JsonDocument):
-    """The micro-batch, or the sequence length, for one model on one card: predicted.
+    """The micro-batch, the length or the depth for one model on one card: predicted.
 
     Raises:
         ReportError: ``find`` is another word, or the limit is negative.
@@ -92,9 +97,9 @@ class MicroBatchReport(JsonDocument):
     kind: str = KIND
     title: str
     find: str
-    """``"fastest"``, ``"largest"`` or ``"sequence"``."""
+    """One of :data:`FINDS`."""
     global_batch: int | None = None
-    """Samples of one optimizer step on one device; None where lengths were looked at."""
+    """Samples of one optimizer step on one device; None where lengths or layers were looked at."""
     limit_bytes: int
     """Most bytes on the device."""
     chosen: MicroBatchRow | None = None

@@ -1,4 +1,4 @@
-"""Chooses a micro-batch at a constant global batch, or the longest sequence, and says why.
+"""Chooses a micro-batch at a constant global batch, the longest sequence, or the deepest model.
 
 Time and peak of the best plan at each size are given: this is the choice alone. Peaks are taken to
 grow with the size, so that nothing is asked of sizes above one that does not fit.
@@ -25,6 +25,9 @@ LENGTH_STEP = 64
 
 LONGEST = 2**24
 """Where the search for the longest sequence ends."""
+
+MOST_LAYERS = 2**10
+"""Where the search for the deepest model ends."""
 
 BestAt = Callable[[int], SizedPlan]
 """The best plan at a size: within the limit if any is, else the one with the lowest peak."""
@@ -141,15 +144,7 @@ def longest_sequence(
         rows[multiple] = _row(best_at(length), micro_batch, length, None)
         return rows[multiple].fits
 
-    left, right = 0, min(1, most)
-    while fits(right):
-        left = right
-        if left == most:
-            break
-        right = min(4 * right, most)
-    while left < most and right - left > 1:
-        middle = (left + right) // 2
-        left, right = (middle, right) if fits(middle) else (left, middle)
+    left = _largest(fits, most)
     found = tuple(rows[multiple] for multiple in sorted(rows))
     if left == 0:
         return SizeChoice(chosen=None, rows=found, reason=_nothing_fits(found, limit_bytes))
@@ -169,16 +164,73 @@ def longest_sequence(
     return SizeChoice(chosen=chosen, rows=found, reason=reason)
 
 
+def largest_model(
+    best_at: BestAt,
+    *,
+    limit_bytes: float,
+    micro_batch: int,
+    sequence_length: int,
+    num_parameters: Callable[[int], int],
+) -> SizeChoice:
+    """Find the most layers that a model may have to fit.
+
+    Args:
+        best_at: the best plan for a number of layers.
+        limit_bytes: most bytes on the device.
+        micro_batch: samples.
+        sequence_length: tokens of each.
+        num_parameters: of a model with a number of layers.
+    """
+    rows: dict[int, MicroBatchRow] = {}
+
+    def fits(layers: int) -> bool:
+        rows[layers] = _row(best_at(layers), micro_batch, sequence_length, None, layers)
+        return rows[layers].fits
+
+    left = _largest(fits, MOST_LAYERS)
+    found = tuple(rows[layers] for layers in sorted(rows))
+    if left == 0:
+        return SizeChoice(chosen=None, rows=found, reason=_nothing_fits(found, limit_bytes))
+    chosen = rows[left]
+    end = (
+        "looked for no deeper ones"
+        if left == MOST_LAYERS
+        else _too_large(rows[left + 1], f"{left + 1} layers")
+    )
+    reason = (
+        f"Largest: {left} layers, {number(num_parameters(left) / 1e9)} billion parameters, at "
+        f"micro-batch {micro_batch} of {sequence_length:,} tokens within {_size(limit_bytes)}, by "
+        f"{chosen.plan!r} ({_memory(chosen)}, {number(_sample_ms(chosen))} ms a sample); {end}."
+    )
+    return SizeChoice(chosen=chosen, rows=found, reason=reason)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest size that fits; 0 if 1 does not. That the next does not was asked."""
+    left, right = 0, min(1, most)
+    while fits(right):
+        left = right
+        if left == most:
+            break
+        right = min(4 * right, most)
+    while left < most and right - left > 1:
+        middle = (left + right) // 2
+        left, right = (middle, right) if fits(middle) else (left, middle)
+    return left
+
+
 def _row(
     found: SizedPlan,
     micro_batch: int,
     sequence_length: int,
     accumulation: int | None,
+    num_layers: int | None = None,
 ) -> MicroBatchRow:
     return MicroBatchRow(
         micro_batch=micro_batch,
         sequence_length=sequence_length,
         accumulation=accumulation,
+        num_layers=num_layers,
         fits=found.fits,
         peak_bytes=found.peak_bytes,
         reserved_bytes=found.reserved_bytes,
@@ -226,8 +278,9 @@ def _too_large(row: MicroBatchRow, what: str) -> str:
 def _nothing_fits(rows: Sequence[MicroBatchRow], limit_bytes: float) -> str:
     row = rows[0]
     remedy = f"{EXPANDABLE_SEGMENTS}, " if row.fits_if_expandable else ""
+    of_model = "" if row.num_layers is None else f"a model of {row.num_layers} layer at "
     return (
-        f"Nothing fits {_size(limit_bytes)}: micro-batch {row.micro_batch} of "
+        f"Nothing fits {_size(limit_bytes)}: {of_model}micro-batch {row.micro_batch} of "
         f"{row.sequence_length:,} tokens takes {_size(_needed_bytes(row))} at least, by "
         f"{row.plan!r}. What would help: {remedy}head_loss='chunked' (--head-loss chunked), "
         "shorter sequences, LoRA, an optimizer with smaller states."

@@ -32,10 +32,10 @@ from hf_pyao.tools.progress import Progress
 DESCRIPTION = """\
 Estimate, without a GPU, what training a model takes on a card, for each way to save memory: the
 largest micro-batch, the longest sequence, the peak and its cause, the time of a step. With --find,
-choose a micro-batch or a sequence length instead: for each size the fastest plan is searched, which
-keeps, offloads or recomputes each saved tensor. One step of the real model runs on fake tensors,
-which take no memory; other sizes and plans are computed from it. Nothing is measured; the output
-lists what is assumed.
+choose a micro-batch, a sequence length or a number of layers instead: for each size the fastest
+plan is searched, which keeps, offloads or recomputes each saved tensor. One step of the real model
+runs on fake tensors, which take no memory; other sizes and plans are computed from it. Nothing is
+measured; the output lists what is assumed.
 """
 
 DEFAULT_LENGTH = 512
@@ -60,7 +60,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="times and peaks for this many samples (default: for the most that fit); with --find "
-        "sequence: samples of the sequences (default: 1)",
+        "sequence or model-size: samples of a micro-batch (default: 1)",
     )
     add_training_arguments(what)
     add_card_arguments(parser)
@@ -319,6 +319,7 @@ examples
   pyao estimate --model opt:1.3b --find micro-batch --global-batch 64
   pyao estimate --model llama:8b --device h200 --sequence-length 4096 --find largest-micro-batch
   pyao estimate --model llama:1.2b --device rtx4090 --find sequence --long-context
+  pyao estimate --model llama:8b --lora --device rtx4090 --find model-size
   pyao estimate --model opt:1.3b --zeroth-order --sequence-length 2048
   pyao estimate --model opt:1.3b --step step.json --step-method "policy all"
   pyao report step.json -o step.html; pyao report step.json -o trace.json

@@ -1,4 +1,4 @@
-"""``pyao estimate --find``: chooses a micro-batch for a card, or the longest sequence."""
+"""``pyao estimate --find``: chooses a micro-batch, the longest sequence, or the deepest model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ ASSUMPTION = (
 )
 
 
-FINDS = {"micro-batch": "fastest", "largest-micro-batch": "largest", "sequence": "sequence"}
+FINDS = {
+    "micro-batch": "fastest",
+    "largest-micro-batch": "largest",
+    "sequence": "sequence",
+    "model-size": "model-size",
+}
 """Value of ``--find`` -> :attr:`~hf_pyao.plan.documents.microbatch.MicroBatchReport.find`."""
 
 NOT_FOR_FINDING = ("no_longest_sequence", "processes", "step", "step_method")
@@ -56,7 +61,7 @@ NOT_FOR_FINDING = ("no_longest_sequence", "processes", "step", "step_method")
 def add_find_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--find`` and the options that go with it to the parser of ``pyao estimate``."""
     asked = parser.add_argument_group(
-        "to choose a micro-batch or a length",
+        "to choose a micro-batch, a length or a number of layers",
         "The samples of an optimizer step stay as they are: smaller micro-batches are accumulated. "
         "PyAOTrainer does the same for the model that it trains, and tries what it chose "
         "(--activation_offload_auto_micro_batch).",
@@ -64,8 +69,8 @@ def add_find_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--find",
         choices=FINDS,
-        help="the micro-batch with the least time per sample, the largest one that fits, or the "
-        "longest sequence that fits",
+        help="the micro-batch with the least time per sample, the largest one that fits, the "
+        "longest sequence that fits, or the most layers that the model may have (model-size)",
     )
     asked.add_argument(
         "--global-batch",
@@ -152,17 +157,19 @@ def _check_options(args: argparse.Namespace) -> None:
         )
     levers_of(args)
     resident_blocks_of(args)
-    is_sequence = args.find == "sequence"
-    for flag, value, is_for_sequences in (
-        ("--micro-batch", args.micro_batch, True),
-        ("--micro-batches", args.micro_batches, False),
-        ("--sequence-length", args.sequence_length, False),
+    for flag, value, finds in (
+        ("--micro-batch", args.micro_batch, ("sequence", "model-size")),
+        ("--micro-batches", args.micro_batches, ("micro-batch", "largest-micro-batch")),
+        (
+            "--sequence-length",
+            args.sequence_length,
+            ("micro-batch", "largest-micro-batch", "model-size"),
+        ),
     ):
-        if value is not None and is_for_sequences != is_sequence:
-            remedy = f"--find {'sequence' if is_for_sequences else 'micro-batch'}"
+        if value is not None and args.find not in finds:
             raise ConfigError(
                 f"{flag} is given, which has no effect with --find {args.find}: drop it, or take "
-                f"{remedy}.",
+                f"--find {finds[0]}.",
                 key="setting-without-effect",
             )
 
@@ -206,20 +213,21 @@ def microbatch_report(args: argparse.Namespace, *, shows_progress: bool = False)
     limit_bytes = memory.limit_bytes
     spec = parse_model(args.model)
     config = config_of(spec)
-    is_sequence = args.find == "sequence"
-    if is_sequence and args.global_batch is not None:
+    finds = {"sequence": _longest, "model-size": _deepest}
+    if args.find in finds and args.global_batch is not None:
         accumulation_of(args.global_batch, args.micro_batch or 1)
-    find = _longest if is_sequence else _micro_batch
+    find = finds.get(args.find, _micro_batch)
     choice, num_recordings = find(args, config, hardware, limit_bytes, shows_progress)
     trained = "" if args.lora is None else f", LoRA of rank {args.lora}{described(args.base)}"
     asked_for = FINDS[args.find]
     levers = levers_of(args)
     changed = f", {levers.describe()}" if levers.describe() else ""
-    what = "Longest sequence" if is_sequence else f"{asked_for.capitalize()} micro-batch"
+    titles = {"sequence": "Longest sequence", "model-size": "Most layers"}
+    what = titles.get(args.find, f"{asked_for.capitalize()} micro-batch")
     return MicroBatchReport(
         title=f"{what}: {spec.name}{trained}{changed} on {hardware.name}, {args.engine}",
         find=asked_for,
-        global_batch=None if is_sequence else args.global_batch or DEFAULT_GLOBAL_BATCH,
+        global_batch=None if args.find in finds else args.global_batch or DEFAULT_GLOBAL_BATCH,
         limit_bytes=limit_bytes,
         chosen=choice.chosen,
         verdict=choice.reason,
@@ -326,6 +334,51 @@ def _longest(
             best_at, limit_bytes=limit_bytes, micro_batch=micro_batch, most_length=most
         )
     return choice, steps.num_recordings
+
+
+def _deepest(
+    args: argparse.Namespace,
+    config: Any,
+    hardware: Hardware,
+    limit_bytes: int,
+    shows_progress: bool,
+) -> tuple[Any, int]:
+    """Return the choice of a number of layers, and how many steps were recorded."""
+    from hf_pyao.plan.micro_batch.choice import largest_model
+    from hf_pyao.plan.micro_batch.sized_steps import SizedLevers, SizedSteps
+    from hf_pyao.tools.estimate.model_specs import (
+        check_sequence_length,
+        num_parameters_of,
+        with_layers,
+    )
+
+    length, micro_batch = args.sequence_length or DEFAULT_LENGTH, args.micro_batch or 1
+    check_sequence_length(config, length)
+    is_accumulating = args.global_batch is None or args.global_batch > micro_batch
+    num_recordings = 0
+    with _progress(shows_progress, None, "depths") as progress:
+
+        def best_at(layers: int) -> Any:
+            nonlocal num_recordings
+            training = _training(args, with_layers(config, layers), hardware)
+            record = _recorder(args, training)
+            steps = SizedLevers(
+                lambda levers: SizedSteps(lambda size: record(size, length, levers), scales=False)
+            )
+            best = _best(args, hardware, training, limit_bytes)
+            found = best(partial(steps.at, micro_batch), is_accumulating=is_accumulating)
+            num_recordings += steps.num_recordings
+            progress.done(f"{layers} layers")
+            return found
+
+        choice = largest_model(
+            best_at,
+            limit_bytes=limit_bytes,
+            micro_batch=micro_batch,
+            sequence_length=length,
+            num_parameters=lambda layers: num_parameters_of(with_layers(config, layers)),
+        )
+    return choice, num_recordings
 
 
 def _progress(is_shown: bool, total: int | None, unit: str) -> Progress:

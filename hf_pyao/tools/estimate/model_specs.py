@@ -161,3 +161,38 @@ def check_sequence_length(config: Any, sequence_length: int) -> None:
             "shorter one.",
             key="length-too-long",
         )
+
+
+def with_layers(config: Any, num_layers: int) -> Any:
+    """Return a copy of *config* with another number of layers; kinds of layers go on in turn.
+
+    Raises:
+        ConfigError: the configuration has no number of layers, or does not take another one.
+    """
+    values = config.to_dict()
+    had = getattr(config, "num_hidden_layers", None)
+    name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    changed = None
+    if isinstance(had, int) and had > 0 and name in values:
+        values[name] = num_layers
+        for key, kinds in values.items():  # such as layer_types
+            if key.startswith("layer") and isinstance(kinds, list) and len(kinds) == had:
+                values[key] = [kinds[number % had] for number in range(num_layers)]
+        changed = type(config).from_dict(values)
+    if changed is None or changed.num_hidden_layers != num_layers:
+        raise ConfigError(
+            f"the configuration of {config.model_type} has no number of layers that can be changed "
+            "(num_hidden_layers). Give a model that has one.",
+            key="model-spec",
+        )
+    return changed
+
+
+def num_parameters_of(config: Any) -> int:
+    """Return the parameters of a causal language model; tied ones count once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(each.numel() for each in model.parameters())

@@ -41,6 +41,33 @@ def _(folder: Path) -> None:
     AutoActions._make_plan(performer, Purpose.MEMORY, state=None)  # type: ignore[arg-type]
 
 
+def _told(event: Any) -> None:
+    """Tell the machine of *event* while it follows a plan; show what it says."""
+    from hf_pyao.auto.machine import actions, rules, states
+    from hf_pyao.auto.performer import AutoActions
+
+    rule = {"Failed": rules.failed, "Refused": rules.refused}[type(event).__name__]
+    now = states.SetState(mode=states.Mode.FOLLOWING)
+    found = rule(states.State(name="auto", num_rounds_left=1, now=now), event)[1]
+    for action in found:
+        if isinstance(action, actions.Say) and action.key:
+            AutoActions._show(SimpleNamespace(), action)  # type: ignore[arg-type]
+
+
+@example("plan-not-adopted")
+def _(folder: Path) -> None:
+    from hf_pyao.auto.machine import events
+
+    _told(events.Failed("RuntimeError: the step ran other layers than those that were recorded"))
+
+
+@example("plan-not-followed")
+def _(folder: Path) -> None:
+    from hf_pyao.auto.machine import events
+
+    _told(events.Refused("'model.layers.3' draws numbers of another thread"))
+
+
 @example("profile-other-model")
 def _(folder: Path) -> None:
     config = dataclasses.replace(EVERYTHING, profile=folder / "profile.json", profile_steps=1)
@@ -89,7 +116,7 @@ def _(folder: Path) -> None:
         outputs = model(**tiny_batch())
         outputs.loss.backward()
         optimizer.step()
-        print(outputs.logits[0, 0])
+        outputs.logits  # noqa: B018
 
 
 def _file(folder: Path) -> BlockFile:

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, PretrainedConfig
 
 from hf_pyao.cli import main
+from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.microbatch import MicroBatchReport
+from hf_pyao.quantities import number
+from hf_pyao.tools.estimate.model_specs import with_layers
 from hf_pyao.tools.report.kinds import read_document
 
 ESTIMATE = ("estimate", "--model", "llama:micro")
@@ -69,6 +73,46 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(
 
 
 @pytest.mark.thorough
+def test_the_deepest_model_fits_and_a_deeper_one_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = "gpt2:n_embd=64,n_head=4,n_positions=64,vocab_size=512"
+    training = ("--sequence-length", "32", "--micro-batch", "2", "--device-memory", "690MiB")
+    options = ("estimate", "--model", f"{sizes},n_layer=2", "--find", "model-size", "--json")
+    assert main([*options, *training]) == 0
+    report = MicroBatchReport.from_dict(json.loads(capsys.readouterr().out))
+    assert report.chosen is not None
+    layers = report.chosen.num_layers or 0
+    assert layers > 2
+    fits = {row.num_layers: row.fits for row in report.rows}
+    assert fits[layers] and not fits[layers + 1]
+    parameters = 512 * 64 + 64 * 64 + 2 * 64 + layers * (12 * 64 * 64 + 13 * 64)
+    assert f"{layers} layers, {number(parameters / 1e9)} billion parameters" in report.verdict
+    # Whether one micro-batch of these models fits is asked in another way, too.
+    for depth, is_enough in ((layers, True), (layers + 1, False)):
+        model = ("estimate", "--model", f"{sizes},n_layer={depth}", "--find", "largest-micro-batch")
+        given = ("--micro-batches", "2", "--sequence-length", "32", "--device-memory", "690MiB")
+        assert main([*model, *given, "--json"]) == (0 if is_enough else 1)
+        capsys.readouterr()
+
+
+def test_layers_of_several_kinds_go_on_in_turn() -> None:
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=7)
+    changed = with_layers(config, 9)
+    assert changed.num_hidden_layers == len(changed.layer_types) == 9
+    assert changed.layer_types[:7] == config.layer_types
+    assert changed.layer_types[7:] == config.layer_types[:2]
+    assert config.num_hidden_layers == 7
+    assert with_layers(AutoConfig.for_model("gpt2"), 3).n_layer == 3
+    with pytest.raises(ConfigError, match="no number of layers"):
+        with_layers(_Layerless(), 3)
+
+
+class _Layerless(PretrainedConfig):
+    model_type = "layerless"
+
+
+@pytest.mark.thorough
 def test_the_chunked_loss_lets_more_fit(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = {}
     for head_loss in ("off", "chunked"):
@@ -90,6 +134,7 @@ def test_the_chunked_loss_lets_more_fit(capsys: pytest.CaptureFixture[str]) -> N
             "--micro-batch is given, which has no effect with --find micro-batch",
         ),
         (("--find", "sequence"), "--sequence-length is given, which has no effect with"),
+        (("--find", "model-size", "--micro-batches", "2"), "--micro-batches is given, which has"),
         (("--step", "step.json"), "--step has no effect with --find"),
         (("--device", "b300"), "unknown device 'b300'"),
         (("--host-memory", "much"), "--host-memory is 'much'"),

@@ -1,8 +1,13 @@
-"""What a choice of micro-batch or length shows: a row for each size, and the choice."""
+"""What a choice of micro-batch, length or depth shows: a row for each size, and the choice."""
 
 from __future__ import annotations
 
-from hf_pyao.plan.documents.microbatch import SEQUENCE, MicroBatchReport
+from hf_pyao.plan.documents.microbatch import (
+    MODEL_SIZE,
+    SEQUENCE,
+    MicroBatchReport,
+    MicroBatchRow,
+)
 from hf_pyao.quantities import ABSENT, GIB, number
 from hf_pyao.tools.report.views.view import Table, View
 
@@ -20,10 +25,13 @@ def microbatch_view(report: MicroBatchReport) -> View:
 
 def microbatch_table(report: MicroBatchReport) -> Table:
     """Return a row for each size; the one that was chosen is marked."""
-    is_length = report.find == SEQUENCE
+    first, beside = {
+        SEQUENCE: ("sequence", "micro-batch"),
+        MODEL_SIZE: ("layers", "micro-batch"),
+    }.get(report.find, ("micro-batch", "accumulation"))
     header = [
-        "sequence" if is_length else "micro-batch",
-        "micro-batch" if is_length else "accumulation",
+        first,
+        beside,
         "fits",
         "allocated, GiB",
         "reserved, GiB",
@@ -33,9 +41,8 @@ def microbatch_table(report: MicroBatchReport) -> Table:
     ]
     rows = [
         [
-            f"{row.sequence_length if is_length else row.micro_batch:,}"
-            + (" (chosen)" if row == report.chosen else ""),
-            str(row.micro_batch if is_length else row.accumulation),
+            f"{_asked(row, report.find):,}" + (" (chosen)" if row == report.chosen else ""),
+            str(row.accumulation if beside == "accumulation" else row.micro_batch),
             "yes" if row.fits else "no",
             f"{row.peak_bytes / GIB:.2f}" + ("" if row.fits else " at least"),
             ABSENT if row.reserved_bytes is None else f"{row.reserved_bytes / GIB:.2f}",
@@ -46,3 +53,10 @@ def microbatch_table(report: MicroBatchReport) -> Table:
         for row in report.rows
     ]
     return Table(header, rows)
+
+
+def _asked(row: MicroBatchRow, find: str) -> int:
+    """Return the size of *row* that was looked for."""
+    if find == MODEL_SIZE:
+        return row.num_layers or 0
+    return row.sequence_length if find == SEQUENCE else row.micro_batch
