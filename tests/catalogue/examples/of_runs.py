@@ -207,7 +207,7 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     from hf_pyao.tools.advise.script_watch import watched
 
-    script = folder / "train.py"
+    script = folder / "train"
     script.write_text("pass\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
