@@ -145,6 +145,7 @@ def peak_of_backward(model: nn.Module, *, retain_graph: bool) -> int:
     batch = tiny_batch(length=64)
     model(**batch, use_cache=False).loss.backward()  # gradients are there from now on
     loss = model(**batch, use_cache=False).loss
+    gc.collect()  # what transformers leaves in cycles is freed in no backward
     with AllocationLedger() as ledger:
         loss.backward(retain_graph=retain_graph)
     return ledger.peak_bytes
@@ -158,7 +159,9 @@ def test_the_peak_of_replay_is_one_layers_dropped_bytes(
 ) -> None:
     transient = peak_of_backward(tiny_model(model_type), retain_graph=True)
     model = tiny_model(model_type)
-    with attach(model, replace(ALONE, recompute_modules=names)) as offloader:
+    # A check of what is rebuilt, as in the first steps, takes a copy of one tensor besides.
+    config = replace(ALONE, recompute_modules=names, verify_recompute="off")
+    with attach(model, config) as offloader:
         peak = peak_of_backward(model, retain_graph=retain_graph)
         dropped = offloader.metrics()["recomputed_bytes"] / 3
     assert dropped > 0
