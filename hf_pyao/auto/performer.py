@@ -100,7 +100,7 @@ class AutoActions:
         """Perform *action*; return the event that answers it, if there is one."""
         if isinstance(action, do.MakePlan):
             answer = self._make_plan(action.purpose, state)
-            return answer if action.purpose in _AT_ONCE else self._if_all_follow(answer)
+            return answer if self._needs_at_once(action.purpose) else self._if_all_follow(answer)
         if isinstance(action, do.Judge):
             return self._if_all_follow(self._judge(state.now))
         if isinstance(action, do.TimeMicroBatches):
@@ -122,6 +122,11 @@ class AutoActions:
         return None
 
     # ---- other processes -----------------------------------------------------------------------
+
+    def _needs_at_once(self, purpose: Purpose) -> bool:
+        """Say whether this process's next micro-batch needs the plan."""
+        is_for_others = purpose is Purpose.LARGER and self._view.others_have_largest
+        return purpose in _AT_ONCE and not is_for_others
 
     def ask_others(self, proposer: Proposer) -> None:
         """Have other processes asked whether they can follow a plan."""
@@ -359,6 +364,7 @@ class AutoActions:
                 "policy 'auto' keeps what it does, instead of another plan: %s.",
                 why,
             )
+            self._view.forget_others_batch()  # else its plan would be proposed again at once
             return on.Interrupted(why) if isinstance(held, on.Planned) else None
         self._agreed = _plan_of(held)
         return held

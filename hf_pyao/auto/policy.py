@@ -28,13 +28,13 @@ from hf_pyao.auto.machine.states import Mode, Ready
 from hf_pyao.auto.performer import AutoActions, Measurer
 from hf_pyao.auto.plans.draft import Draft
 from hf_pyao.auto.plans.files import PlanFiles
-from hf_pyao.auto.plans.fit import NAME, holds, ready_of
+from hf_pyao.auto.plans.fit import LARGER, NAME, holds, ready_of
 from hf_pyao.auto.plans.plan_timing import measured_figures
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.trained import mark_of
 from hf_pyao.auto.ranks.plan_rounds import LATE, Listener, Proposer
-from hf_pyao.auto.ranks.rank_exchange import RankExchange
+from hf_pyao.auto.ranks.rank_exchange import RankExchange, RankNews
 from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.view import ModelView
@@ -105,6 +105,10 @@ class AutoPolicy:
         """Hears the first process's plans; None in that process, and before the first forward."""
         self._proposed: Ready | None = None
         """The plan that was heard and agreed to, until it is decided on."""
+        self._batches: RankNews | None = None
+        """Where ranks tell each other of batches; None before the first forward, or for one."""
+        self._most_told = 0
+        """Elements of the largest batch that the others were told of."""
         self._num_forwards = 0
 
     @property
@@ -204,6 +208,8 @@ class AutoPolicy:
         self._actions.note_number(self._num_forwards)
         if self._num_forwards == 1:
             self._meet_others()
+        if self._batches is not None:
+            self._exchange_batches(self._batches, num_elements)
         decided = self._actions.decided(self.driver.state)
         if decided is not None:
             self._send(decided)
@@ -242,6 +248,7 @@ class AutoPolicy:
 
     def _tell_of_size(self, num_elements: int) -> None:
         plan = self.plan
+        num_elements = max(num_elements, self._view.others_elements)
         fits = plan is None or holds(plan, num_elements, self._request.host_limit_bytes)
         self.driver.send(on.Forward(num_elements, fits))
 
@@ -265,10 +272,20 @@ class AutoPolicy:
         if exchange.num_ranks == 1:  # no store to tell each other in: each for itself
             return
         name = f"plan {exchange.number}"
+        self._batches = RankNews(f"{name} batches")
         if process_rank().is_first:
             self._actions.ask_others(Proposer(name))
         else:
             self._listener = Listener(name)
+
+    def _exchange_batches(self, batches: RankNews, num_elements: int) -> None:
+        """Tell the first process of a batch that is larger than those before, or hear of them."""
+        if process_rank().is_first:
+            for text in batches.news():
+                self._view.note_others_batch(*json.loads(text))
+        elif num_elements > LARGER * self._most_told:
+            self._most_told = num_elements
+            batches.tell(json.dumps([num_elements, self._view.newest_sizes()]))
 
     def _hear_of_plan(self, listener: Listener) -> None:
         """Answer a plan that the first process proposes, and follow it if all can."""

@@ -38,7 +38,11 @@ class ModelView:
         self.num_elements = 0
         """Of the batch whose step is recorded: the first one that is measured."""
         self.most_elements = 0
-        """Of the largest batch since then."""
+        """Of the largest batch since then, of any process."""
+        self._others_largest: tuple[int, list[list[int]]] = (0, [])
+        """Of the largest batch of another process: its elements, and the shapes of its tensors."""
+        self._refused_elements = 0
+        """Elements of such a batch whose plan was not followed."""
         self._looked_at: tuple[Plan, int, str] | None = None
         """The plan for which :meth:`why_not_again` was asked last, the number of hooks that the
         model had then, and why a layer did not run again."""
@@ -70,8 +74,40 @@ class ModelView:
         num_elements = 0 if self.watch is None else self.watch.num_elements()
         if is_first:
             self.num_elements, self.most_elements = num_elements, 0
-        self.most_elements = max(self.most_elements, num_elements)
+        self.most_elements = max(self.most_elements, num_elements, self._others_largest[0])
         return num_elements
+
+    def newest_sizes(self) -> list[list[int]]:
+        """Return the shapes of the tensors of the forward that is about to run."""
+        return [] if self.watch is None else self.watch.newest_sizes()
+
+    @property
+    def others_elements(self) -> int:
+        """Elements of the largest batch that another process told of; 0 if none did."""
+        return self._others_largest[0]
+
+    def forget_others_batch(self) -> None:
+        """Look at no batch of another process that is not larger than those so far."""
+        self._refused_elements = max(self._refused_elements, self.others_elements)
+        self._others_largest = 0, []
+
+    @property
+    def others_have_largest(self) -> bool:
+        """True if that is larger than the batch of the forward that is about to run."""
+        own = 0 if self.watch is None else self.watch.num_elements()
+        return self.others_elements > own
+
+    def note_others_batch(self, num_elements: int, sizes: list[list[int]]) -> None:
+        """Note a batch of another process."""
+        known = max(self.others_elements, self._refused_elements)
+        if num_elements > known and self._is_alike(sizes):
+            self._others_largest = num_elements, sizes
+            self.most_elements = max(self.most_elements, num_elements)
+
+    def _is_alike(self, sizes: list[list[int]]) -> bool:
+        """Say whether a forward of this process may have tensors of *sizes*."""
+        seen = None if self.watch is None else self.watch.seen
+        return seen is not None and seen.resized(sizes) is not None
 
     def forget_forward(self) -> None:
         """Take the next forward for the first one that is measured."""
@@ -81,9 +117,15 @@ class ModelView:
     def steps(
         self, *, is_newest: bool = False, is_largest: bool = False
     ) -> Callable[[], CopiedStep] | None:
-        """Return what makes steps as in :meth:`ForwardWatch.steps`; None if nothing is watched."""
+        """Return what makes steps as in :meth:`ForwardWatch.steps`; None if nothing is watched.
+
+        The newest or largest one is another process's, if that has more elements.
+        """
         if self.watch is None:
             return None
+        own = self.watch.num_elements() if is_newest else self.watch.most_elements
+        if (is_newest or is_largest) and self.others_elements > own:
+            return self.watch.steps(sizes=self._others_largest[1])
         return self.watch.steps(is_newest=is_newest, is_largest=is_largest)
 
     def recorder(self) -> LeverRecorder | None:

@@ -10,6 +10,7 @@ import torch
 
 from hf_pyao.auto.ranks import plan_rounds, rank_exchange
 from hf_pyao.auto.ranks.plan_rounds import LATE, LEAD, Listener, Proposer
+from hf_pyao.auto.ranks.rank_exchange import RankNews
 from hf_pyao.ranks import ProcessRank
 
 NUM_RANKS = 3
@@ -136,3 +137,24 @@ def test_a_plan_that_is_withdrawn_is_followed_by_no_one(ranks: Ranks) -> None:
     ranks.first.withdraw("it has other memory now")
     assert ranks.decides(7) is None
     assert [ranks.decided(rank, 7) for rank in (1, 2)] == ["it has other memory now"] * 2
+
+
+def test_ranks_hear_of_what_is_new_alone(ranks: Ranks) -> None:
+    news = []
+    for rank in range(NUM_RANKS):
+        ranks.at(rank)
+        news.append(RankNews("batches"))
+
+    def heard() -> list[str]:
+        ranks.at(0)
+        return list(news[0].news())
+
+    assert heard() == []
+    ranks.at(2)
+    news[2].tell("small")
+    news[2].tell("large")
+    assert heard() == ["large"]
+    assert heard() == []
+    ranks.at(1)
+    news[1].tell("other")
+    assert heard() == ["other", "large"]

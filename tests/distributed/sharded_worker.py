@@ -49,17 +49,27 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunked loss": ({"mp_policy": HALF}, {"head_loss": "chunked"}),
     "segments": ({"mp_policy": HALF}, {"checkpoint_every": 1}),
     "batches differ": ({}, {}),
+    "the other's batches are larger": ({}, {}),
 }
 """By name: arguments of ``fully_shard``, and fields of the configuration."""
 
-CAPS_KIB = {"plain": 420, "batches differ": 420, "resident": 480, "shards on the host": 420}
+LARGER_ON = {"batches differ": 0, "the other's batches are larger": 1}
+"""The rank whose batches get larger; the first makes the plans."""
+
+NUM_LATER_STEPS = 6
+"""Until another plan is followed: it is heard of, made, proposed, answered and decided on."""
+
+CAPS_KIB = {
+    **dict.fromkeys(("plain", "shards on the host", *LARGER_ON), 420),
+    "resident": 480,
+}
 """Least limits of the device under which a plan offloads or recomputes something."""
 
 
 def batch(case: str, step: int) -> dict[str, torch.Tensor]:
     """Return a micro-batch of this rank: no two are equal, and some ranks have longer ones."""
     found = batch_of(dist.get_rank(), step)
-    if case == "batches differ" and step >= LARGER_AT and dist.get_rank() == 0:
+    if step >= LARGER_AT and dist.get_rank() == LARGER_ON.get(case):
         found = {name: torch.cat([value, value]) for name, value in found.items()}
     return {**found, "use_cache": False}  # type: ignore[dict-item]
 
@@ -107,6 +117,10 @@ def tracked(case: str, model: nn.Module) -> int:
     return max(int(each["Total"]) for each in peak.values())
 
 
+def num_steps(case: str) -> int:
+    return NUM_STEPS + NUM_LATER_STEPS * (LARGER_ON.get(case) == 1)
+
+
 def train(case: str, config: PyAOConfig | None) -> dict[str, Any]:
     """Train some steps; return what they gave, with hf_pyao if there is a configuration."""
     model = shard(build_model("llama", "full", ""), CASES[case][0])
@@ -117,12 +131,12 @@ def train(case: str, config: PyAOConfig | None) -> dict[str, Any]:
         if offloader is not None:
             audit.learn(full_parameters(model))
         bits = []
-        for step in range(NUM_STEPS):
+        for step in range(num_steps(case)):
             model.zero_grad()
             run: Callable[[], tuple[int, list[Any]]] = partial(
                 counted, case, model, step, offloader
             )
-            if step >= NUM_STEPS - NUM_COUNTED:
+            if step >= num_steps(case) - NUM_COUNTED:
                 nbytes, newest = run()
                 found["counted"] = min(nbytes, found.get("counted", nbytes))
             else:
@@ -139,6 +153,7 @@ def train(case: str, config: PyAOConfig | None) -> dict[str, Any]:
             "plan": None if plan is None else plan.to_dict()["slots"],
             "levers": None if plan is None else plan.levers,
             "window": None if plan is None else plan.facts.window_bytes,
+            "elements": None if plan is None else plan.facts.num_elements,
             "predicted": None if plan is None else plan.facts.peak_bytes,
             "changes": [
                 [each["forward"], each["to"]] for each in offloader.auto.report()["transitions"]

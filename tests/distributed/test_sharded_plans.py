@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.sharded_worker import CASES
+from tests.distributed.models import BATCH, SEQUENCE
+from tests.distributed.sharded_worker import CASES, LARGER_ON
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -30,19 +31,24 @@ def check(case: str, ranks: list[dict[str, Any]]) -> None:
         planned, plain = rank["planned"], rank["plain"]
         assert planned["parameters_moved"] == planned["misses"] == planned["false_positives"] == []
         assert planned["plan"], planned["summary"]
-        if case != "batches differ":
+        if case not in LARGER_ON:
             assert planned["counted"] <= planned["predicted"] <= MOST_OVER * planned["counted"]
-        if case not in ("chunked loss", "batches differ"):
+        if case not in ("chunked loss", *LARGER_ON):
             assert plain["tracked"] == plain["counted"] > planned["counted"]
     first, second = (rank["planned"] for rank in ranks)
     changed = [
         next(at for at, mode in each["changes"] if mode in FOLLOWS) for each in (first, second)
     ]
     assert changed[0] == changed[1]
+    if LARGER_ON.get(case) == 1:
+        larger = 2 * BATCH * SEQUENCE
+        assert first["elements"] == second["elements"] == larger, "planned for the other's batch"
     if case == "batches differ":  # the first process takes a plan for larger ones at once
         return
-    for what in ("plan", "levers", "window", "offloaded_bytes"):
+    for what in ("plan", "levers", "window"):
         assert first[what] == second[what]
+    if case not in LARGER_ON:
+        assert first["offloaded_bytes"] == second["offloaded_bytes"]
 
 
 FOLLOWS = ("CHECKING", "FOLLOWING")

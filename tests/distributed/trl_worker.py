@@ -29,7 +29,9 @@ def train(case: str, folder: Path) -> dict[str, Any]:
     is_lora = tuning == "lora"
     # With adapters no layer runs again as a whole: plans offload then.
     config = dataclasses.replace(AUTO, checkpoint_every=0) if is_lora else AUTO
-    found, expected, start = trained_both_ways(name, folder, is_lora=is_lora, config=config)
+    found, expected, start = trained_both_ways(
+        name, folder / str(dist.get_rank()), is_lora=is_lora, config=config, base=folder / "base"
+    )
     for trainer in (found, expected):
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
         assert trainer.accelerator.num_processes == dist.get_world_size() == 2
@@ -45,11 +47,11 @@ def train(case: str, folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, cases: list[str]) -> None:
     warnings.simplefilter("ignore")
-    rank = join_group(folder, timeout_s=TIMEOUT_S)
+    join_group(folder, timeout_s=TIMEOUT_S)
     results: dict[str, Any] = {}
     for case in cases:
         try:
-            results[case] = train(case, folder / case.replace(":", "_") / str(rank))
+            results[case] = train(case, folder / case.replace(":", "_"))
         except Exception:
             results[case] = {"error": traceback.format_exc()}
             break  # the ranks may be apart

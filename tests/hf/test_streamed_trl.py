@@ -56,6 +56,21 @@ def texts() -> Any:
     return Dataset.from_list([{"text": words(i, 10)} for i in range(8)])
 
 
+def prompts() -> Any:
+    return Dataset.from_list([{"prompt": words(i)} for i in range(32)])
+
+
+def even_share(completions: list[str], **_: Any) -> list[float]:
+    """A reward that follows from the text alone."""
+    return [sum(word[-1] in "02468" for word in each.split()) / 8 for each in completions]
+
+
+GENERATES: dict[str, Any] = {
+    "options": {"num_generations": 2, "max_completion_length": 8, "temperature": 1.0},
+    "reward_funcs": even_share,
+}
+
+
 def trained(base: Any, config: Any, data: Any, model: nn.Module, folder: Path, **more: Any) -> Any:
     """Return the trainer after its steps: three of two micro-batches, if *more* has no options."""
     options: dict[str, Any] = {
@@ -102,7 +117,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DPOConfig",
         {"peft_config": True, "options": {"precompute_ref_log_probs": True, "bf16": False}},
     ),
+    "GRPO": (
+        "GRPOTrainer",
+        "GRPOConfig",
+        {
+            "peft_config": True,
+            "reward_funcs": even_share,
+            "options": {**GENERATES["options"], "bf16": False, "beta": 0.1},
+        },
+    ),
 }
+
+DATA = {"SFTTrainer": texts, "DPOTrainer": pairs, "GRPOTrainer": prompts}
 
 
 @pytest.mark.thorough
@@ -110,7 +136,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_losses_and_final_weights_are_those_of_the_resident_run(case: str, tmp_path: Path) -> None:
     trainer_name, config_name, more = CASES[case]
     base, config = getattr(trl, trainer_name), getattr(trl, config_name)
-    data = texts() if trainer_name == "SFTTrainer" else pairs()
+    data = DATA[trainer_name]()
     model = tiny_model("llama") if more.get("peft_config") else tiny_lora("llama", dropout=0.1)
     plain = copy.deepcopy(model)
     ours = type("Ours", (PyAOTrainerMixin, base), {})

@@ -25,7 +25,7 @@ from transformers import (
 from hf_pyao import PyAOConfig, PyAOTrainerMixin
 from tests.helpers import VOCAB, tiny_model
 from tests.helpers.storages import LiveStorages
-from tests.hf.test_streamed_trl import pairs, texts, words
+from tests.hf.test_streamed_trl import GENERATES, pairs, prompts, texts, words
 from tests.hf.test_streamed_trl import trained as trained_by
 
 trl = pytest.importorskip("trl")
@@ -48,26 +48,12 @@ AUTO = PyAOConfig(
 )
 
 
-def prompts() -> Any:
-    return Dataset.from_list([{"prompt": words(i)} for i in range(32)])
-
-
 def ratings() -> Any:
     rows = [
         {"prompt": words(i), "completion": words(50 + i), "label": i % 2 == 0} for i in range(16)
     ]
     return Dataset.from_list(rows)
 
-
-def even_share(completions: list[str], **_: Any) -> list[float]:
-    """A reward that follows from the text alone."""
-    return [sum(word[-1] in "02468" for word in each.split()) / 8 for each in completions]
-
-
-GENERATES: dict[str, Any] = {
-    "options": {"num_generations": 2, "max_completion_length": 8, "temperature": 1.0},
-    "reward_funcs": even_share,
-}
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "SFT": (texts, {}),
@@ -156,12 +142,18 @@ def test_a_trainer_that_generates(tmp_path: Path) -> None:
 
 
 def trained_both_ways(
-    name: str, folder: Path, *, is_lora: bool, config: PyAOConfig = AUTO
+    name: str, folder: Path, *, is_lora: bool, config: PyAOConfig = AUTO, base: Path | None = None
 ) -> tuple[Any, Any, nn.Module]:
-    """Return the trainer with hf_pyao, the one without, and the model that both began with."""
+    """Return the trainer with hf_pyao, the one without, and the model that both began with.
+
+    Trainers load their reference model from *base*, which is in *folder* if it is None.
+    """
+    base = base or folder / "base"
     model = model_for(name)
-    model.save_pretrained(folder / "base")  # trainers load their reference model from there
-    model.config._name_or_path = str(folder / "base")
+    model.save_pretrained(base)  # on the first rank alone, where there are several
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    model.config._name_or_path = str(base)
     plain, start = copy.deepcopy(model), copy.deepcopy(model)
     expected = trained(name, plain, folder / "plain", is_lora=is_lora)
     found = trained(name, model, folder / "ours", is_lora=is_lora, config=config)

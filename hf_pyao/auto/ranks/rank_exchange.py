@@ -101,3 +101,37 @@ class RankExchange:
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
+
+
+class RankNews(RankExchange):
+    """Texts that each rank may tell anew at any time; *name* as for :class:`RankExchange`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._num_heard = 0
+
+    def tell(self, text: str) -> None:
+        """Tell the other ranks, in place of what was told before."""
+        super().tell(text)
+        self._count(1)
+
+    def news(self) -> Sequence[str]:
+        """Return the newest text of each rank that told one; none if there is nothing new.
+
+        It asks the store once, as long as nothing is new.
+        """
+        num_told = self._count(0)
+        if num_told == self._num_heard:
+            return ()
+        self._num_heard = num_told
+        found = (self.heard_from(rank) for rank in range(self.num_ranks))
+        return [text for text in found if text is not None]
+
+    def _count(self, num_more: int) -> int:
+        if self._store is None:
+            return self._num_heard
+        try:
+            return int(self._store.add(f"{self._prefix}/told", num_more))
+        except Exception as error:  # a rank that ended takes the store with it
+            logger.debug("the store does not count: %s", error)
+            return self._num_heard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -153,7 +153,8 @@ class ForwardWatch:
         """What it was called with first; None until then."""
         self._largest: SeenForward | None = None
         """What it was called with when that had the most elements, from the first call on."""
-        self._most_elements = 0
+        self.most_elements = 0
+        """Elements of that call's largest tensor; 0 if only the first one was seen."""
         listener = _Listener(self, before, place)
         hook = _hook_of(inner, owner)
         if hook is not None:
@@ -177,12 +178,12 @@ class ForwardWatch:
         is_first = self.seen is None
         if self.seen is None:
             self.seen = self._largest = seen_forward(args, kwargs)
-            self._most_elements = 0
+            self.most_elements = 0
         num_elements = self.num_elements()
-        if num_elements > self._most_elements:
-            if self._most_elements:
+        if num_elements > self.most_elements:
+            if self.most_elements:
                 self._largest = seen_forward(args, kwargs)
-            self._most_elements = num_elements
+            self.most_elements = num_elements
         before(self.seen, is_first=is_first)
 
     def hold(self, value: object) -> None:
@@ -224,19 +225,32 @@ class ForwardWatch:
         """
         return self.steps(is_newest=is_newest)()
 
+    def newest_sizes(self) -> list[list[int]]:
+        """Return the shapes of the tensors of the call that is about to run; none between calls."""
+        newest = self._channel.newest
+        return [] if newest is None else seen_forward(*newest).sizes()
+
     def steps(
-        self, *, is_newest: bool = False, is_largest: bool = False
+        self,
+        *,
+        is_newest: bool = False,
+        is_largest: bool = False,
+        sizes: Sequence[Sequence[int]] | None = None,
     ) -> Callable[[], CopiedStep]:
         """Return what makes such a step, now and later, and does not hold the model.
 
         Args:
             is_newest: as for :meth:`step`.
             is_largest: as in the largest call since the first one.
+            sizes: of another process's tensors, as :meth:`newest_sizes` gives them there; the step
+                is as in the first call, with tensors of these sizes.
         """
         ref = self._model
         seen = self._largest if is_largest else self.seen
         if is_newest and self._channel.newest is not None:
             seen = seen_forward(*self._channel.newest)
+        if sizes is not None and self.seen is not None:
+            seen = self.seen.resized(sizes)
 
         def make() -> CopiedStep:
             model = ref()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,32 @@ class SeenForward:
         if self.autocast_dtype is not None:
             found.append(f"autocast {str(self.autocast_dtype).removeprefix('torch.')}")
         return found
+
+    def sizes(self) -> list[list[int]]:
+        """Return the shapes of the tensors among the arguments, in order."""
+        return [list(each.shape) for each in self._tensors()]
+
+    def resized(self, sizes: Sequence[Sequence[int]]) -> SeenForward | None:
+        """Return the same call with tensors of other sizes, as :meth:`sizes` gives them.
+
+        None if the other call has other tensors.
+        """
+        own = self._tensors()
+        if [len(size) for size in sizes] != [len(each.shape) for each in own]:
+            return None
+        left = iter(sizes)
+
+        def other(value: Any) -> Any:
+            if not isinstance(value, TensorShape):
+                return value
+            return dataclasses.replace(value, shape=tuple(next(left)))
+
+        args, kwargs = tree_map(other, (self.args, self.kwargs))
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
+
+    def _tensors(self) -> list[TensorShape]:
+        leaves = tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, TensorShape)]
 
 
 def seen_forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenForward:
