@@ -43,6 +43,16 @@ class MicroBatchStats:
     """Most host memory that saved tensors took at once."""
     pool_bytes: int = 0
     """Size of the host pool: reserved memory, in use or not."""
+    disk_peak_bytes: int = 0
+    """Most bytes that saved tensors took on a disk at once."""
+    disk_written_bytes: int = 0
+    """Bytes that were written to a disk, padding included."""
+    disk_read_bytes: int = 0
+    """Bytes that were read from a disk, padding included."""
+    disk_forwarded_bytes: int = 0
+    """Bytes on their way to a disk that were asked for while host memory still had them."""
+    disk_stall_ms: float = 0.0
+    """Time in which the host waited for a disk."""
     num_slots: int = 0
     """Distinct saved storages seen, kept ones included."""
     num_packs: int = 0
@@ -96,6 +106,8 @@ class MicroBatchStats:
             "pool_bytes": self.pool_bytes,
             "num_slots": self.num_slots,
         }
+        if self.disk_peak_bytes or self.disk_written_bytes or self.disk_read_bytes:
+            values |= {name: getattr(self, name) for name in _DISK}
         for reason, num_bytes in sorted(self.kept_bytes.items()):
             values[f"kept_bytes/{reason}"] = num_bytes
         for reason, num_bytes in sorted(self.not_recomputed_bytes.items()):
@@ -103,11 +115,15 @@ class MicroBatchStats:
         return values
 
 
-_PEAKS = ("device_peak_bytes", "host_peak_bytes", "pool_bytes")
+_PEAKS = ("device_peak_bytes", "host_peak_bytes", "pool_bytes", "disk_peak_bytes")
+_DISK_SUMS = ("disk_written_bytes", "disk_read_bytes", "disk_forwarded_bytes", "disk_stall_ms")
+_DISK = ("disk_peak_bytes", *_DISK_SUMS)
+"""Said where a disk was used."""
 _TIMES = ("transfer_ms", "stall_forward_ms", "stall_backward_ms")
 _SUMS = (
     *("would_hold_bytes", "offloaded_bytes", "reloaded_bytes", "duplicate_bytes"),
     *("recomputed_bytes", "link_bytes", "num_packs"),
+    *_DISK_SUMS,
     *_TIMES,
 )
 

@@ -20,6 +20,7 @@ from hf_pyao.auto.machine.rules import MOST_ROUNDS
 from hf_pyao.auto.machine.states import Ready, State
 from hf_pyao.auto.measuring import Measuring
 from hf_pyao.auto.parts import Parts
+from hf_pyao.auto.plans.disk_below import DiskBelow
 from hf_pyao.auto.plans.fit import policy_of
 from hf_pyao.auto.policy import AutoPolicy
 from hf_pyao.auto.pyao_rule import PyAORule
@@ -96,10 +97,14 @@ class Deciding:
         )
         self.switch = LeverSwitch(levers)
         """Changes segments and tiles between forwards."""
+        disk = DiskBelow.of(link.tiers)
         request = parts.binds.on(
             recomputed_paths=fixed.recomputed_paths,
-            host_limit_bytes=link.tiers.capacity_bytes or math.inf,
+            host_limit_bytes=(
+                (link.tiers.capacity_bytes or math.inf) if disk is None else disk.host_bytes
+            ),
             window=link.offloads,
+            disk=disk,
             allocator=allocator_settings(device),
             stream_weights="off" if streaming is None else parts.streaming.value,
             ends_on_host=streaming is not None and streaming.ends_leave,

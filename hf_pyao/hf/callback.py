@@ -18,6 +18,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.hf.accumulation import said_of_accumulation
 from hf_pyao.hf.announce import announce
 from hf_pyao.hf.arguments import PyAOArguments
+from hf_pyao.hf.disk_writes import check_disk_writes
 from hf_pyao.hf.micro_batch.checks import refuse_without_trainer
 from hf_pyao.plan.documents.run import FINISHED, UNKNOWN
 
@@ -57,6 +58,8 @@ class PyAOCallback(TrainerCallback):
         """The checkpoint that training goes on from, if it does."""
         self.trainer_chooses_micro_batch = False
         """True if the Trainer makes the choice that ``auto_micro_batch`` asks for."""
+        self.disk_bytes: int | None = None
+        """Predicted bytes that a micro-batch writes to the disk; None: not known."""
         self.first_plan: Plan | None = None
         """What policy ``auto`` is to follow from the start; None: it measures, and plans itself."""
 
@@ -125,6 +128,7 @@ class PyAOCallback(TrainerCallback):
 
         Raises:
             ConflictError: see ``../auto/install/conflicts.py``.
+            ConfigError: more would be written to the disk than may be.
         """
         # With auto_find_batch_size this event comes once per try and the end only once; what a try
         # that ran out of memory left behind must go, and the model may have been wrapped anew.
@@ -134,6 +138,9 @@ class PyAOCallback(TrainerCallback):
             self.detach(UNKNOWN)
         config = self._checked_config(args)
         assert model is not None, "Trainer passes the model to every event"
+        if self.disk_bytes is not None:
+            num_steps = state.max_steps - state.global_step
+            check_disk_writes(self.disk_bytes, args.gradient_accumulation_steps, num_steps, config)
         self._state = state
         self.offloader = attach(model, config, device=args.device)
         for fact in look_at_arguments(args, config):

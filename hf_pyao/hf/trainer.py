@@ -21,6 +21,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.arguments import PyAOArguments
 from hf_pyao.hf.callback import PyAOCallback, log_and_show
+from hf_pyao.hf.disk_writes import predicted_disk_bytes
 from hf_pyao.hf.micro_batch.before_training import choose_batch
 from hf_pyao.hf.micro_batch.checks import check_auto_micro_batch
 from hf_pyao.hf.micro_batch.take_batch import take_batch
@@ -156,6 +157,8 @@ class PyAOTrainerMixin(_TrainerBase):
             batch_size = take_batch(self, chosen.micro_batch, chosen.accumulation)
             callback.first_plan = chosen.plan
             log_and_show(chosen.words, self.args, self.state)
+        if callback is not None and config is not None:
+            callback.disk_bytes = predicted_disk_bytes(self, config)
         if callback is not None and self._pyao_streams and self.model is not None:
             callback.attach_before_training(self.model, self.args)
         return super()._inner_training_loop(batch_size, *args, **kwargs)

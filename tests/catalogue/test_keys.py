@@ -25,6 +25,10 @@ FOREIGN = {
     ("engine/stores/disk_blocks.py", "ValueError"): "becomes a DiskError in this file",
     ("engine/stores/disk_files.py", "OSError"): "as the system call would; a DiskError later",
     ("engine/stores/disk_reader.py", "OSError"): "becomes a DiskError in this file",
+    (
+        "engine/stores/nameless_file.py",
+        "OSError",
+    ): "becomes a DiskError, or a warning, in the store",
     ("engine/stores/private_mapping.py", "OSError"): "as the system call would; caught",
     ("engine/stores/shared_memory.py", "OSError"): "as the system call would; caught by the store",
     ("files.py", "ValueError"): "caught in this file",
@@ -42,6 +46,7 @@ FOREIGN = {
     ("tools/bench/peers.py", "MethodUnavailable"): "a row of the result",
     ("tools/bench/worker.py", "SearchFailed"): "a row of the result",
     ("tools/estimate/script_profiler.py", "ProfileIsDone"): "ends the script that is profiled",
+    ("tools/simulation/disk.py", "OSError"): "as the system call would; a DiskError later",
 }
 """File and class -> why it is none of our errors. No user sees one of these as an error."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_pyao.auto.install.disk_tiers import DiskSettings, disk_tier
 from hf_pyao.config import GIB, EffectiveConfig
 from hf_pyao.engine.stores import HostPool, Store
 from hf_pyao.engine.stores.host_share import HostShare
@@ -29,6 +30,8 @@ class LinkSettings:
     """How messages call the window."""
     host_memory_gib: float | None
     """Most memory of the host, in GiB; None: its share of what is available."""
+    disk: DiskSettings
+    """The tier below the host's memory."""
 
     @classmethod
     def of(cls, config: EffectiveConfig, labels: Labels) -> LinkSettings:
@@ -38,6 +41,7 @@ class LinkSettings:
             window_bytes=None if isinstance(window, str) else window,
             label=labels["window"],
             host_memory_gib=config.host_memory_gib,
+            disk=DiskSettings.of(config, labels),
         )
 
 
@@ -58,12 +62,16 @@ def link_for(
         settings: the window, and how much of the host.
 
     Raises:
-        ConfigError: the link is given together with its parts, or has another window.
+        ConfigError: the link is given together with its parts, or has another window; or the
+            disk's directory cannot be used.
+        DiskError: no file can be made on the disk.
     """
     if shared is None:
         transport = transport or transport_for(device)
         store = host_pool or _make_pool(settings, transport, device)
-        return LinkContext(transport, store, settings.window_bytes)
+        disk = disk_tier(settings.disk, transport, _numa_node_of(device))
+        further = () if disk is None else (disk,)
+        return LinkContext(transport, store, settings.window_bytes, further)
     if transport is not None or host_pool is not None:
         raise ConfigError(
             "link is given together with transport or host_pool, which are a part of it. Pass "

@@ -288,7 +288,8 @@ class HostPool(Store):
         spare = sum(b.reserved_bytes for group in self._spare.values() for b in group)
         for index, slab in enumerate(self._slabs):
             slab.free_all_but(
-                sorted((b.offset, b.reserved_bytes) for b in buffers if b.slab == index)
+                sorted((b.offset, b.reserved_bytes) for b in buffers if b.slab == index),
+                slab.memory.numel(),
             )
         self.used_bytes = sum(buffer.reserved_bytes for buffer in buffers) - spare
         self._count_uses(buffers)

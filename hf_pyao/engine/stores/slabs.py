@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from bisect import insort
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from hf_pyao.engine.stores.free_ranges import FreeRanges
 from hf_pyao.engine.stores.numa import running_near
 from hf_pyao.errors import warn
 
@@ -26,36 +26,12 @@ LEAST_SLAB_BYTES = 2**20
 """Smallest slab where the machine refuses larger ones: every slab is looked through for room."""
 
 
-class Slab:
-    """One reservation, with its free ranges as a sorted list of (offset, nbytes)."""
+class Slab(FreeRanges):
+    """One reservation, and what of it is free."""
 
     def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__(memory.numel())
         self.memory = memory
-        self.free: list[tuple[int, int]] = [(0, memory.numel())]
-
-    def take(self, nbytes: int) -> int | None:
-        """Cut *nbytes* from the smallest free range that holds them; None if none does."""
-        best = min(
-            ((size, offset) for offset, size in self.free if size >= nbytes),
-            default=None,
-        )
-        if best is None:
-            return None
-        size, offset = best
-        self.free.remove((offset, size))
-        if size > nbytes:
-            insort(self.free, (offset + nbytes, size - nbytes))
-        return offset
-
-    def free_all_but(self, taken: list[tuple[int, int]]) -> None:
-        """Mark everything as free except *taken*, ranges (offset, nbytes) in ascending order."""
-        free = []
-        start = 0
-        for offset, nbytes in [*taken, (self.memory.numel(), 0)]:
-            if offset > start:
-                free.append((start, offset - start))
-            start = offset + nbytes
-        self.free = free
 
 
 class SlabSource:

@@ -48,6 +48,19 @@ class QueuedCopy(Protocol):
         ...
 
 
+class DiskMeter(Protocol):
+    """Counts what a disk was asked for."""
+
+    disk_written_bytes: int
+    """Bytes that were written, padding included."""
+    disk_read_bytes: int
+    """Bytes that were read, padding included."""
+    disk_forwarded_bytes: int
+    """Bytes on their way to the disk that were asked for while host memory still had them."""
+    disk_stall_ms: float
+    """Time in which the host waited for the disk."""
+
+
 class Buffer:
     """A piece of a store's memory that its holder may use until it is released."""
 
@@ -108,6 +121,8 @@ class Store(abc.ABC):
 
     name: ClassVar[str] = ""
     """Names the kind of memory in messages: ``host memory``."""
+    is_host_memory: ClassVar[bool] = True
+    """Whether what it keeps takes memory of the host."""
     limit_origin: str = ""
     """Says how the capacity came about; empty where the user gave it."""
     capacity_bytes: int
@@ -210,3 +225,10 @@ class Store(abc.ABC):
         """Return the most bytes that *use* had since the last call; start again from now."""
         self.settle()
         return use.take_peak()
+
+    def speeds(self) -> tuple[float, float] | None:
+        """Return the speeds at which a disk was written and read, in GiB/s; None: not known."""
+        return None
+
+    def collect(self, meter: DiskMeter) -> None:  # noqa: B027 (memory counts nothing)
+        """Count in *meter* what a disk was asked for since the last call."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from hf_pyao.engine.stores.store import DiskMeter
+
 
 class Meter(Protocol):
     """Counts bytes that move.
@@ -37,6 +39,13 @@ class LinkMeter(Protocol):
     """Most bytes that were used at once where moved bytes are kept."""
     pool_bytes: int
     """Bytes that are reserved there, in use or not."""
+
+
+class MoverMeter(LinkMeter, DiskMeter, Protocol):
+    """Counts that too, and what went to a disk."""
+
+    disk_peak_bytes: int
+    """Most bytes that were on a disk at once."""
 
 
 class Label(Protocol):

@@ -23,7 +23,7 @@ from hf_pyao.engine.transfer.layout import (
     range_to_move,
 )
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.engine.transfer.meter import Label, LinkMeter, Meter
+from hf_pyao.engine.transfer.meter import Label, LinkMeter, Meter, MoverMeter
 from hf_pyao.engine.transfer.moved_bytes import HERE, OFFLOADING, RELOADING, MovedBytes
 from hf_pyao.engine.transfer.profiler_ranges import in_range, is_profiling
 from hf_pyao.engine.transfer.reload_schedule import ReloadSchedule
@@ -396,7 +396,7 @@ class Mover(ReloadSchedule):
         for transport in self.link.tiers.transports:
             transport.collect(meter, times)
 
-    def collect(self, meter: LinkMeter) -> LinkTimes:
+    def collect(self, meter: MoverMeter) -> LinkTimes:
         """End a micro-batch: note in *meter* what its copies took, and its peak on the host.
 
         Returns:
@@ -404,7 +404,14 @@ class Mover(ReloadSchedule):
         """
         times, self.times = self.times, LinkTimes()
         self.collect_times(meter, times)
-        meter.host_peak_bytes = sum(tier.store.take_peak(use) for tier, use in self._tiers)
+        meter.host_peak_bytes = meter.disk_peak_bytes = 0
+        for tier, use in self._tiers:
+            peak_bytes = tier.store.take_peak(use)
+            if tier.store.is_host_memory:
+                meter.host_peak_bytes += peak_bytes
+            else:
+                meter.disk_peak_bytes += peak_bytes
+                tier.store.collect(meter)
         meter.pool_bytes = self.link.tiers.pool_bytes
         return times
 

@@ -137,6 +137,10 @@ class StreamTransport:
                 end.record(stream)
                 compute.wait_event(end)
 
+    def await_on_host(self, ticket: StreamTicket) -> None:
+        """Wait for the copy's event on the calling thread."""
+        ticket.end.synchronize()
+
     def is_done(self, ticket: StreamTicket) -> bool:
         """Ask the event, without waiting."""
         return bool(ticket.end.query())

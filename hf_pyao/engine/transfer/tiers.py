@@ -58,8 +58,8 @@ class Tiers:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that are reserved, in use or not."""
-        return sum(store.pool_bytes for store in self.stores)
+        """Bytes of the host's memory that are reserved, in use or not."""
+        return sum(store.pool_bytes for store in self.stores if store.is_host_memory)
 
     @property
     def pinned_bytes(self) -> int:

@@ -214,6 +214,13 @@ class Transport(Protocol):
         """
         ...
 
+    def await_on_host(self, ticket: Any) -> None:
+        """Stop the calling thread, any thread, until the copy has finished.
+
+        For who uses the host's bytes without a stream: a disk. The engine itself never stops.
+        """
+        ...
+
     def is_done(self, ticket: Any) -> bool:
         """Say whether the copy has finished, as far as the host knows, without waiting.
 
@@ -305,6 +312,9 @@ class BlockingTransport:
 
     def retire_all(self) -> None:
         """Do nothing: all copies are done."""
+
+    def await_on_host(self, ticket: DoneTicket) -> None:
+        """Do nothing: the copy is done."""
 
     def is_done(self, ticket: DoneTicket) -> bool:
         """Return True."""

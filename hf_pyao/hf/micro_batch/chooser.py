@@ -110,6 +110,16 @@ class MicroBatchChooser:
             raise ConfigError(f"{SETTING}: {choice.reason}", key="micro-batch-not-chosen")
         return self._tried(batches, choice, wanted.micro_batch, limit_bytes)
 
+    def configured_step(self) -> StepProgram:
+        """Return the step of the Trainer's own micro-batch, as it is configured.
+
+        Raises:
+            ConfigError: the data can only be iterated, or there is none.
+            CopyError: it cannot run on fake tensors.
+        """
+        batches = SampleBatches(self._trainer.get_train_dataloader())
+        return self._recorded(batches, self._old[0], Levers.of(self._config))
+
     def _as_it_is(self, why: str) -> ChosenBatch:
         micro_batch, accumulation = self._old
         return ChosenBatch(
@@ -165,7 +175,7 @@ class MicroBatchChooser:
                     program,
                     hardware.device,
                     request.conditions(hardware.link),
-                    _leaves(self._config, program),
+                    leaves_of(self._config, program),
                     f"policy {self._config.policy}",
                     limit_bytes,
                 )
@@ -182,15 +192,10 @@ class MicroBatchChooser:
 
     def _request(self) -> PlanRequest:
         config = self._config
-        share_bytes = (
-            HostShare.of_this_process(os.environ).capacity_bytes
-            if config.host_memory_gib is None
-            else config.host_memory_gib * GIB
-        )
         request = PlanRequest.of_config(
             config,
             recomputed_paths=self._recomputed_paths(),
-            host_limit_bytes=share_bytes,
+            host_limit_bytes=host_bytes_of(config),
             allocator=allocator_settings(self._device),
         )
         return dataclasses.replace(request, room=room_for(request.room, self._model, config.layers))
@@ -325,7 +330,14 @@ def _measured(peak_bytes: int | None) -> str:
     return f"which was tried (peak {format_bytes(peak_bytes)})"
 
 
-def _leaves(config: PyAOConfig, program: StepProgram) -> list[bool]:
+def host_bytes_of(config: PyAOConfig) -> float:
+    """Return the host memory for saved tensors that *config* gives, or this process's share."""
+    if config.host_memory_gib is None:
+        return HostShare.of_this_process(os.environ).capacity_bytes
+    return config.host_memory_gib * GIB
+
+
+def leaves_of(config: PyAOConfig, program: StepProgram) -> list[bool]:
     """Return which slots leave under a policy that looks at no times."""
     least = int(config.min_bytes)
     kept = Levers.of(config).kept_layers(program.num_layers, config.effective().keep_last_layers)

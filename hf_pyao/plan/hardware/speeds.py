@@ -41,6 +41,34 @@ class DeviceModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiskModel:
+    """A disk below the host, for saved tensors that find no room there. GiB are 2**30 bytes."""
+
+    write_gib_per_s: float
+    read_gib_per_s: float
+    host_bytes: float
+    """Host memory for saved tensors: what finds no room in it goes to the disk."""
+    memory_bytes: int = 256 * 2**20
+    """Host memory in front of the disk, through which the bytes pass."""
+
+    def __post_init__(self) -> None:
+        """Check the speeds.
+
+        Raises:
+            ConfigError: a speed is not positive.
+        """
+        _check_speeds(self, "write_gib_per_s", "read_gib_per_s")
+
+    def write_ms(self, nbytes: int) -> float:
+        """Return how long the disk writes *nbytes*."""
+        return nbytes / GIB / self.write_gib_per_s * 1e3
+
+    def read_ms(self, nbytes: int) -> float:
+        """Return how long the disk reads *nbytes*."""
+        return nbytes / GIB / self.read_gib_per_s * 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkModel:
     """Speeds of a device's link and of host memory. GiB are 2**30 bytes."""
 
@@ -55,6 +83,8 @@ class LinkModel:
     """What all accesses to host memory share (PyAO paper, section 8.2)."""
     latency_us: float = 0.0
     """Fixed cost of each copy."""
+    disk: DiskModel | None = None
+    """What saved tensors go to that find no room on the host; None: nothing."""
 
     def __post_init__(self) -> None:
         """Check the speeds.

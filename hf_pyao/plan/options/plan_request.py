@@ -14,7 +14,7 @@ from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
-from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
+from hf_pyao.plan.hardware.speeds import DeviceModel, DiskModel, LinkModel
 from hf_pyao.plan.options.lever_choice import FIXED, LeverChoice, LeverRoom
 from hf_pyao.plan.options.plan_levers import GivenLevers
 from hf_pyao.plan.predict.calibration import times_like
@@ -45,6 +45,19 @@ class WindowOwner(Protocol):
         ...
 
 
+class DiskOwner(Protocol):
+    """A disk below the host, as far as plans ask: ``auto/plans/disk_below.py``."""
+
+    def model(self) -> DiskModel | None:
+        """Return its speeds; None while they are not known: nothing is planned to go there."""
+        ...
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Most bytes on it."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """What binds the solver. What a configuration leaves open is free."""
@@ -68,6 +81,8 @@ class PlanRequest:
     """Of the device's caching allocator; None: what is allocated decides what fits."""
     window: WindowOwner | None = dataclasses.field(default=None, compare=False)
     """That of the link; other models may join and leave it at any time."""
+    disk: DiskOwner | None = dataclasses.field(default=None, compare=False)
+    """The disk below the host; :attr:`host_limit_bytes` is without it."""
     stream_weights: int | str = "off"
     """As ``PyAOConfig.stream_weights``, where frozen weights can be streamed."""
     ends_on_host: bool = False
@@ -93,6 +108,7 @@ class PlanRequest:
         recomputed_paths: tuple[str, ...] = (),
         host_limit_bytes: float = math.inf,
         window: WindowOwner | None = None,
+        disk: DiskOwner | None = None,
         allocator: AllocatorSettings | None = None,
         stream_weights: int | str = "off",
         ends_on_host: bool = False,
@@ -100,13 +116,14 @@ class PlanRequest:
     ) -> PlanRequest:
         """Return the same for one model on one machine; arguments as of :meth:`of_config`.
 
-        *stream_weights*, *ends_on_host* and *converts_weights* are as the attributes.
+        *disk*, *stream_weights*, *ends_on_host* and *converts_weights* are as the attributes.
         """
         return dataclasses.replace(
             self,
             recompute_modules=recomputed_paths,
             host_limit_bytes=host_limit_bytes,
             window=window,
+            disk=disk,
             allocator=allocator,
             stream_weights=stream_weights,
             ends_on_host=ends_on_host,
@@ -260,7 +277,11 @@ class PlanRequest:
         if self.converts_weights:
             program = with_converted_uploads(program)
         kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
-        conditions = self.conditions(link, gradient_bytes)
+        host_limit_bytes = self.host_limit_bytes
+        model = None if self.disk is None else self.disk.model()
+        if self.disk is not None and model is not None:
+            host_limit_bytes += self.disk.capacity_bytes
+        conditions = self.conditions(dataclasses.replace(link, disk=model), gradient_bytes)
         return Planner(
             program,
             times_ms,
@@ -271,7 +292,7 @@ class PlanRequest:
                 is_blocking=is_blocking,
                 speed_ratios=speed_ratios,
             ),
-            host_limit_bytes=self.host_limit_bytes,
+            host_limit_bytes=host_limit_bytes,
             forced=self._forced(program),
             coding=CodedWays.of(
                 program, times_ms, dtypes, codec=self.codec, allow_lossy=self.allow_lossy

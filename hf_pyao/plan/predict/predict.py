@@ -21,6 +21,7 @@ from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.predict.copy_lanes import GRADIENT, Copy, Lanes, LateLanes, TimedLanes
 from hf_pyao.plan.predict.predicted_copies import PredictedOffloads, PredictedReloads
+from hf_pyao.plan.predict.predicted_disk import PredictedDisk
 from hf_pyao.plan.predict.predicted_memory import PredictedMemory
 from hf_pyao.plan.predict.predicted_uploads import PredictedUploads
 from hf_pyao.plan.predict.step_clock import LanesClock, StepClock
@@ -139,7 +140,10 @@ def _walked(
     """Walk through the step; return what it comes to, and the clock."""
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
     clock = LanesClock(lanes, host, is_timed=times_ms is not None)
-    walk = StepWalk(program, plan, times_ms, clock, is_first_step=is_first_step)
+    disk = None
+    if link is not None and link.disk is not None and times_ms is not None:
+        disk = PredictedDisk(link.disk, clock)
+    walk = StepWalk(program, plan, times_ms, clock, disk, is_first_step=is_first_step)
     prediction = replace(
         walk.run(),
         stall_forward_ms=clock.stall_ms[FORWARD],
@@ -186,6 +190,7 @@ class StepWalk:
         plan: what becomes of its slots.
         times_ms: what each operation takes; None: no times are predicted.
         clock: says when copies are done.
+        disk: where slots go that find no room on the host; None: the host has room for all.
         is_first_step: as for :func:`predict`.
 
     Raises:
@@ -199,6 +204,7 @@ class StepWalk:
         plan: StepPlan,
         times_ms: Sequence[float] | None,
         clock: StepClock,
+        disk: PredictedDisk | None = None,
         *,
         is_first_step: bool = False,
     ) -> None:
@@ -226,7 +232,9 @@ class StepWalk:
         for number in reversed(range(len(slots))):  # backward asks for the newest first
             if self._leaves[number]:
                 by_layer[slots[number].layer].append(number)
-        self._offloads = PredictedOffloads(plan.window_bytes, program, plan.coded, clock, memory)
+        self._offloads = PredictedOffloads(
+            plan.window_bytes, program, plan.coded, clock, memory, disk
+        )
         self._reloads = PredictedReloads(self._offloads, program, by_layer, clock, memory)
         self._uploads = PredictedUploads(program, clock, is_first_step=is_first_step)
         self._rebuild_ms = 0.0

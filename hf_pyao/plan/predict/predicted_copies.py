@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hf_pyao.engine.stores.slabs import ALIGNMENT_BYTES
 from hf_pyao.engine.transfer.schedule import Schedule, Window
 from hf_pyao.plan.predict.copy_lanes import OFFLOAD, RELOAD, Copy
+from hf_pyao.plan.predict.predicted_disk import PredictedDisk
 from hf_pyao.plan.predict.predicted_memory import PredictedMemory
 from hf_pyao.plan.predict.step_clock import StepClock
 from hf_pyao.plan.step.prediction import ENCODED, PAYLOAD, RELOADED, Coded
@@ -25,6 +26,7 @@ class PredictedOffloads(Window):
         coded: slots that a codec writes smaller, by number.
         clock: when copies are done.
         memory: of the device.
+        disk: where slots go that find no room on the host; None: the host has room for all.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class PredictedOffloads(Window):
         coded: Mapping[int, Coded],
         clock: StepClock,
         memory: PredictedMemory,
+        disk: PredictedDisk | None = None,
     ) -> None:
         super().__init__(limit_bytes)
+        self.disk = disk
         self.copies: dict[int, Copy] = {}
         """The (last) copy of each slot to the host."""
         self.coded = coded
@@ -44,6 +48,8 @@ class PredictedOffloads(Window):
         self.offloaded_bytes = 0
         self.host_peak_bytes = 0
         self._host_bytes = 0
+        """On the host and below it."""
+        self._on_host_bytes = 0
         self._program = program
         self._clock = clock
         self._memory = memory
@@ -66,6 +72,11 @@ class PredictedOffloads(Window):
             for part_bytes in coded.parts:
                 self._queue(number, part_bytes)
         self.offloaded_bytes += nbytes
+        disk = self.disk
+        if disk is not None and self._on_host_bytes + _in_pool(nbytes) > disk.disk.host_bytes:
+            disk.offload(number, nbytes, self.copies[number])
+        else:
+            self._on_host_bytes += _in_pool(nbytes)
         self._host_bytes += _in_pool(nbytes)
         self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
         self.note_offload(number, nbytes)
@@ -77,7 +88,12 @@ class PredictedOffloads(Window):
 
     def release_host(self, number: int) -> None:
         """Give the host memory of a slot back."""
-        self._host_bytes -= _in_pool(self.link_bytes(number))
+        in_pool_bytes = _in_pool(self.link_bytes(number))
+        self._host_bytes -= in_pool_bytes
+        if self.disk is not None and self.disk.has(number):
+            self.disk.end(number)
+        else:
+            self._on_host_bytes -= in_pool_bytes
 
     def is_done(self, item: int) -> bool:
         """Say whether the host knows that the copy of a slot has left."""
@@ -203,6 +219,9 @@ class PredictedReloads(Schedule):
         nbytes = self._offloads.link_bytes(item)
         needs = self._offloads.copies[item]
         copy = Copy(RELOAD, nbytes, self._clock.now_ms, needs=needs, slot=item)
+        disk = self._offloads.disk
+        if disk is not None and disk.has(item):
+            copy.ready_ms = disk.reload(item, copy)
         self.copies[item] = copy
         key = ENCODED if item in self._offloads.coded else RELOADED
         self._memory.allocate((key, item), nbytes)

@@ -131,6 +131,17 @@ class LanesClock(StepClock):
         self.collective_wait_ms[self.phase] += until_ms - self._now_ms
         self._now_ms = until_ms
 
+    def end_of(self, copy: Copy) -> float:
+        """Return when *copy*, which was queued, ends."""
+        return self._lanes.wait(copy, 0.0)
+
+    def wait_until(self, until_ms: float, slot: int) -> None:
+        """Let compute wait for the disk, which has to take *slot*."""
+        if until_ms > self._now_ms:
+            self.stalls.append(Stall(self.phase, slot, self._now_ms, until_ms))
+            self.stall_ms[self.phase] += until_ms - self._now_ms
+            self._now_ms = until_ms
+
     def finish(self) -> None:
         """Run the copies that end after compute."""
         self._lanes.finish(self._now_ms)

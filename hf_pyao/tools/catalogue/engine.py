@@ -119,6 +119,25 @@ CHAPTER = Chapter(
             "If this comes again, look at the drive (`dmesg`, `smartctl`).",
         ),
         Entry(
+            "disk-full",
+            "The disk has no more room for saved tensors, or none is left beside its reserve. What "
+            "finds no room stays on the device.",
+            "Make room, give `disk_path` another disk, or offload less: `checkpoint_every`.",
+        ),
+        Entry(
+            "disk-stopped",
+            "Saved tensors could not be written to the disk, also when it was tried again. They "
+            "are still in memory. Nothing more goes to the disk in this run.",
+            "Look at the drive (`dmesg`, `smartctl`). Training goes on; it may need more memory.",
+        ),
+        Entry(
+            "disk-write-limit",
+            "As many bytes were written to the disk as `disk_write_limit` allows. Training goes on "
+            "with what host and device hold.",
+            "Give `checkpoint_every`, which divides the bytes, or raise `disk_write_limit` if the "
+            "drive endures it (TBW in its data sheet).",
+        ),
+        Entry(
             "codec-without-triton",
             "Triton could not build the codec's kernels, so that it runs as plain torch: the same "
             "results in more time.",

@@ -49,6 +49,13 @@ CHAPTER = Chapter(
             "Take shorter sequences, `head_loss='chunked'`, adapters, or a larger device.",
         ),
         Entry(
+            "disk-writes-too-much",
+            "The steps that are to come would write more saved tensors to the disk than "
+            "`disk_write_limit` allows. Nothing was trained.",
+            "Give `checkpoint_every`, which divides the bytes, train fewer steps, or raise "
+            "`disk_write_limit` if the drive endures it (TBW in its data sheet).",
+        ),
+        Entry(
             "one-copy-setup",
             "`one_copy_per_node` was entered before the process group exists, or this version of "
             "transformers loads models in another way.",

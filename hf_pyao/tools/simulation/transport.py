@@ -198,6 +198,10 @@ class SimulatedTransport:
         """Complete all copies: their memory may be reused from here on."""
         self.finish()
 
+    def await_on_host(self, ticket: SimulatedTicket) -> None:
+        """Complete the copy. Only the thread that queues copies may call it."""
+        self._complete(ticket)
+
     def is_done(self, ticket: SimulatedTicket) -> bool:
         """Say whether the schedule (or the virtual clock) has let the copy complete."""
         self._tick()

@@ -1,0 +1,144 @@
+"""Copies between the device and a disk, through host memory. See [Note: Bytes on a disk]."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_pyao.engine.stores.disk_range import DiskRange
+from hf_pyao.engine.stores.disk_store import DiskStore
+from hf_pyao.engine.transfer.graph_task import is_in_backward
+from hf_pyao.engine.transfer.meter import LinkMeter
+from hf_pyao.engine.transfer.transport import Bandwidth, HostReleased, LinkTimes, Transport
+
+
+class DiskTransport:
+    """Copies between the device and the memory of a :class:`~.disk_store.DiskStore`.
+
+    Its tickets are those of *inner*: a copy to the disk has ended for the device once its bytes are
+    in the store's memory, and a copy from the disk is queued once they are there. The calling
+    thread waits for that; the device does not.
+
+    Args:
+        inner: copies between the device and host memory.
+        store: the disk.
+    """
+
+    name = "disk"
+    host_released: HostReleased | None = None
+
+    def __init__(self, inner: Transport, store: DiskStore) -> None:
+        self.inner = inner
+        self.store = store
+        self.needs_pinned_memory = inner.needs_pinned_memory
+
+    def handles(self, device: torch.device) -> bool:
+        """Take what *inner* takes."""
+        return self.inner.handles(device)
+
+    def offload(
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
+    ) -> Any:
+        """Queue the copy to the store's memory; a thread writes that to the disk then."""
+        began_s = time.perf_counter()
+        held = self.store.memory_to_fill(dst.untyped_storage())
+        _add_stall(times, began_s)
+        ticket = None
+        try:
+            ticket = self.inner.offload(
+                src, _view_of(held, dst), after=after, label=label, times=times
+            )
+        finally:
+            end = dst.storage_offset() * dst.itemsize + dst.nbytes
+            self.store.filled(held, ticket, is_last=end == held.nbytes)
+        return ticket
+
+    def reload(
+        self,
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        *,
+        after: Sequence[Any] = (),
+        label: object = "",
+        times: LinkTimes | None = None,
+    ) -> Any:
+        """Queue the copy from the store's memory, once the bytes are there.
+
+        Raises:
+            DiskError: they cannot be read from the disk.
+        """
+        began_s = time.perf_counter()
+        held = self.store.memory_to_read(src.untyped_storage())
+        _add_stall(times, began_s)
+        ticket = None
+        try:
+            ticket = self.inner.reload(
+                _view_of(held, src), dst, after=tuple(held.fills), label=label, times=times
+            )
+        finally:
+            self.store.copied(held, ticket)
+        return ticket
+
+    def wait(self, ticket: Any) -> None:
+        """Order the ticket's compute stream behind the copy."""
+        self.inner.wait(ticket)
+
+    def retire(self, ticket: Any) -> None:
+        """Order whatever reuses the memory of a reload's target behind the copy."""
+        self.inner.retire(ticket)
+
+    def retire_all(self) -> None:
+        """Order the current stream of each device behind all copies."""
+        self.inner.retire_all()
+
+    def await_on_host(self, ticket: Any) -> None:
+        """Stop the calling thread until the copy has finished."""
+        self.inner.await_on_host(ticket)
+
+    def is_done(self, ticket: Any) -> bool:
+        """Say whether the copy between device and host has finished."""
+        return self.inner.is_done(ticket)
+
+    def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
+        """Do nothing: *inner* measured its copies, and the store counts what the disk does."""
+
+    def bandwidth(self) -> Bandwidth:
+        """Return the speed of the link between device and host."""
+        return self.inner.bandwidth()
+
+    def mark(self, device: torch.device) -> Any:
+        """Note where compute on *device* has got to."""
+        return self.inner.mark(device)
+
+    def span_of(self, ticket: Any) -> tuple[Any, Any] | None:
+        """Return the marks between which the copy between device and host ran."""
+        return self.inner.span_of(ticket)
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Return the time between two marks."""
+        return self.inner.elapsed_ms(start, end)
+
+
+def _view_of(held: DiskRange, stand_in: torch.Tensor) -> torch.Tensor:
+    """Return the memory of *held* that *stand_in*, a view of its stand-in, stands for."""
+    memory = held.memory
+    assert memory is not None
+    view = torch.empty(0, dtype=stand_in.dtype, device=memory.device)
+    start = int(memory.storage_offset()) // view.itemsize + int(stand_in.storage_offset())
+    view.set_(memory.untyped_storage(), start, stand_in.size(), stand_in.stride())
+    return view
+
+
+def _add_stall(times: LinkTimes | None, began_s: float) -> None:
+    if times is not None:
+        elapsed_ms = 1e3 * (time.perf_counter() - began_s)
+        times.add_stall(elapsed_ms, in_backward=is_in_backward())

@@ -1,0 +1,270 @@
+"""Saved tensors on a disk: resident memory of the process and time of a step, with and without.
+
+    python recipes/disk_activations.py --disk_path /mnt/nvme/pyao
+    python recipes/disk_activations.py --disk_path /mnt/nvme/pyao --activations_gib 4 --num_steps 5
+    python recipes/disk_activations.py --disk_path /mnt/nvme/pyao --smoke
+
+A Llama-shaped model with new weights trains a few steps in a process of its own: once as it is,
+and once with `disk_path` and no host memory for saved tensors, so that they all go to the disk. On
+a CPU the host stands in for the device. The kernel counts the process's resident memory (VmHWM in
+/proc/self/status). Losses and gradients of both runs have to have equal bits.
+
+Several hidden sizes are run with equal bytes of saved tensors. The more a layer computes for each
+byte that it saves, the less the disk costs: each row states that ratio, in FLOPs a byte, and what
+is predicted from the plain step and from the speeds of the disk that were measured in the same run.
+A small hidden size loses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_pyao import PyAOConfig, attach
+from hf_pyao.engine.stores.disk_figures import DiskFigures
+from hf_pyao.engine.stores.disk_store import DiskStore
+from hf_pyao.errors import ConfigError
+from hf_pyao.plan.predict.disk_demand import predicted_step_ms
+from result_file import write_result
+
+MIB, GIB = 2**20, 2**30
+SCHEMA_VERSION = 1
+WINDOW_BYTES = 16 * MIB
+NUM_LAYERS = 8
+LENGTH = 256
+BYTES_A_TOKEN = 78
+"""Bytes that a layer saves, a token and a hidden unit, about: how many tokens make the bytes asked
+for. The rows have what was counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What a process came to."""
+
+    digest: str
+    """Of losses and gradients."""
+    grown_bytes: int
+    """Most resident memory in the steps, less what was resident before."""
+    forward_ms: float
+    backward_ms: float
+    cpu_ms: float
+    """Processor time of a step, user and system."""
+    num_tokens: int
+    written_bytes: int = 0
+    """Of a step, as the following."""
+    read_bytes: int = 0
+    forwarded_bytes: int = 0
+    stall_ms: float = 0.0
+    write_gib_per_s: float = 0.0
+    """While the disk was written: measured in these steps, as the following."""
+    read_gib_per_s: float = 0.0
+    is_direct: bool = False
+
+    @property
+    def step_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe; return 0 if all bits are equal."""
+    args = _parser().parse_args(argv)
+    if args.smoke:
+        args.activations_gib, args.num_steps, args.hidden_sizes = 0.02, 2, [64]
+    if args.arm:
+        print(json.dumps(asdict(_arm(args, args.hidden_sizes[0], on_disk=args.arm == "disk"))))
+        return 0
+    rows = [_row(args, hidden_size) for hidden_size in args.hidden_sizes]
+    for row in rows:
+        print(_line(row))
+    if args.result is not None:
+        write_result(
+            args.result,
+            kind="disk_activations",
+            schema_version=SCHEMA_VERSION,
+            activations_gib=args.activations_gib,
+            num_steps=args.num_steps,
+            rows=rows,
+        )
+    return 0 if all(row["has_equal_bits"] for row in rows) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--disk_path", required=True, help="a directory on a local disk")
+    parser.add_argument("--activations_gib", type=float, default=2.5)
+    parser.add_argument("--num_steps", type=int, default=3)
+    parser.add_argument("--hidden_sizes", type=int, nargs="+", default=[1024, 128])
+    parser.add_argument("--result", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
+    parser.add_argument("--arm", choices=["plain", "disk"], help=argparse.SUPPRESS)
+    return parser
+
+
+def _row(args: argparse.Namespace, hidden_size: int) -> dict[str, Any]:
+    """Run both processes of a size, the plain one first; return what they came to."""
+    plain, disk = (_process(args, hidden_size, arm) for arm in ("plain", "disk"))
+    moved_bytes = disk.written_bytes or 1
+    predicted_ms = predicted_step_ms(
+        forward_ms=plain.forward_ms,
+        backward_ms=plain.backward_ms,
+        written_bytes=disk.written_bytes,
+        read_bytes=disk.read_bytes,
+        write_gib_per_s=disk.write_gib_per_s,
+        read_gib_per_s=disk.read_gib_per_s,
+    )
+    return {
+        "hidden_size": hidden_size,
+        "has_equal_bits": plain.digest == disk.digest,
+        "flops_per_byte": _step_flops(hidden_size, plain.num_tokens) / moved_bytes,
+        "growth_ratio": disk.grown_bytes / plain.grown_bytes,
+        "step_ratio": disk.step_ms / plain.step_ms,
+        "predicted_step_ratio": predicted_ms / plain.step_ms,
+        "plain": asdict(plain),
+        "disk": asdict(disk),
+    }
+
+
+def _process(args: argparse.Namespace, hidden_size: int, arm: str) -> Arm:
+    command = [sys.executable, __file__, "--arm", arm, "--disk_path", args.disk_path]
+    command += ["--activations_gib", str(args.activations_gib), "--num_steps", str(args.num_steps)]
+    command += ["--hidden_sizes", str(hidden_size)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Arm(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _line(row: dict[str, Any]) -> str:
+    bits = "equal bits" if row["has_equal_bits"] else "OTHER BITS"
+    return (
+        f"hidden size {row['hidden_size']} ({row['flops_per_byte']:,.0f} FLOPs a byte written): "
+        f"resident growth {row['disk']['grown_bytes'] / GIB:.2f} of "
+        f"{row['plain']['grown_bytes'] / GIB:.2f} GiB ({row['growth_ratio'] - 1:+.0%}), step "
+        f"{row['step_ratio']:.2f}x, predicted {row['predicted_step_ratio']:.2f}x, disk "
+        f"{row['disk']['write_gib_per_s']:.2f} / {row['disk']['read_gib_per_s']:.2f} GiB/s, {bits}"
+    )
+
+
+def _step_flops(hidden_size: int, num_tokens: int) -> float:
+    """Return the FLOPs of the products of a step's layers, forward and backward."""
+    weights = 4 * hidden_size**2 + 3 * hidden_size * 4 * hidden_size
+    return 6.0 * num_tokens * NUM_LAYERS * weights
+
+
+# ---- one process ------------------------------------------------------------------------------
+
+
+def _arm(args: argparse.Namespace, hidden_size: int, *, on_disk: bool) -> Arm:
+    """Train in this process; return what it came to."""
+    model = _model(hidden_size)
+    wanted = args.activations_gib * GIB / (BYTES_A_TOKEN * hidden_size * NUM_LAYERS)
+    batch_size = max(1, round(wanted / LENGTH))
+    config = PyAOConfig(policy="off")
+    if on_disk:
+        config = PyAOConfig(
+            policy="all",
+            window=WINDOW_BYTES,
+            host_memory_gib=0.0,
+            disk_path=args.disk_path,
+            disk_gib=4 * args.activations_gib,
+            keep_last_layers=0,
+        )
+    with attach(model, config) as offloader:
+        _step(model, _ids(1, 0)[:, :16])  # gradients, threads and code are there
+        store = next((s for s in offloader.link.tiers.stores if isinstance(s, DiskStore)), None)
+        before = DiskFigures() if store is None else store.figures.copy()
+        resident_bytes = _resident_bytes()
+        digest, times_ms = hashlib.sha256(), [0.0, 0.0]
+        began_ms = _cpu_ms()
+        for seed in range(args.num_steps):
+            loss, forward_ms, backward_ms = _step(model, _ids(batch_size, seed))
+            digest.update(str(loss).encode())
+            times_ms = [times_ms[0] + forward_ms, times_ms[1] + backward_ms]
+        cpu_ms = (_cpu_ms() - began_ms) / args.num_steps
+        grown_bytes = _resident_peak_bytes() - resident_bytes
+        figures = DiskFigures() if store is None else store.figures.since(before)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            digest.update(parameter.grad.numpy().tobytes())
+    num_steps = args.num_steps
+    return Arm(
+        digest=digest.hexdigest(),
+        grown_bytes=grown_bytes,
+        forward_ms=times_ms[0] / num_steps,
+        backward_ms=times_ms[1] / num_steps,
+        cpu_ms=cpu_ms,
+        num_tokens=batch_size * LENGTH,
+        written_bytes=figures.written_bytes // num_steps,
+        read_bytes=figures.read_bytes // num_steps,
+        forwarded_bytes=figures.forwarded_bytes // num_steps,
+        stall_ms=figures.stall_ms / num_steps,
+        write_gib_per_s=figures.write_gib_per_s or 0.0,
+        read_gib_per_s=figures.read_gib_per_s or 0.0,
+        is_direct=store is not None and store.file.is_direct,
+    )
+
+
+def _model(hidden_size: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=max(1, hidden_size // 64),
+        max_position_embeddings=LENGTH,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def _ids(batch_size: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (batch_size, LENGTH), generator=generator)
+
+
+def _step(model: Any, ids: torch.Tensor) -> tuple[float, float, float]:
+    """Return the loss, and the time of forward and of backward in ms."""
+    began_s = time.perf_counter()
+    loss = model(input_ids=ids, labels=ids).loss
+    half_s = time.perf_counter()
+    loss.backward()
+    end_s = time.perf_counter()
+    return loss.item(), 1e3 * (half_s - began_s), 1e3 * (end_s - half_s)
+
+
+def _resident_bytes() -> int:
+    """Return the resident memory of this process, and count the peak from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def _resident_peak_bytes() -> int:
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(f"/proc/self/status has no {name}: this recipe needs Linux.")
+
+
+def _cpu_ms() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return 1e3 * (used.ru_utime + used.ru_stime)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.fspath(Path(__file__).parent))
+    sys.exit(main())

@@ -1,0 +1,444 @@
+"""Saved tensors on a disk: the same gradients, a bounded memory, files that leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao import attach
+from hf_pyao.engine.stores import disk_files
+from hf_pyao.engine.stores.disk_figures import TB, WriteLimit
+from hf_pyao.engine.stores.disk_files import private_folder
+from hf_pyao.engine.stores.disk_store import DiskStore
+from hf_pyao.engine.stores.free_ranges import FreeRanges
+from hf_pyao.engine.stores.nameless_file import DiskCalls, NamelessFile
+from hf_pyao.errors import ConfigError, DiskError
+from tests.helpers import (
+    EVERYTHING,
+    MAIN,
+    assert_same_tensors,
+    gradients_of,
+    tiny_batch,
+    tiny_model,
+)
+
+ON_DISK = replace(EVERYTHING, window=4096, host_memory_gib=2**-16)
+"""16 KiB of the host's memory: nearly all goes to the disk."""
+
+
+def on_disk(folder: Path, **more: Any) -> Any:
+    return replace(ON_DISK, **{"disk_path": folder, "disk_gib": 0.125, **more})
+
+
+def steps(model: nn.Module, num_steps: int = 2) -> dict[str, torch.Tensor]:
+    for seed in range(num_steps):
+        model(**tiny_batch(seed)).loss.backward()
+    return gradients_of(model)
+
+
+def store_of(offloader: Any) -> DiskStore:
+    _, store = offloader.link.tiers.stores
+    assert isinstance(store, DiskStore)
+    return store
+
+
+@pytest.fixture(autouse=True)
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory in front of the disk holds a few tensors, so that some are read."""
+    init = DiskStore.__init__
+
+    def small(self: DiskStore, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{"memory_bytes": 2**16, **kwargs})
+
+    monkeypatch.setattr(DiskStore, "__init__", small)
+
+
+@pytest.mark.parametrize("model_type", MAIN)
+def test_gradients_are_the_same(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    expected = steps(copy.deepcopy(model), 3)
+    with attach(model, on_disk(tmp_path)) as offloader:
+        assert_same_tensors(steps(model, 3), expected, "gradients")
+        totals, store = offloader.totals(), store_of(offloader)
+        assert totals["disk_written_bytes"] > 0
+        assert totals["disk_read_bytes"] > 0
+        assert totals["disk_forwarded_bytes"] > 0
+        assert totals["disk_peak_bytes"] > totals["host_peak_bytes"]
+        assert store.settle() == 0
+        assert store.memory.peak_bytes <= 2**16
+        assert not list((tmp_path / f"pyao-{os.getuid()}").iterdir()), "the file has no name"
+        if store.file.is_direct:
+            assert fcntl.fcntl(store.file.descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        mode = os.fstat(store.file.descriptor).st_mode
+        assert stat.S_IMODE(mode) == 0o600
+
+
+class Stop(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def raising_in(module: nn.Module, *, backward: bool) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    register = module.register_full_backward_pre_hook if backward else module.register_forward_hook
+    handle = register(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def accumulate(model: nn.Module) -> dict[str, torch.Tensor]:
+    return steps(model, 4)
+
+
+def segments(model: nn.Module) -> dict[str, torch.Tensor]:
+    return steps(model)
+
+
+def two_forwards(model: nn.Module) -> dict[str, torch.Tensor]:
+    first, second = model(**tiny_batch(0)).loss, model(**tiny_batch(1)).loss
+    second.backward()
+    first.backward()
+    return gradients_of(model)
+
+
+def errors(model: nn.Module) -> dict[str, torch.Tensor]:
+    layer = next(each for each in model.modules() if isinstance(each, nn.ModuleList))[1]
+    for backward in (False, True):
+        model.zero_grad()
+        with contextlib.suppress(Stop), raising_in(layer, backward=backward):
+            model(**tiny_batch(0)).loss.backward()
+    model.zero_grad()
+    return steps(model)
+
+
+@pytest.mark.parametrize("model_type", MAIN)
+@pytest.mark.parametrize("program", [accumulate, segments, two_forwards, errors])
+def test_gradients_are_the_same_in(program: Any, model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    expected = program(copy.deepcopy(model))
+    more = {"checkpoint_every": 1} if program is segments else {}
+    with attach(model, on_disk(tmp_path, host_memory_gib=0.0, **more)) as offloader:
+        found = program(model)
+        assert offloader.totals()["disk_written_bytes"] > 0
+        assert store_of(offloader).settle() == 0
+    assert_same_tensors(found, expected, program.__name__)
+
+
+@pytest.mark.parametrize("codec", ["int8", "bitmask"])
+def test_encoded_tensors_go_to_the_disk(codec: str, tmp_path: Path) -> None:
+    found = []
+    for config in (
+        replace(ON_DISK, codec=codec, host_memory_gib=1),
+        on_disk(tmp_path, codec=codec),
+    ):
+        model = tiny_model("llama")
+        with attach(model, config):
+            found.append(steps(model))
+    assert_same_tensors(found[0], found[1], codec)
+
+
+def test_without_a_path_or_with_0_gib_there_is_no_disk(tmp_path: Path) -> None:
+    for config in (ON_DISK, on_disk(tmp_path, disk_gib=0)):
+        with attach(tiny_model("llama"), config) as offloader:
+            assert len(offloader.link.tiers.stores) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_open_size_leaves_a_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.statvfs(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with attach(tiny_model("llama"), on_disk(tmp_path, disk_gib=None)) as offloader:
+        store = store_of(offloader)
+        expected = (found.f_bavail * found.f_frsize - 10 * 2**30) // 2
+        assert abs(store.capacity_bytes - expected) < 2**32
+        assert "GiB free, less 10, divided by 2 ranks" in offloader.describe()
+
+
+# ---- what fails -------------------------------------------------------------------------------
+
+
+class Failing(DiskCalls):
+    """Fails in the accesses of one kind from a certain one on."""
+
+    def __init__(self, kind: str, code: int, after: int = 0) -> None:
+        self.kind, self.code, self.left = kind, code, after
+
+    def _fail(self, kind: str) -> None:
+        if kind == self.kind:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(self.code, os.strerror(self.code))
+
+    def write(self, *args: Any) -> int:
+        self._fail("write")
+        return super().write(*args)
+
+    def read(self, *args: Any) -> int:
+        self._fail("read")
+        return super().read(*args)
+
+    def allocate(self, *args: Any) -> None:
+        self._fail("allocate")
+        super().allocate(*args)
+
+
+@contextlib.contextmanager
+def failing(calls: DiskCalls) -> Iterator[None]:
+    init = NamelessFile.__init__
+
+    def with_calls(self: NamelessFile, folder: Path, _: Any = None) -> None:
+        init(self, folder, calls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NamelessFile, "__init__", with_calls)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "key"),
+    [
+        ("allocate", errno.ENOSPC, "disk-full"),
+        ("write", errno.EIO, "disk-stopped"),
+        ("write", errno.EROFS, "disk-stopped"),
+    ],
+)
+def test_training_goes_on_where_nothing_is_lost(
+    kind: str, code: int, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("gpt2")
+    expected = steps(copy.deepcopy(model), 3)
+    with failing(Failing(kind, code)), attach(model, on_disk(tmp_path)) as offloader:
+        assert_same_tensors(steps(model, 3), expected, "gradients")
+        assert offloader.totals()["kept_bytes/host memory full"] > 0
+    said = [each.getMessage() for each in caplog.records if f"[pyao:{key}]" in each.getMessage()]
+    assert len(said) == 1
+    assert str(tmp_path) in said[0]
+
+
+def test_bytes_that_cannot_be_read_are_an_error_before_the_step(tmp_path: Path) -> None:
+    model = tiny_model("gpt2")
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    with (
+        failing(Failing("read", errno.EIO)),
+        attach(model, on_disk(tmp_path)) as offloader,
+        pytest.raises(DiskError, match=r"cannot read '.*activations-.*Input/output error"),
+    ):
+        steps(model)
+    assert_same_tensors(dict(model.named_parameters()), before, "parameters")
+    expected = steps(copy.deepcopy(model))
+    model.zero_grad()
+    with attach(model, on_disk(tmp_path)) as offloader:
+        assert_same_tensors(steps(model), expected, "a further run")
+        assert store_of(offloader).settle() == 0
+
+
+def test_a_file_system_without_direct_access(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    really_open = os.open
+
+    def open_(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_)
+    model = tiny_model("gpt2")
+    expected = steps(copy.deepcopy(model))
+    with attach(model, on_disk(tmp_path)) as offloader:
+        assert not store_of(offloader).file.is_direct
+        assert_same_tensors(steps(model), expected, "gradients")
+    assert "[pyao:disk-not-direct]" in caplog.text
+
+
+def test_the_folder_may_be_removed_and_descriptors_may_run_out(tmp_path: Path) -> None:
+    model = tiny_model("gpt2")
+    expected = steps(copy.deepcopy(model), 3)
+    with attach(model, on_disk(tmp_path / "disk")):
+        shutil.rmtree(tmp_path / "disk")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            found = steps(model, 3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert_same_tensors(found, expected, "gradients")
+
+
+def test_what_cannot_be_used_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(disk_files, "file_system_of", lambda _: "tmpfs")
+    with pytest.raises(
+        ConfigError, match=r"disk_path is '.*', which is on tmpfs: its files are in"
+    ):
+        attach(model, on_disk(tmp_path))
+    monkeypatch.undo()
+    folder = private_folder(tmp_path, "disk_path")
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="is a link"):
+        attach(model, on_disk(tmp_path))
+    folder.unlink()
+
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    private_folder(tmp_path, "disk_path")
+    monkeypatch.setattr("hf_pyao.engine.stores.nameless_file._open_nameless", full)
+    with pytest.raises(DiskError, match=r"cannot make '.*activations-.*Too many open files"):
+        attach(model, on_disk(tmp_path))
+    monkeypatch.undo()
+    steps(model)  # it was left as it was
+
+
+# ---- what is left behind ----------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from hf_pyao.engine.stores.disk_figures import WriteLimit
+from hf_pyao.engine.stores.disk_files import private_folder
+from hf_pyao.engine.stores.disk_store import DiskStore
+from hf_pyao.engine.stores.nameless_file import NamelessFile
+file = NamelessFile(private_folder(sys.argv[1], "disk_path"))
+make = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
+done = {"make_memory": make, "is_done": lambda _: True, "await_copy": lambda _: None}
+store = DiskStore(file, 2**30, WriteLimit(2**40), **done)
+buffers = [store.acquire(2**20) for _ in range(300)]
+for buffer in buffers:
+    held = store.memory_to_fill(buffer.data.untyped_storage())
+    store.filled(held, object(), is_last=True)
+print("written", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, None])
+def test_nothing_is_left_after_a_kill_an_interrupt_and_an_exit(
+    number: signal.Signals | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / f"pyao-{os.getuid()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "written\n"
+        assert not list(folder.iterdir())
+        if number is None:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        else:
+            process.send_signal(number)
+        process.wait(timeout=300)
+    assert process.returncode == (0 if number is None else -number)
+    assert not list(folder.iterdir())
+
+
+def test_a_leftover_is_removed_and_another_run_is_left_alone(tmp_path: Path) -> None:
+    folder = private_folder(tmp_path, "disk_path")
+    leftover = folder / "activations-1-dead.part"
+    leftover.write_bytes(b"x")
+    alive = folder / "activations-2-alive.part"
+    with alive.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        first, second = tiny_model("llama"), tiny_model("gpt2")
+        expected = [steps(copy.deepcopy(model)) for model in (first, second)]
+        with attach(first, on_disk(tmp_path)), attach(second, on_disk(tmp_path)):
+            assert_same_tensors(steps(first), expected[0], "first")
+            assert_same_tensors(steps(second), expected[1], "second")
+        assert list(folder.iterdir()) == [alive]
+
+
+def disk_threads() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name.startswith("pyao-disk")}
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_threads_end_with_the_store(tmp_path: Path, is_closed: bool) -> None:
+    before = disk_threads()
+    model = tiny_model("gpt2")
+    with attach(model, on_disk(tmp_path)) as offloader:
+        steps(model)
+        store = store_of(offloader)
+        assert disk_threads() - before
+    if is_closed:
+        store.close()
+        assert not disk_threads() - before
+    else:
+        del offloader, store, model
+        for thread in disk_threads() - before:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+
+
+# ---- how much is written ----------------------------------------------------------------------
+
+
+def test_at_the_limit_writing_ends_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("gpt2")
+    expected = steps(copy.deepcopy(model), 4)
+    limit_bytes = 300_000
+    config = on_disk(tmp_path, disk_write_limit=limit_bytes / TB)
+    with attach(model, config) as offloader:
+        assert_same_tensors(steps(model, 4), expected, "gradients")
+        assert 0 < store_of(offloader).figures.written_bytes <= limit_bytes
+        assert offloader.totals()["kept_bytes/host memory full"] > 0
+    assert caplog.text.count("[pyao:disk-write-limit]") == 1
+    assert "checkpoint_every=k" in caplog.text
+
+
+def test_bytes_an_hour_are_said_once() -> None:
+    now_s = 0.0
+    limit = WriteLimit(10 * TB, lambda: now_s)
+    assert limit.take(TB)
+    assert limit.sentence_once() == ""
+    now_s = 1800.0
+    assert "1 TB of saved tensors" in (said := limit.sentence_once())
+    assert "2 TB an hour. disk_write_limit=10 TB is reached in 4.5 hours" in said
+    assert limit.sentence_once() == ""
+    assert not limit.take(9 * TB + 1)
+    limit.give_back(TB)
+    assert limit.take(10 * TB)
+
+
+def test_free_ranges_join_again() -> None:
+    ranges = FreeRanges(100)
+    taken = [ranges.take(30), ranges.take(30), ranges.take(40)]
+    assert taken == [0, 30, 60]
+    assert ranges.take(1) is None
+    for offset, nbytes in ((30, 30), (60, 40), (0, 30)):
+        ranges.give_back(offset, nbytes)
+    assert ranges.free == [(0, 100)]
