@@ -61,7 +61,13 @@ class Plans:
         self, plans: list[tuple[float, int, int]], host_limit: float, step: StepProgram
     ) -> None:
         self.plans = [
-            SimpleNamespace(name=str(n), step_ms=ms, peak_bytes=peak, host_bytes=host)
+            SimpleNamespace(
+                name=str(n),
+                step_ms=ms,
+                timed=SimpleNamespace(compute_ms=ms),
+                peak_bytes=peak,
+                host_bytes=host,
+            )
             for n, (ms, peak, host) in enumerate(plans)
         ]
         self.host_limit_bytes = host_limit
