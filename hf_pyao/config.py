@@ -30,6 +30,7 @@ from hf_pyao.settings import (
     Named,
     Names,
     Parts,
+    Shares,
     Size,
     Switch,
     Terabytes,
@@ -287,6 +288,16 @@ class PyAOConfig:
         "(default: off; with {long_context}: auto; {policy} 'auto' takes groups where nothing else "
         "fits, or where that is faster)",
     )
+    activation_memory_budget: float | str | Sequence[float] | None = setting(
+        None,
+        Implied(Shares("layer", words=("off", "auto")), "off"),
+        "How much compiled layers may save for backward, as a share of what they save by default; "
+        "they compute the rest again: torch's activation_memory_budget, for each layer by itself. "
+        "A number from 0 to 1 for all layers, or one for each. 'auto': {policy} 'auto' predicts "
+        "steps with several budgets, and takes the fastest that fits. 'off': what torch was told. "
+        "Each budget is compiled when it is first used. Compiled code that computes again may "
+        "round 16-bit tensors in other places; in eager code, nothing changes. (default: off)",
+    )
     stream_weights: int | str = setting(
         "off",
         CountOrWord("layers", words=("off", "auto")),
@@ -471,6 +482,7 @@ class EffectiveConfig(PyAOConfig):
         checkpoint_nested: bool
         save_attention: bool
         attention_groups: int | str
+        activation_memory_budget: float | str | tuple[float, ...]
 
 
 def implied_by(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -333,7 +333,10 @@ COMPILED = TrainingEngine(
     inner_attribute="_orig_mod",
     untried=frozenset({Feature.MICRO_BATCH, Feature.RUN_AGAIN}),
     outcomes={
-        **_instead(Feature.PLANNING, _ALL),
+        **_instead(
+            Feature.PLANNING,
+            "layers that are compiled one by one are planned; else it " + _ALL,
+        ),
         **_instead(Feature.RECOMPUTATION, "what it names is offloaded"),
         **_instead(Feature.SEGMENTS, "compiled layers run once and are offloaded"),
         **_instead(Feature.HEAD_LOSS, "with a model compiled as a whole, the model's own loss"),

@@ -106,10 +106,12 @@ class Offloader:
                 lifecycle,
                 levers,
                 second_runs=SecondRuns(check, TILES),
-                groups_may_come="attention_groups" in self._deciding.may_come,
+                may_come=self._deciding.may_come,
                 streaming=streaming,
             )
-            self._deciding.switch.bind(lifecycle, self.mlp_tiles, self.attention_groups)
+            budgets = self._installed.memory_budgets
+            switch = self._deciding.switch
+            switch.bind(lifecycle, self.mlp_tiles, self.attention_groups, budgets)
             for sentence in self._installed.describe():
                 self.record.describe_further(sentence)
             lifecycle.install(self)

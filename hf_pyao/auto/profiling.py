@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from hf_pyao.plan.documents.provenance import collect_provenance
 from hf_pyao.plan.documents.schema import ReportError, read_json, to_plain, write_json
 from hf_pyao.plan.measure.profile import StepProfiler
 from hf_pyao.plan.measure.profile_merge import merge_profiles
+from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.ranks import process_rank
 from hf_pyao.text import describe_error, echo
 
@@ -317,8 +319,6 @@ class ProfileWriter:
 
     def _recorded(self) -> tuple[dict[str, Any] | None, str]:
         """Return the recorded step, or why there is none."""
-        if self._has_compiled_layers:
-            return None, "some layers are compiled, or modules inside of them."
         try:
             if self._watch is None:
                 raise CopyError(_NOT_YET)
@@ -326,11 +326,28 @@ class ProfileWriter:
                 return None, "the model is compiled as a whole."
             step = self._watch.step()
             recorded, _ = record_fake_step(step, levers=self._levers, layers=self._layers)
+            if self._has_compiled_layers and (why := self._saves_others(recorded)):
+                return None, why
             return recorded.to_dict(), ""
         except CopyError as error:
             return None, f"{error}"
         except Exception as error:  # no reason to end a training
             return None, f"it could not be recorded: {describe_error(error)}"
+
+    def _saves_others(self, recorded: RecordedStep) -> str:
+        """Say that *recorded* saves other tensors than were measured; empty if it does not.
+
+        Asked where layers are compiled: what they save is the compiler's choice.
+        """
+        assert self.profile is not None
+        predicted = Counter(slot.name for slot in recorded.whole().slots)
+        measured = {slot.name: slot.num_layers for slot in self.profile.slots}
+        if predicted == measured:
+            return ""
+        return (
+            f"its compiled layers save {sum(measured.values())} tensors, and those of a copy "
+            f"{predicted.total()}."
+        )
 
     def _write_if(self, changed: bool) -> None:
         if changed:

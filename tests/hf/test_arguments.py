@@ -51,6 +51,7 @@ EXAMPLES = {
     "checkpoint_nested": True,
     "save_attention": True,
     "attention_groups": 4,
+    "activation_memory_budget": 0.5,
     "stream_weights": 8,
     "stream_dtype": "compute",
     "stream_embeddings": "on",

@@ -34,9 +34,8 @@ def compare_effects(
     """Note each setting that has shown no effect so far."""
     notes = {"checkpoint_every": lifecycle.refused}
     figures: dict[str, float] = {}
-    for part in (installed.head_loss, installed.mlp_tiles, installed.attention_groups):
-        if part is not None:
-            figures |= part.metrics()
+    for part in installed.of_levers():
+        figures |= part.metrics()
     if installed.head_loss is not None:
         notes["head_loss"] = "; ".join(installed.head_loss.said)
     seen = Seen(

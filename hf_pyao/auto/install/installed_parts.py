@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -19,17 +19,35 @@ from hf_pyao.model.map.module_map import FoundLayers
 
 if TYPE_CHECKING:
     from hf_pyao.model.attention.attention_groups import AttentionGroups
+    from hf_pyao.model.compiled.memory_budget import MemoryBudgets
     from hf_pyao.model.head.head_loss import HeadLoss
     from hf_pyao.model.tiles.mlp_tiles import MLPTiles
 
 
+class Lever(Protocol):
+    """What changes the step itself on one model."""
+
+    def describe(self) -> str:
+        """Return a sentence for the log."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return its figures, by names of its own."""
+        ...
+
+    def uninstall(self) -> None:
+        """Leave the model as it was."""
+        ...
+
+
 class InstalledParts:
-    """The lifecycle with its hooks, the head loss, MLP tiles and attention groups of one model."""
+    """The lifecycle with its hooks, head loss, tiles, groups and memory budgets of one model."""
 
     def __init__(self) -> None:
         self.head_loss: HeadLoss | None = None
         self.mlp_tiles: MLPTiles | None = None
         self.attention_groups: AttentionGroups | None = None
+        self.memory_budgets: MemoryBudgets | None = None
         self.weights: StreamedLayers | None = None
         self._lifecycle: weakref.ref[Lifecycle] | None = None
 
@@ -51,7 +69,7 @@ class InstalledParts:
         levers: Levers,
         *,
         second_runs: SecondRuns | None = None,
-        groups_may_come: bool = False,
+        may_come: frozenset[str] = frozenset(),
         streaming: StreamedLayers | None = None,
     ) -> None:
         """Exchange the forwards that *levers* ask for. The caller installs *lifecycle* afterwards.
@@ -64,7 +82,7 @@ class InstalledParts:
             lifecycle: held weakly, since the model's hooks own it.
             levers: head loss, tiles and groups that are asked for.
             second_runs: compares tiles that run again with their first run.
-            groups_may_come: plans of policy ``auto`` may set groups of attention later.
+            may_come: levers that plans of policy ``auto`` may set later.
             streaming: streams the frozen weights; None: all are on the device.
 
         Raises:
@@ -79,20 +97,31 @@ class InstalledParts:
             from hf_pyao.model.tiles.mlp_tiles import install_mlp_tiles
 
             self.mlp_tiles = install_mlp_tiles(model, found, levers.mlp_tiles, second_runs)
-        if levers.attention_groups != "off" or groups_may_come:
+        if levers.attention_groups != "off" or "attention_groups" in may_come:
             from hf_pyao.model.attention.attention_groups import groups_of
 
             self.attention_groups = groups_of(model, found)
             self.attention_groups.set_groups(levers.attention_groups)
+        name = "activation_memory_budget"
+        if levers.activation_memory_budget != "off" or name in may_come:
+            from hf_pyao.model.compiled.memory_budget import MemoryBudgets
+
+            self.memory_budgets = MemoryBudgets(model, found)
+            self.memory_budgets.set_budgets(levers.activation_memory_budget)
         if streaming is not None:
             self.weights = streaming
             streaming.put_on(lifecycle.engine)
 
     def describe(self) -> Iterator[str]:
-        """Yield a sentence for each of head loss, tiles and groups that is there."""
-        for part in (self.head_loss, self.mlp_tiles, self.attention_groups, self.weights):
+        """Yield a sentence for each of the parts that is there."""
+        for part in (*self.of_levers(), self.weights):
             if part is not None:
                 yield part.describe()
+
+    def of_levers(self) -> tuple[Lever, ...]:
+        """Return what is there of head loss, tiles, groups and memory budgets."""
+        parts = self.head_loss, self.mlp_tiles, self.attention_groups, self.memory_budgets
+        return tuple(part for part in parts if part is not None)
 
     def take_off(self, engine: OffloadEngine) -> None:
         """Put the model's own forwards back, end *engine*, and remove the hooks.
@@ -114,13 +143,9 @@ class InstalledParts:
                 self._lifecycle = None
 
     def put_back_forwards(self) -> None:
-        """Put the model's own forwards back: those of head, MLPs and attention."""
-        if self.head_loss is not None:
-            self.head_loss.uninstall()
-        if self.mlp_tiles is not None:
-            self.mlp_tiles.uninstall()
-        if self.attention_groups is not None:
-            self.attention_groups.uninstall()
+        """Put the model's own forwards back: those of head, MLPs, attention and compiled layers."""
+        for part in self.of_levers():
+            part.uninstall()
 
 
 def forget_compiled_code() -> None:

@@ -20,6 +20,7 @@ from hf_pyao.model.map.sharding import KnownSharding
 from hf_pyao.model.map.wrappers import class_name
 from hf_pyao.plan.options.lever_choice import LeverRoom
 from hf_pyao.plan.step.step_program import StepProgram
+from hf_pyao.training_engines import compiled_part
 
 
 class LeverRecorder:
@@ -59,6 +60,12 @@ def room_for(room: LeverRoom, model: nn.Module, layers: Sequence[str] = ()) -> L
         model: what is trained.
         layers: ``PyAOConfig.layers``.
     """
+    if compiled_part(model) is not None:
+        if room.segments:
+            why = "compiled code saves what it was compiled to save"
+            room = dataclasses.replace(room, segments=False, why_no_segments=why)
+    else:
+        room = dataclasses.replace(room, budgets=False)
     if not room.segments:
         return room
     try:

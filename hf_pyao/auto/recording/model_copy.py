@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_pyao.auto.recording.compiled_copies import CompiledCopies
 from hf_pyao.auto.recording.held_interrupts import HeldInterrupts
 from hf_pyao.auto.recording.quantised_copies import note_stand_ins
 from hf_pyao.auto.recording.seen_forward import SeenForward, with_tensors
@@ -48,6 +49,7 @@ class CopiedStep:
     def __init__(self, model: nn.Module, seen: SeenForward) -> None:
         self._model = model
         self._seen = seen
+        self._compiled = CompiledCopies(model)
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._units = ShardedUnits(model)
         self._zero = ZeroCopy(model)
@@ -93,6 +95,7 @@ class CopiedStep:
             what, memo = "the model", dict[int, Any]()
             try:
                 with torch.no_grad(), FakeCopyMode(fake_mode):
+                    self._compiled.note_inner(memo)
                     note_stand_ins(self._model, memo)
                     self._units.unshard_into(memo, fake_mode)
                     self._zero.make_whole(memo, fake_mode)
@@ -109,6 +112,7 @@ class CopiedStep:
                 ) from error
             _check_apart(fake, self._model)
             _forget_hooks(fake)
+            self._compiled.compile(fake, memo)
             meshes = stack.enter_context(self._units.meshes())
             stack.enter_context(fake_mode)
             stack.enter_context(_answers(self._seen.has_padding))
@@ -141,7 +145,7 @@ class CopiedStep:
                 has no result to go back from.
         """
         args, kwargs = with_tensors(self._arguments)
-        guard = _OnlyTheCopy(self._interrupts)
+        guard = _OnlyTheCopy(self._interrupts, compiles=bool(self._compiled))
         try:
             with guard:
                 with self._autocast():
@@ -172,11 +176,16 @@ class _OnlyTheCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Tensors that are only read, constants of a function above all, are let through.
     """
 
-    def __init__(self, interrupts: HeldInterrupts) -> None:
+    def __init__(self, interrupts: HeldInterrupts, *, compiles: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._interrupts = interrupts
+        self._compiles = compiles
         self.error: CopyError | None = None
         """The first refusal; None before."""
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Let torch.compile compile under this mode, which then sees what the code runs."""
+        return self._compiles
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

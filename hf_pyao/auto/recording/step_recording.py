@@ -38,7 +38,7 @@ from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.recording_mode import RECORDING, RecordingMode, RecordingTransport
 from hf_pyao.plan.step.resizes import sees_resizes
 from hf_pyao.plan.step.step_recorder import StepRecorder
-from hf_pyao.training_engines import local_part, stays_whole
+from hf_pyao.training_engines import compiled_part, local_part, stays_whole
 
 NUM_SHOWN_CHUNKS = 3
 """Chunks of the head loss, and tiles of an MLP, that are run; more are equal to the second."""
@@ -150,12 +150,14 @@ def record_fake_step(
     )
     with quiet_fake_tensors(), step.model() as (model, fake_mode):
         state_bytes = step.state_bytes(model)
+        compiles = compiled_part(model) is not None
         # Of the layers that stand for others, the one behind them runs the same.
         recomputes = bool(recompute_modules) or plan is not None
         # So are segments of one layer; those of several end where the model says.
         runs_all = is_whole or bool(layers) or levers.checkpoint_every > 1
         runs_all = runs_all or step.runs_all_layers
         runs_all = runs_all or (recomputes and keep_last_layers > 1)
+        runs_all = runs_all or isinstance(levers.activation_memory_budget, tuple)
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
         recorder = StepRecorder(fake_mode, step.kernels, step.device)
@@ -179,13 +181,19 @@ def record_fake_step(
             names = [name for name, _ in found.layers]
             # Nothing of a layer that runs again as a whole is rebuilt by itself.
             # Nor where weights are gone by then: no saved tensor is recomputed under ZeRO-3.
-            with_graph = not levers.checkpoint_every and not is_sharded_by_zero(model)
+            # Nor inside of compiled code.
+            has_graph = not levers.checkpoint_every and not compiles
+            with_graph = has_graph and not is_sharded_by_zero(model)
             recorder.begin(names, pool.owns, with_graph=with_graph)
             engine.observe(recorder)
             resident_bytes = recorder.note_residents(
                 _named_tensors(model), streamable_tensors(model, found)
             )
-            with RecordingMode(recorder), sees_resizes(recorder.resized), _few_parts(recorder):
+            with (
+                RecordingMode(recorder, compiles=compiles),
+                sees_resizes(recorder.resized),
+                _few_parts(recorder),
+            ):
                 step.run(model, recorder.label)
         except Exception as error:
             if removed is None:

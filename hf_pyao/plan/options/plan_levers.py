@@ -22,12 +22,15 @@ def free_levers(config: PyAOConfig) -> frozenset[str]:
     """Return the levers that a plan may set for *config*, since they were left open.
 
     A number of tiles is free where it is ``"auto"``: without that there are none, since tiles
-    change the order of sums. The loss is never free.
+    change the order of sums. So is a memory budget of compiled code, which may round elsewhere. The
+    loss is never free.
     """
     if config.policy not in ("auto", "plan") and not isinstance(config.policy, PlanPolicy):
         return frozenset()
     found = {"mlp_tiles"} if config.effective().mlp_tiles == "auto" else set()
     found |= {"attention_groups"} & config.left_open
+    if config.effective().activation_memory_budget == "auto":
+        found |= {"activation_memory_budget"}
     if "checkpoint_every" in config.left_open and not config.recompute_modules:
         found |= {"checkpoint_every"}
         found |= {"checkpoint_nested", "save_attention"} & config.left_open

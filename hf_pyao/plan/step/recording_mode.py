@@ -22,11 +22,21 @@ RECORDING = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0, "window": 0
 
 
 class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, has a recorder see every operation."""
+    """While active, has a recorder see every operation.
 
-    def __init__(self, recorder: StepRecorder) -> None:
+    Args:
+        recorder: what sees them.
+        compiles: code may be compiled under this mode, which then sees what that code runs.
+    """
+
+    def __init__(self, recorder: StepRecorder, *, compiles: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
+        self._compiles = compiles
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Say whether torch.compile may compile under this mode."""
+        return self._compiles
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -14,8 +14,12 @@ OFF, AUTO = "off", "auto"
 HEAD_LOSSES = ("off", "chunked")
 """Of the names that ``head_loss`` takes, those that a step on fake tensors can run."""
 
-LEVER_NAMES = ("long_context", *Levers.names())
-"""Fields of the configuration that these options stand for."""
+LEVER_NAMES = (
+    "long_context",
+    *(name for name in Levers.names() if name != "activation_memory_budget"),
+)
+"""Fields of the configuration that these options stand for. Estimates are of models that are not
+compiled."""
 
 
 def add_lever_arguments(group: argparse._ArgumentGroup) -> None:

@@ -1,0 +1,1 @@
+"""Modules that were compiled: by what, and within which share of memory."""
