@@ -12,6 +12,8 @@ from experiments import (
     scaling_page,
     time_page,
     time_to_target,
+    zeroth_order,
+    zeroth_order_page,
 )
 from experiments.figures import FIGURE_1, FIGURE_2, FIGURE_4, FIGURE_5, TABLE_2, TABLE_3
 from experiments.runner import Experiment, NotBuilt
@@ -79,6 +81,32 @@ COMMUNICATION = Experiment(
     section=scaling_page.section,
     plot=scaling_page.plot,
 )
+ZEROTH_ORDER_OVERLAP = Experiment(
+    name="zeroth_order_overlap",
+    title="ZO2, experiment 1: overlap of copies and compute",
+    predict=zeroth_order.predict_overlap,
+    miniature=NotBuilt("miniature", "a CPU copies and computes on the same cores"),
+    real=NotBuilt("real", "the board and `pyao doctor` measure a step and the link"),
+    section=zeroth_order_page.overlap_section,
+)
+ZEROTH_ORDER_COMPRESSION = Experiment(
+    name="zeroth_order_compression",
+    title="ZO2, experiment 2: the dtype of weights and transfers",
+    predict=zeroth_order.predict_compression,
+    miniature=zeroth_order.miniature_compression,
+    real=NotBuilt("real", "the board measures a step in each dtype"),
+    section=zeroth_order_page.compression_section,
+    plot=zeroth_order_page.plot_task,
+)
+ZEROTH_ORDER_SCALING = Experiment(
+    name="zeroth_order_scaling",
+    title="ZO2, experiment 3: memory and throughput over the model's size",
+    predict=zeroth_order.predict_scaling,
+    miniature=NotBuilt("miniature", "tests count the device's bytes of small models"),
+    real=NotBuilt("real", "the board measures memory and steps of one size"),
+    section=zeroth_order_page.scaling_section,
+    plot=zeroth_order_page.plot_scaling,
+)
 
 EXPERIMENTS = (
     FIGURE_1,
@@ -94,4 +122,7 @@ EXPERIMENTS = (
     NEUROCACHE_20,
     MEGATRON,
     INEQUALITY,
+    ZEROTH_ORDER_OVERLAP,
+    ZEROTH_ORDER_COMPRESSION,
+    ZEROTH_ORDER_SCALING,
 )

@@ -1,0 +1,190 @@
+"""The page's parts and plots of ZO2's experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from experiments.page import bullets, paragraph, source, table
+from experiments.plots import lines
+from experiments.rows import MINIATURE, PREDICT, one, select
+from experiments.zeroth_order import DTYPES, ITEMSIZES
+
+Read = Callable[[str], dict[str, Any] | None]
+
+
+def overlap_section(read: Read) -> str:
+    """Write the page's part on overlap."""
+    parts = ["## ZO2, experiment 1: overlap of copies and compute"]
+    if (found := read(PREDICT)) is None:
+        return parts[0]
+    rows = []
+    whole = select(found["rows"], quantity="step")
+    for row in (each for each in whole if each["system"].startswith("overlap")):
+        times = row["system"].removeprefix("overlap, ")
+        same = {"model": row["model"]}
+        hidden = one(
+            found["rows"],
+            **same,
+            system=row["system"],
+            quantity="share of copies that is hidden",
+        )
+        others = [
+            one(found["rows"], **same, system=f"{way}, {times}", quantity="step")["value"]
+            for way in ("one slot", "no overlap")
+        ]
+        rows.append(
+            [row["model"], times, f"{row['detail']['compute_ms']:.1f}",
+             f"{row['detail']['copy_ms']:.1f}", f"{row['value']:.0f}",
+             f"{row['detail']['busiest_lane_ms']:.0f}", *(f"{each:.0f}" for each in others),
+             f"{hidden['value']:.1f}%",
+             "" if hidden["published"] is None else f"{hidden['published']:.0f}%"]
+        )  # fmt: skip
+    clock = select(found["rows"], unit="x")
+    parts += [
+        paragraph(
+            "*Mode: predict.* A step on the virtual clock, in ms, over the layers: with two slots; "
+            "with one, so that uploads wait for compute; and with no overlap at all."
+        ),
+        table(
+            [
+                "model",
+                "times",
+                "compute",
+                "copy",
+                "step",
+                "busiest lane",
+                "one slot",
+                "no overlap",
+                "hidden",
+                "published",
+            ],
+            rows,
+        ),
+        paragraph(
+            "With the head, whose weight is the embedding's, as blocks of rows, the step over the "
+            "busiest lane and one block's fill and drain:"
+        ),
+        table(
+            ["model", "step, ms", "bound, ms", "ratio", "pieces"],
+            [
+                [
+                    row["model"],
+                    f"{row['detail']['step_ms']:.0f}",
+                    f"{row['detail']['bound_ms']:.0f}",
+                    f"{row['value']:.3f}",
+                    str(row["detail"]["num_pieces"]),
+                ]
+                for row in clock
+            ],
+        ),
+        bullets(
+            [
+                "The published times of copies are one byte a parameter at 19 GB/s. float16 has "
+                "twice the bytes, which is in the rows with a link's speed.",
+                "What is not hidden is the first upload of a step and the last copy back, and all "
+                "that is above compute where the link is the busiest lane.",
+            ]
+        ),
+        source(found),
+    ]
+    return "\n\n".join(parts)
+
+
+def compression_section(read: Read) -> str:
+    """Write the page's part on compression."""
+    parts = ["## ZO2, experiment 2: the dtype of weights and transfers"]
+    found, small = read(PREDICT), read(MINIATURE)
+    if found is not None:
+        quantities = ("step", "step at 6.25 GB/s", "device memory", "host memory")
+        names = list(dict.fromkeys(row["model"] for row in found["rows"]))
+        rows = [
+            [name, dtype]
+            + [
+                f"{one(found['rows'], model=name, system=dtype, quantity=each)['value']:.2f}"
+                for each in quantities
+            ]
+            for name in names
+            for dtype in ITEMSIZES
+        ]
+        parts += [
+            paragraph("*Mode: predict.* Steps in ms, memory in GB of 1e9 bytes."),
+            table(["model", "weights", *quantities], rows),
+            source(found),
+        ]
+    if small is not None:
+        systems = list(dict.fromkeys(row["system"] for row in small["rows"]))
+        cells = [
+            [system]
+            + [
+                f"{one(small['rows'], system=system, quantity=each)['value']:.4f}"
+                for each in ("loss at the end", "accuracy")
+            ]
+            for system in systems
+        ]
+        parts += [
+            paragraph(
+                "*Mode: miniature.* A task that a plane separates, trained on this CPU. First "
+                "order is beside it for honesty: it needs fewer steps for the same loss. Visiting and "
+                "resident layers give the same losses, to the bit."
+            ),
+            table(["run", "loss at the end", "accuracy, %"], cells),
+            source(small),
+        ]
+    return "\n\n".join(parts)
+
+
+def scaling_section(read: Read) -> str:
+    """Write the page's part on scaling."""
+    parts = ["## ZO2, experiment 3: memory and throughput over the model's size"]
+    if (found := read(PREDICT)) is None:
+        return parts[0]
+    rows = []
+    for name in dict.fromkeys(row["model"] for row in found["rows"]):
+        device, host, speed = (
+            one(found["rows"], model=name, quantity=each)
+            for each in ("device memory", "host memory", "throughput")
+        )
+        published = "" if device["published"] is None else f"{device['published']:.2f}"
+        rows.append(
+            [name, published, f"{device['value']:.2f}", f"{host['value']:.2f}",
+             f"{speed['value']:.0f}"]
+        )  # fmt: skip
+    parts += [
+        paragraph(
+            "*Mode: predict.* float16, GB of 1e9 bytes. Throughput is that of the clock without "
+            "the noise's kernels; none is published in the text."
+        ),
+        table(["model", "published, GB", "device, GB", "host, GB", "tokens/s"], rows),
+        source(found),
+    ]
+    return "\n\n".join(parts)
+
+
+def plot_scaling(document: dict[str, Any]) -> Any:
+    """Draw device memory by model size."""
+    found = select(document["rows"], quantity="device memory")
+    points = [
+        (panel, name, float(number), float(row[key]))
+        for number, row in enumerate(found)
+        for panel, name, key in (
+            ("device memory", "ours", "value"),
+            ("device memory", "published", "published"),
+        )
+        if row[key] is not None
+    ]
+    return lines(points, "model, from 125M to 30B", "GB")
+
+
+def plot_task(document: dict[str, Any]) -> Any:
+    """Draw the losses of the separable task."""
+    if document["mode"] != MINIATURE:
+        return None
+    points = [
+        (dtype, row["system"].removesuffix(f", {dtype}"), float(step), float(loss))
+        for row in select(document["rows"], quantity="loss at the end")
+        for dtype in DTYPES
+        if row["system"].endswith(f", {dtype}")
+        for step, loss in row["detail"]["curve"]
+    ]
+    return lines(points, "step", "loss")
