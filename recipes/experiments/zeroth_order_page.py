@@ -125,8 +125,8 @@ def compression_section(read: Read) -> str:
         parts += [
             paragraph(
                 "*Mode: miniature.* A task that a plane separates, trained on this CPU. First "
-                "order is beside it for honesty: it needs fewer steps for the same loss. Visiting and "
-                "resident layers give the same losses, to the bit."
+                "order is beside it for honesty: it needs fewer steps for the same loss. Visiting "
+                "and resident layers give the same losses, to the bit."
             ),
             table(["run", "loss at the end", "accuracy, %"], cells),
             source(small),
