@@ -1,0 +1,180 @@
+"""Models and loops that are built in other ways: bits are those of a plain MeZO all the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao import ZerothOrder, ZerothOrderSettings
+from tests.auto.zeroth_order.test_step import EPSILON, RATE, Losses
+from tests.helpers import tiny_batch, tiny_model
+from tests.helpers.plain_mezo import PlainMeZO
+
+X = torch.randn(5, 8, generator=torch.Generator().manual_seed(9))
+IDS = tiny_batch(0)
+
+
+class Net(nn.Module):
+    """Layers of one kind between two linear ones."""
+
+    def __init__(self, layer: Callable[[], nn.Module], *, is_shared: bool = False) -> None:
+        super().__init__()
+        one = layer()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([one] * 3 if is_shared else [layer() for _ in range(3)])
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.zeros_like(x)
+        for _ in range(3):
+            hidden = self.cell(x, hidden)
+        return hidden
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("zeroth order has no backward")
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(()))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Product.apply(x, self.weight)
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def hooked() -> nn.Module:
+    model = Net(Residual)
+    model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    model.layers[0].linear.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    return model
+
+
+def one_random_layer(model: Any) -> torch.Tensor:
+    number = int(torch.randint(3, (1,)))
+    return model.last(model.layers[number](model.first(X))).square().mean()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor]]] = {
+    "one module as all layers": (lambda: Net(Residual, is_shared=True), lambda m: m(X)),
+    "recurrent cells": (lambda: Net(Recurrent), lambda m: m(X)),
+    "autograd functions and parameter lists": (lambda: Net(Custom), lambda m: m(X)),
+    "parametrizations": (lambda: Net(Normed), lambda m: m(X)),
+    "hooks of the user": (hooked, lambda m: m(X)),
+    "one sample": (lambda: Net(Residual), lambda m: m(X[:1])),
+    "layers left out at random": (lambda: Net(Residual), one_random_layer),
+    "a part of the model alone": (
+        lambda: tiny_model("llama"),
+        lambda m: m.model(IDS["input_ids"]).last_hidden_state.square().mean(),
+    ),
+    "two forwards in one loss": (
+        lambda: tiny_model("llama"),
+        lambda m: m(**IDS).loss + m(**IDS).loss,
+    ),
+}
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_a_plain_run(name: str) -> None:
+    make, loss_fn = CASES[name]
+    torch.manual_seed(0)
+    model = make().train()
+    plain_model = copy.deepcopy(model)
+    losses = Losses([IDS])
+    losses.__class__ = type("One", (Losses,), {"__call__": lambda self, m: [loss_fn(m)]})
+    plain = PlainMeZO(plain_model, EPSILON, seed=5)
+    torch.manual_seed(3)
+    expected = [plain.step(losses, RATE) for _ in range(4)]
+    torch.manual_seed(3)
+    layers = () if hasattr(model, "config") else ("layers.*",)
+    settings = ZerothOrderSettings(epsilon=EPSILON, seed=5)
+    with ZerothOrder(model, settings, layers=layers) as made:
+        for gradient in expected:
+            made.accumulate(model, loss_fn)
+            assert made.end_step(RATE) == gradient
+    for (key, p), q in zip(plain_model.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q), key
+
+
+def test_weights_may_be_changed_and_the_model_copied_between_steps() -> None:
+    model = tiny_model("llama").eval()
+    plain_model = copy.deepcopy(model)
+    plain = PlainMeZO(plain_model, EPSILON, seed=5)
+    with ZerothOrder(model, ZerothOrderSettings(epsilon=EPSILON, seed=5)) as made:
+        for number in range(3):
+            plain.step(Losses([IDS]), RATE)
+            made.accumulate(model, lambda model: model(**IDS).loss)
+            made.end_step(RATE)
+            if number == 1:
+                made.flush()
+                for each in (model, plain_model):
+                    layers: Any = each.model.layers
+                    weight = layers[0].mlp.up_proj.weight
+                    weight.data = weight.data.clone() * 1.5
+                    with torch.no_grad():
+                        layers[1].mlp.up_proj.weight.mul_(0.5)
+                    each.model.norm.weight.data.mul_(0.5)
+        twin = copy.deepcopy(model)
+    for (key, p), q in zip(plain_model.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q), key
+    assert all(type(module._parameters) is dict for module in twin.modules())
+
+
+def test_a_batch_without_samples_changes_nothing() -> None:
+    model = Net(Residual)
+    before = copy.deepcopy(model.state_dict())
+    with ZerothOrder(model, layers=("layers.*",)) as made:
+        made.accumulate(model, lambda model: model(X[:0]))
+        made.end_step(RATE)
+        assert made.num_skipped_steps == 1
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
