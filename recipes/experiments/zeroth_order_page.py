@@ -177,9 +177,15 @@ def plot_scaling(document: dict[str, Any]) -> Any:
 
 
 def plot_task(document: dict[str, Any]) -> Any:
-    """Draw the losses of the separable task."""
+    """Draw the losses of the separable task; of predictions, the steps over a slow link."""
     if document["mode"] != MINIATURE:
-        return None
+        found = select(document["rows"], quantity="step at 6.25 GB/s")
+        names = list(dict.fromkeys(row["model"] for row in found))
+        points = [
+            ("6.25 GB/s", row["system"], float(names.index(row["model"])), row["value"])
+            for row in found
+        ]
+        return lines(points, f"model: {', '.join(names)}", "ms of a step")
     points = [
         (dtype, row["system"].removesuffix(f", {dtype}"), float(step), float(loss))
         for row in select(document["rows"], quantity="loss at the end")
