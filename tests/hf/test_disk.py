@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,8 @@ def test_a_run_that_would_write_too_much_is_refused(tmp_path: Path) -> None:
 
 
 def test_it_is_not_predicted_where_it_is_not_known(tmp_path: Path) -> None:
-    for more in itertools.starmap(dict, ([("policy", "auto")], [("disk_gib", 0)])):
+    given: tuple[dict[str, Any], ...] = ({"policy": "auto"}, {"disk_gib": 0})
+    for more in given:
         config = on_disk(tmp_path, **more)
         assert predicted_disk_bytes(trainer_of(tmp_path, config), config) is None
     assert predicted_disk_bytes(trainer_of(tmp_path, ON_DISK), ON_DISK) is None
