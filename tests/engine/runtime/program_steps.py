@@ -209,9 +209,9 @@ def hooks_and_counts(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 def hooks_a_node(layer: Any, x: torch.Tensor) -> torch.Tensor:
     x = torch.cos(x)
-    assert x.grad_fn is not None
-    x.grad_fn.register_prehook(lambda grads: (grads[0] * 1.1,))
-    x.grad_fn.register_hook(lambda grads, _: tuple(g if g is None else g * 0.8 for g in grads))
+    if x.grad_fn is not None:  # None where the layer runs again for its result alone
+        x.grad_fn.register_prehook(lambda grads: (grads[0] * 1.1,))
+        x.grad_fn.register_hook(lambda grads, _: tuple(g if g is None else g * 0.8 for g in grads))
     return torch.sin(x)
 
 

@@ -48,8 +48,8 @@ def test_plain_training_fits_behind_offloading_where_cached_segments_are_release
     kept = estimator.predicted(ways["none"], "off", 8)
     assert kept.memory.fits(estimator.limit_bytes)
     allocator = CachingAllocator(AllocatorSettings(), limit_bytes=estimator.limit_bytes)
-    for _, nbytes in kept.program.residents:
-        allocator.allocate(nbytes)
+    for each in kept.program.residents:
+        allocator.allocate(each.nbytes)
     for _ in range(NUM_OFFLOADED):
         run(offloaded.late.memory, allocator)
     with contextlib.nullcontext() if is_released else pytest.raises(DeviceFullError):
