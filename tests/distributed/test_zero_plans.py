@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,8 @@ MOST_OVER = 1.02
 LOGITS_BYTES = 4 * BATCH * SEQUENCE * VOCAB
 """Trainer lets go of the outputs before backward. The recorded step holds them, as loops do."""
 
-MOST_UNDER = defaultdict(lambda: 1.0, {"zero 2, chunked loss": 1.03, "zero 3, chunked loss": 1.005})
-"""By what factor the counted peak may be above the predicted one. Where Trainer lets go of no
-logits, up to 6.8 kB are counted that are not predicted; what they are is not known."""
+SCALARS_BYTES = 64
+"""Losses, and generators' states, that live on beside a step."""
 
 NUM_EVENTS = 100
 """Modules that ZeRO-3 comes to and leaves in a micro-batch, at least."""
@@ -92,7 +90,10 @@ def check(case: str, ranks: list[dict[str, Any]]) -> None:
         assert plain["losses"] == planned["losses"]
         assert planned["parameters_moved"] == planned["misses"] == []
         assert planned["plan"], planned["summary"]
-        assert planned["counted"] <= MOST_UNDER[case] * planned["predicted"]
+        # Trainer runs a micro-batch in `run_micro_batch`, which keeps some elements of each weight
+        # to see whether it has changed. No plan knows of these few kilobytes.
+        beside_bytes = planned["sampled_bytes"] + SCALARS_BYTES
+        assert planned["counted"] <= planned["predicted"] + beside_bytes
         assert planned["counted"] < plain["counted"]
     first, second = (rank["planned"] for rank in ranks)
     most = max(first["counted"], second["counted"])

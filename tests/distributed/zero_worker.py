@@ -317,11 +317,18 @@ def train(case: Case, config: PyAOConfig | None) -> dict[str, Any]:
         "losses": losses,
         "bits": whole_parameters(trainer.model),
         "counted": min(counter.peaks.values()),
+        "sampled_bytes": sampled_bytes(trainer.model),
         "gathers": json.loads(json.dumps(counter.gathers)),
         "copied_gathers": json.loads(json.dumps(copied)),
     }
     deepspeed.comm.barrier()
     return found
+
+
+def sampled_bytes(model: nn.Module) -> int:
+    """Return the bytes of 64 elements, or a few more, of each weight that is not divided now."""
+    steps = [(each, max(1, each.numel() // 64)) for each in model.parameters() if each.numel()]
+    return sum(-(-each.numel() // step) * each.element_size() for each, step in steps)
 
 
 @contextlib.contextmanager

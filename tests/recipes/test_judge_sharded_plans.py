@@ -1,0 +1,30 @@
+"""The judge of plans with collectives runs, and no point of its result file is worse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from studies import judge_sharded_plans
+from tests.recipes.conftest import REPOSITORY
+
+RESULT = REPOSITORY / "recipes" / "results" / "judged_sharded_plans.json"
+
+
+@pytest.mark.thorough
+def test_smoke(capsys: pytest.CaptureFixture[str]) -> None:
+    judge_sharded_plans.main(["--smoke"])
+    found = capsys.readouterr().out
+    assert "2 points" in found
+    assert "+0.00 % at worst" in found
+
+
+def test_no_point_of_the_result_file_is_worse() -> None:
+    points = json.loads(RESULT.read_text())["points"]
+    assert len(points) >= 16
+    assert max(p["chosen_ms"] / p["best_ms"] - 1 for p in points) <= 0.01
+    assert all(p["predicted_ms"] == pytest.approx(p["chosen_ms"]) for p in points)
+    waits = [p["waits_for_collectives_ms"] / p["chosen_ms"] for p in points]
+    assert min(waits) < 0.05
+    assert max(waits) > 0.3, "some have to wait for collectives much of the time"
