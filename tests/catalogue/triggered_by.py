@@ -4,7 +4,6 @@ from __future__ import annotations
 
 TRIGGERED_BY = {
     "another-rank-ended": "tests/distributed/test_out_of_memory_ranks.py::test_all_ranks_end_with_the_message",
-    "attention-not-grouped": "tests/auto/effects/test_no_effect.py::test_a_setting_without_effect_is_said[attention_groups without flash attention]",
     "bench-model-too-large": "tests/tools/bench/test_setup.py::test_weights_beyond_the_free_memory_are_refused_unbuilt",
     "buffers-given-back": "tests/engine/transfer/test_layout.py::test_asking_for_a_released_tensor_is_an_error",
     "checkpoint-plan-ignored": "tests/auto/test_auto_levers.py::test_a_plan_in_a_checkpoint_is_followed_with_its_levers",
@@ -23,7 +22,6 @@ TRIGGERED_BY = {
     "disk-stopped": "tests/engine/stores/test_disk_store.py::test_training_goes_on_where_nothing_is_lost[write-5-disk-stopped]",
     "disk-write-limit": "tests/engine/stores/test_disk_store.py::test_at_the_limit_writing_ends_and_training_goes_on",
     "disk-writes-too-much": "tests/hf/test_disk.py::test_a_run_that_would_write_too_much_is_refused",
-    "offloads-everything": "tests/auto/test_auto_odd_loops.py::test_a_kernel_is_not_called_with_the_addresses_of_fake_tensors",
     "out-of-memory": "tests/auto/retry/test_out_of_memory_cases.py::test_one_that_never_ends_is_ended",
     "out-of-memory-advice": "tests/auto/retry/test_out_of_memory_cases.py::test_a_loop_that_does_not_use_it_is_told",
     "out-of-memory-not-repeatable": "tests/auto/retry/test_out_of_memory_loops.py::test_inputs_that_a_try_changes_end_the_run",
@@ -37,7 +35,7 @@ TRIGGERED_BY = {
     "profile-running": "tests/plan/measure/test_profile.py::test_one_profile_after_another",
     "replayed-device-full": "tests/plan/hardware/test_caching_allocator.py::test_a_segment_that_is_partly_in_use_cannot_be_given_back",
     "second-run-differs": "tests/auto/retry/test_hand_loops.py::test_the_next_forward_does_without_second_runs",
-    "simulated-race": "tests/races/test_mutants.py::test_mutant_is_caught",
+    "simulated-race": "tests/races/test_mutants.py::test_mutant_is_caught[no wait at unpack]",
     "step-not-recorded": "tests/auto/recording/test_model_copy.py::test_what_cannot_be_recorded_says_why_and_trains_on",
     "streamed-weight-cast": "tests/engine/weights/test_casts.py::test_all_ways_in_one_model_and_in_inference_mode",
     "streamed-weight-held": "tests/engine/weights/test_streaming.py::test_a_view_that_is_kept_on_ctx_keeps_its_bytes",

@@ -41,14 +41,14 @@ def _(folder: Path) -> None:
     AutoActions._make_plan(performer, Purpose.MEMORY, state=None)  # type: ignore[arg-type]
 
 
-def _told(event: Any) -> None:
-    """Tell the machine of *event* while it follows a plan; show what it says."""
+def _told(rule_name: str, event: Any) -> None:
+    """Tell the machine of *event* while it follows a plan; show what it says by a rule."""
     from hf_pyao.auto.machine import actions, rules, states
     from hf_pyao.auto.performer import AutoActions
 
-    rule = {"Failed": rules.failed, "Refused": rules.refused}[type(event).__name__]
     now = states.SetState(mode=states.Mode.FOLLOWING)
-    found = rule(states.State(name="auto", num_rounds_left=1, now=now), event)[1]
+    state = states.State(name="auto", num_rounds_left=1, now=now)
+    found = getattr(rules, rule_name)(state, event)[1]
     for action in found:
         if isinstance(action, actions.Say) and action.key:
             AutoActions._show(SimpleNamespace(), action)  # type: ignore[arg-type]
@@ -58,14 +58,24 @@ def _told(event: Any) -> None:
 def _(folder: Path) -> None:
     from hf_pyao.auto.machine import events
 
-    _told(events.Failed("RuntimeError: the step ran other layers than those that were recorded"))
+    _told(
+        "failed",
+        events.Failed("RuntimeError: the step ran other layers than those that were recorded"),
+    )
 
 
 @example("plan-not-followed")
 def _(folder: Path) -> None:
     from hf_pyao.auto.machine import events
 
-    _told(events.Refused("'model.layers.3' draws numbers of another thread"))
+    _told("refused", events.Refused("'model.layers.3' draws numbers of another thread"))
+
+
+@example("offloads-everything")
+def _(folder: Path) -> None:
+    from hf_pyao.auto.machine import events
+
+    _told("failed_after_once", events.Failed("layers that run once leave no plan that fits"))
 
 
 @example("profile-other-model")
@@ -106,6 +116,16 @@ def _(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "process_rank", lambda: SimpleNamespace(rank=0, num_ranks=4))
         ZerothOrder(tiny_model("llama"))
+
+
+@example("attention-not-grouped")
+def _(folder: Path) -> None:
+    from torch.nn.attention import SDPBackend
+
+    from hf_pyao.model.attention.grouped_attention import Notes
+    from hf_pyao.model.attention.kernels import _OTHERS
+
+    Notes("llama").say(*dataclasses.astuple(_OTHERS[SDPBackend.CUDNN_ATTENTION.value]))
 
 
 @example("logits-after-change")
