@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_pyao.attachment import attach
-from hf_pyao.auto.effects.arguments import look_at_arguments
+from hf_pyao.auto.effects.arguments import look_at_arguments, warn_of_sequence_parallel
 from hf_pyao.auto.install.conflicts import check_checkpointing_arguments, check_training_arguments
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
@@ -143,6 +143,7 @@ class PyAOCallback(TrainerCallback):
             check_disk_writes(self.disk_bytes, args.gradient_accumulation_steps, num_steps, config)
         self._state = state
         self.offloader = attach(model, config, device=args.device)
+        warn_of_sequence_parallel(args)
         for fact in look_at_arguments(args, config):
             self.offloader.engine.effects.note(fact)
         if self.offloader.auto is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_pyao.attachment import attach
-from hf_pyao.auto.effects.arguments import look_at_accelerator
+from hf_pyao.auto.effects.arguments import look_at_accelerator, warn_of_sequence_parallel
 from hf_pyao.auto.install.conflicts import check_accelerator_of_streaming
 from hf_pyao.auto.install.run_record import LOG_PREFIX
 from hf_pyao.auto.policy import PLAN_FILE
@@ -213,6 +213,7 @@ class PyAOPlugin(PluginFields):
             offloader.record.report_path = str(path.with_name(name))
         self.offloaders.append(offloader)
         if self._accelerator is not None:
+            warn_of_sequence_parallel(self._accelerator.state)
             for fact in look_at_accelerator(self._accelerator.state):
                 offloader.engine.effects.note(fact)
         if offloader.auto is not None:

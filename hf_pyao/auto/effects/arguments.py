@@ -6,6 +6,7 @@ Training arguments are asked for by attribute: no library is imported.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,32 @@ from typing import Any
 
 from hf_pyao.auto.install.conflicts import fsdp_checkpoints, is_set
 from hf_pyao.config import PyAOConfig
+from hf_pyao.errors import warn
 from hf_pyao.no_effect import NoEffect
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_sequence_parallel(settings: object) -> None:
+    """Say that hf_pyao was not tried beside ring attention or Ulysses, where they are on.
+
+    Args:
+        settings: training arguments, or Accelerate's state.
+    """
+    config = getattr(settings, "parallelism_config", None)
+    for name, what in (("cp_size", "ring attention"), ("sp_size", "Ulysses")):
+        size = getattr(config, name, None) or 1
+        if size > 1:
+            warn(
+                logger,
+                "sequence-parallel-untried",
+                "%s=%d divides sequences among processes (%s). hf_pyao offloads what each process "
+                "saves; that was not tried with it. Compare the loss of the first steps with that "
+                "of a run without hf_pyao.",
+                name,
+                size,
+                what,
+            )
 
 
 def look_at_arguments(args: object, config: PyAOConfig) -> Iterator[NoEffect]:

@@ -196,6 +196,12 @@ CHAPTER = Chapter(
             "tensors in global variables cannot be recorded.",
         ),
         Entry(
+            "sequence-parallel-untried",
+            "Accelerate's `cp_size` (ring attention) or `sp_size` (Ulysses) is above 1. hf_pyao "
+            "was not run beside them.",
+            "Compare the loss of the first steps with that of a run without hf_pyao.",
+        ),
+        Entry(
             "levers-refused",
             "A plan with other segments, tiles or groups was looked at, and the model cannot run "
             "with them.",

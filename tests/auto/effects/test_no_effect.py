@@ -29,7 +29,11 @@ from hf_pyao import (
     PyAOTrainingArguments,
     attach,
 )
-from hf_pyao.auto.effects.arguments import look_at_accelerator, look_at_arguments
+from hf_pyao.auto.effects.arguments import (
+    look_at_accelerator,
+    look_at_arguments,
+    warn_of_sequence_parallel,
+)
 from hf_pyao.errors import ConfigError, ConflictError
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.no_effect import OFFLOADING, EffectLedger, NoEffect
@@ -162,6 +166,11 @@ CASES: dict[str, tuple[Callable[[], Sequence[NoEffect]], str, str]] = {
         lambda: facts_of(llama(), head_loss="chunked", run=loss_outside),
         "head_loss='chunked'",
         "outside of the model",
+    ),
+    "activation_memory_budget without compiled code": (
+        lambda: facts_of(llama(), activation_memory_budget=0.5),
+        "activation_memory_budget=0.5",
+        "compiled code alone",
     ),
     "attention_groups without flash attention": (
         lambda: facts_of(llama(attn_implementation="eager"), attention_groups=2),
@@ -468,6 +477,20 @@ def test_what_training_arguments_switch_on_in_vain_is_in_the_report(tmp_path: Pa
     trained(PyAOTrainer, args, pyao_config=config)
     (fact,) = RunReport.from_json_file(path).no_effect
     assert fact["setting"] == "fsdp_activation_checkpointing"
+
+
+@pytest.mark.parametrize(("name", "what"), [("cp_size", "ring attention"), ("sp_size", "Ulysses")])
+def test_sequence_parallelism_is_said(
+    name: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = SimpleNamespace(parallelism_config=SimpleNamespace(**{name: 2}))
+    warn_of_sequence_parallel(settings)
+    assert f"{name}=2" in caplog.text
+    assert what in caplog.text
+    caplog.clear()
+    warn_of_sequence_parallel(SimpleNamespace(parallelism_config=None))
+    warn_of_sequence_parallel(SimpleNamespace())
+    assert not caplog.text
 
 
 def test_an_offloader_knows_its_facts() -> None:
