@@ -92,6 +92,13 @@ class FakeEvent:
                 _join(stream.clock, self.clock)
         return self._is_done
 
+    def synchronize(self) -> None:
+        """Let the host wait: then all that is queued from here on comes behind."""
+        self._is_done = True
+        self._world.bury()
+        for stream in self._world.streams:
+            _join(stream.clock, self.clock)
+
     def elapsed_time(self, other: FakeEvent) -> float:
         return 0.0
 

@@ -14,6 +14,7 @@ from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.engine.weights.figures import UploadFigures
+from hf_pyao.engine.weights.read_ahead import ReadAhead
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.engine.weights.tables import StreamedTable, put_on, take_off
 from hf_pyao.model.patching.lasting_forward import exchange, give_back
@@ -65,6 +66,7 @@ class RingOnModel:
         quantised: Sequence[QuantisedWeight],
         in_parts: Sequence[FlattenedWeight],
         on_forward: Callable[[], None],
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         """Let layers find the weights of *blocks*, which are on the host.
 
@@ -74,6 +76,7 @@ class RingOnModel:
             quantised: those of their weights that are quantised.
             in_parts: parameters whose parts are among their weights.
             on_forward: called as a forward begins.
+            read_ahead: reads those that are on a disk; None: none are.
         """
         if not blocks:
             return
@@ -89,6 +92,7 @@ class RingOnModel:
             read_groups=ExpertsInGroups,
             on_forward=on_forward,
             counts=self._counts,
+            read_ahead=read_ahead,
         )
         for weight in quantised:
             self._put_on_quantised(weight, ring)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,10 @@ class StreamingSettings:
     """Upload float32 weights in the dtype of autocast."""
     embeddings: str = "off"
     """Whether embeddings and head are on the host: ``"on"``, ``"off"`` or ``"auto"``."""
+    disk_path: str | os.PathLike[str] | None = None
+    """A folder for the weights for which the host has no room; None: they are refused."""
+    disk_label: str = "disk_path"
+    """How messages call that field."""
 
     @classmethod
     def of(cls, config: EffectiveConfig, labels: Labels) -> StreamingSettings:
@@ -47,6 +52,8 @@ class StreamingSettings:
             label=labels["stream_weights"],
             converts=config.stream_dtype == "compute",
             embeddings=config.stream_embeddings,
+            disk_path=config.disk_path,
+            disk_label=config.label("disk_path"),
         )
 
     @property
@@ -111,6 +118,8 @@ def streaming_of(
         converts=settings.converts,
         ends_leave=ends_leave,
         ends_may_leave=settings.embeddings == settings.value == "auto",
+        disk_path=settings.disk_path,
+        disk_label=settings.disk_label,
     )
 
 

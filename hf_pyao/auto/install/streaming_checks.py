@@ -70,7 +70,7 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
         room = HostShare.of_this_process(os.environ).capacity_bytes + on_host
     else:
         room = int(config.host_memory_gib * GIB)
-    if nbytes > room:
+    if nbytes > room and config.disk_path is None:
         raise no_room(label, len(streamed), nbytes, room, with_ends=bool(ends.parameters))
 
 
@@ -120,16 +120,26 @@ def check_can_convert(layers: Sequence[StreamableLayer]) -> int:
 
 
 def no_room(
-    label: str, num_layers: int, nbytes: int, room: int, *, with_ends: bool = False
+    label: str,
+    num_layers: int,
+    nbytes: int,
+    room: int,
+    *,
+    with_ends: bool = False,
+    with_staging: bool = False,
 ) -> ConfigError:
     """Return the error for *nbytes* of weights where the host has *room*.
 
-    *with_ends*: those of embeddings and head are among them.
+    *with_ends*: those of embeddings and head are among them. *with_staging*: so is what weights on
+    a disk are read into.
     """
-    ends, remedy = "", "let more layers stay on the device"
+    ends, remedy = "", "give disk_path, or let more layers stay on the device"
     if with_ends:
         ends = " and of embeddings and head"
         remedy += ", or give stream_embeddings='off'"
+    if with_staging:
+        ends += ", and what those on the disk are read into,"
+        remedy = remedy.replace("give disk_path, or ", "")
     return ConfigError(
         f"{label}: the weights of {num_layers} layers{ends} take {nbytes / GIB:.3f} GiB of host "
         f"memory, and there is room for {max(0, room) / GIB:.3f} GiB. Raise host_memory_gib if the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import weakref
 from collections import Counter
@@ -19,6 +20,7 @@ from hf_pyao.auto.install.streaming_checks import (
     check_model,
     nothing_frozen,
 )
+from hf_pyao.auto.install.weights_on_disk import WeightsOnDisk
 from hf_pyao.auto.install.weights_on_host import WeightsOnHost
 from hf_pyao.config import GIB
 from hf_pyao.engine.runtime.engine import OffloadEngine
@@ -63,6 +65,8 @@ class StreamedLayers:
         converts: upload float32 weights in the dtype of autocast, from copies on the host.
         ends_leave: the weights of embeddings and head are on the host, too.
         ends_may_leave: they may be put there later.
+        disk_path: where weights lie for which the host has no room; None: they are refused.
+        disk_label: how messages call that setting.
 
     Raises:
         ConfigError: no layer has frozen weights, or the host has no room for them.
@@ -81,13 +85,20 @@ class StreamedLayers:
         converts: bool = False,
         ends_leave: bool = False,
         ends_may_leave: bool = False,
+        disk_path: str | os.PathLike[str] | None = None,
+        disk_label: str = "disk_path",
     ) -> None:
         check_model(model, label)
         self._model = weakref.ref(model)
         self.device = device
         self._link = link
         self._store: Store = link.tiers.stores[0]
-        self._on_host = WeightsOnHost(self._store, shared_weights_of(model))
+        self._on_host = on_host = WeightsOnHost(self._store, shared_weights_of(model))
+        self._on_disk: WeightsOnDisk | None = None
+        if disk_path is not None:
+            self._on_disk = WeightsOnDisk(
+                disk_path, disk_label, self._store, link.transport, on_host.let_go
+            )
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in found.layers]
         self._engine: weakref.ref[OffloadEngine] | None = None
         self._counts = UploadFigures()
@@ -108,9 +119,6 @@ class StreamedLayers:
         streamed = self._to_stream(layers, num_resident)
         if converts:
             check_can_convert([layers[number] for number in streamed])
-        self._masters = self._masters_of(layers, streamed)
-        self.blocks: list[Block] = self._blocks_of([layers[number] for number in streamed])
-        """What is uploaded: layers, or groups of experts and what else their layers have."""
         self.ends_leave = ends_leave
         """Whether embeddings and head are on the host, now or from :meth:`put_on` on."""
         self._ends = HostEnds(self._on_host, link, device)
@@ -118,7 +126,17 @@ class StreamedLayers:
         self._ends_are_asked_for = False
         if ends_leave:
             self._ends.prepare(model, found.layers)
-        self._on_host.check_room(label, self._masters, self._ends.masters)
+        if self._on_disk is not None:
+            self._choose_for_disk(self._on_disk, layers, streamed)
+        self._masters = self._masters_of(layers, streamed)
+        self.blocks: list[Block] = self._blocks_of([layers[number] for number in streamed])
+        """What is uploaded: layers, or groups of experts and what else their layers have."""
+        numbers = self._numbers(self._masters)
+        staying = [
+            m for n, m in zip(numbers, self._masters, strict=True) if not self._is_for_disk(n)
+        ]
+        staging_bytes = 0 if self._on_disk is None else self._on_disk.share.reserved_bytes
+        self._on_host.check_room(label, staying, self._ends.masters, staging_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -165,6 +183,21 @@ class StreamedLayers:
         stay = resident_layers(len(layers), num_resident)
         return [n for n, layer in enumerate(layers) if n not in stay and layer.tensors]
 
+    def _choose_for_disk(
+        self, on_disk: WeightsOnDisk, layers: Sequence[StreamableLayer], streamed: Sequence[int]
+    ) -> None:
+        """Choose which of the *streamed* layers lie on the disk."""
+        found = self._masters_of(layers, streamed)
+        room = self._on_host.room_for([*found, *self._ends.masters]) - self._ends.nbytes
+        sizes = {n: m.all_nbytes for n, m in zip(sorted(streamed), found, strict=True)}
+        on_disk.choose(sizes, room)
+
+    def _is_for_disk(self, layer: int) -> bool:
+        """Say whether a layer is on the disk, or is to be when it is streamed."""
+        if (held := self._held.get(layer)) is not None:
+            return held.in_file is not None
+        return self._on_disk is not None and self._on_disk.is_chosen(layer)
+
     def _masters_of(
         self, layers: Sequence[StreamableLayer], streamed: Collection[int]
     ) -> list[Masters]:
@@ -172,12 +205,14 @@ class StreamedLayers:
         found: list[Masters] = []
         for layer in sorted(streamed):
             tensors = layers[layer].tensors
+            is_for_disk = self._is_for_disk(layer)
             masters = Masters(
                 layers[layer].fqn,
                 tensors,
                 home=self._homes[layer],
-                convertible=layers[layer].convertible,
+                convertible=() if is_for_disk else layers[layer].convertible,
                 compute=self._compute,
+                lie_in_order=is_for_disk,
             )
             held = self._held.get(layer)
             if held is not None and held.has(tensors):
@@ -207,7 +242,7 @@ class StreamedLayers:
             return
         layers = self._streamable(model)
         for layer, masters in zip(self._numbers(self._masters), self._masters, strict=True):
-            if not self._move_to_host(layer, masters):
+            if not self._move_off_device(layer, masters, layers):
                 raise ConfigError(
                     f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
                     f"weights of layer {masters.layer!r}. Let more layers stay on the device.",
@@ -261,7 +296,7 @@ class StreamedLayers:
                 self._let_ends_leave(model)
             for masters in self._masters_of(layers, streamed):
                 layer = self._numbers([masters])[0]
-                if masters.memory is None and not self._move_to_host(layer, masters):
+                if masters.memory is None and not self._move_off_device(layer, masters, layers):
                     warn(
                         logger,
                         "weights-stay",
@@ -314,10 +349,16 @@ class StreamedLayers:
         numbers = {fqn: number for number, (fqn, _) in enumerate(self._layers)}
         return [numbers[each.layer] for each in masters]
 
-    def _move_to_host(self, layer: int, masters: Masters) -> bool:
-        """Let *masters* have memory on the host; False if there is none."""
+    def _move_off_device(
+        self, layer: int, masters: Masters, layers: Sequence[StreamableLayer]
+    ) -> bool:
+        """Let *masters* lie on the disk or have memory on the host; False if there is none."""
+        is_for_disk = self._is_for_disk(layer)
         self._release(layer)
-        if not self._on_host.take(masters):
+        is_taken = False
+        if is_for_disk and self._on_disk is not None:
+            is_taken = self._on_disk.take(masters, layers, is_new=self.ring is None)
+        if not is_taken and not self._on_host.take(masters):
             return False
         self._held[layer] = masters
         return True
@@ -357,7 +398,14 @@ class StreamedLayers:
             self._ends.install(model, weakly(self._before_forward, None))
         move_others(model, lambda each: id(each) in streamed or self._ends.has(each), self.device)
         self._on_layers.install(
-            model, self.blocks, self._quantised, in_parts, weakly(self._before_layers, None)
+            model,
+            self.blocks,
+            self._quantised,
+            in_parts,
+            weakly(self._before_layers, None),
+            None
+            if self._on_disk is None
+            else self._on_disk.read_ahead(self._masters, self._counts),
         )
         names = [n for n, p in model.named_parameters() if id(p) in streamed]
         names += self._ends.names(model)
@@ -412,6 +460,8 @@ class StreamedLayers:
         self._ends.move_back()
         for weight in self._quantised:
             weight.follow()
+        if self._on_disk is not None:
+            self._on_disk.release()
 
     def streamed_bytes(self) -> dict[str, int]:
         """Return the bytes of the weights that are streamed, by the layer's qualified name."""
@@ -440,6 +490,8 @@ class StreamedLayers:
             f"stream_weights: the frozen weights of {len(self._masters)} of {num_layers} layers "
             f"({nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
         )
+        if self._on_disk is not None and (phrase := self._on_disk.describe(self._masters)):
+            sentence += f"; {phrase}"
         if self.converted_nbytes:
             more = self.converted_nbytes / GIB
             sentence += f", uploaded in autocast's dtype from copies ({more:.2f} GiB more there)"

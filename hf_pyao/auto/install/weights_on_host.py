@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Sequence
 
+import torch
+
 from hf_pyao.auto.install.streaming_checks import no_room
 from hf_pyao.config import GIB
 from hf_pyao.engine.stores import Store
@@ -37,7 +39,11 @@ class WeightsOnHost:
         self._mapped_files = MappedFiles()
 
     def check_room(
-        self, label: str, of_layers: Sequence[Masters], of_ends: Sequence[Masters]
+        self,
+        label: str,
+        of_layers: Sequence[Masters],
+        of_ends: Sequence[Masters],
+        more_bytes: int = 0,
     ) -> None:
         """Refuse weights for which there is no room; say what several copies of them come to.
 
@@ -45,16 +51,24 @@ class WeightsOnHost:
             label: how messages call the setting.
             of_layers: weights of layers.
             of_ends: those of embeddings and head.
+            more_bytes: what weights on the disk are read into.
 
         Raises:
             ConfigError: there is no room.
         """
         found = [*of_layers, *of_ends]
-        room = self._store.room_to_reserve(sum(each.host_bytes_before for each in found))
-        needed = sum(map(self._counted_bytes, found))
+        room = self.room_for(found)
+        needed = more_bytes + sum(map(self._counted_bytes, found))
         needed += sum(each.all_nbytes - each.nbytes for each in found)
         if needed > room:
-            raise no_room(label, len(of_layers), needed, room, with_ends=bool(of_ends))
+            raise no_room(
+                label,
+                len(of_layers),
+                needed,
+                room,
+                with_ends=bool(of_ends),
+                with_staging=bool(more_bytes),
+            )
         num_ranks, counted_by = ranks_of_node(os.environ)
         nbytes = sum(each.nbytes for each in found if self._file_of(each) is None)
         if num_ranks > 1 and nbytes and process_rank().is_first:
@@ -70,10 +84,28 @@ class WeightsOnHost:
                 nbytes * num_ranks / GIB,
             )
 
+    def room_for(self, found: Sequence[Masters]) -> int:
+        """Return the host memory that *found* may have, which leave the memory that they are in."""
+        return self._store.room_to_reserve(sum(map(self._in_place_bytes, found)))
+
+    def let_go(self, tensor: torch.Tensor) -> None:
+        """Let go of the pages of a mapped file that *tensor* lies in."""
+        self._mapped_files.let_go(tensor)
+
+    def _in_place_bytes(self, masters: Masters) -> int:
+        """Return what weights take of host memory now: none where they lie in a mapped file."""
+        return sum(
+            master.nbytes
+            for master in masters.masters
+            if (parameter := master.ref()) is not None
+            and parameter.device.type == "cpu"
+            and not self._mapped_files.has(parameter)
+        )
+
     def take(self, masters: Masters) -> bool:
         """Let *masters* have memory on the host; False if there is none."""
         if not self._leave_in_place(masters):
-            in_place = masters.host_bytes_before
+            in_place = self._in_place_bytes(masters)
             memory = self._store.reserve(masters.nbytes, in_place_of_bytes=in_place)
             if memory is None:
                 return False
@@ -114,7 +146,7 @@ class WeightsOnHost:
             twin = None if file is None else file.shared()
             if twin is None or not self._store.page_lock(twin):
                 return False
-        in_place = masters.host_bytes_before
+        in_place = self._in_place_bytes(masters)
         nbytes = self._counted_bytes(masters)
         if not self._store.count_in(memory, nbytes, in_place_of_bytes=in_place):
             return False

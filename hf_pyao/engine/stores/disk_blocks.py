@@ -127,7 +127,7 @@ def file_of_blocks(folder: Path, blocks: Sequence[MakeBlock]) -> BlockFile:
         content = raw_bytes(made := make())
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
-        places.append((len(content), [zlib.crc32(each) for each in _chunks(content)]))
+        places.append((len(content), [zlib.crc32(each) for each in chunks_of(content)]))
         del content, made
     header, placed = _header(places)
     path = folder / f"weights-{digest.hexdigest()[:40]}.bin"
@@ -151,7 +151,8 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _chunks(content: memoryview) -> list[memoryview]:
+def chunks_of(content: memoryview) -> list[memoryview]:
+    """Return the parts of *content* that have one checksum each."""
     return [content[n : n + CHUNK_BYTES] for n in range(0, len(content), CHUNK_BYTES)]
 
 
@@ -221,7 +222,7 @@ def _write(
     write_all(descriptor, memoryview(header))
     for place, make in zip(places, blocks, strict=True):
         content = raw_bytes(made := make())
-        for number, chunk in enumerate(_chunks(content)):
+        for number, chunk in enumerate(chunks_of(content)):
             if zlib.crc32(chunk) != place.checksums[number]:
                 raise OSError(None, "weights changed while they were written")
             write_all(descriptor, chunk)

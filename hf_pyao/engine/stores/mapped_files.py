@@ -37,6 +37,14 @@ class MappedFiles:
                 self._starts.append(int(start, 16))
                 self._ends.append(int(end, 16))
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Say whether a *tensor* on the host lies in a mapped file."""
+        return self._is_inside(tensor.data_ptr(), tensor.nbytes)
+
+    def _is_inside(self, address: int, nbytes: int) -> bool:
+        index = bisect_right(self._starts, address) - 1
+        return index >= 0 and address + nbytes <= self._ends[index]
+
     def let_go(self, tensor: torch.Tensor) -> None:
         """Let go of the whole pages under a dense *tensor*, if it lies in a mapped file.
 
@@ -46,8 +54,7 @@ class MappedFiles:
         if self._advise is None or tensor.device.type != "cpu" or not tensor.nbytes:
             return
         address = tensor.data_ptr()
-        index = bisect_right(self._starts, address) - 1
-        if index < 0 or address + tensor.nbytes > self._ends[index]:
+        if not self._is_inside(address, tensor.nbytes):
             return
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (address + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

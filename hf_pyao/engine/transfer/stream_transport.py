@@ -107,9 +107,11 @@ class StreamTransport:
         after: Sequence[Any] = (),
         label: object = "",
         times: LinkTimes | None = None,
+        behind: torch.Event | None = None,
     ) -> StreamTicket:
         """Queue the copy on the host-to-device stream."""
-        return self._copy("reload", self._of(dst.device).h2d, dst.device, src, dst, after, times)
+        stream = self._of(dst.device).h2d
+        return self._copy("reload", stream, dst.device, src, dst, after, times, behind)
 
     def wait(self, ticket: StreamTicket) -> None:
         """Make the stream that the copy was queued from wait for the copy's event."""
@@ -144,6 +146,10 @@ class StreamTransport:
     def is_done(self, ticket: StreamTicket) -> bool:
         """Ask the event, without waiting."""
         return bool(ticket.end.query())
+
+    def wait_on_host(self, ticket: StreamTicket) -> None:
+        """Wait for the event on the calling thread."""
+        ticket.end.synchronize()
 
     def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
         """Read the events of finished copies and waits; those still running are left for later."""
@@ -190,11 +196,13 @@ class StreamTransport:
         dst: torch.Tensor,
         after: Sequence[StreamTicket],
         times: LinkTimes | None,
+        ready: torch.Event | None = None,
     ) -> StreamTicket:
         compute = current_stream(device)
         assert compute is not None
-        ready = torch.Event(device)
-        ready.record(compute)
+        if ready is None:
+            ready = torch.Event(device)
+            ready.record(compute)
         stream.wait_event(ready)
         for ticket in after:
             if ticket.queue is not stream and not ticket.end.query():

@@ -13,7 +13,9 @@ what that stream runs next may write to it at once. Hence:
 - A copy to the host starts behind what its compute stream has queued, which produced its source,
   and behind the copies that still use the host buffer it writes (``after``).
 - A copy to the device starts behind what its compute stream has queued, which may still use the
-  memory of its target, and behind the copy that filled its host buffer (``after``).
+  memory of its target, and behind the copy that filled its host buffer (``after``). What was
+  promised its target before, and comes from a disk meanwhile, starts behind what compute had queued
+  when that was promised (``behind``).
 - ``wait`` orders the copy's compute stream behind it, before that reads a reloaded buffer, or
   before memory that the copy uses is let go. Copies of one queue run in order: for one compute
   stream a wait for the newest of them stands for all that were queued from it before.
@@ -192,8 +194,19 @@ class Transport(Protocol):
         after: Sequence[Any] = (),
         label: object = "",
         times: LinkTimes | None = None,
+        behind: Any = None,
     ) -> Any:
-        """Queue the copy of *src*, on the host, to *dst*, on the device; return its ticket."""
+        """Queue the copy of *src*, on the host, to *dst*, on the device; return its ticket.
+
+        Args:
+            src: on the host.
+            dst: on the device.
+            after: tickets of copies that come before.
+            label: names the tensor in messages.
+            times: whose time it is.
+            behind: a :meth:`mark`: the copy starts behind what compute had queued then, and what
+                was queued since does not use *dst*. None: behind all that is queued by now.
+        """
         ...
 
     def wait(self, ticket: Any) -> None:
@@ -225,6 +238,13 @@ class Transport(Protocol):
         """Say whether the copy has finished, as far as the host knows, without waiting.
 
         A host that runs ahead hears False nearly always: see [Note: Window].
+        """
+        ...
+
+    def wait_on_host(self, ticket: Any) -> None:
+        """Stop the host until the copy has finished.
+
+        For host memory that a disk is read into next: only the host can start such a read.
         """
         ...
 
@@ -300,6 +320,7 @@ class BlockingTransport:
         after: Sequence[Any] = (),
         label: object = "",
         times: LinkTimes | None = None,
+        behind: float | None = None,
     ) -> DoneTicket:
         """Copy to the device now."""
         return self._copy("reload", src, dst, after, label, times)
@@ -319,6 +340,9 @@ class BlockingTransport:
     def is_done(self, ticket: DoneTicket) -> bool:
         """Return True."""
         return True
+
+    def wait_on_host(self, ticket: DoneTicket) -> None:
+        """Do nothing: the copy is done."""
 
     def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
         """Report the copies' time; compute stood still meanwhile, so all of it is stall."""

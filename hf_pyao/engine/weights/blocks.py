@@ -19,6 +19,7 @@ from hf_pyao.engine.weights.converted import ITEMSIZE, ConvertedWeights
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES, aligned
 from hf_pyao.engine.weights.master import Master
 from hf_pyao.engine.weights.masters import Masters
+from hf_pyao.engine.weights.on_disk import Span, spans_of
 from hf_pyao.errors import ConflictError, SavedTensorModifiedError
 
 
@@ -241,30 +242,38 @@ class Block:
         Weights that lie beside each other on the host are one piece.
         """
         stored = self.masters.to_upload()
+        for start, source, nbytes, converted in self._ranges():
+            memory = stored if converted is None else converted.to_upload(self._own_memory())
+            yield start, memory[source : source + nbytes]
+
+    def spans(self, most_bytes: int) -> list[Span]:
+        """Return what is read of the file of its layer, *most_bytes* at a time."""
+        return [
+            span
+            for start, source, nbytes, _ in self._ranges()
+            for span in spans_of(source, nbytes, start, most_bytes)
+        ]
+
+    def _ranges(self) -> Iterator[tuple[int, int, int, ConvertedWeights | None]]:
+        """Yield first byte in the slot and on the host, bytes, and the copies if these are read."""
         if self._is_whole:
-            yield 0, stored[: self.nbytes]
+            yield 0, 0, self.nbytes, None
             return
         start = source = length = 0
-        memory = stored
+        copies: ConvertedWeights | None = None
         for weight in self.weights:
             if weight.slot_dtype is None:
                 continue  # who reads it reads the host
             is_beside = weight.first_byte - source == weight.offset - start
-            its_memory = self._memory_of(weight, stored)
-            if is_beside and length and memory is its_memory:
+            if is_beside and length and copies is weight.converted:
                 length = weight.offset - start + weight.nbytes
                 continue
             if length:
-                yield start, memory[source : source + length]
+                yield start, source, length, copies
             start, source, length = weight.offset, weight.first_byte, weight.nbytes
-            memory = its_memory
+            copies = weight.converted
         if length:
-            yield start, memory[source : source + length]
-
-    def _memory_of(self, weight: Weight, stored: torch.Tensor) -> torch.Tensor:
-        """Return the bytes that the upload of *weight* reads; *stored* are the masters'."""
-        converted = weight.converted
-        return stored if converted is None else converted.to_upload(self._own_memory())
+            yield start, source, length, copies
 
     def _own_memory(self) -> torch.Tensor:
         assert self.memory is not None
@@ -273,7 +282,8 @@ class Block:
     def note_content(self) -> None:
         """Remember what the weights hold, for :meth:`has_changed`."""
         tensors = self._on_host()
-        self._seen = (_marks(tensors), self._samples.take(tensors))
+        samples = [] if self._file_tells else self._samples.take(tensors)
+        self._seen = (_marks(tensors), samples)
 
     def follow_changes(self) -> None:
         """Have converted copies made anew if the weights were changed since they were uploaded."""
@@ -286,7 +296,17 @@ class Block:
         By :meth:`has_new_marks`; writes through ``.data`` leave none, and are known by a few
         elements.
         """
-        return self.has_new_marks() or self._samples.have_changed(self._on_host(), self._seen[1])
+        if self.has_new_marks():
+            return True
+        in_file = self.masters.in_file
+        if in_file is not None and self._file_tells:
+            return in_file.was_written()
+        return self._samples.have_changed(self._on_host(), self._seen[1])
+
+    @property
+    def _file_tells(self) -> bool:
+        """True where writes are known without a look at elements, which would be read from disk."""
+        return self.masters.in_file is not None and self.masters.in_file.tells_writes
 
     def has_new_marks(self) -> bool:
         """Say whether versions or addresses have changed since :meth:`note_content`."""

@@ -4,6 +4,9 @@
 - An upload starts behind all that compute has queued so far, hence behind the readers of the block
   that the slot held. Compute waits for the upload before it reads the slot. The host waits for
   nothing, and nothing is copied back.
+- A block on a disk comes span by span, as :class:`~hf_pyao.engine.weights.read_ahead.ReadAhead` has
+  read them. Its copies start behind what compute had queued when the slot was given to the block,
+  however late they are queued; who waits for the upload first waits until they are.
 - Weights are handed out as views of the slot, made anew for each upload. Before a slot is used
   again, :meth:`DeviceSlots.upload` checks whether anyone still holds a view (an autograd function
   that keeps it on ``ctx``, a reference of the user's). Then that memory is left to its holder, with
@@ -13,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -29,6 +33,7 @@ from hf_pyao.engine.transfer.transport import LinkTimes, Transport
 from hf_pyao.engine.weights.blocks import Block, Weight
 from hf_pyao.engine.weights.castable import Part
 from hf_pyao.engine.weights.figures import UploadFigures
+from hf_pyao.engine.weights.read_ahead import Arrival, ReadAhead
 from hf_pyao.engine.weights.slot_view import SlotView, lost_write
 from hf_pyao.errors import warn
 
@@ -57,6 +62,8 @@ class DeviceSlot:
         """The compute stream that the memory belongs to; None on a CPU."""
         self.tickets: list[object] = []
         """Of the copies of the upload."""
+        self.arrival: Arrival | None = None
+        """What is still to come from a disk; None once all copies are queued."""
         self.is_here = False
         """True once compute is ordered behind the upload."""
         self.views: dict[int, SlotView] = {}
@@ -112,6 +119,7 @@ class DeviceSlots:
         link: transport and compute streams.
         device: where the slots are.
         counts: the meter of the uploads.
+        read_ahead: reads blocks that are on a disk; None: none are.
     """
 
     def __init__(
@@ -121,6 +129,7 @@ class DeviceSlots:
         link: LinkContext,
         device: torch.device,
         counts: UploadFigures,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         self.nbytes = max((block.nbytes for block in blocks), default=0)
         """Size of each slot."""
@@ -134,7 +143,10 @@ class DeviceSlots:
         self._slots = tuple(DeviceSlot() for _ in range(num_slots))
         self._slot_of_storage: dict[int, DeviceSlot] = {}
         self._has_told_of_holders = False
-        end = weakref.finalize(self, _retire, self._transport, self._slots, self._blocks)
+        self._read_ahead = read_ahead
+        end = weakref.finalize(
+            self, _retire, self._transport, self._slots, self._blocks, read_ahead
+        )
         end.atexit = False
 
     def __getitem__(self, number: int) -> DeviceSlot:
@@ -166,31 +178,80 @@ class DeviceSlots:
             slot.home = self._streams.home_here(self._device)
             self._slot_of_storage[slot.storage._cdata] = slot
         meant.follow_changes()
+        in_file = meant.masters.file_to_read()
         meant.note_content()
         slot.content = block
         home = slot.home
         if home is not None:
             home.await_visitors()
+        if in_file is not None:
+            assert self._read_ahead is not None
+            with self._at_home(slot):
+                mark = self._transport.mark(self._device)
+            copy = functools.partial(self._copy, slot, meant.layer, (), mark)
+            spans = meant.spans(self._read_ahead.piece_bytes)
+            slot.arrival = self._read_ahead.begin(block, in_file, spans, copy)
+            return
+        for start, bytes_on_host in meant.pieces():
+            self._copy(slot, meant.layer, after, None, start, bytes_on_host)
+
+    def _at_home(self, slot: DeviceSlot) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if slot.home is None else slot.home.stream
+
+    def _copy(
+        self,
+        slot: DeviceSlot,
+        layer: str,
+        after: Sequence[object],
+        behind: object,
+        start: int,
+        bytes_on_host: torch.Tensor,
+    ) -> object:
+        """Queue the copy of bytes to byte *start* of *slot* on; return its ticket.
+
+        Args:
+            slot: where to.
+            layer: whose weights they are.
+            after: as for :meth:`upload`.
+            behind: where compute was when the slot was given to them; None: where it is now.
+            start: first byte in the slot.
+            bytes_on_host: what is copied.
+        """
+        assert slot.storage is not None
+        end = start + bytes_on_host.numel()
+        target = bytes_view(slot.storage, self._device, start, end)
+        options = {} if behind is None else {"behind": behind}
         try:
-            with contextlib.nullcontext() if home is None else home.stream:
-                for start, bytes_on_host in meant.pieces():
-                    end = start + bytes_on_host.numel()
-                    slot.tickets.append(
-                        self._transport.reload(
-                            bytes_on_host,
-                            bytes_view(slot.storage, self._device, start, end),
-                            after=after,
-                            label=f"weights of {meant.layer!r}",
-                            times=self.times,
-                        )
-                    )
-                    self._counts.uploaded_bytes += bytes_on_host.numel()
+            with self._at_home(slot):
+                ticket: object = self._transport.reload(
+                    bytes_on_host,
+                    target,
+                    after=after,
+                    label=f"weights of {layer!r}",
+                    times=self.times,
+                    **options,
+                )
+                slot.tickets.append(ticket)
         except BaseException:
             self._transport.retire_all()  # an interrupt: it may be queued, and no one knows
             raise
+        self._counts.uploaded_bytes += bytes_on_host.numel()
+        return ticket
 
     def await_upload(self, slot: DeviceSlot) -> None:
-        """Order compute on the current stream behind the upload into *slot*."""
+        """Order compute on the current stream behind the upload into *slot*.
+
+        Raises:
+            DiskError: the block is on a disk, and cannot be read; nothing is left under way then.
+        """
+        if slot.arrival is not None:
+            assert self._read_ahead is not None
+            try:
+                self._read_ahead.finish(slot.arrival)
+            except Exception:
+                slot.arrival = None
+                raise
+            slot.arrival = None
         for ticket in slot.tickets:
             self._transport.wait(ticket)
         slot.is_here = True
@@ -204,6 +265,9 @@ class DeviceSlots:
         written = slot.written()
         slot.let_go_of_views()
         slot.content = None
+        if slot.arrival is not None and self._read_ahead is not None:
+            self._read_ahead.cancel(slot.arrival)
+            slot.arrival = None
         if not slot.is_here:
             for ticket in slot.tickets:
                 self._transport.retire(ticket)
@@ -229,6 +293,8 @@ class DeviceSlots:
 
     def collect(self) -> None:
         """Add the times of the uploads that have ended to the figures."""
+        if self._read_ahead is not None:
+            self._read_ahead.note_reads()
         self._transport.collect(self._counts, self.times)
 
     def _leave_to_holder(self, slot: DeviceSlot) -> None:
@@ -249,11 +315,18 @@ class DeviceSlots:
             )
 
 
-def _retire(transport: Transport, slots: Sequence[DeviceSlot], blocks: Sequence[Block]) -> None:
+def _retire(
+    transport: Transport,
+    slots: Sequence[DeviceSlot],
+    blocks: Sequence[Block],
+    read_ahead: ReadAhead | None,
+) -> None:
     """Let uploads end before the memory goes that they read and write: the slots are gone.
 
-    *blocks* keep the host's side until then. The host waits here, and nowhere else.
+    *blocks* and *read_ahead* keep the host's side until then.
     """
+    if read_ahead is not None:
+        read_ahead.release()
     for slot in slots:
         for ticket in slot.tickets:
             transport.retire(ticket)

@@ -29,6 +29,16 @@ class UploadFigures:
     changed_cast_bytes: int = 0
     """Casts of weights that were changed in place and then saved, in all forwards; they are treated
     as activations."""
+    disk_read_bytes: int = 0
+    """Bytes that were read from the disk and agreed with their checksums."""
+    num_disk_retries: int = 0
+    """Reads of up to 8 MiB that failed or disagreed, and were made once more."""
+    disk_wait_ms: float = 0.0
+    """Time in which the thread that runs the model waited for reads."""
+    disk_check_ms: float = 0.0
+    """Time in which checksums were computed, on threads of their own, added up."""
+    staging_bytes: int = 0
+    """Host memory that blocks are read into."""
     transfer_ms: float = 0.0
     """Time in which uploads ran."""
     stall_forward_ms: float = 0.0

@@ -38,8 +38,13 @@ def places_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, lis
         is_aligned = not any(each % LEAST_ALIGNMENT_BYTES for each in (start, *offsets))
         if is_aligned and max(end - start, storage.nbytes()) <= most:
             return bytes_view(storage, tensors[0].device, start, end), offsets, end - start
+    return places_in_order(tensors)
+
+
+def places_in_order(tensors: Sequence[torch.Tensor]) -> tuple[None, list[int], int]:
+    """Return the places of *tensors* one behind the other, as :func:`places_of` does."""
     ends = list(itertools.accumulate(aligned(tensor.nbytes) for tensor in tensors))
-    return None, [0, *ends[:-1]], needed
+    return None, [0, *ends[:-1]], ends[-1] if ends else 0
 
 
 def aligned(nbytes: int) -> int:

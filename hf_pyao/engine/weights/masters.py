@@ -14,8 +14,9 @@ import torch
 
 from hf_pyao.engine.transfer.layout import view_of_storage
 from hf_pyao.engine.weights.converted import ComputeDtype, ConvertedWeights
-from hf_pyao.engine.weights.host_bytes import HostBytes, places_of
+from hf_pyao.engine.weights.host_bytes import HostBytes, places_in_order, places_of
 from hf_pyao.engine.weights.master import Master
+from hf_pyao.engine.weights.on_disk import WeightsInFile
 from hf_pyao.errors import ConflictError
 
 
@@ -28,6 +29,8 @@ class Masters(HostBytes):
         home: the device that they go back to; None: the one that each is on.
         convertible: names of those that are uploaded in the dtype of *compute*.
         compute: the dtype that autocast casts to; None: all are uploaded as they are stored.
+        lie_in_order: the weights are to lie one behind the other, wherever they lie now: as a file
+            has them.
     """
 
     def __init__(
@@ -38,8 +41,11 @@ class Masters(HostBytes):
         home: torch.device | None = None,
         convertible: Collection[str] = (),
         compute: ComputeDtype | None = None,
+        lie_in_order: bool = False,
     ) -> None:
-        lies_in, offsets, nbytes = places_of([tensor for _, tensor in parameters])
+        tensors = [tensor for _, tensor in parameters]
+        places = places_in_order if lie_in_order else places_of
+        lies_in, offsets, nbytes = places(tensors)
         super().__init__(lies_in)
         self.layer = layer
         self.masters = masters = tuple(
@@ -51,6 +57,8 @@ class Masters(HostBytes):
         chosen = [master for master in masters if master.name in convertible]
         self.converted = ConvertedWeights(chosen, compute) if chosen and compute else None
         """Copies that uploads read in place of the weights; None for none."""
+        self.in_file: WeightsInFile | None = None
+        """Where uploads read them, if that is a file; None: :attr:`memory`."""
         self.host_bytes_before = sum(
             master.nbytes
             for master, (_, parameter) in zip(masters, parameters, strict=True)
@@ -72,8 +80,9 @@ class Masters(HostBytes):
     def go_on_from(self, held: HostBytes) -> None:
         """Have the memory of *held*, which has the same weights."""
         super().go_on_from(held)
+        assert isinstance(held, Masters)
+        self.in_file = held.in_file
         if self.converted is not None:
-            assert isinstance(held, Masters)
             assert held.converted is not None
             self.converted.go_on_from(held.converted)
 
@@ -98,13 +107,11 @@ class Masters(HostBytes):
             memory: uint8, shape (:attr:`nbytes`,), on the host.
             let_go: gets what each parameter was before, once that is copied.
         """
-        self.memory, self._twin = memory, None
+        self.memory, self._twin, self.in_file = memory, None, None
         storage = memory.untyped_storage()
         with torch.no_grad():
             for master, parameter in self._living():
-                blank = torch.empty(0, dtype=master.dtype, device=memory.device)
-                first = master.offset // master.dtype.itemsize
-                view = view_of_storage(blank, storage, first, master.size, master.stride)
+                view = _view_in(storage, master)
                 before = parameter.detach()
                 view.copy_(before)
                 _exchange(master, parameter, view)
@@ -120,12 +127,44 @@ class Masters(HostBytes):
         assert parameter is not None
         assert self.memory is not None
         with torch.no_grad():
-            blank = torch.empty(0, dtype=master.dtype, device=self.memory.device)
-            first = master.offset // master.dtype.itemsize
-            storage = self.memory.untyped_storage()
-            view = view_of_storage(blank, storage, first, master.size, master.stride)
+            view = _view_in(self.memory.untyped_storage(), master)
             view.copy_(parameter.detach())
             _exchange(master, parameter, view)
+
+    def content(self, let_go: Callable[[torch.Tensor], None] = lambda _: None) -> torch.Tensor:
+        """Return a copy of the parameters as they lie in their memory: uint8, on the host.
+
+        Args:
+            let_go: gets each parameter, once that is copied.
+        """
+        copied = torch.zeros(self.nbytes, dtype=torch.uint8)
+        storage = copied.untyped_storage()
+        with torch.no_grad():
+            for master, parameter in self._living():
+                _view_in(storage, master).copy_(parameter.detach())
+                let_go(parameter.detach())
+        return copied
+
+    def stay_in(self, in_file: WeightsInFile) -> None:
+        """Let the parameters be views of a file, which has their bytes already.
+
+        It may be interrupted, and undone by :meth:`move_back`.
+        """
+        self.memory, self._twin, self.in_file = in_file.memory, None, in_file
+        storage = in_file.memory.untyped_storage()
+        with torch.no_grad():
+            for master, parameter in self._living():
+                _exchange(master, parameter, _view_in(storage, master))
+
+    def file_to_read(self) -> WeightsInFile | None:
+        """Return the file that uploads read; None: they read :meth:`to_upload`.
+
+        Weights that were changed are in memory from then on.
+        """
+        if self.in_file is not None and self.in_file.was_written():
+            self.in_file.tell_of_write(self.layer)
+            self.in_file = None
+        return self.in_file
 
     def move_back(self) -> None:
         """Return parameters to the device that they came from. It may be called again.
@@ -177,6 +216,13 @@ def thawed_weight(name: str) -> ConflictError:
         "Detach, and attach again: weights that are trained stay on the device.",
         key="streamed-weight-trained",
     )
+
+
+def _view_in(storage: torch.UntypedStorage, master: Master) -> torch.Tensor:
+    """View host memory of a layer as *master* lies in it."""
+    blank = torch.empty(0, dtype=master.dtype)
+    first = master.offset // master.dtype.itemsize
+    return view_of_storage(blank, storage, first, master.size, master.stride)
 
 
 def _exchange(master: Master, parameter: torch.Tensor, data: torch.Tensor) -> None:

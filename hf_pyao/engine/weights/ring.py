@@ -20,9 +20,14 @@ from hf_pyao.engine.weights.blocks import Block, Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_slots import DeviceSlot, DeviceSlots
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import thawed_weight
+from hf_pyao.engine.weights.on_disk import Span, WeightsInFile
+from hf_pyao.engine.weights.read_ahead import ReadAhead
 from hf_pyao.engine.weights.reads import WeightReads
 from hf_pyao.engine.weights.unrecorded import unrecorded
 from hf_pyao.errors import ConflictError
+
+_MOST_EXPECTED = 8
+"""Uploads ahead of which blocks on a disk are looked for."""
 
 
 class _Here(threading.local):
@@ -56,6 +61,7 @@ class WeightRing(WeightReads):
         read_groups: makes what is read in place of a parameter that comes in groups of experts.
         on_forward: called as a forward begins.
         counts: what is counted further; None: anew.
+        read_ahead: reads blocks that are on a disk; None: none are.
     """
 
     def __init__(
@@ -68,14 +74,17 @@ class WeightRing(WeightReads):
         on_forward: Callable[[], None] = lambda: None,
         counts: UploadFigures | None = None,
         read_groups: Callable[[WeightRing, Weight], Any] | None = None,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         counts = UploadFigures() if counts is None else counts
-        slots = DeviceSlots(blocks, num_slots, link, device, counts)
+        slots = DeviceSlots(blocks, num_slots, link, device, counts, read_ahead)
         super().__init__(blocks, slots, num_slots, device, counts)
         self._on_forward = on_forward
         self._read_groups = read_groups
         self._masters = tuple(dict.fromkeys(block.masters for block in blocks))
-        counts.pool_bytes = sum(masters.all_nbytes for masters in self._masters)
+        counts.pool_bytes = sum(m.all_nbytes for m in self._masters if m.in_file is None)
+        counts.staging_bytes = 0 if read_ahead is None else read_ahead.nbytes
+        self._read_ahead = read_ahead
         self._counted_before = counts.num_uploads, counts.num_late_uploads
         self._blocks_of_layer = tuple(blocks_of_layer)
         self._weights = weights_by_parameter(blocks)
@@ -84,6 +93,8 @@ class WeightRing(WeightReads):
         self._here = _Here()
         self._current_slot: DeviceSlot | None = None
         """That of the block in use."""
+        self._spans: dict[int, Sequence[Span]] = {}
+        """By block, what is read of its file."""
         converted = [each.converted for each in self._masters if each.converted is not None]
         self._compute = converted[0].compute if converted else None
 
@@ -150,6 +161,8 @@ class WeightRing(WeightReads):
         with self._lock:
             for part in weight.groups or (weight,):
                 self.forget(part.block)
+                if (in_file := self.blocks[part.block].masters.in_file) is not None:
+                    in_file.may_be_in_memory = True
         return parameter
 
     def _read_parts(self, parts: _InParts, parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -208,6 +221,8 @@ class WeightRing(WeightReads):
                     self.forget(block)
             self._current_slot = None
             self._device_slots.release()
+            if self._read_ahead is not None:
+                self._read_ahead.release()
 
     def figures(self) -> UploadFigures:
         """Return what the uploads came to. Copies that run still are counted, and not yet timed."""
@@ -240,6 +255,8 @@ class WeightRing(WeightReads):
             self._device_slots.collect()
             for masters in self._masters:
                 masters.refuse_thawed()
+                if masters.in_file is not None:
+                    masters.in_file.let_go_of_pages()
             self._forget_changed_on_host()
             self.begin(trains=trains)
             self.current = None
@@ -260,6 +277,34 @@ class WeightRing(WeightReads):
         """Bring *block* again where it is used next: the host's bytes may have changed."""
         self.blocks[block].masters.may_have_changed()
         super().forget(block)
+
+    def ahead(self) -> None:
+        """Upload what is used next, and read ahead what is uploaded after that."""
+        super().ahead()
+        if self._read_ahead is not None:
+            self._read_ahead.expect(self._coming_from_disk(self._read_ahead))
+
+    def _coming_from_disk(
+        self, read_ahead: ReadAhead
+    ) -> list[tuple[int, WeightsInFile, Sequence[Span]]]:
+        """Return the blocks that are read next, as many as have room."""
+        found: list[tuple[int, WeightsInFile, Sequence[Span]]] = []
+        nbytes = 0
+        for block in self.coming(_MOST_EXPECTED):
+            in_file = self.blocks[block].masters.in_file
+            if in_file is None or any(block == other for other, *_ in found):
+                continue
+            found.append((block, in_file, self._spans_of(block, read_ahead.piece_bytes)))
+            nbytes += self.blocks[block].nbytes
+            if nbytes >= read_ahead.nbytes:
+                break
+        return found
+
+    def _spans_of(self, block: int, piece_bytes: int) -> Sequence[Span]:
+        spans = self._spans.get(block)
+        if spans is None:
+            spans = self._spans[block] = self.blocks[block].spans(piece_bytes)
+        return spans
 
     def refuse_compiled(self) -> None:
         """Refuse to go on in compiled code, which reads weights by itself.
@@ -336,7 +381,11 @@ class WeightRing(WeightReads):
         self._forget_changed(block)
         slot = self._device_slots[self.use(block, in_backward=current_graph_task() != NO_TASK)]
         if not slot.is_here:
-            self._device_slots.await_upload(slot)
+            try:
+                self._device_slots.await_upload(slot)
+            except BaseException:
+                super().forget(block)  # it is brought again where it is used next
+                raise
             for weight, tensor in self.blocks[block].strays():
                 assert slot.storage is not None
                 if weight.slot_dtype is not None:

@@ -138,6 +138,14 @@ CHAPTER = Chapter(
             "drive endures it (TBW in its data sheet).",
         ),
         Entry(
+            "disk-weights-changed",
+            "Frozen weights that lie on a disk were changed, as by a merge of adapters. The file "
+            "stays as it is, since other runs read it; this process has the changed pages in "
+            "memory, which host_memory_gib does not count.",
+            "Merge after `detach()`, on a machine that has the memory, or merge a copy of the "
+            "model that was loaded elsewhere.",
+        ),
+        Entry(
             "codec-without-triton",
             "Triton could not build the codec's kernels, so that it runs as plain torch: the same "
             "results in more time.",

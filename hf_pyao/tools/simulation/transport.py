@@ -163,6 +163,7 @@ class SimulatedTransport:
         after: Sequence[SimulatedTicket] = (),
         label: object = "",
         times: LinkTimes | None = None,
+        behind: float | None = None,
     ) -> SimulatedTicket:
         """Queue a copy to the device. *dst* holds poison until it is done.
 
@@ -210,6 +211,11 @@ class SimulatedTransport:
                 return False
             self._complete(ticket)
         return ticket.is_done
+
+    def wait_on_host(self, ticket: SimulatedTicket) -> None:
+        """Complete the copy, and what must come before it."""
+        self._tick()
+        self._complete(ticket)
 
     def host_released(self, data: torch.Tensor, after: SimulatedTicket | None) -> None:
         """Poison the released bytes, behind the copy that may still read them."""

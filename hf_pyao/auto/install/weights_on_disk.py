@@ -1,0 +1,178 @@
+"""Where streamed weights are on a disk, and the host memory that they pass through."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from hf_pyao.config import GIB
+from hf_pyao.engine.stores import Store
+from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, chunks_of, file_of_blocks
+from hf_pyao.engine.stores.disk_files import private_folder, remove_leftovers
+from hf_pyao.engine.stores.disk_reader import DiskReader
+from hf_pyao.engine.stores.private_mapping import tells_writes
+from hf_pyao.engine.stores.raw_bytes import raw_bytes
+from hf_pyao.engine.transfer.transport import Transport
+from hf_pyao.engine.weights.figures import UploadFigures
+from hf_pyao.engine.weights.masters import Masters
+from hf_pyao.engine.weights.on_disk import WeightsInFile
+from hf_pyao.engine.weights.read_ahead import ReadAhead
+from hf_pyao.errors import ConfigError
+from hf_pyao.model.weights.streamable import StreamableLayer
+from hf_pyao.plan.weights.disk_share import NOTHING_ON_DISK, DiskShare, disk_share
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsOnDisk:
+    """Puts the weights of layers into a file of blocks, which has those of all layers of a base.
+
+    The file is written once, and found again by what it holds. Making one of these makes the folder
+    and changes nothing else.
+
+    Args:
+        path: the folder that was configured.
+        label: how messages call that setting.
+        store: host memory.
+        transport: copies to the device.
+        let_go: gets each weight once it was copied, for the pages of a mapped checkpoint.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        label: str,
+        store: Store,
+        transport: Transport,
+        let_go: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._folder: Path = private_folder(path, label)
+        remove_leftovers(self._folder)
+        self._label = label
+        self._store = store
+        self._transport = transport
+        self._let_go = let_go
+        self._file: BlockFile | None = None
+        self._tells_writes = False
+        self._places: dict[str, BlockPlace] = {}
+        """By the layer's qualified name."""
+        self._staging: torch.Tensor | None = None
+        self.reader = DiskReader()
+        """Reads the blocks; tests exchange it."""
+        self.share: DiskShare = NOTHING_ON_DISK
+        """What is to be on the disk."""
+        self._chosen: frozenset[int] = frozenset()
+
+    def choose(self, sizes: dict[int, int], room_bytes: int) -> None:
+        """Choose which layers are on the disk.
+
+        Args:
+            sizes: host bytes of the streamed layers, by number.
+            room_bytes: host memory for them.
+        """
+        numbers = sorted(sizes)
+        self.share = disk_share([sizes[number] for number in numbers], room_bytes)
+        self._chosen = frozenset(numbers[position] for position in self.share.layers)
+
+    def is_chosen(self, layer: int) -> bool:
+        """Say whether layer number *layer* is to be on the disk."""
+        return layer in self._chosen
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None while there is none."""
+        return None if self._file is None else self._file.path
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads bypass the page cache."""
+        return self._file is not None and self._file.is_direct
+
+    def take(self, masters: Masters, layers: Sequence[StreamableLayer], *, is_new: bool) -> bool:
+        """Let *masters* be read from the file; make it if there is none yet.
+
+        Args:
+            masters: weights of a layer, which lie in order.
+            layers: all layers of the model, as they are now.
+            is_new: the weights are as they were when the file was made, or it is made now.
+
+        Returns:
+            False if the file has other bytes than the weights have now.
+
+        Raises:
+            ConfigError: the host has no room for what is read ahead.
+            DiskError: the file cannot be written or read.
+        """
+        if self._staging is None:
+            self._reserve_staging()
+        file = self._file
+        if file is None:
+            file = self._make(layers)
+            is_new = True
+        place = self._places.get(masters.layer)
+        if place is None or place.nbytes != masters.nbytes:
+            return False
+        if not is_new and not _has_content(place, masters.content(self._let_go)):
+            return False
+        masters.stay_in(WeightsInFile(file, place, tells_writes=self._tells_writes))
+        return True
+
+    def read_ahead(self, found: Sequence[Masters], counts: UploadFigures) -> ReadAhead | None:
+        """Return what reads the weights that are on the disk; None if none of *found* are."""
+        if self._staging is None or not any(masters.in_file for masters in found):
+            return None
+        piece_bytes = self.share.piece_bytes
+        return ReadAhead(self._staging, piece_bytes, self.reader, self._transport, counts)
+
+    def release(self) -> None:
+        """Give the host memory for reads back to the store. It may be called again."""
+        self.reader.close()
+        if self._staging is not None:
+            self._store.return_reserved(self._staging)
+            self._staging = None
+
+    def describe(self, found: Sequence[Masters]) -> str:
+        """Say in a phrase what of *found* is on the disk; empty for nothing."""
+        nbytes = [masters.nbytes for masters in found if masters.in_file is not None]
+        if not nbytes or self._file is None:
+            return ""
+        how = "direct reads" if self._file.is_direct else "reads through the page cache"
+        return (
+            f"{len(nbytes)} of them ({sum(nbytes) / GIB:.2f} GiB) lie in {self._file.path} and are "
+            f"read ahead into {self.share.staging_bytes / GIB:.3f} GiB of host memory ({how})"
+        )
+
+    def _reserve_staging(self) -> None:
+        self._staging = self._store.reserve(self.share.reserved_bytes)
+        if self._staging is None:
+            raise ConfigError(
+                f"{self._label}: weights on the disk are read into host memory, of which "
+                f"{self.share.reserved_bytes / GIB:.3f} GiB are needed, and there is room for "
+                f"{self._store.room_to_reserve() / GIB:.3f} GiB. Raise host_memory_gib.",
+                key="streaming-host-memory",
+            )
+
+    def _make(self, layers: Sequence[StreamableLayer]) -> BlockFile:
+        found = [Masters(each.fqn, each.tensors, lie_in_order=True) for each in layers]
+        found = [masters for masters in found if masters.masters]
+
+        def make_of(masters: Masters) -> Callable[[], torch.Tensor]:
+            return lambda: masters.content(self._let_go)
+
+        file = file_of_blocks(self._folder, [make_of(masters) for masters in found])
+        self._places = dict(zip((masters.layer for masters in found), file.places, strict=True))
+        self._tells_writes = tells_writes(file)
+        self._file = file
+        return file
+
+
+def _has_content(place: BlockPlace, content: torch.Tensor) -> bool:
+    return place.checksums == tuple(map(zlib.crc32, chunks_of(raw_bytes(content))))

@@ -1,0 +1,93 @@
+"""A layer's frozen weights in a file of blocks: where uploads find them, and whether they still do.
+
+The Parameter objects are views of a private mapping of the file. Whoever reads them
+(``state_dict``, ``save_pretrained``, a merge) reads the file; what is written goes to pages of this
+process's own, and never to the file. Uploads read the file itself, past the page cache, as long as
+nothing was written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hf_pyao.engine.stores.disk_blocks import CHUNK_BYTES, BlockFile, BlockPlace
+from hf_pyao.engine.stores.mapped_files import MappedFiles
+from hf_pyao.engine.stores.private_mapping import private_mapping, was_written
+from hf_pyao.errors import warn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of a block that are read at once."""
+
+    first: int
+    """Their first byte in the layer's block of the file."""
+    nbytes: int
+    start: int
+    """Their first byte in the slot."""
+
+
+class WeightsInFile:
+    """The weights of one layer in a file.
+
+    Args:
+        file: the file.
+        place: the layer's block in it.
+        tells_writes: the system tells of writes to the mapping
+            (:func:`~hf_pyao.engine.stores.private_mapping.tells_writes`).
+
+    Raises:
+        OSError: the system refuses the mapping.
+    """
+
+    def __init__(self, file: BlockFile, place: BlockPlace, *, tells_writes: bool) -> None:
+        self.file = file
+        self.place = place
+        self.tells_writes = tells_writes
+        self.memory = private_mapping(file, place)
+        """What the parameters are views of: uint8, shape (nbytes,)."""
+        self.may_be_in_memory = False
+        """Whether someone may have read the parameters, so that the kernel keeps pages of them."""
+
+    def was_written(self) -> bool:
+        """Say whether the weights were changed since they were mapped, however that was done."""
+        return self.tells_writes and was_written(self.memory)
+
+    def let_go_of_pages(self) -> None:
+        """Let the kernel drop what it has of the mapping. Nothing is lost, written or not."""
+        if self.may_be_in_memory:
+            self.may_be_in_memory = False
+            MappedFiles().let_go(self.memory)
+
+    def tell_of_write(self, layer: str) -> None:
+        """Say that the weights of *layer* are in memory from now on."""
+        warn(
+            logger,
+            "disk-weights-changed",
+            "frozen weights of layer %r were changed. They are on a disk, in a file that other "
+            "runs use too and that stays as it is: this process has them in memory from now on "
+            "(up to %.3f GiB that host_memory_gib does not count).",
+            layer,
+            self.place.nbytes / 2**30,
+        )
+
+
+def spans_of(first: int, nbytes: int, start: int, most_bytes: int) -> Iterator[Span]:
+    """Divide bytes of a block into spans, each of which is read into *most_bytes* at most.
+
+    Args:
+        first: first byte in the block.
+        nbytes: how many.
+        start: first byte in the slot.
+        most_bytes: a multiple of :data:`~hf_pyao.engine.stores.disk_blocks.CHUNK_BYTES`.
+    """
+    last = first + nbytes
+    at = first
+    while at < last:
+        end = min(at // CHUNK_BYTES * CHUNK_BYTES + most_bytes, last)
+        yield Span(at, end - at, start + at - first)
+        at = end

@@ -1,0 +1,84 @@
+"""Which streamed layers have their weights on a disk, and how much is read ahead of its use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_pyao.engine.stores.disk_blocks import CHUNK_BYTES, padded
+from hf_pyao.engine.stores.disk_files import PAGE_BYTES
+from hf_pyao.engine.transfer.ring_schedule import resident_layers
+
+FREE_HOST_SHARE = 0.3
+"""Share of the host memory that is left for activations where the weights do not all fit."""
+
+MOST_STAGING_BYTES = 512 * 2**20
+"""Most host memory that blocks are read into."""
+
+_MOST_PIECE_BYTES = 32 * 2**20
+"""Bytes of one read, which four threads share."""
+
+_STAGING_SHARE = 8
+"""The host memory is at least so many times what blocks are read into, if that can be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskShare:
+    """What is on the disk."""
+
+    layers: tuple[int, ...] = ()
+    """Positions among the streamed layers; the others are on the host."""
+    piece_bytes: int = 0
+    """Host memory that is read into, and copied from, at a time."""
+    num_pieces: int = 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that blocks are read into: this much may be read ahead of its use."""
+        return self.num_pieces * self.piece_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The same, with what aligning it takes."""
+        return self.staging_bytes + PAGE_BYTES if self.num_pieces else 0
+
+
+NOTHING_ON_DISK = DiskShare()
+
+
+def disk_share(
+    layer_bytes: Sequence[int], room_bytes: float, *, largest_bytes: int = 0
+) -> DiskShare:
+    """Return which layers are on the disk: none if all fit in host memory, or as few as are needed.
+
+    Layers on the host are evenly spread among the others, so that a read has about the same time
+    before each block that needs one. Reads go ahead by twice the largest block, by
+    :data:`MOST_STAGING_BYTES`, or by an eighth of the host memory, whichever is least.
+
+    Args:
+        layer_bytes: what the weights of each streamed layer take on the host.
+        room_bytes: host memory for them and for activations.
+        largest_bytes: of the largest block, where layers have several; 0: a layer is one block.
+    """
+    if not layer_bytes or sum(layer_bytes) <= room_bytes:
+        return NOTHING_ON_DISK
+    largest_bytes = largest_bytes or max(layer_bytes)
+    piece_bytes = _piece_bytes(largest_bytes)
+    wanted = min(2 * largest_bytes, MOST_STAGING_BYTES, room_bytes / _STAGING_SHARE)
+    num_pieces = max(2, int(wanted // piece_bytes))
+    left = (1 - FREE_HOST_SHARE) * room_bytes - num_pieces * piece_bytes - PAGE_BYTES
+    number = len(layer_bytes)
+    for num_on_host in range(number - 1, -1, -1):
+        on_host = resident_layers(number, num_on_host) if num_on_host else ()
+        if sum(layer_bytes[layer] for layer in on_host) <= left or not num_on_host:
+            break
+    layers = tuple(layer for layer in range(number) if layer not in on_host)
+    return DiskShare(layers=layers, piece_bytes=piece_bytes, num_pieces=num_pieces)
+
+
+def _piece_bytes(largest_bytes: int) -> int:
+    """Return the bytes of a piece: whole checksums, and no more than the largest block needs."""
+    if largest_bytes <= CHUNK_BYTES:
+        return padded(largest_bytes)
+    chunks = -(-largest_bytes // CHUNK_BYTES) + 1  # a block need not begin at a checksum's first
+    return min(chunks * CHUNK_BYTES, _MOST_PIECE_BYTES)

@@ -1,0 +1,74 @@
+"""Training with frozen weights on a disk equals plain training, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_pyao import PyAOConfig, attach
+from tests.helpers import ACCUMULATING, assert_same_trajectory, train
+from tests.helpers.adapters import tiny_lora
+from tests.helpers.disks import on_disk, take_any_file_system
+
+STEPS = (*ACCUMULATING, *ACCUMULATING[:2])
+ARCHITECTURES = ("llama", "gpt2", "opt", "mixtral", "qwen3", "gemma2")
+
+
+@pytest.fixture(autouse=True)
+def _any_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_any_file_system(monkeypatch)
+
+
+def check(model: nn.Module, folder: Path, what: str, autocast: Any = None, **settings: Any) -> None:
+    ours = copy.deepcopy(model)
+    expected = train(model, STEPS, autocast=autocast)
+    with attach(ours, PyAOConfig(**on_disk(ours, folder, **settings))) as offloader:
+        found = train(ours, STEPS, autocast=autocast)
+        assert offloader.weights is not None
+        counts = offloader.weights.figures()
+    assert counts["disk_read_bytes"] > 0, what
+    assert counts["num_disk_retries"] == 0, what
+    assert_same_trajectory(found, expected, what)
+    for (name, p), q in zip(model.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(p, q), f"{what}: {name}"
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES[:3])
+def test_lora_streamed_from_disk(model_type: str, tmp_path: Path) -> None:
+    check(tiny_lora(model_type, dropout=0.1), tmp_path, model_type, policy="all")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("share", [0.98, 0.5])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_each_architecture(model_type: str, autocast: Any, share: float, tmp_path: Path) -> None:
+    model = tiny_lora(model_type, dropout=0.1, num_hidden_layers=5)
+    check(model, tmp_path, model_type, autocast, policy="all", share=share)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "off"},
+        {"policy": "all", "checkpoint_every": 2},
+        {"policy": "all", "stream_weights": 1},
+        {"policy": "all", "recompute_modules": ("pointwise",)},
+        {"policy": "all", "stream_embeddings": "on", "share": 1.4},
+    ],
+    ids=str,
+)
+def test_beside_other_settings(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_lora("llama", dropout=0.1, num_hidden_layers=5)
+    check(model, tmp_path, str(settings), **settings)
+
+
+def test_compute_dtype_for_those_on_the_host(tmp_path: Path) -> None:
+    model = tiny_lora("llama", num_hidden_layers=5)
+    check(model, tmp_path, "compute", torch.bfloat16, policy="all", stream_dtype="compute")
