@@ -139,6 +139,11 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    doctor.add_argument(
+        "--disk",
+        metavar="FOLDER",
+        help="measure the disk of this folder, too: 1 GiB is written, flushed, read and removed",
+    )
     doctor.add_argument("--json", action="store_true", help="as JSON, for a bug report")
     doctor.add_argument(
         "--model",
@@ -239,7 +244,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from hf_pyao.tools.bench import doctor
     from hf_pyao.tools.bench.verdict import verdict_on
 
-    machine = doctor.look(args.device)
+    machine = doctor.look(args.device, args.disk)
     findings = doctor.examine(machine)
     verdict = "" if args.no_verdict else verdict_on(machine, args.model).words
     if args.json:

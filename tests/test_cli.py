@@ -127,7 +127,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A machine without a device; returns the devices that were asked for."""
     asked: list[str] = []
 
-    def look(device: str) -> Machine:
+    def look(device: str, disk: str | None) -> Machine:
         asked.append(device)
         return Machine(
             device={"name": "CPU", "memory_gib": None},

@@ -29,6 +29,7 @@ FOREIGN = {
         "engine/stores/nameless_file.py",
         "OSError",
     ): "becomes a DiskError, or a warning, in the store",
+    ("engine/stores/disk_speed.py", "OSError"): "becomes a DiskError in this file",
     ("engine/stores/private_mapping.py", "OSError"): "as the system call would; caught",
     ("engine/stores/shared_memory.py", "OSError"): "as the system call would; caught by the store",
     ("files.py", "ValueError"): "caught in this file",

@@ -24,7 +24,7 @@ from hf_pyao.engine.weights.on_disk import WeightsInFile
 from hf_pyao.engine.weights.read_ahead import ReadAhead
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.weights.streamable import StreamableLayer
-from hf_pyao.plan.weights.disk_share import NOTHING_ON_DISK, DiskShare, disk_share
+from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, DiskShare, disk_share
 
 logger = logging.getLogger(__name__)
 

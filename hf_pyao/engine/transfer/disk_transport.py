@@ -70,6 +70,7 @@ class DiskTransport:
         after: Sequence[Any] = (),
         label: object = "",
         times: LinkTimes | None = None,
+        behind: Any = None,
     ) -> Any:
         """Queue the copy from the store's memory, once the bytes are there.
 
@@ -82,7 +83,12 @@ class DiskTransport:
         ticket = None
         try:
             ticket = self.inner.reload(
-                _view_of(held, src), dst, after=tuple(held.fills), label=label, times=times
+                _view_of(held, src),
+                dst,
+                after=tuple(held.fills),
+                label=label,
+                times=times,
+                behind=behind,
             )
         finally:
             self.store.copied(held, ticket)

@@ -147,10 +147,6 @@ class StreamTransport:
         """Ask the event, without waiting."""
         return bool(ticket.end.query())
 
-    def wait_on_host(self, ticket: StreamTicket) -> None:
-        """Wait for the event on the calling thread."""
-        ticket.end.synchronize()
-
     def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
         """Read the events of finished copies and waits; those still running are left for later."""
         timed, self._timed = self._timed, []

@@ -241,13 +241,6 @@ class Transport(Protocol):
         """
         ...
 
-    def wait_on_host(self, ticket: Any) -> None:
-        """Stop the host until the copy has finished.
-
-        For host memory that a disk is read into next: only the host can start such a read.
-        """
-        ...
-
     def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
         """Move what was measured for *times* since the last call into *meter*."""
         ...
@@ -340,9 +333,6 @@ class BlockingTransport:
     def is_done(self, ticket: DoneTicket) -> bool:
         """Return True."""
         return True
-
-    def wait_on_host(self, ticket: DoneTicket) -> None:
-        """Do nothing: the copy is done."""
 
     def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
         """Report the copies' time; compute stood still meanwhile, so all of it is stall."""

@@ -201,7 +201,7 @@ class ReadAhead:
         """Stop the host until no copy reads the pieces: their memory is let go."""
         for piece in self._pieces:
             if piece.ticket is not None:
-                self._transport.wait_on_host(piece.ticket)
+                self._transport.await_on_host(piece.ticket)
                 piece.ticket = None
 
     # ---- pieces --------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class ReadAhead:
                 read.wait_until_done(_LOOK_AROUND_S)
             return
         oldest = min(copying, key=lambda piece: piece.order)
-        self._transport.wait_on_host(oldest.ticket)
+        self._transport.await_on_host(oldest.ticket)
         oldest.ticket = None
 
     def note_reads(self) -> None:

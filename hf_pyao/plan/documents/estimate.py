@@ -72,6 +72,12 @@ class EstimateRow:
     """Streamed weights that are uploaded in a step."""
     weights_host_bytes: int = 0
     """Masters of streamed weights on the host, beside :attr:`host_bytes`."""
+    num_disk_blocks: int = 0
+    """Layers whose streamed weights are on a disk."""
+    weights_disk_bytes: int = 0
+    """Bytes of these weights."""
+    disk_read_bytes: int = 0
+    """Bytes of them that are read in a step."""
     tokens_to_hide: float | None = None
     """Tokens of a micro-batch at which uploads pass under compute: two operations for each
     parameter and token."""

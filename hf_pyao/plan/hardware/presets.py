@@ -40,6 +40,7 @@ that was seen. ``pyao doctor`` says what it is on a card that is there."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -76,6 +77,8 @@ class Hardware:
     """Streaming multiprocessors; 0: not known."""
     capability: int = 0
     """CUDA compute capability, 10 x major + minor; 0: not known, or no CUDA device."""
+    host_memory_gib: float | None = None
+    """Host memory for weights and activations that leave the device; None: no limit."""
 
     def __post_init__(self) -> None:
         """Check the memory.
@@ -104,6 +107,16 @@ class Hardware:
         """Return the same device behind a link of another speed in both directions."""
         link = dataclasses.replace(self.link, d2h_gib_per_s=gib_per_s, h2d_gib_per_s=gib_per_s)
         return dataclasses.replace(self, link=link)
+
+    def with_disk(self, gib_per_s: float) -> Hardware:
+        """Return the same device with a disk below the host that is read at this speed."""
+        link = dataclasses.replace(self.link, disk_read_gib_per_s=gib_per_s)
+        return dataclasses.replace(self, link=link)
+
+    @property
+    def host_limit_bytes(self) -> float:
+        """The host memory in bytes; infinite where there is no limit."""
+        return math.inf if self.host_memory_gib is None else self.host_memory_gib * GIB
 
 
 def _card(

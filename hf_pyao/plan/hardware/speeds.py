@@ -85,6 +85,9 @@ class LinkModel:
     """Fixed cost of each copy."""
     disk: DiskModel | None = None
     """What saved tensors go to that find no room on the host; None: nothing."""
+    disk_read_gib_per_s: float | None = None
+    """What a disk is read at that has streamed weights for which the host has no room; None: there
+    is none."""
 
     def __post_init__(self) -> None:
         """Check the speeds.
@@ -94,6 +97,8 @@ class LinkModel:
         """
         _check_speeds(self, "d2h_gib_per_s", "h2d_gib_per_s", "host_memory_gib_per_s")
         _check_delay(self, "latency_us")
+        if self.disk_read_gib_per_s is not None:
+            _check_speeds(self, "disk_read_gib_per_s")
         if self.copy_engines not in (1, 2):
             raise ConfigError(
                 f"copy_engines is {self.copy_engines}; expected 1 or 2.", key="wrong-argument"
@@ -103,6 +108,11 @@ class LinkModel:
         """Return how long a copy takes when nothing else runs."""
         speed = self.d2h_gib_per_s if direction == "offload" else self.h2d_gib_per_s
         return nbytes / GIB / speed * 1e3 + self.latency_us / 1e3
+
+    def read_ms(self, nbytes: int) -> float:
+        """Return how long the disk reads *nbytes*; 0 where there is no disk."""
+        speed = self.disk_read_gib_per_s
+        return 0.0 if speed is None else nbytes / GIB / speed * 1e3
 
 
 def _check_speeds(model: Any, *names: str) -> None:

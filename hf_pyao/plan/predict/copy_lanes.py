@@ -14,7 +14,9 @@ OFFLOAD = "offload"
 RELOAD = "reload"
 GRADIENT = "gradient"
 
-_ORDER = {RELOAD: 0, OFFLOAD: 1, GRADIENT: 2}
+DISK = "disk"
+
+_ORDER = {RELOAD: 0, DISK: 1, OFFLOAD: 2, GRADIENT: 3}
 """What a shared engine takes first."""
 
 
@@ -31,12 +33,19 @@ class Copy:
     """Number of the slot that it is of; -1: of none."""
     layer: int = -1
     """Layer whose streamed weights it is of; -1: of none."""
+    staging_bytes: int = 0
+    """Host memory through which it comes from the disk; 0: the host has it."""
     order: int = -1
     """Position in the queue of its direction; -1 until it is booked."""
     start_ms: float = math.inf
     """Infinite until it is known."""
     end_ms: float = math.inf
     """Infinite until it is known."""
+
+    @property
+    def queue(self) -> str:
+        """Of copies to the device those from the disk wait by themselves, and let others pass."""
+        return DISK if self.staging_bytes else self.direction
 
 
 class Lanes(Protocol):
@@ -72,7 +81,7 @@ class LateLanes:
     def book(self, copy: Copy) -> None:
         """Queue *copy*."""
         copy.order = next(self._orders)
-        self._queues[copy.direction].append(copy)
+        self._queues[copy.queue].append(copy)
 
     def is_done(self, copy: Copy, now_ms: float) -> bool:
         """Say whether something has waited for *copy*, or for one behind it."""
@@ -80,7 +89,7 @@ class LateLanes:
 
     def wait(self, copy: Copy, now_ms: float) -> float:
         """End *copy*, and those before it."""
-        queue = self._queues[copy.direction]
+        queue = self._queues[copy.queue]
         while copy.end_ms > now_ms:
             ended = queue.popleft()
             ended.start_ms = ended.end_ms = now_ms
@@ -91,11 +100,67 @@ class LateLanes:
         return now_ms
 
 
+class DiskReads:
+    """When bytes of a disk are in host memory: one read after another, in order.
+
+    Before the step begins the host memory for reads is full, as the step before has left it.
+
+    Args:
+        link: has the speeds of the disk and of the copies.
+    """
+
+    def __init__(self, link: LinkModel) -> None:
+        self._link = link
+        self._free_ms: float | None = None
+        """When the disk has read all that is copied so far; None: nothing was."""
+        self._copied: list[tuple[int, float]] = [(0, -math.inf)]
+        """Bytes of the disk that were copied in all, and when."""
+
+    def start_of_copy(self, copy: Copy, start_ms: float) -> float:
+        """Return when a copy that could start at *start_ms* starts, so that it never waits inside.
+
+        Reads of its last bytes may need host memory that its first bytes free.
+        """
+        read_ms = self._read_by(copy, start_ms)
+        return max(start_ms, read_ms - self._link.copy_ms(RELOAD, copy.nbytes))
+
+    def note_copy(self, copy: Copy, start_ms: float) -> None:
+        """Note that *copy* starts at *start_ms*."""
+        self._free_ms = self._read_by(copy, start_ms)
+        before, _ = self._copied[-1]
+        end_ms = max(start_ms + self._link.copy_ms(RELOAD, copy.nbytes), self._free_ms)
+        self._copied.append((before + copy.nbytes, end_ms))
+
+    def _read_by(self, copy: Copy, start_ms: float) -> float:
+        """Return when all bytes of *copy* are read, if its slot is free from *start_ms* on."""
+        before, _ = self._copied[-1]
+        free_ms = self._free_ms
+        if free_ms is None:
+            free_ms = -self._link.read_ms(copy.staging_bytes)
+        begin_ms = max(free_ms, self._when_copied(before - copy.staging_bytes))
+        end_ms = begin_ms + self._link.read_ms(copy.nbytes)
+        late = before + copy.nbytes - copy.staging_bytes  # must be copied before the last is read
+        if late <= before:
+            return max(end_ms, self._when_copied(late))
+        return max(end_ms, start_ms + self._link.read_ms(late - before))
+
+    def _when_copied(self, nbytes: int) -> float:
+        """Return when the first *nbytes* of all were copied."""
+        if nbytes <= 0:
+            return -math.inf
+        return next(end_ms for copied, end_ms in self._copied if copied >= nbytes)
+
+
 class TimedLanes:
     """Copies on one or two engines: each runs one copy at a time, and is not preempted.
 
     All that touches host memory shares its bandwidth: a copy that runs beside another is slowed
     down where both together want more than there is.
+
+    What comes from the disk is read in the order in which it is queued, ahead of its copy as far as
+    the host memory for it reaches. Its copy shares the engine with the others, takes no less than
+    the slower of both, and holds the engine for its own bytes alone: others pass while it waits for
+    the disk.
     """
 
     def __init__(self, link: LinkModel) -> None:
@@ -108,7 +173,8 @@ class TimedLanes:
         self._orders = itertools.count()
         shared = link.copy_engines == 1
         out = (OFFLOAD, GRADIENT)
-        engines = [(RELOAD, *out)] if shared else [(RELOAD,), out]
+        engines = [(RELOAD, DISK, *out)] if shared else [(RELOAD, DISK), out]
+        self._reads = DiskReads(link)
         self._free_ms = [0.0] * len(engines)
         self._lanes = [
             (_ORDER[direction], engine, self._queues[direction])
@@ -119,7 +185,7 @@ class TimedLanes:
     def book(self, copy: Copy) -> None:
         """Queue *copy*."""
         copy.order = next(self._orders)
-        self._queues[copy.direction].append(copy)
+        self._queues[copy.queue].append(copy)
 
     def is_done(self, copy: Copy, now_ms: float) -> bool:
         """Say whether *copy* has ended by *now_ms*, which may lie before compute's own time."""
@@ -153,6 +219,8 @@ class TimedLanes:
             start_ms = max(copy.ready_ms, self._free_ms[engine])
             if copy.needs is not None and copy.needs.end_ms > start_ms:
                 start_ms = copy.needs.end_ms
+            if copy.staging_bytes:
+                start_ms = self._reads.start_of_copy(copy, start_ms)
             if start_ms < math.inf and (first is None or (start_ms, order) < first[:2]):
                 first = (start_ms, order, engine, queue)
         if first is None or first[0] > until_ms:
@@ -160,6 +228,8 @@ class TimedLanes:
         start_ms, _, engine, queue = first
         copy = queue.popleft()
         kind = RELOAD if copy.direction == RELOAD else OFFLOAD
+        if copy.staging_bytes:
+            self._reads.note_copy(copy, start_ms)
         others_run = any(
             free_ms > start_ms for number, free_ms in enumerate(self._free_ms) if number != engine
         )

@@ -36,12 +36,14 @@ class PredictedUploads(RingSchedule):
         super().__init__(len(streamed.blocks), streamed.num_slots)
         self.copies: list[Copy] = []
         """The uploads, in order; none without a clock."""
-        self.counted: list[tuple[str, int]] = []
-        """The same: the pass that each is queued in, and its bytes."""
+        self.counted: list[tuple[str, int, int]] = []
+        """The same: the pass that each is queued in, its bytes, and its layer."""
         self._phase = FORWARD
         self._segments = program.segments
         self._runs_back = any(each.phase == BACKWARD for each in program.segments)
         self._blocks = streamed.blocks
+        self._on_disk = frozenset(streamed.disk_layers)
+        self._staging_bytes = streamed.staging_bytes
         self._of_layer: defaultdict[int, list[int]] = defaultdict(list)
         for block, (layer, _) in enumerate(streamed.blocks):
             self._of_layer[layer].append(block)
@@ -102,10 +104,11 @@ class PredictedUploads(RingSchedule):
     def upload(self, block: int, slot: int) -> None:
         """Queue the copy of *block*."""
         layer, (nbytes, *_) = self._blocks[block]
-        self.counted.append((self._phase, nbytes))
+        self.counted.append((self._phase, nbytes, layer))
         if self._clock is None:
             return
-        copy = Copy(RELOAD, nbytes, self._clock.now_ms, layer=layer)
+        staging_bytes = self._staging_bytes if layer in self._on_disk else 0
+        copy = Copy(RELOAD, nbytes, self._clock.now_ms, layer=layer, staging_bytes=staging_bytes)
         self._clock.book(copy)
         self._under_way[block] = copy
         self.copies.append(copy)
@@ -133,8 +136,8 @@ def _has(block: WeightBlock, reads: WeightRead) -> bool:
     return not reads.experts or (block.first < reads.last and reads.first < block.last)
 
 
-def uploads_of(program: StepProgram, *, is_first_step: bool = False) -> list[tuple[str, int]]:
-    """Return the uploads of a step, in order: the pass in which each is queued, and its bytes.
+def uploads_of(program: StepProgram, *, is_first_step: bool = False) -> list[tuple[str, int, int]]:
+    """Return the uploads of a step, in order: the pass of each, its bytes, and its layer.
 
     Args:
         program: the step.

@@ -36,6 +36,7 @@ from hf_pyao.plan.solve.proposals import PLANNED as PLANNED
 from hf_pyao.plan.solve.proposals import Candidate as Candidate
 from hf_pyao.plan.solve.proposals import Proposals
 from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.step.disk_share import with_blocks_on_disk
 from hf_pyao.plan.step.streamed_step import with_streamed_blocks
 
 NUM_BELOW = 2
@@ -96,8 +97,11 @@ class Planner(Proposals):
         ratios = self.conditions.speed_ratios if speed_ratios is None else speed_ratios
         if not layers and ratios == self.conditions.speed_ratios:
             return self
+        program = with_streamed_blocks(self.program, layers)
+        if self.conditions.link.disk_read_gib_per_s is not None:
+            program = with_blocks_on_disk(program, self.host_limit_bytes)
         return Planner(
-            with_streamed_blocks(self.program, layers),
+            program,
             self._times_ms,
             dataclasses.replace(self.conditions, speed_ratios=ratios),
             host_limit_bytes=self.host_limit_bytes,

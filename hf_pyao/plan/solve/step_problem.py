@@ -274,8 +274,10 @@ def _beside_uploads(
     if not program.streamed:
         return forward_ms, backward_ms
     uploads_ms = {FORWARD: 0.0, BACKWARD: 0.0}
-    for phase, nbytes in uploads_of(program):
-        uploads_ms[phase] += link.copy_ms("reload", nbytes)
+    on_disk = frozenset(program.streamed.disk_layers)
+    for phase, nbytes, layer in uploads_of(program):
+        copy_ms = link.copy_ms("reload", nbytes)
+        uploads_ms[phase] += max(copy_ms, link.read_ms(nbytes)) if layer in on_disk else copy_ms
     backward_ms -= uploads_ms[BACKWARD]
     if link.copy_engines == 1:
         return forward_ms - uploads_ms[FORWARD], backward_ms

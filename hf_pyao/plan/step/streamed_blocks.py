@@ -42,6 +42,10 @@ class StreamedBlocks:
     """Of each layer, the memory that its streamed weights take on the host, as they are stored."""
     converted_bytes: int = 0
     """What copies of them in the dtype of autocast take on the host, which uploads read."""
+    disk_layers: tuple[int, ...] = ()
+    """Those of the layers whose weights are on a disk."""
+    staging_bytes: int = 0
+    """Host memory that these are read into: as much may be read ahead of its use."""
 
     def __bool__(self) -> bool:
         """Return whether any block is streamed."""
@@ -65,8 +69,14 @@ class StreamedBlocks:
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked bytes on the host: masters, and their copies in the dtype of autocast."""
-        return sum(self.layer_bytes) + self.converted_bytes
+        """Page-locked bytes on the host: masters, copies in the dtype of autocast, reads."""
+        on_host = sum(self.layer_bytes) - self.disk_bytes
+        return on_host + self.converted_bytes + self.staging_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the weights that are on a disk."""
+        return sum(self.layer_bytes[layer] for layer in self.disk_layers)
 
     @property
     def num_slots(self) -> int:

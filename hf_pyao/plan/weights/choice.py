@@ -243,7 +243,9 @@ class StreamingChoice:
         return least.memory.needed_within(limit_bytes + saved_bytes) - saved_bytes
 
     def _most(self) -> int:
-        """Return how many blocks the host has room for."""
+        """Return how many blocks the host, and the disk below it, have room for."""
+        if self.resident.configured.conditions.link.disk_read_gib_per_s is not None:
+            return self.num_blocks
         largest: int = max(self._sizes, default=0)
         if largest and self._host_limit_bytes < self.num_blocks * largest:
             most = int(self._host_limit_bytes // largest)

@@ -28,6 +28,12 @@ class WeightPlan:
     """In each later step."""
     uploaded_bytes: int
     """In each later step."""
+    disk_layers: tuple[int, ...] = ()
+    """Those of the streamed layers whose weights are on a disk."""
+    disk_bytes: int = 0
+    """Bytes of these weights."""
+    disk_read_bytes: int = 0
+    """Read in each later step."""
 
     @property
     def num_resident(self) -> int:
@@ -38,17 +44,24 @@ class WeightPlan:
         """Say it in one line."""
         if not self.streamed_layers:
             return "all weights stay on the device"
+        disk = ""
+        if self.disk_layers:
+            disk = (
+                f"; {len(self.disk_layers)} of them ({self.disk_bytes / 1e9:.2f} GB) are on the "
+                f"disk, {self.disk_read_bytes / 1e9:.2f} GB of reads a step"
+            )
         return (
             f"{len(self.streamed_layers)} of {self.num_layers} blocks are streamed through "
             f"{self.num_slots} slots of {self.slot_bytes / 1e6:.1f} MB: {self.num_uploads} uploads "
             f"and {self.uploaded_bytes / 1e9:.2f} GB a step, {self.host_bytes / 1e9:.2f} GB of "
-            "masters on the host"
+            f"masters on the host{disk}"
         )
 
 
 def weight_plan_of(program: StepProgram) -> WeightPlan:
     """Return what *program* streams."""
     streamed = program.streamed
+    on_disk = frozenset(streamed.disk_layers)
     first, later = (uploads_of(program, is_first_step=is_first) for is_first in (True, False))
     return WeightPlan(
         num_layers=program.num_layers,
@@ -59,7 +72,10 @@ def weight_plan_of(program: StepProgram) -> WeightPlan:
         host_bytes=streamed.host_bytes,
         num_uploads_in_first_step=len(first),
         num_uploads=len(later),
-        uploaded_bytes=sum(nbytes for _, nbytes in later),
+        uploaded_bytes=sum(nbytes for _, nbytes, _ in later),
+        disk_layers=streamed.disk_layers,
+        disk_bytes=streamed.disk_bytes,
+        disk_read_bytes=sum(nbytes for _, nbytes, layer in later if layer in on_disk),
     )
 
 
@@ -86,6 +102,9 @@ def figures_of(weights: WeightPlan) -> dict[str, float]:
         "weights/uploads": float(weights.num_uploads),
         "weights/uploaded_bytes": float(weights.uploaded_bytes),
         "weights/host_bytes": float(weights.host_bytes),
+        "weights/disk_blocks": float(len(weights.disk_layers)),
+        "weights/disk_bytes": float(weights.disk_bytes),
+        "weights/disk_read_bytes": float(weights.disk_read_bytes),
     }
 
 
@@ -100,6 +119,16 @@ def said_of(figures: Mapping[str, float]) -> str:
         f"weights: {streamed} of {streamed + stay} layers are streamed through a ring of "
         f"{figures['weights/ring_bytes'] / 1e9:.2f} GB: {int(figures['weights/uploads'])} uploads "
         f"and {figures['weights/uploaded_bytes'] / 1e9:.2f} GB a step; the host holds "
-        f"{figures['weights/host_bytes'] / 1e9:.2f} GB of them. Train with "
+        f"{figures['weights/host_bytes'] / 1e9:.2f} GB of them{_said_of_disk(figures)}. Train with "
         f"stream_weights={stay}, or follow the plan with stream_weights='auto'"
+    )
+
+
+def _said_of_disk(figures: Mapping[str, float]) -> str:
+    number = int(figures.get("weights/disk_blocks", 0))
+    if not number:
+        return ""
+    return (
+        f", and the disk {number} blocks with {figures['weights/disk_bytes'] / 1e9:.2f} GB, of "
+        f"which {figures['weights/disk_read_bytes'] / 1e9:.2f} GB are read a step (disk_path)"
     )

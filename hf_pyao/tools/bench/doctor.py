@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_pyao.engine.stores import available_host_bytes
+from hf_pyao.engine.stores.disk_speed import DiskSpeed, measure_disk
 from hf_pyao.engine.stores.numa import cores_of_node, node_of_pci_device
 from hf_pyao.plan.documents.bench import FactsReport
 from hf_pyao.plan.documents.provenance import collect_provenance
@@ -57,15 +58,22 @@ class Machine:
     """Host memory that is free for this process."""
     speed: DeviceSpeed = field(default_factory=DeviceSpeed)
     """What the device's kernels reach."""
+    disk: DiskSpeed | None = None
+    """What the disk of a folder reaches; None: no folder was given."""
     broken: tuple[Broken, ...] = ()
     """Packages that are installed, and cannot be imported."""
 
 
-def look(device: str = "auto") -> Machine:
+def look(device: str = "auto", disk: str | None = None) -> Machine:
     """Look at the machine; the device is looked at from a process of its own.
 
+    Args:
+        device: a name of torch's, or ``"auto"``.
+        disk: a folder whose disk is measured; None: none is.
+
     Raises:
-        ConfigError: the device cannot be had.
+        ConfigError: the device cannot be had, or the folder cannot be used.
+        DiskError: a file in the folder cannot be written or read.
     """
     import torch
 
@@ -81,6 +89,7 @@ def look(device: str = "auto") -> Machine:
         own_cores=_own_cores(),
         locked_bytes=locked_limit_bytes(),
         available_bytes=available_host_bytes(),
+        disk=None if disk is None else measure_disk(disk, "--disk"),
         broken=tuple(broken_packages()),
     )
 
@@ -88,7 +97,7 @@ def look(device: str = "auto") -> Machine:
 def examine(machine: Machine) -> list[Finding]:
     """Return all findings on *machine*."""
     steps: Sequence[Callable[[Machine], list[Finding]]] = (
-        *(_device, _speed, _link, _host, _numa, _versions, _broken),
+        *(_device, _speed, _link, _host, _disk, _numa, _versions, _broken),
     )
     return [finding for step in steps for finding in step(machine)]
 
@@ -223,6 +232,26 @@ def _host(machine: Machine) -> list[Finding]:
     )
     value = f"{locked_gib:.2f} GiB"
     return [*findings, Finding("locked memory (ulimit -l)", value, advice if is_short else "")]
+
+
+def _disk(machine: Machine) -> list[Finding]:
+    speed, h2d = machine.disk, machine.link.get("h2d_gib_per_s")
+    if speed is None:
+        return []
+    how = "past the page cache" if speed.is_direct else "no direct requests: pages were dropped"
+    sample = f"{speed.nbytes / GIB:.1f} GiB in requests of 8 MiB, four at once; {how}"
+    advice = ""
+    if h2d is not None and speed.read_gib_per_s < h2d:
+        advice = (
+            f"Frozen weights come from this disk at {speed.read_gib_per_s:.2f} GiB/s, and from "
+            f"host memory at {h2d:.1f}: give disk_path for what host memory cannot hold. `pyao "
+            f"estimate --lora --host-memory SIZE --disk {speed.read_gib_per_s:.2f}GiB/s` says what "
+            "a step takes."
+        )
+    return [
+        Finding("disk, read", f"{speed.read_gib_per_s:.2f} GiB/s ({sample})", advice),
+        Finding("disk, write", f"{speed.write_gib_per_s:.2f} GiB/s, flushed"),
+    ]
 
 
 def _numa(machine: Machine) -> list[Finding]:

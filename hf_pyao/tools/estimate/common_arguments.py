@@ -194,6 +194,7 @@ def add_card_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         metavar="SPEED",
         help="speed of the link in each direction, such as 25GiB/s, if another",
     )
+    add_disk_argument(card)
     add_allocator_argument(card)
     return card
 
@@ -212,11 +213,31 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
         hardware = dataclasses.replace(hardware, memory_gib=int(nbytes) / GIB)
     if args.link is not None:
         hardware = hardware.with_link(link_gib_per_s(args.link))
+    if args.disk is not None:
+        hardware = hardware.with_disk(link_gib_per_s(args.disk, "--disk"))
+        if args.host_memory is None:
+            raise ConfigError(
+                "--disk is a disk for what the host has no room for, and the host has room for "
+                "everything: give --host-memory, such as 32GiB, too.",
+                key="setting-missing",
+            )
+        host_gib = int(Size().check("--host-memory", args.host_memory)) / GIB
+        hardware = dataclasses.replace(hardware, host_memory_gib=host_gib)
     return hardware
 
 
-def link_gib_per_s(text: str) -> float:
-    """Return the speed that ``--link`` states.
+def add_disk_argument(group: argparse._ActionsContainer) -> None:
+    """Add ``--disk``."""
+    group.add_argument(
+        "--disk",
+        metavar="SPEED",
+        help="with streamed weights and --host-memory: a disk that has what the host has no room "
+        "for, and how fast it is read, such as 3GiB/s (`pyao doctor --disk FOLDER` measures it)",
+    )
+
+
+def link_gib_per_s(text: str, label: str = "--link") -> float:
+    """Return the speed that *label* states.
 
     Raises:
         ConfigError: it is none.
@@ -224,10 +245,11 @@ def link_gib_per_s(text: str) -> float:
     from hf_pyao.settings import Size
 
     text = text.strip()
-    speed = int(Size().check("--link", text.removesuffix("/s")))
+    speed = int(Size().check(label, text.removesuffix("/s")))
     if not text.endswith("/s") or speed <= 0:
         raise ConfigError(
-            f"--link is {text!r}; expected a speed, such as 25GiB/s or 50GB/s.", key="setting-value"
+            f"{label} is {text!r}; expected a speed, such as 25GiB/s or 50GB/s.",
+            key="setting-value",
         )
     return speed / GIB
 

@@ -38,6 +38,7 @@ from hf_pyao.plan.predict.sized_memory import PlanMemory, SizedMemory
 from hf_pyao.plan.predict.speed_range import MEASURED
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.step.disk_share import with_blocks_on_disk
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
 from hf_pyao.plan.step.step_program import FORWARD, StepProgram
@@ -187,6 +188,9 @@ class Estimator:
             "num_resident_blocks": weights.num_resident,
             "uploaded_bytes": weights.uploaded_bytes,
             "weights_host_bytes": weights.host_bytes,
+            "num_disk_blocks": len(weights.disk_layers),
+            "weights_disk_bytes": weights.disk_bytes,
+            "disk_read_bytes": weights.disk_read_bytes,
             "tokens_to_hide": tokens_by_formula(
                 BASES[self._training.base], hardware.device, hardware.link
             ),
@@ -257,6 +261,8 @@ class Estimator:
             program = self.program(family, micro_batch, length)
             if way.streams:  # all that can be
                 program = with_streamed_blocks(program, range(program.num_layers))
+                if self.hardware.link.disk_read_gib_per_s is not None:
+                    program = with_blocks_on_disk(program, self.hardware.host_limit_bytes)
             later_bytes = self._training.optimizer_step_bytes(program)
             if way.is_auto:  # what fits: without solving anything
                 plans = self._planner(program, NO_LEVERS).simple().values()
@@ -412,7 +418,9 @@ class Estimator:
             speed_ratios=MEASURED,
         )
         times_ms = operation_times_ms(program, self.hardware.device)
-        return Planner(program, times_ms, conditions)
+        return Planner(
+            program, times_ms, conditions, host_limit_bytes=self.hardware.host_limit_bytes
+        )
 
     def _predict(self, way: Way, program: StepProgram, *, timed: bool = False) -> Prediction:
         return predict(

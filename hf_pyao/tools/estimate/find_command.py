@@ -87,7 +87,8 @@ def add_find_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--host-memory",
         metavar="SIZE",
-        help="most host memory for what is offloaded, such as 64GiB (default: no limit)",
+        help="most host memory for what is offloaded, such as 64GiB (default: no limit); without "
+        "--find it goes with --disk",
     )
     add_streaming_argument(asked)
     add_lever_arguments(
@@ -109,7 +110,7 @@ def refuse_without_find(args: argparse.Namespace) -> None:
         for flag, value in (
             ("--global-batch", args.global_batch),
             ("--micro-batches", args.micro_batches),
-            ("--host-memory", args.host_memory),
+            ("--host-memory", args.host_memory if args.disk is None else None),
             ("--stream-weights", None if args.stream_weights == OFF else args.stream_weights),
             ("--stream-embeddings", None if args.stream_embeddings == OFF else "on"),
         )

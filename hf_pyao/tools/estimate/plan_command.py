@@ -19,6 +19,7 @@ from hf_pyao.text import echo, one_line, say
 from hf_pyao.tools.answers import add_cache_argument, answered, computed
 from hf_pyao.tools.estimate.common_arguments import (
     add_allocator_argument,
+    add_disk_argument,
     add_training_arguments,
     given_training,
     tell,
@@ -88,6 +89,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "rtx4070, of a profile the one that was profiled)",
     )
     add("--link", metavar="SPEED", help="speed of the link in each direction, as 25GiB/s")
+    add_disk_argument(parser)
     add(
         "--window",
         default=None,
@@ -293,6 +295,18 @@ def _hardware_of(args: argparse.Namespace, *, is_profile: bool) -> Hardware | No
     hardware = None if named is None else find_hardware(named)
     if hardware is not None and args.link is not None:
         hardware = hardware.with_link(link_gib_per_s(args.link))
+    if args.disk is not None:
+        if args.host_memory is None or args.stream_weights == OFF:
+            raise ConfigError(
+                "--disk has the streamed weights for which the host has no room: give "
+                "--stream-weights, such as auto, and --host-memory, such as 32GiB, too.",
+                key="setting-missing",
+            )
+        if hardware is None:
+            raise ConfigError(
+                "--disk with a profile needs the card: give --device, too.", key="setting-missing"
+            )
+        hardware = hardware.with_disk(link_gib_per_s(args.disk, "--disk"))
     return hardware
 
 

@@ -10,7 +10,7 @@ from hf_pyao.config import PyAOConfig
 from hf_pyao.errors import ConfigError
 from hf_pyao.text import echo
 
-NOT_FOR_TRYING = ("host_memory", "keep_last_layers", "allow_lossy", "compare")
+NOT_FOR_TRYING = ("host_memory", "disk", "keep_last_layers", "allow_lossy", "compare")
 """Options of ``pyao plan`` that have no effect with ``--try``."""
 
 

@@ -38,6 +38,12 @@ def verdict(rows: Sequence[EstimateRow], hardware: Hardware, sequence_length: in
             f"The weights of {best.num_streamed_blocks} of its layers are uploaded for each pass "
             f"(stream_weights='auto'), {best.weights_host_bytes / 1e9:.1f} GB of them on the host."
         )
+    if best.num_disk_blocks:
+        words.append(
+            f"{best.num_disk_blocks} layers ({best.weights_disk_bytes / 1e9:.1f} GB) are on the "
+            f"disk (disk_path), of which {best.disk_read_bytes / 1e9:.1f} GB are read in a step of "
+            f"{best.step_ms / 1e3:.1f} s."
+        )
     for kind, name in (("", "without the chunked loss"), (CHUNKED, "with it")):
         plain = {row.method.removesuffix(kind): row for row in fitting if _kind(row) == kind}
         checkpointing, offloading = plain.get("checkpointing"), plain.get("policy all")

@@ -212,11 +212,6 @@ class SimulatedTransport:
             self._complete(ticket)
         return ticket.is_done
 
-    def wait_on_host(self, ticket: SimulatedTicket) -> None:
-        """Complete the copy, and what must come before it."""
-        self._tick()
-        self._complete(ticket)
-
     def host_released(self, data: torch.Tensor, after: SimulatedTicket | None) -> None:
         """Poison the released bytes, behind the copy that may still read them."""
         queue = self._queues["offload"]

@@ -179,7 +179,7 @@ def test_each_fault_at_100_points(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Five reads a step; other numbers of layers have other blocks at the same read.
-    for num_layers in range(3, 23):
+    for num_layers in range(4, 24):
         monkeypatch.setattr(
             sys.modules[__name__], "frozen_stack", lambda n=num_layers: _stack(n), raising=True
         )
@@ -331,7 +331,8 @@ RUN = """
     import sys
     sys.path[:0] = {paths!r}
     from pathlib import Path
-    from tests.engine.weights.test_weights_from_disk import *
+    from hf_pyao.engine.stores import disk_files
+    from tests.engine.weights.test_weights_from_disk import attached, frozen_stack, step
     disk_files.MEMORY_FILE_SYSTEMS = frozenset()
     model = frozen_stack()
     with attached(model, Path({folder!r})):
@@ -345,17 +346,14 @@ RUN = """
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_killed_leaves_the_base_alone(number: int, tmp_path: Path) -> None:
     code = textwrap.dedent(RUN).format(paths=sys.path, folder=str(tmp_path))
-    code = code.replace(
-        "model = frozen", "from hf_pyao.engine.stores import disk_files\nmodel = frozen"
-    )
-    code = code.replace(
-        "disk_files.MEM", "from hf_pyao.engine.stores import disk_files\ndisk_files.MEM"
-    )
-    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    assert run.stdout.readline() == "ready\n"
-    run.send_signal(number)
-    run.communicate(timeout=60)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "ready\n"
+            run.send_signal(number)
+            run.communicate(timeout=60)
+        finally:
+            run.kill()
     assert run.returncode != 0
     assert len(files_of(tmp_path)) == 1
     model = frozen_stack()

@@ -124,7 +124,7 @@ def test_uploads_are_those_of_a_run(
     assert weights.host_bytes == sizes["host"]
     assert len(program.streamed.blocks) > 3 * len(weights.streamed_layers)
     for is_first, found in ((True, steps[0]), (False, steps[2])):
-        assert [nbytes for _, nbytes in uploads_of(program, is_first_step=is_first)] == found
+        assert [nbytes for _, nbytes, _ in uploads_of(program, is_first_step=is_first)] == found
 
 
 def test_slots_need_not_hold_all_experts(small_groups: None) -> None:
@@ -167,7 +167,7 @@ def test_another_clock_says_the_same(num_streamed: int, small_groups: None) -> N
         judge = replay_step(program, leaves, window_bytes=2**18, times_ms=times, link=link)
         assert found.step_ms == pytest.approx(judge.step_ms, rel=1e-6)
         assert found.peak_bytes == judge.peak_bytes
-    lane_ms = sum(link.copy_ms("reload", nbytes) for _, nbytes in uploads_of(program))
+    lane_ms = sum(link.copy_ms("reload", nbytes) for _, nbytes, _ in uploads_of(program))
     assert found.step_ms >= lane_ms
 
 

@@ -78,7 +78,8 @@ def _streamed(row: EstimateRow) -> tuple[str, str, str]:
     if stay is None or tokens is None or clock is None:
         return ABSENT, ABSENT, ABSENT
     return (
-        f"{row.num_streamed_blocks} of {row.num_streamed_blocks + stay}",
+        f"{row.num_streamed_blocks} of {row.num_streamed_blocks + stay}"
+        + (f" ({row.num_disk_blocks} on the disk)" if row.num_disk_blocks else ""),
         f"{row.weights_host_bytes / 1e9:.2f}",
         f"{tokens:,.0f} ({clock:,.0f} by the clock)",
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_pyao.engine.stores.disk_blocks import CHUNK_BYTES, padded
 from hf_pyao.engine.stores.disk_files import PAGE_BYTES
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
+from hf_pyao.plan.step.step_program import StepProgram
 
 FREE_HOST_SHARE = 0.3
 """Share of the host memory that is left for activations where the weights do not all fit."""
@@ -74,6 +76,30 @@ def disk_share(
             break
     layers = tuple(layer for layer in range(number) if layer not in on_host)
     return DiskShare(layers=layers, piece_bytes=piece_bytes, num_pieces=num_pieces)
+
+
+def with_blocks_on_disk(program: StepProgram, room_bytes: float) -> StepProgram:
+    """Return *program* with as many streamed layers on a disk as the host has no room for.
+
+    Args:
+        program: a step with streamed blocks, all of them on the host.
+        room_bytes: host memory for weights and activations.
+    """
+    streamed = program.streamed
+    layers = streamed.layers
+    share = disk_share(
+        [streamed.layer_bytes[layer] for layer in layers],
+        room_bytes,
+        largest_bytes=streamed.slot_bytes,
+    )
+    if not share.layers:
+        return program
+    placed = dataclasses.replace(
+        streamed,
+        disk_layers=tuple(layers[position] for position in share.layers),
+        staging_bytes=share.reserved_bytes,
+    )
+    return dataclasses.replace(program, streamed=placed)
 
 
 def _piece_bytes(largest_bytes: int) -> int:
