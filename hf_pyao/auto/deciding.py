@@ -20,8 +20,8 @@ from hf_pyao.auto.machine.rules import MOST_ROUNDS
 from hf_pyao.auto.machine.states import Ready, State
 from hf_pyao.auto.measuring import Measuring
 from hf_pyao.auto.parts import Parts
-from hf_pyao.auto.plans.disk_below import DiskBelow
-from hf_pyao.auto.plans.fit import policy_of
+from hf_pyao.auto.plans.batch_fit import policy_of
+from hf_pyao.auto.plans.measured_disk import DiskBelow
 from hf_pyao.auto.policy import AutoPolicy
 from hf_pyao.auto.pyao_rule import PyAORule
 from hf_pyao.auto.residency import Residency

@@ -15,10 +15,10 @@ from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.states import Mode, Purpose, Ready, SetState, Source, State
 from hf_pyao.auto.measuring import num_bare
+from hf_pyao.auto.plans.batch_fit import LARGER, ready_of
 from hf_pyao.auto.plans.correction import LEAST_TIMED, beside, find_off
 from hf_pyao.auto.plans.draft import Draft
-from hf_pyao.auto.plans.files import PlanFiles
-from hf_pyao.auto.plans.fit import LARGER, ready_of
+from hf_pyao.auto.plans.kept_plans import PlanFiles
 from hf_pyao.auto.plans.plan_timing import NUM_UNCOUNTED, PlanCheck, TimedMicroBatch, loses
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings

@@ -26,9 +26,9 @@ from hf_pyao.auto.machine import events as on
 from hf_pyao.auto.machine.driver import Driver
 from hf_pyao.auto.machine.states import Mode, Ready
 from hf_pyao.auto.performer import AutoActions, Measurer
+from hf_pyao.auto.plans.batch_fit import LARGER, NAME, holds, ready_of
 from hf_pyao.auto.plans.draft import Draft
-from hf_pyao.auto.plans.files import PlanFiles
-from hf_pyao.auto.plans.fit import LARGER, NAME, holds, ready_of
+from hf_pyao.auto.plans.kept_plans import PlanFiles
 from hf_pyao.auto.plans.plan_timing import measured_figures
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings

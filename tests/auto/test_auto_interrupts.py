@@ -42,7 +42,7 @@ FILES = (
     "auto/measuring",
     "auto/performer",
     "auto/plans/plan_timing",
-    "auto/plans/files",
+    "auto/plans/kept_plans",
     "auto/plans/planning",
     "auto/policy",
     "auto/profiling",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from hf_pyao.auto.plans.fit import LARGER
+from hf_pyao.auto.plans.batch_fit import LARGER
 from hf_pyao.auto.plans.plan_timing import TimedMicroBatch, typical
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction, ExpectedTimes
 

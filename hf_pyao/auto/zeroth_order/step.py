@@ -13,15 +13,15 @@ from torch import nn
 
 from hf_pyao.auto.install.links import device_of
 from hf_pyao.auto.zeroth_order.checks import check_model
-from hf_pyao.auto.zeroth_order.residency import VisitingWeights, places_of
+from hf_pyao.auto.zeroth_order.visiting_weights import VisitingWeights, places_of
 from hf_pyao.engine.transfer.transport import Transport
+from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.perturbation import (
     PastStep,
     ZerothOrderSettings,
     projected_gradient,
 )
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.engine.zeroth_order.visit_block import VisitBlock
 from hf_pyao.engine.zeroth_order.zo2_order import WeightsInVisitingOrder
 from hf_pyao.errors import ConfigError, ConflictError, unknown_name, warn
 from hf_pyao.model.head.head_loss import install_head_loss

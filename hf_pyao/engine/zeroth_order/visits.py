@@ -33,9 +33,9 @@ from hf_pyao.engine.weights.blocks import Weight, weights_by_parameter
 from hf_pyao.engine.weights.device_slots import DeviceSlot, DeviceSlots
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.host_weight import HostWeight
+from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.by_rows import ReadsByRows
 from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeights
-from hf_pyao.engine.zeroth_order.visit_block import VisitBlock
 
 
 class _Pass(threading.local):

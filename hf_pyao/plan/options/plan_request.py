@@ -46,7 +46,7 @@ class WindowOwner(Protocol):
 
 
 class DiskOwner(Protocol):
-    """A disk below the host, as far as plans ask: ``auto/plans/disk_below.py``."""
+    """A disk below the host, as far as plans ask: ``auto/plans/measured_disk.py``."""
 
     def model(self) -> DiskModel | None:
         """Return its speeds; None while they are not known: nothing is planned to go there."""

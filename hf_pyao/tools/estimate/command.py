@@ -229,7 +229,7 @@ def estimate_report(
     from hf_pyao.tools.estimate.card_memory import card_memory
     from hf_pyao.tools.estimate.jobs import all_jobs, run_jobs
     from hf_pyao.tools.estimate.model_specs import check_sequence_length, config_of, parse_model
-    from hf_pyao.tools.estimate.verdict import verdict
+    from hf_pyao.tools.estimate.verdict_text import verdict
 
     spec = parse_model(model)
     config = config_of(spec)

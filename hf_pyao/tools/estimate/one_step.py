@@ -12,7 +12,7 @@ from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.predict.step_view import predicted_step
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.jobs import METHODS
-from hf_pyao.tools.estimate.verdict import CHUNKED, named_row
+from hf_pyao.tools.estimate.verdict_text import CHUNKED, named_row
 from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED
 
 

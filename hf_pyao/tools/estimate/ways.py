@@ -10,7 +10,7 @@ from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.weight_plan import WeightPlan
-from hf_pyao.tools.estimate.verdict import CHUNKED
+from hf_pyao.tools.estimate.verdict_text import CHUNKED
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hf_pyao.tools.estimate.common_arguments import ENGINES
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
-from hf_pyao.tools.estimate.verdict import verdict
+from hf_pyao.tools.estimate.verdict_text import verdict
 from hf_pyao.tools.estimate.ways import WAYS
 from tests.helpers.documents import PROVENANCE
 

@@ -22,8 +22,8 @@ from hf_pyao.engine.weights.expert_groups import GROUP_BYTES
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.tables import put_on, take_off
+from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
-from hf_pyao.engine.zeroth_order.visit_block import VisitBlock
 from hf_pyao.engine.zeroth_order.visits import AtPlace, WeightVisits
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
