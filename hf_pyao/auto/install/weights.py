@@ -274,9 +274,14 @@ class StreamedLayers:
         """Let as many layers stay as was asked for last; before a forward.
 
         Graphs that were built before keep the blocks that they need. A layer for which there is no
-        room on the device is streamed; one for which the host has none stays.
+        room on the device is streamed; one for which the host has none stays. Where weights lie on
+        a disk, layers keep the places that they were given when the model was attached.
         """
         wanted, self._wanted = self._wanted, None
+        if self._on_disk is not None and self._on_disk.path is not None:
+            # Reads that other graphs need may be under way, and the file may be older than weights
+            # that were changed on the device: layers keep their places.
+            wanted = None
         ends_leave = self._ends_are_asked_for and not self.ends_leave
         self._ends_are_asked_for = False
         model, engine = self._model(), None if self._engine is None else self._engine()

@@ -169,7 +169,14 @@ class WeightsOnDisk:
 
         file = file_of_blocks(self._folder, [make_of(masters) for masters in found])
         self._places = dict(zip((masters.layer for masters in found), file.places, strict=True))
-        self._tells_writes = tells_writes(file)
+        if not tells_writes(file):
+            raise ConfigError(
+                f"{self._label}: this system does not tell which pages of a mapped file were "
+                "written (/proc/self/pagemap), so that weights that were changed would not be "
+                "noticed. Set disk_path to None, or raise host_memory_gib.",
+                key="disk-folder",
+            )
+        self._tells_writes = True
         self._file = file
         return file
 

@@ -58,6 +58,7 @@ class ThreadedLanes:
 
     def close(self) -> None:
         """Wait for all jobs, and end the threads."""
-        pools, self._pools = self._pools, {}
-        for pool in pools.values():
-            pool.shutdown(wait=True)
+        for lane in NUM_THREADS:  # in this order: what has been read is checked on another lane
+            if (pool := self._pools.get(lane)) is not None:
+                pool.shutdown(wait=True)
+        self._pools = {}

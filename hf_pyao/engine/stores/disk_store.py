@@ -383,13 +383,19 @@ class DiskStore(Store):
             except BaseException as cause:  # never on a thread of ours without anyone to hear it
                 with self._lock:
                     held.lost_by(cause)
-                    self._end_access(held, Phase.LOST)
-            with self._lock:
-                self._num_jobs -= 1
-                self._changed.notify_all()
+                    if held.is_in_use:
+                        self._end_access(held, Phase.LOST)
+            finally:
+                with self._lock:
+                    self._num_jobs -= 1
+                    self._changed.notify_all()
 
         self._num_jobs += 1
-        self._lanes.submit(lane, job)
+        try:
+            self._lanes.submit(lane, job)
+        except BaseException:  # no thread could be started
+            self._num_jobs -= 1
+            raise
 
     def _end_access(self, held: DiskRange, phase: Phase) -> None:
         """Note that a thread has done with *held*."""
@@ -420,10 +426,10 @@ class DiskStore(Store):
                 held.to(Phase.READING)  # first: no one else begins while this waits for memory
                 try:
                     self._give_memory(held)
+                    self._submit(READ, held, self._read)
                 except BaseException:
                     held.to(Phase.AWAY)
                     raise
-                self._submit(READ, held, self._read)
             elif held.phase is Phase.READING:
                 began_s = time.perf_counter()
                 self._lanes.wait(self._changed)

@@ -91,7 +91,12 @@ class NamelessFile:
         Raises:
             OSError: it has no room for them, or fails.
         """
-        self._calls.allocate(self.descriptor, self.nbytes, nbytes)
+        try:
+            self._calls.allocate(self.descriptor, self.nbytes, nbytes)
+        except OSError:
+            with contextlib.suppress(OSError):  # what was allocated before it failed
+                os.ftruncate(self.descriptor, self.nbytes)
+            raise
         self.nbytes += nbytes
 
     def write(self, memory: memoryview, offset: int) -> None:

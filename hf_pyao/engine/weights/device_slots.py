@@ -249,6 +249,7 @@ class DeviceSlots:
             try:
                 self._read_ahead.finish(slot.arrival)
             except Exception:
+                self._read_ahead.cancel(slot.arrival)
                 slot.arrival = None
                 raise
             slot.arrival = None

@@ -137,11 +137,17 @@ class ReadAhead:
         """
         arrival = next((each for each in self._expected if each.block == block), None)
         if arrival is None or arrival.error is not None or arrival.source is not source:
+            if arrival is not None:
+                self._let_go(arrival)
             arrival = Arrival(block, source, spans)
         arrival.copy = copy
         self._under_way.append(arrival)
         self._expected = [each for each in self._expected if each.block != block]
-        self.go_on()
+        try:
+            self.go_on()
+        except BaseException:  # nobody has the arrival, so that nobody could cancel it
+            self.cancel(arrival)
+            raise
         return arrival
 
     def finish(self, arrival: Arrival) -> None:

@@ -114,7 +114,6 @@ class MemoryBudgets:
             return
         if isinstance(budget, tuple):
             self._check_per_layer(budget)
-        self._budget = budget
         contexts: list[tuple[BudgetedBackend, Mapping[str, Any], Any]] = []
         for call, backend, layer in self._calls:
             share = self._share_of(budget, layer)
@@ -128,6 +127,7 @@ class MemoryBudgets:
                 context = new_context(compiles, options)
                 contexts.append((compiles, options, context))
             call.use(context)
+        self._budget = budget
 
     def _share_of(self, budget: Budget, layer: int | None) -> float | None:
         if isinstance(budget, tuple):
