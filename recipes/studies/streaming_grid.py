@@ -220,7 +220,7 @@ def expected(
         if copy.direction == RELOAD and copy.slot >= 0
     ]
     lane_ms = {FORWARD: 0.0, BACKWARD: sum(link.copy_ms("reload", each) for each in reloads)}
-    for phase, nbytes in uploads_of(program):
+    for phase, nbytes, _ in uploads_of(program):
         lane_ms[phase] += link.copy_ms("reload", nbytes)
     one_ms = link.copy_ms("reload", program.streamed.slot_bytes)
     both_ms = sum(max(compute_ms[phase], lane_ms[phase]) for phase in (FORWARD, BACKWARD))

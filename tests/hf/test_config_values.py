@@ -151,7 +151,7 @@ def through_flags_and_file(given: dict[str, Any], folder: Path) -> PyAOConfig:
 def through_environment(given: dict[str, Any], patch: pytest.MonkeyPatch) -> PyAOConfig:
     with patch.context() as context:
         for name, value in given.items():
-            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             context.setenv(f"PYAO_{name.upper()}", text)
         return PyAOPlugin().config()
 

@@ -204,6 +204,7 @@ MUTANTS: tuple[Callable[[], Any], ...] = (
 )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # at the end of one
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_each_fault_shows_under_some_schedule(mutant: Callable[[], Any]) -> None:
     expected = expected_bits(0.0)

@@ -213,7 +213,7 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
         hardware = dataclasses.replace(hardware, memory_gib=int(nbytes) / GIB)
     if args.link is not None:
         hardware = hardware.with_link(link_gib_per_s(args.link))
-    if args.disk is not None:
+    if getattr(args, "disk", None) is not None:  # not all commands that ask for a device have it
         hardware = hardware.with_disk(link_gib_per_s(args.disk, "--disk"))
         if args.host_memory is None:
             raise ConfigError(

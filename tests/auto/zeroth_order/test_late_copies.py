@@ -56,10 +56,10 @@ class LateTransport(BlockingTransport):
         label: object = "",
         times: LinkTimes | None = None,
     ) -> Any:
-        self.num_waiting += sum(not each.is_done for each in after)
         return LateCopy(src, dst, tuple(after))
 
     def wait(self, ticket: Any) -> None:
+        self.num_waiting += not ticket.is_done
         ticket.run()
 
     def retire(self, ticket: Any) -> None:
@@ -82,6 +82,6 @@ def test_uploads_wait_for_the_copies_back() -> None:
         for gradient in expected:
             made.accumulate(ours, lambda model: losses(model)[0])
             assert made.end_step(RATE) == gradient
-    assert transport.num_waiting > 0, "no upload had anything to wait for"
+    assert transport.num_waiting > 0, "nothing had a copy to wait for"
     for (name, p), q in zip(model.named_parameters(), ours.parameters(), strict=True):
         assert torch.equal(p, q), name

@@ -28,6 +28,7 @@ class LinearCall:
     device = torch.device("cpu")
     requires_grad = True
     loss_taken = False
+    without_gradients = False
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight

@@ -103,7 +103,10 @@ def test_words_for_titles() -> None:
     )
     nested = Levers(checkpoint_every=2, checkpoint_nested=True)
     assert nested.describe() == "2 layers run again one by one"
-    assert LONG_CONTEXT.given().keys() == set(Levers.names()) - {"checkpoint_nested"}
+    assert LONG_CONTEXT.given().keys() == set(Levers.names()) - {
+        "activation_memory_budget",
+        "checkpoint_nested",
+    }
     assert NO_LEVERS.given() == {}
 
 
