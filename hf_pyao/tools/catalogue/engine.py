@@ -102,7 +102,8 @@ CHAPTER = Chapter(
         Entry(
             "disk-folder",
             "The folder for files on the disk cannot be used: it cannot be written to, is in "
-            "memory (tmpfs), or is a link or another user's.",
+            "memory (tmpfs), or is a link or another user's; or the system does not tell which "
+            "pages of a mapped file were written, which frozen weights on a disk need.",
             "Give a folder on a disk that you may write to. `df -T FOLDER` has the file system.",
         ),
         Entry(
