@@ -16,6 +16,7 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.codecs.narrow import NarrowCodec
+from hf_pyao.engine.rerun import generators
 from hf_pyao.engine.runtime.run_figures import RunFigures
 from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
 from hf_pyao.metrics import MicroBatchStats
@@ -115,6 +116,9 @@ def train_in_threads(config: PyAOConfig, num_steps: int) -> None:
         except BaseException as error:
             failures.append(error)
 
+    draws: Any = generators._DRAWS  # tests of interrupts may leave it held by this thread
+    while draws._is_owned():
+        draws.release()
     with attach(model, config) as offloader, switching_often():
         threads = [threading.Thread(target=work, args=(part,)) for part in seeds]
         for thread in threads:
