@@ -31,6 +31,12 @@ from tests.helpers import (
 )
 
 
+@pytest.fixture(autouse=True)
+def own_lock_of_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier test may have left the process's lock held; each wait for it takes a minute."""
+    monkeypatch.setattr(generators, "_DRAWS", threading.RLock())
+
+
 class SlowReloads(BlockingTransport):
     """Lets other threads in between the start of a copy back and its end."""
 
@@ -116,9 +122,6 @@ def train_in_threads(config: PyAOConfig, num_steps: int) -> None:
         except BaseException as error:
             failures.append(error)
 
-    draws: Any = generators._DRAWS  # tests of interrupts may leave it held by this thread
-    while draws._is_owned():
-        draws.release()
     with attach(model, config) as offloader, switching_often():
         threads = [threading.Thread(target=work, args=(part,)) for part in seeds]
         for thread in threads:
