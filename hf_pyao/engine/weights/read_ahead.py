@@ -162,8 +162,14 @@ class ReadAhead:
             self._under_way.insert(0, arrival)
         began = time.perf_counter()
         self.go_on()
-        while arrival.error is None and not arrival.is_queued:
-            self._wait_a_little(arrival)
+        may_try_again = True  # the failed read may have begun long ago, and the drive be well again
+        while not arrival.is_queued:
+            if arrival.error is not None:
+                if not may_try_again:
+                    break
+                arrival.error, may_try_again = None, False
+            else:
+                self._wait_a_little(arrival)
             self.go_on()
         self._counts.disk_wait_ms += 1e3 * (time.perf_counter() - began)
         error = arrival.error

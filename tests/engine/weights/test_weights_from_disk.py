@@ -168,7 +168,7 @@ def inject(name: str, point: int, folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for point in (0, 5):
+    for point in (0, 1, 5):
         inject(name, point, tmp_path, monkeypatch)
     assert len(files_of(tmp_path)) == 1
 
@@ -328,7 +328,8 @@ def test_no_thread_and_no_memory_is_left(tmp_path: Path) -> None:
 
 
 RUN = """
-    import sys
+    import signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     sys.path[:0] = {paths!r}
     from pathlib import Path
     from hf_pyao.engine.stores import disk_files
