@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hf_pyao.plan.hardware.speeds import LinkModel
 
@@ -18,6 +19,9 @@ DISK = "disk"
 
 _ORDER = {RELOAD: 0, DISK: 1, OFFLOAD: 2, GRADIENT: 3}
 """What a shared engine takes first."""
+
+_PARTS = 16
+"""Of the host memory that the disk is read into, and no fewer of a copy."""
 
 
 @dataclass(eq=False)
@@ -101,9 +105,11 @@ class LateLanes:
 
 
 class DiskReads:
-    """When bytes of a disk are in host memory: one read after another, in order.
+    """When bytes of a disk are read and copied, a small part at a time.
 
-    Before the step begins the host memory for reads is full, as the step before has left it.
+    A part is read once the disk is free and the host memory for it is, which the copy of an earlier
+    part frees. It is copied once it is read, its slot is free and the part before was copied.
+    Before the step begins that memory is full, as the step before has left it.
 
     Args:
         link: has the speeds of the disk and of the copies.
@@ -111,44 +117,63 @@ class DiskReads:
 
     def __init__(self, link: LinkModel) -> None:
         self._link = link
-        self._free_ms: float | None = None
-        """When the disk has read all that is copied so far; None: nothing was."""
-        self._copied: list[tuple[int, float]] = [(0, -math.inf)]
-        """Bytes of the disk that were copied in all, and when."""
+        self._read_ms: float | None = None
+        """When the disk is free; None: nothing was read in this step."""
+        self._sums: list[int] = []
+        """By part that was copied, the bytes of all up to it."""
+        self._copied_ms: list[float] = []
+        """By the same, when its copy ended."""
+        self._tried: tuple[Copy, float, _Parts] | None = None
 
     def start_of_copy(self, copy: Copy, start_ms: float) -> float:
-        """Return when a copy that could start at *start_ms* starts, so that it never waits inside.
+        """Return when a copy starts that could from *start_ms* on, if it never waits inside."""
+        if self._tried is None or self._tried[:2] != (copy, start_ms):
+            self._tried = copy, start_ms, self._parts(copy, start_ms)
+        end_ms = self._tried[2].copied_ms[-1]
+        return max(start_ms, end_ms - self._link.copy_ms(RELOAD, copy.nbytes))
 
-        Reads of its last bytes may need host memory that its first bytes free.
-        """
-        read_ms = self._read_by(copy, start_ms)
-        return max(start_ms, read_ms - self._link.copy_ms(RELOAD, copy.nbytes))
+    def note_copy(self, copy: Copy) -> None:
+        """Note that *copy*, which was asked about last, starts."""
+        assert self._tried is not None
+        assert self._tried[0] is copy
+        parts, self._tried = self._tried[2], None
+        self._read_ms = parts.read_ms
+        self._sums += parts.sums
+        self._copied_ms += parts.copied_ms
 
-    def note_copy(self, copy: Copy, start_ms: float) -> None:
-        """Note that *copy* starts at *start_ms*."""
-        self._free_ms = self._read_by(copy, start_ms)
-        before, _ = self._copied[-1]
-        end_ms = max(start_ms + self._link.copy_ms(RELOAD, copy.nbytes), self._free_ms)
-        self._copied.append((before + copy.nbytes, end_ms))
+    def _parts(self, copy: Copy, start_ms: float) -> _Parts:
+        link, staging_bytes = self._link, copy.staging_bytes
+        read_ms = self._read_ms
+        if read_ms is None:
+            read_ms = -link.read_ms(staging_bytes)
+        size = max(1, min(staging_bytes, copy.nbytes) // _PARTS)
+        before = self._sums[-1] if self._sums else 0
+        now_ms = max(start_ms, self._copied_ms[-1]) if self._copied_ms else start_ms
+        sums: list[int] = []
+        copied_ms: list[float] = []
+        for first in range(0, copy.nbytes, size):
+            nbytes = min(size, copy.nbytes - first)
+            end = before + first + nbytes
+            must_be_copied = end - staging_bytes
+            if must_be_copied > before:
+                read_ms = max(read_ms, copied_ms[bisect_left(sums, must_be_copied)])
+            elif must_be_copied > 0:
+                read_ms = max(read_ms, self._copied_ms[bisect_left(self._sums, must_be_copied)])
+            read_ms += link.read_ms(nbytes)
+            share = nbytes / copy.nbytes
+            now_ms = max(now_ms, read_ms) + share * link.copy_ms(RELOAD, copy.nbytes)
+            sums.append(end)
+            copied_ms.append(now_ms)
+        return _Parts(read_ms, sums, copied_ms)
 
-    def _read_by(self, copy: Copy, start_ms: float) -> float:
-        """Return when all bytes of *copy* are read, if its slot is free from *start_ms* on."""
-        before, _ = self._copied[-1]
-        free_ms = self._free_ms
-        if free_ms is None:
-            free_ms = -self._link.read_ms(copy.staging_bytes)
-        begin_ms = max(free_ms, self._when_copied(before - copy.staging_bytes))
-        end_ms = begin_ms + self._link.read_ms(copy.nbytes)
-        late = before + copy.nbytes - copy.staging_bytes  # must be copied before the last is read
-        if late <= before:
-            return max(end_ms, self._when_copied(late))
-        return max(end_ms, start_ms + self._link.read_ms(late - before))
 
-    def _when_copied(self, nbytes: int) -> float:
-        """Return when the first *nbytes* of all were copied."""
-        if nbytes <= 0:
-            return -math.inf
-        return next(end_ms for copied, end_ms in self._copied if copied >= nbytes)
+class _Parts(NamedTuple):
+    """The parts of one copy."""
+
+    read_ms: float
+    """When the last is read."""
+    sums: list[int]
+    copied_ms: list[float]
 
 
 class TimedLanes:
@@ -229,7 +254,7 @@ class TimedLanes:
         copy = queue.popleft()
         kind = RELOAD if copy.direction == RELOAD else OFFLOAD
         if copy.staging_bytes:
-            self._reads.note_copy(copy, start_ms)
+            self._reads.note_copy(copy)
         others_run = any(
             free_ms > start_ms for number, free_ms in enumerate(self._free_ms) if number != engine
         )
