@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _python_dispatch
 
+from hf_pyao.engine.rerun import generators
 from tests.catalogue.triggered_by import IN_OTHER_PROCESSES
 from tests.catalogue.witness import keys_expected, keys_seen
 
@@ -134,6 +136,23 @@ def _nothing_stays_replaced() -> Iterator[None]:
         if getattr(getattr(place, name, None), "__module__", "").startswith("hf_pyao")
     ]
     assert not left, f"still replaced: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _generators_are_let_go() -> Iterator[None]:
+    """Fail a test that leaves the lock of the generators held, or threads that may draw.
+
+    Other threads would wait for the lock for a minute each time; beside such threads no layer that
+    draws runs again.
+    """
+    yield
+    if generators._is_held_here():
+        lock, generators._DRAWS = generators._DRAWS, threading.RLock()
+        pytest.fail(f"the lock of the generators was left held: {lock!r}")
+    main = threading.main_thread()
+    left = [t for t in threading.enumerate() if t is not main and not t.daemon]
+    left = [t for t in left if t.name.startswith("pyao")]
+    assert not left, f"threads of the package that are no daemons are left: {left}"
 
 
 @pytest.fixture(autouse=True)

@@ -48,11 +48,12 @@ def _is_of_torch() -> bool:
 class ExclusiveDraws:
     """Holds the default generators of the process for the calling thread, from `start` to `stop`.
 
-    ``stop`` may be called again, also by the code that cleans up after an interrupt.
+    It may be used in a ``with`` statement. ``stop`` may be called again, also by the code that
+    cleans up after an interrupt. Wherever an interrupt comes, the thread holds them no longer once
+    this object is let go.
     """
 
-    def __init__(self) -> None:
-        self._is_held = False
+    _is_outermost = False  # of the class, so that `__del__` finds it wherever an interrupt came
 
     def start(self) -> None:
         """Wait for the other threads that hold them.
@@ -60,24 +61,37 @@ class ExclusiveDraws:
         The wait is bounded: a thread may wait for this one while it holds them (a backward that is
         run inside of a layer's forward, on torch's thread of the device).
         """
-        self._is_held = _DRAWS.acquire(timeout=_MOST_WAIT_S)
+        if not _is_held_here():
+            # First: if an interrupt comes as the lock was just acquired, `stop` releases it.
+            self._is_outermost = True
+            _DRAWS.acquire(timeout=_MOST_WAIT_S)
 
     def stop(self) -> None:
-        """Let other threads draw."""
-        if self._is_held:
-            self._is_held = False
-            _DRAWS.release()
+        """Let other threads draw, unless this thread held them before `start`."""
+        if self._is_outermost:
+            if _is_held_here():
+                _DRAWS.release()
+            self._is_outermost = False
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def __del__(self) -> None:
+        """Stop where an interrupt came before `__exit__` was called."""
+        self.stop()
 
 
-@contextlib.contextmanager
-def exclusive_draws() -> Iterator[None]:
-    """Hold the default generators of the process for the calling thread."""
-    draws = ExclusiveDraws()
-    draws.start()
-    try:
-        yield
-    finally:
-        draws.stop()
+def _is_held_here() -> bool:
+    """Say whether the calling thread holds the generators."""
+    return bool(_DRAWS._is_owned())  # type: ignore[attr-defined]  # as threading.Condition does
+
+
+def exclusive_draws() -> ExclusiveDraws:
+    """Hold the default generators for the calling thread, in a ``with`` statement."""
+    return ExclusiveDraws()
 
 
 def accelerators_in(devices: Iterable[torch.device]) -> tuple[torch.device, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeAlias
+
+from hf_pyao.engine.stores.disk_threads import DaemonThreads
 
 Job: TypeAlias = Callable[[], None]
 """What runs on a lane; it raises nothing."""
@@ -40,13 +41,13 @@ class ThreadedLanes:
     """Jobs on threads, which start with the first one."""
 
     def __init__(self) -> None:
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._pools: dict[str, DaemonThreads] = {}
 
     def submit(self, lane: str, job: Job) -> None:
         """Run *job* on a thread of *lane*."""
         pool = self._pools.get(lane)
         if pool is None:
-            pool = self._pools[lane] = ThreadPoolExecutor(NUM_THREADS[lane], f"pyao-disk-{lane}")
+            pool = self._pools[lane] = DaemonThreads(NUM_THREADS[lane], f"pyao-disk-{lane}")
         pool.submit(job)
 
     def wait(self, changed: threading.Condition) -> None:
@@ -60,5 +61,5 @@ class ThreadedLanes:
         """Wait for all jobs, and end the threads."""
         for lane in NUM_THREADS:  # in this order: what has been read is checked on another lane
             if (pool := self._pools.get(lane)) is not None:
-                pool.shutdown(wait=True)
+                pool.close()
         self._pools = {}

@@ -19,13 +19,14 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
 import torch
 
 from hf_pyao.engine.stores.disk_blocks import CHUNK_BYTES, BlockFile, BlockPlace, padded
 from hf_pyao.engine.stores.disk_files import PAGE_BYTES, disk_error, drop_pages
+from hf_pyao.engine.stores.disk_threads import DaemonThreads
 from hf_pyao.engine.stores.raw_bytes import raw_bytes
 from hf_pyao.errors import InternalError, warn
 
@@ -56,8 +57,8 @@ class DiskReader:
     def __init__(self, read_into: ReadInto | None = None) -> None:
         self._read_into: ReadInto = read_into or os.preadv
         self._lock = threading.Lock()
-        self._readers: ThreadPoolExecutor | None = None
-        self._checkers: ThreadPoolExecutor | None = None
+        self._readers: DaemonThreads | None = None
+        self._checkers: DaemonThreads | None = None
         self.read_bytes = 0
         """Bytes that were read and agreed with their checksums, padding included."""
         self.num_retries = 0
@@ -83,8 +84,8 @@ class DiskReader:
             raise InternalError("the target of a read is not aligned, or too small")
         with self._lock:
             if self._readers is None or self._checkers is None:
-                self._readers = ThreadPoolExecutor(NUM_READERS, "pyao-disk-read")
-                self._checkers = ThreadPoolExecutor(NUM_CHECKERS, "pyao-disk-check")
+                self._readers = DaemonThreads(NUM_READERS, "pyao-disk-read")
+                self._checkers = DaemonThreads(NUM_CHECKERS, "pyao-disk-check")
             readers, checkers = self._readers, self._checkers
         read = BlockRead(file, place, target, start, end)
         firsts = range(start, end, RANGE_BYTES)
@@ -105,10 +106,10 @@ class DiskReader:
             self._readers = self._checkers = None
         for pool in pools:
             if pool is not None:
-                pool.shutdown(wait=True)
+                pool.close()
 
     def _read_range(
-        self, read: BlockRead, at: int, checked: Future[None], checkers: ThreadPoolExecutor
+        self, read: BlockRead, at: int, checked: Future[None], checkers: DaemonThreads
     ) -> None:
         """Read a range on a reader's thread; hand it to the checker's, or note the error."""
         if read.is_cancelled:

@@ -16,7 +16,6 @@ import torch
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.codecs.narrow import NarrowCodec
-from hf_pyao.engine.rerun import generators
 from hf_pyao.engine.runtime.run_figures import RunFigures
 from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
 from hf_pyao.metrics import MicroBatchStats
@@ -29,12 +28,6 @@ from tests.helpers import (
     tiny_batch,
     tiny_model,
 )
-
-
-@pytest.fixture(autouse=True)
-def own_lock_of_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier test may have left the process's lock held; each wait for it takes a minute."""
-    monkeypatch.setattr(generators, "_DRAWS", threading.RLock())
 
 
 class SlowReloads(BlockingTransport):
