@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from hf_pyao.errors import InternalError
+
 Work: TypeAlias = Callable[..., None]
 """What runs on a thread; it raises nothing."""
 
@@ -43,11 +45,14 @@ class DaemonThreads:
         """Call *work* with *args* on a thread.
 
         Raises:
-            RuntimeError: these threads were ended, or no thread can be started.
+            InternalError: these threads were ended.
+        RuntimeError: no thread can be started.
         """
         with self._lock:
             if self._is_closed:
-                raise RuntimeError(f"the threads {self._name!r} were ended")
+                raise InternalError(
+                    f"work was given to the threads {self._name!r}, which were ended"
+                )
             if len(self._threads) < self._num:
                 self._start_one()
             self._work.put((work, args))

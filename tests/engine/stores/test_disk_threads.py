@@ -13,6 +13,7 @@ import pytest
 
 from hf_pyao.engine.rerun.generators import may_be_disturbed
 from hf_pyao.engine.stores.disk_threads import DaemonThreads
+from hf_pyao.errors import InternalError
 
 
 def started(prefix: str) -> list[threading.Thread]:
@@ -27,7 +28,7 @@ def test_all_work_is_done_before_they_end() -> None:
     threads.close()
     assert sorted(done) == list(range(50))
     assert started("pyao-test-work") == []
-    with pytest.raises(RuntimeError, match="pyao-test-work"):
+    with pytest.raises(InternalError, match="pyao-test-work"):
         threads.submit(done.append, 50)
     threads.close()
 
