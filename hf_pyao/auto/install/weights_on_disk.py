@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from hf_pyao.config import GIB
 from hf_pyao.engine.stores import Store
+from hf_pyao.engine.stores.checksums import checksum
 from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, chunks_of, file_of_blocks
 from hf_pyao.engine.stores.disk_files import private_folder, remove_leftovers
 from hf_pyao.engine.stores.disk_reader import DiskReader
@@ -182,4 +182,4 @@ class WeightsOnDisk:
 
 
 def _has_content(place: BlockPlace, content: torch.Tensor) -> bool:
-    return place.checksums == tuple(map(zlib.crc32, chunks_of(raw_bytes(content))))
+    return place.checksums == tuple(map(checksum, chunks_of(raw_bytes(content))))

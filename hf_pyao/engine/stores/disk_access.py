@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import zlib
 
+from hf_pyao.engine.stores.checksums import checksum as checksum_of
 from hf_pyao.engine.stores.disk_figures import BusyClock, DiskFigures
 from hf_pyao.engine.stores.disk_files import disk_error
 from hf_pyao.engine.stores.disk_lanes import READ, WRITE
@@ -75,7 +75,7 @@ class DiskAccess:
 
     def _checksum(self, held: DiskRange, content: memoryview) -> int:
         began_s = time.perf_counter()
-        checksum = zlib.crc32(content[: held.nbytes])
+        checksum = checksum_of(content[: held.nbytes])
         with self._lock:
             self.figures.check_ms += 1e3 * (time.perf_counter() - began_s)
         return checksum

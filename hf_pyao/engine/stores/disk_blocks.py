@@ -2,10 +2,11 @@
 
 [Note: File of blocks]
 The file begins with a header: :data:`MAGIC`, the length of a JSON text (8 bytes, little-endian),
-its CRC-32 (4 bytes, little-endian), and the text. It has each block's first byte and size, and the
-CRC-32 of each chunk of :data:`CHUNK_BYTES`. Header and blocks start at multiples of 4096 bytes and
-are padded to such, so that direct reads of any chunk are aligned. The file's name has the SHA-256
-of all blocks. A file in the whole name is complete, since it gets that name after it was flushed.
+its CRC-32 (4 bytes, little-endian), and the text. It has each block's size, and the checksum
+(:mod:`~hf_pyao.engine.stores.checksums`) of each chunk of :data:`CHUNK_BYTES`. Header and blocks
+start at multiples of 4096 bytes and are padded to such, so that direct reads of any chunk are
+aligned. The file's name has the SHA-256 of all blocks. A file in the whole name is complete, since
+it gets that name after it was flushed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from hf_pyao.engine.stores.checksums import checksum
 from hf_pyao.engine.stores.disk_files import (
     PAGE_BYTES,
     being_written,
@@ -38,7 +40,7 @@ from hf_pyao.errors import warn
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"PYAOBLK1"
+MAGIC = b"PYAOBLK2"
 """The first bytes of a file of blocks; the digit is the format's version."""
 
 CHUNK_BYTES = 2**20
@@ -60,7 +62,7 @@ class BlockPlace:
     nbytes: int
     """Bytes of the block, without padding."""
     checksums: tuple[int, ...]
-    """CRC-32 of each chunk; the last one may be shorter."""
+    """Checksum of each chunk (:mod:`~.checksums`); the last one may be shorter."""
 
 
 class BlockFile:
@@ -127,7 +129,7 @@ def file_of_blocks(folder: Path, blocks: Sequence[MakeBlock]) -> BlockFile:
         content = raw_bytes(made := make())
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
-        places.append((len(content), [zlib.crc32(each) for each in chunks_of(content)]))
+        places.append((len(content), [checksum(each) for each in chunks_of(content)]))
         del content, made
     header, placed = _header(places)
     path = folder / f"weights-{digest.hexdigest()[:40]}.bin"
@@ -158,7 +160,7 @@ def chunks_of(content: memoryview) -> list[memoryview]:
 
 def _header(blocks: Sequence[tuple[int, list[int]]]) -> tuple[bytes, list[BlockPlace]]:
     """Return the padded header, and where the blocks are behind it."""
-    text = json.dumps([{"nbytes": n, "crc32": sums} for n, sums in blocks]).encode()
+    text = json.dumps([{"nbytes": n, "checksums": sums} for n, sums in blocks]).encode()
     prefix = MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little")
     header = prefix + text
     header += bytes(padded(len(header)) - len(header))
@@ -189,7 +191,7 @@ def _read_header(path: Path) -> list[BlockPlace]:
         text = os.pread(descriptor, text_bytes, _PREFIX_BYTES)
         if len(text) != text_bytes or zlib.crc32(text) != int.from_bytes(prefix[16:20], "little"):
             raise ValueError("header")
-        blocks = [(each["nbytes"], each["crc32"]) for each in json.loads(text)]
+        blocks = [(each["nbytes"], each["checksums"]) for each in json.loads(text)]
         places = _placed(padded(_PREFIX_BYTES + text_bytes), blocks)
         expected = places[-1].offset + padded(places[-1].nbytes) if places else 0
         if os.fstat(descriptor).st_size < expected:
@@ -223,7 +225,7 @@ def _write(
     for place, make in zip(places, blocks, strict=True):
         content = raw_bytes(made := make())
         for number, chunk in enumerate(chunks_of(content)):
-            if zlib.crc32(chunk) != place.checksums[number]:
+            if checksum(chunk) != place.checksums[number]:
                 raise OSError(None, "weights changed while they were written")
             write_all(descriptor, chunk)
         write_all(descriptor, memoryview(bytes(padded(place.nbytes) - place.nbytes)))

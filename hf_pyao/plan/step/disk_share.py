@@ -17,10 +17,14 @@ FREE_HOST_SHARE = 0.3
 MOST_STAGING_BYTES = 512 * 2**20
 """Most host memory that blocks are read into."""
 
-_MOST_PIECE_BYTES = 32 * 2**20
-"""Bytes of one read, which four threads share."""
+LEAST_STAGING_BYTES = 64 * 2**20
+"""Host memory that small blocks are read into, where there is room: several of them ahead."""
 
-_STAGING_SHARE = 8
+_MOST_PIECE_BYTES = 8 * 2**20
+"""Bytes of one read. Several pieces are read at once: small ones, so that the drive always has
+reads while others are checked and copied."""
+
+_STAGING_SHARE = 4
 """The host memory is at least so many times what blocks are read into, if that can be."""
 
 
@@ -54,8 +58,9 @@ def disk_share(
     """Return which layers are on the disk: none if all fit in host memory, or as few as are needed.
 
     Layers on the host are evenly spread among the others, so that a read has about the same time
-    before each block that needs one. Reads go ahead by twice the largest block, by
-    :data:`MOST_STAGING_BYTES`, or by an eighth of the host memory, whichever is least.
+    before each block that needs one. Reads go ahead by twice the largest block
+    (:data:`LEAST_STAGING_BYTES` if that is more), by :data:`MOST_STAGING_BYTES`, or by a quarter of
+    the host memory, whichever is least.
 
     Args:
         layer_bytes: what the weights of each streamed layer take on the host.
@@ -66,8 +71,9 @@ def disk_share(
         return NOTHING_ON_DISK
     largest_bytes = largest_bytes or max(layer_bytes)
     piece_bytes = _piece_bytes(largest_bytes)
-    wanted = min(2 * largest_bytes, MOST_STAGING_BYTES, room_bytes / _STAGING_SHARE)
-    num_pieces = max(2, int(wanted // piece_bytes))
+    wanted = max(2 * largest_bytes, LEAST_STAGING_BYTES)
+    wanted = min(wanted, MOST_STAGING_BYTES, int(room_bytes / _STAGING_SHARE))
+    num_pieces = max(2, wanted // piece_bytes)
     left = (1 - FREE_HOST_SHARE) * room_bytes - num_pieces * piece_bytes - PAGE_BYTES
     number = len(layer_bytes)
     for num_on_host in range(number - 1, -1, -1):
