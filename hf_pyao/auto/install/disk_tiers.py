@@ -101,6 +101,7 @@ def disk_tier(
         make_memory=make_memory,
         is_done=transport.is_done,
         await_copy=transport.await_on_host,
+        reserve_bytes=RESERVE_BYTES if settings.gib is None else 0,
     )
     store.limit_origin = origin
     return Tier(store, DiskTransport(transport, store))

@@ -103,13 +103,16 @@ class WriteLimit:
         self.taken_bytes = 0
         """Bytes that were written, or may be."""
         self._clock = clock
-        self._began_s = clock()
+        self._began_s: float | None = None
+        """When the first bytes were taken."""
         self._is_said = False
 
     def take(self, nbytes: int) -> bool:
         """Count *nbytes* that are to be written; False if they are too many."""
         if self.taken_bytes + nbytes > self.limit_bytes:
             return False
+        if self._began_s is None:  # not before: a model may be attached long before it trains
+            self._began_s = self._clock()
         self.taken_bytes += nbytes
         return True
 
@@ -117,13 +120,9 @@ class WriteLimit:
         """Count *nbytes* no longer: they were not written."""
         self.taken_bytes -= nbytes
 
-    def begin(self) -> None:
-        """Measure time from now on: training begins."""
-        self._began_s = self._clock()
-
     def rate(self) -> str:
         """Return how much is written in an hour, and when the limit comes; empty: not known."""
-        elapsed_s = self._clock() - self._began_s
+        elapsed_s = self._elapsed_s()
         if elapsed_s <= 0 or not self.taken_bytes:
             return ""
         per_hour = self.taken_bytes / elapsed_s * 3600
@@ -136,8 +135,11 @@ class WriteLimit:
 
     def sentence_once(self) -> str:
         """Return :meth:`rate` once, after :data:`SAY_AFTER_S`; else nothing."""
-        if self._is_said or self._clock() - self._began_s < SAY_AFTER_S:
+        if self._is_said or self._elapsed_s() < SAY_AFTER_S:
             return ""
         sentence = self.rate()
         self._is_said = bool(sentence)
         return sentence
+
+    def _elapsed_s(self) -> float:
+        return 0.0 if self._began_s is None else self._clock() - self._began_s

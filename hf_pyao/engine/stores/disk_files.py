@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from hf_pyao.errors import ConfigError, DiskError
 from hf_pyao.text import echo, one_line
+
+if sys.platform != "win32":  # which has no such module; no folder is used there
+    import fcntl
 
 PAGE_BYTES = 4096
 """What offsets, lengths and addresses of direct reads are multiples of."""
@@ -47,8 +50,15 @@ def private_folder(path: str | os.PathLike[str], label: str) -> Path:
 
     Raises:
         ConfigError: *path* is in memory (tmpfs), is no folder, cannot be written to, or what is
-            there in the folder's name is a link or another user's.
+            there in the folder's name is a link or another user's; or the system is not Linux.
     """
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"{label} is {echo(os.fspath(path))}, and this system is {sys.platform}; expected "
+            "Linux, whose direct reads, locks and files without a name a disk needs. Set it to "
+            "None.",
+            key="disk-folder",
+        )
     root = Path(path).expanduser().absolute()
     folder = root / f"pyao-{os.getuid()}"
     remedy = f"Give {label} a folder on a disk that you may write to."
@@ -173,6 +183,15 @@ def being_written(path: Path) -> Iterator[int]:
             os.close(descriptor)
 
 
+def lock_if_free(descriptor: int) -> None:
+    """Lock the file, until it is closed.
+
+    Raises:
+        OSError: another process has locked it.
+    """
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def part_of(path: Path) -> Path:
     """Return the name under which *path* is written."""
     return path.with_name(path.name + PART)
@@ -188,7 +207,7 @@ def remove_leftovers(folder: Path) -> int:
         with contextlib.suppress(OSError):
             descriptor = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_if_free(descriptor)
                 if stat.S_ISREG(os.fstat(descriptor).st_mode) and _is_at(descriptor, part):
                     part.unlink()
                     num_removed += 1

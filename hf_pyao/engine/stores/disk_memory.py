@@ -57,6 +57,7 @@ class DiskMemory:
         self._ranges = FreeRanges(nbytes)
         self._taken_bytes = 0
         self._retiring: list[Retiring] = []
+        self._abandoned: list[tuple[Place, torch.Tensor]] = []
 
     def take(self, nbytes: int) -> tuple[Place, torch.Tensor] | None:
         """Return a piece of *nbytes*, a multiple of 4096; None if there is none free."""
@@ -82,6 +83,10 @@ class DiskMemory:
         """Take a piece back that *copies* may still use."""
         self._retiring.append(Retiring(place, copies, memory))
 
+    def abandon(self, place: Place, memory: torch.Tensor) -> None:
+        """Take a piece back that is never used again: no one knows when a copy lets go of it."""
+        self._abandoned.append((place, memory))
+
     @property
     def is_retiring(self) -> bool:
         """True while copies may still use pieces that came back."""
@@ -96,6 +101,7 @@ class DiskMemory:
     def take_stock(self, taken: Iterable[Place]) -> None:
         """Work out anew what is free, from the pieces that are *taken*: an interrupt came."""
         places = [*taken, *(each.place for each in self._retiring)]
+        places += [place for place, _ in self._abandoned]
         inside = sorted(place for place in places if place.offset >= 0)
         self._ranges.free_all_but(inside, self.nbytes)
         self._taken_bytes = sum(place.nbytes for place in places)

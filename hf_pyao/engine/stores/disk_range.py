@@ -78,6 +78,8 @@ class DiskRange:
         """Copies out of the memory, to the device."""
         self.num_holders = 0
         """Threads that are about to queue a copy from or into the memory."""
+        self.has_lost_copy = False
+        """True if a copy from or into the memory may be queued of which no one has the ticket."""
         self.is_used = False
         """True once the bytes were asked for: they are not needed soon again."""
         self.was_read = False
@@ -117,6 +119,7 @@ class DiskRange:
         """Take a piece of the memory, which no copy uses."""
         self.place, self.memory = place, memory
         self.fills, self.readers = [], []
+        self.has_lost_copy = False
 
     def let_memory_go(self) -> None:
         """Have no memory any more."""
@@ -127,17 +130,25 @@ class DiskRange:
         self.num_holders += 1
 
     def filled(self, copy: Any) -> None:
-        """End a :meth:`hold`: *copy* fills the memory; None: it was not queued."""
+        """End a :meth:`hold`: *copy* fills the memory; None: an interrupt lost its ticket."""
         self.num_holders -= 1
-        if copy is not None:
+        if copy is None:
+            self.has_lost_copy = True
+        else:
             self.fills.append(copy)
 
     def copied(self, copy: Any) -> None:
-        """End a :meth:`hold`: *copy* reads the memory; None: it was not queued."""
+        """End a :meth:`hold`: *copy* reads the memory; None: an interrupt lost its ticket."""
         self.num_holders -= 1
-        if copy is not None:
+        if copy is None:
+            self.has_lost_copy = True
+        else:
             self.readers.append(copy)
             self.is_used = True
+
+    def not_copied(self) -> None:
+        """End a :meth:`hold` after which no copy was asked for."""
+        self.num_holders -= 1
 
     def release(self) -> bool:
         """Note that no one asks for it any more; False if that was known."""

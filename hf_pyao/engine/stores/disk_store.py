@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -67,6 +67,7 @@ class DiskStore(Store):
         is_done: says whether a copy between device and host has ended.
         await_copy: stops the calling thread, any thread, until such a copy has ended.
         memory_bytes: size of the host memory, a multiple of 4096.
+        reserve_bytes: what is left free on the disk, whoever fills it.
         lanes: run what takes time; threads if None.
     """
 
@@ -83,6 +84,7 @@ class DiskStore(Store):
         is_done: Callable[[Any], bool],
         await_copy: Callable[[Any], None],
         memory_bytes: int = MEMORY_BYTES,
+        reserve_bytes: int = 0,
         lanes: DiskLanes | None = None,
     ) -> None:
         self.file = file
@@ -91,6 +93,7 @@ class DiskStore(Store):
         self._collected = DiskFigures()
         self.memory = DiskMemory(memory_bytes, make_memory, is_done)
         self._await_copy = await_copy
+        self._reserve_bytes = reserve_bytes
         self._lanes = ThreadedLanes() if lanes is None else lanes
         self._lock = threading.RLock()
         self._access = DiskAccess(file, self._lock)
@@ -144,6 +147,12 @@ class DiskStore(Store):
             self._settle()
             return self.used_bytes
 
+    def take_peak(self, use: HostUse) -> int:
+        """Return the most bytes that *use* had since the last call; start again from now."""
+        with self._lock:
+            self._settle()
+            return use.take_peak()
+
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Say whether *storage* stands for bytes of the file."""
         return storage._cdata in self._by_key
@@ -172,6 +181,22 @@ class DiskStore(Store):
         """Let nothing more go to the disk; what is there comes back as before."""
         self._is_stopped = True
 
+    def rest(self) -> None:
+        """Let all threads end, and give the file's room back if nothing is there.
+
+        What is there comes back as before, and the disk may be used again: threads start with the
+        next access.
+        """
+        with self._lock:
+            self._settle()
+        self._lanes.close()
+        with self._lock:
+            self._settle()
+            if not self._live:
+                self.file.shrink()
+                self._space = FreeRanges(0)
+                self.pool_bytes = 0
+
     def close(self) -> None:
         """Stop, and let all threads end."""
         self.stop()
@@ -196,7 +221,8 @@ class DiskStore(Store):
 
         Args:
             held: from :meth:`memory_to_fill`.
-            copy: the copy's ticket; None if it could not be queued.
+            copy: the copy's ticket; None: an interrupt lost it, and the copy may be queued. The
+                memory is never used again then.
             is_last: whether no other copy fills it.
         """
         with self._lock:
@@ -223,12 +249,12 @@ class DiskStore(Store):
                     self.figures.forwarded_bytes += held.padded_bytes
                 self._bring_to_memory(held)
             except BaseException:
-                held.copied(None)
+                held.not_copied()
                 raise
             return held
 
     def copied(self, held: DiskRange, copy: Any) -> None:
-        """Note that *copy* reads the memory of *held*; None: it could not be queued."""
+        """Note that *copy* reads the memory of *held*; None: as in :meth:`filled`."""
         with self._lock:
             held.copied(copy)
             self._read_ahead(held.order)
@@ -262,11 +288,19 @@ class DiskStore(Store):
         nbytes = min(max(needed_bytes, GROWTH_BYTES), room)
         if nbytes < needed_bytes:
             return False
+        if self._reserve_bytes:  # what others have written since the capacity was worked out
+            free_bytes = (self.file.free_bytes - self._reserve_bytes) // padded(1) * padded(1)
+            if free_bytes < needed_bytes:
+                self.capacity_bytes = end
+                self._warn_full("what else is on it has left no more than is to stay free")
+                return False
+            nbytes = min(nbytes, free_bytes)
         try:
             self.file.grow(nbytes)
         except OSError as cause:
             self.capacity_bytes = end
-            self._warn_full(cause)
+            full = cause.errno == errno.ENOSPC
+            self._warn_full("it is full" if full else cause.strerror or repr(cause))
             return False
         self.pool_bytes = self.file.nbytes
         self._space.give_back(end, nbytes)
@@ -281,10 +315,14 @@ class DiskStore(Store):
     def _settle(self) -> None:
         if self._is_torn:
             self._take_stock()
-        while self._released:
-            held = self._released.popleft()
-            if held.release() and not held.is_in_use:
-                self._end(held)
+        try:
+            while self._released:
+                held = self._released.popleft()
+                if held.release() and not held.is_in_use:
+                    self._end(held)
+        except BaseException:
+            self._is_torn = True
+            raise
 
     def _end(self, held: DiskRange) -> None:
         """Let *held* go, which was released, and which no thread uses."""
@@ -300,14 +338,29 @@ class DiskStore(Store):
 
     def _take_stock(self) -> None:
         """Work out anew what is free, from the ranges that there are."""
+        for held in list(self._live.values()):
+            if held.is_released and not held.is_in_use:  # it was being let go
+                del self._live[held.order]
+                self._let_memory_go(held)
+                if held.phase is not Phase.OVER:
+                    held.to(Phase.OVER)
         live = list(self._live.values())
         taken = sorted((held.offset, held.padded_bytes) for held in live)
         self._space.free_all_but(taken, self.file.nbytes)
         self.memory.take_stock(held.place for held in live if held.place is not None)
         self.used_bytes = sum(held.padded_bytes for held in live)
+        self._count_uses(live)
         self._by_key = {held.key: held for held in live}
         self._in_memory = {held.order: held for held in live if held.place is not None}
         self._is_torn = False
+
+    def _count_uses(self, live: Sequence[DiskRange]) -> None:
+        """Count anew what each user has of the ranges that are *live*."""
+        uses = {id(use): use for use in self._uses.values() if use is not None}
+        self._uses = {held.order: self._uses.get(held.order) for held in live}
+        for use in uses.values():
+            of_use = (held.padded_bytes for held in live if self._uses[held.order] is use)
+            use.add(sum(of_use) - use.used_bytes)
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -368,7 +421,10 @@ class DiskStore(Store):
 
     def _let_memory_go(self, held: DiskRange) -> None:
         if held.place is not None and held.memory is not None:
-            self.memory.retire(held.place, held.memory, [*held.fills, *held.readers])
+            if held.has_lost_copy:
+                self.memory.abandon(held.place, held.memory)
+            else:
+                self.memory.retire(held.place, held.memory, [*held.fills, *held.readers])
         held.let_memory_go()
         self._in_memory.pop(held.order, None)
 
@@ -491,8 +547,7 @@ class DiskStore(Store):
             FEWER_BYTES,
         )
 
-    def _warn_full(self, cause: OSError) -> None:
-        reason = "it is full" if cause.errno == errno.ENOSPC else cause.strerror or repr(cause)
+    def _warn_full(self, reason: str) -> None:
         warn(
             logger,
             "disk-full",

@@ -229,7 +229,8 @@ class HostPool(Store):
         """Return the most that *use* had since the last time, and begin anew from what it has."""
         self.settle()
         if self._has_several_users:
-            return use.take_peak()
+            with self._lock:
+                return use.take_peak()
         peak_bytes, self.peak_used_bytes = self.peak_used_bytes, self.used_bytes
         return peak_bytes
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -23,6 +22,7 @@ from hf_pyao.engine.stores.disk_files import (
     disk_error,
     drop_pages,
     has_no_direct_reads,
+    lock_if_free,
     remove_leftovers,
 )
 from hf_pyao.errors import warn
@@ -99,6 +99,18 @@ class NamelessFile:
             raise
         self.nbytes += nbytes
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the disk has left for this user."""
+        found = os.fstatvfs(self.descriptor)
+        return int(found.f_bavail * found.f_frsize)
+
+    def shrink(self) -> None:
+        """Give all room back that was reserved; what was there is gone."""
+        with contextlib.suppress(OSError):  # then it stays reserved on the disk, and is used again
+            os.ftruncate(self.descriptor, 0)
+        self.nbytes = 0
+
     def write(self, memory: memoryview, offset: int) -> None:
         """Write all of *memory* from *offset* on.
 
@@ -160,7 +172,7 @@ def _open_nameless(path: Path) -> tuple[int, bool]:
         descriptor = os.open(path, flags, 0o600)
     try:
         with contextlib.suppress(OSError):  # taken for a leftover just now: its name goes anyway
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_if_free(descriptor)
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
     except BaseException:

@@ -14,6 +14,8 @@ import torch
 from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, padded
 from hf_pyao.engine.stores.disk_files import PAGE_BYTES
 
+PAGEMAP = "/proc/self/pagemap"
+
 _ENTRY_BYTES = 8
 _KIND_SHIFT = 61
 """Of an entry: bit 63 in memory, 62 swapped out, 61 a page of a file (kernel: admin-guide/mm,
@@ -47,13 +49,13 @@ def was_written(memory: torch.Tensor) -> bool:
     """
     first = memory.data_ptr() // mmap.PAGESIZE
     last = -(-(memory.data_ptr() + memory.numel()) // mmap.PAGESIZE)
-    descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = os.pread(descriptor, (last - first) * _ENTRY_BYTES, first * _ENTRY_BYTES)
     finally:
         os.close(descriptor)
     if len(found) != (last - first) * _ENTRY_BYTES:
-        raise OSError(None, "/proc/self/pagemap is too short")
+        raise OSError(None, f"{PAGEMAP} is too short")
     entries = torch.frombuffer(bytearray(found), dtype=torch.int64) >> _KIND_SHIFT
     is_there, is_of_file = (entries & 0b110) != 0, (entries & 1) != 0
     return bool((is_there & ~is_of_file).any())

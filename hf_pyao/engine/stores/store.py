@@ -226,6 +226,9 @@ class Store(abc.ABC):
         self.settle()
         return use.take_peak()
 
+    def rest(self) -> None:  # noqa: B027 (memory has no threads)
+        """Let threads end: the last user has left. The next one may use the store as before."""
+
     def speeds(self) -> tuple[float, float] | None:
         """Return the speeds at which a disk was written and read, in GiB/s; None: not known."""
         return None

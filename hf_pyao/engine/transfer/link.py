@@ -46,10 +46,15 @@ class LinkContext:
         self.offloads.join(user)
 
     def leave(self, user: object) -> None:
-        """End the use of *user*. After the last one the window is as configured again."""
+        """End the use of *user*.
+
+        After the last one the window is as configured again, and no thread of a disk is left.
+        """
         self.offloads.leave(user)
         if not self.offloads.num_users:
             self.offloads.set_limit(self.window_bytes)
+            for store in self.tiers.stores:
+                store.rest()
 
     @property
     def is_shared(self) -> bool:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_pyao.engine.stores.disk_blocks import CHUNK_BYTES, BlockFile, BlockPlace
+from hf_pyao.engine.stores.disk_files import disk_error
 from hf_pyao.engine.stores.mapped_files import MappedFiles
-from hf_pyao.engine.stores.private_mapping import private_mapping, was_written
+from hf_pyao.engine.stores.private_mapping import PAGEMAP, private_mapping, was_written
 from hf_pyao.errors import warn
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,21 @@ class WeightsInFile:
         """Whether someone may have read the parameters, so that the kernel keeps pages of them."""
 
     def was_written(self) -> bool:
-        """Say whether the weights were changed since they were mapped, however that was done."""
-        return self.tells_writes and was_written(self.memory)
+        """Say whether the weights were changed since they were mapped, however that was done.
+
+        Raises:
+            DiskError: the system does not tell, such as when all descriptors are in use.
+        """
+        try:
+            return self.tells_writes and was_written(self.memory)
+        except OSError as cause:
+            raise disk_error(
+                "use",
+                self.file.path,
+                f"whether its weights were changed in memory is not known ({PAGEMAP}: "
+                f"{cause.strerror or cause})",
+                "Close files (ulimit -n), or set disk_path to None.",
+            ) from cause
 
     def let_go_of_pages(self) -> None:
         """Let the kernel drop what it has of the mapping. Nothing is lost, written or not."""
