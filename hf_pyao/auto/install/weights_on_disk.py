@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from hf_pyao.config import GIB
+from hf_pyao.engine.checksums import checksum
 from hf_pyao.engine.stores import Store
-from hf_pyao.engine.stores.checksums import checksum
 from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, chunks_of, file_of_blocks
 from hf_pyao.engine.stores.disk_files import private_folder, remove_leftovers
 from hf_pyao.engine.stores.disk_reader import DiskReader

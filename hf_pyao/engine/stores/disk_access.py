@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from hf_pyao.engine.stores.checksums import checksum as checksum_of
+from hf_pyao.engine.checksums import checksum as checksum_of
 from hf_pyao.engine.stores.disk_figures import BusyClock, DiskFigures
 from hf_pyao.engine.stores.disk_files import disk_error
 from hf_pyao.engine.stores.disk_lanes import READ, WRITE

@@ -3,7 +3,7 @@
 [Note: File of blocks]
 The file begins with a header: :data:`MAGIC`, the length of a JSON text (8 bytes, little-endian),
 its CRC-32 (4 bytes, little-endian), and the text. It has each block's size, and the checksum
-(:mod:`~hf_pyao.engine.stores.checksums`) of each chunk of :data:`CHUNK_BYTES`. Header and blocks
+(:mod:`~hf_pyao.engine.checksums`) of each chunk of :data:`CHUNK_BYTES`. Header and blocks
 start at multiples of 4096 bytes and are padded to such, so that direct reads of any chunk are
 aligned. The file's name has the SHA-256 of all blocks. A file in the whole name is complete, since
 it gets that name after it was flushed.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from hf_pyao.engine.stores.checksums import checksum
+from hf_pyao.engine.checksums import checksum
 from hf_pyao.engine.stores.disk_files import (
     PAGE_BYTES,
     being_written,
@@ -62,7 +62,7 @@ class BlockPlace:
     nbytes: int
     """Bytes of the block, without padding."""
     checksums: tuple[int, ...]
-    """Checksum of each chunk (:mod:`~.checksums`); the last one may be shorter."""
+    """Checksum of each chunk (:mod:`~hf_pyao.engine.checksums`); the last one may be shorter."""
 
 
 class BlockFile:

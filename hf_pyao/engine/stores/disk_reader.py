@@ -23,7 +23,7 @@ from concurrent.futures import wait as wait_for
 
 import torch
 
-from hf_pyao.engine.stores.checksums import checksum
+from hf_pyao.engine.checksums import checksum
 from hf_pyao.engine.stores.disk_blocks import CHUNK_BYTES, BlockFile, BlockPlace, padded
 from hf_pyao.engine.stores.disk_files import PAGE_BYTES, disk_error, drop_pages
 from hf_pyao.engine.stores.disk_threads import DaemonThreads

@@ -13,7 +13,7 @@
   pieces that are free or hold what is needed later.
 - A range of the file is free again only when no thread reads or writes it, and a piece of the
   memory only when the copies that use it have ended, too.
-- A range is used only after its checksum agrees (`stores/checksums.py`, on threads of their own). A
+- A range is used only after its checksum agrees (`engine/checksums.py`, on threads of their own). A
   failed access is tried once more. Bytes that cannot be written stay in memory, and nothing more
   goes to the disk: nothing is lost. Bytes that cannot be read are an error that names the file, in
   backward and so before the optimizer steps.

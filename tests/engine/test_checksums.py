@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_pyao.engine.stores.checksums import checksum
+from hf_pyao.engine.checksums import checksum
 
 SECTION_BYTES = 2**20
 GOLDEN, JOIN, MODULUS = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95, 2**64
