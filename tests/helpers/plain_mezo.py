@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,22 +70,25 @@ class PlainMeZO:
         self.model, self.epsilon, self.momentum, self.seed = model, epsilon, momentum, seed
         self.num_steps, self.state = 0, {}
 
+    def noise(self, name: str) -> torch.Tensor:
+        size = self.model.get_parameter(name).numel()
+        return torch.from_numpy(counted_noise(self.seed, name, self.num_steps, size))
+
+    def read(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight that passes perturb."""
+        return weight
+
     @torch.no_grad()
     def step(self, losses: Callable[[nn.Module], list], learning_rate: float) -> float:
         """Make a step over the micro-batches whose losses *losses* returns."""
         weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         kept = {n: p.detach().clone() for n, p in weights.items()}
-        z = {
-            n: torch.from_numpy(counted_noise(self.seed, n, self.num_steps, p.numel())).view(
-                p.shape
-            )
-            for n, p in weights.items()
-        }
+        z = {n: self.noise(n).view(p.shape) for n, p in weights.items()}
         start, sums = torch.get_rng_state(), []
         for sign in (-1, 1):  # the generators are left where the first pass leaves them
             torch.set_rng_state(start)
             for n, p in weights.items():
-                p.data = (kept[n].float() + z[n] * (sign * self.epsilon)).to(p.dtype)
+                p.data = (self.read(n, kept[n]).float() + z[n] * (sign * self.epsilon)).to(p.dtype)
             sums.append(sum(float(each) for each in losses(self.model)) / len(losses.batches))
         for n, p in weights.items():
             p.data = kept[n]
@@ -98,3 +102,34 @@ class PlainMeZO:
                 p.copy_((p.float() - z[n] * (learning_rate * gradient)).to(p.dtype))
         self.num_steps += 1
         return gradient
+
+
+class PlainPackedMeZO(PlainMeZO):
+    """MeZO whose noise is rounded, and whose passes compute with rounded matrices of layers.
+
+    Args:
+        transfer_dtype: "bfloat16" or "int8".
+        more: as for :class:`PlainMeZO`.
+    """
+
+    def __init__(self, transfer_dtype: str, *more: Any, **options: Any):
+        super().__init__(*more, **options)
+        self.transfer_dtype = transfer_dtype
+
+    def noise(self, name: str) -> torch.Tensor:
+        z = super().noise(name)
+        if self.transfer_dtype == "bfloat16":
+            return z.to(torch.bfloat16).float()
+        return torch.from_numpy(np.rint(z.numpy() * _F(16)) / _F(16))
+
+    def read(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        is_of_layer = any(part.isdigit() for part in name.split("."))
+        if weight.ndim < 2 or not is_of_layer:
+            return weight
+        if self.transfer_dtype == "bfloat16":
+            return weight.to(torch.bfloat16).to(weight.dtype) if weight.itemsize == 4 else weight
+        rows = weight.float().numpy().reshape(-1, weight.shape[-1])
+        largest = np.maximum(np.abs(rows).max(1, keepdims=True), _F(2.0**-93))
+        scale = largest * (_F(1) / _F(127))
+        found = torch.from_numpy(np.rint(rows / scale) * scale)
+        return found.view(weight.shape).to(weight.dtype)

@@ -281,6 +281,7 @@ class ZerothOrder:
             "seed": self.settings.seed,
             "epsilon": self.settings.epsilon,
             "zo2_order": self.settings.zo2_order,
+            "transfer_dtype": self.settings.transfer_dtype,
             "momentum": {
                 each.name: torch.cat([part.state.cpu() for part in each.parts])  # type: ignore[union-attr]
                 for each in self._trained.weights
@@ -305,6 +306,12 @@ class ZerothOrder:
             raise ConfigError(
                 f"zo2_order is {self.settings.zo2_order}; the run that is resumed has "
                 f"{not self.settings.zo2_order}. Give the same: the noise depends on it.",
+                key="zeroth-order-resume",
+            )
+        if state.get("transfer_dtype") != self.settings.transfer_dtype:
+            raise ConfigError(
+                f"transfer_dtype is {self.settings.transfer_dtype!r}; the run that is resumed has "
+                f"{state.get('transfer_dtype')!r}. Give the same: the noise depends on it.",
                 key="zeroth-order-resume",
             )
         momenta = state["momentum"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.tables import put_on, take_off
 from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
+from hf_pyao.engine.zeroth_order.packed_block import PackedBlock
+from hf_pyao.engine.zeroth_order.packed_visits import PackedVisits
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
 from hf_pyao.engine.zeroth_order.visits import AtPlace, WeightVisits
 from hf_pyao.errors import ConfigError
@@ -129,9 +131,11 @@ class VisitingWeights:
         self.blocks = _blocks_of(self._masters, of_layers, trained)
         self._check_room()
         self.turns = LockStep(device)
-        self.visits = WeightVisits(
+        self.visits = _visits_of(trained)(
             self.blocks, trained, self._link, device, num_slots, self.turns.hand_over
         )
+        if isinstance(self.visits, PackedVisits):
+            self.visits.rounded_too = _packed_ids(model, layers, trained)
         self.visits.read_later = {id(parameter) for _, parameter in after}
         self._handles: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._owners: list[weakref.ref[nn.Module]] = []
@@ -141,14 +145,16 @@ class VisitingWeights:
 
     def _check_room(self) -> None:
         momentum = sum(block.state_nbytes for block in self.blocks)
-        needed = sum(masters.nbytes for masters in self._masters) + momentum
+        packed = sum(block.packed_nbytes for block in self.blocks if isinstance(block, PackedBlock))
+        needed = sum(masters.nbytes for masters in self._masters) + momentum + packed
         room = self.store.room_to_reserve(sum(m.host_bytes_before for m in self._masters))
         if needed > room:
             raise ConfigError(
                 f"the weights of {len(self._masters)} layers, embeddings and heads take "
                 f"{needed / GIB:.3f} GiB of host memory ({momentum / GIB:.3f} GiB of it for "
-                f"momentum), and there is room for {room / GIB:.3f} GiB. Let more layers stay on "
-                "the device (num_resident), or raise host_memory_gib.",
+                f"momentum, {packed / GIB:.3f} GiB for copies in transfer_dtype), and there is "
+                f"room for {room / GIB:.3f} GiB. Let more layers stay on the device "
+                "(num_resident), or raise host_memory_gib.",
                 key="streaming-host-memory",
             )
 
@@ -194,19 +200,25 @@ class VisitingWeights:
         """Give momenta their memory: on the host where the weight is, else on the device."""
         for block in self.blocks:
             if block.state_nbytes:
-                memory = self.store.reserve(block.state_nbytes)
-                if memory is None:
-                    raise ConfigError(
-                        f"the machine refused {block.state_nbytes / GIB:.3f} GiB of host memory "
-                        f"for the momentum of {block.layer!r}.",
-                        key="streaming-host-memory",
-                    )
-                self._states.append(memory)
-                block.give_state_memory(memory)
+                what = f"the momentum of {block.layer!r}"
+                block.give_state_memory(self._reserved(block.state_nbytes, what))
+            if isinstance(block, PackedBlock):
+                what = f"copies in transfer_dtype of {block.layer!r}"
+                block.give_packed_memory(self._reserved(block.packed_nbytes, what))
         trained = self.visits.trained
         for weight in trained.weights if trained.settings.momentum else ():
             if not self.visits.streams(weight.ref()):
                 weight.parts[0].state = torch.zeros(weight.num_elements, device=self._device)
+
+    def _reserved(self, nbytes: int, what: str) -> torch.Tensor:
+        memory = self.store.reserve(nbytes)
+        if memory is None:
+            raise ConfigError(
+                f"the machine refused {nbytes / GIB:.3f} GiB of host memory for {what}.",
+                key="streaming-host-memory",
+            )
+        self._states.append(memory)
+        return memory
 
     def _is_read(self, parameter: object) -> bool:
         return self.visits.streams(parameter) or self.visits.trained.of(parameter) is not None
@@ -247,20 +259,46 @@ def _masters_of(
 ) -> list[Masters]:
     """Return the masters of the layers that do not stay: all dense parameters that are theirs."""
     stay = resident_layers(len(layers), num_resident) if num_resident else ()
+    return [
+        Masters(fqn, parameters)
+        for number, (fqn, parameters) in enumerate(_movable_of(model, layers))
+        if number not in stay and parameters
+    ]
+
+
+def _movable_of(
+    model: nn.Module, layers: Sequence[tuple[str, nn.Module]]
+) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
+    """Yield by layer the parameters that can visit."""
     owners = owners_by_storage(model)
-    found = []
-    for number, (fqn, layer) in enumerate(layers):
-        if number in stay:
-            continue
+    for fqn, layer in layers:
         inside = {id(module) for module in layer.modules()}
-        parameters = [
-            (f"{fqn}.{name}", parameter)
-            for name, parameter in layer.named_parameters()
-            if _can_move(parameter) and not is_tied(parameter, owners, inside)
-        ]
-        if parameters:
-            found.append(Masters(fqn, parameters))
-    return found
+        yield (
+            fqn,
+            [
+                (f"{fqn}.{name}", parameter)
+                for name, parameter in layer.named_parameters()
+                if _can_move(parameter) and not is_tied(parameter, owners, inside)
+            ],
+        )
+
+
+def _packed_ids(
+    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], trained: TrainedWeights
+) -> set[int]:
+    """Return the ``id`` of each matrix that travels in the format if its layer visits."""
+    form = trained.format
+    assert form is not None
+    return {
+        id(parameter)
+        for _, parameters in _movable_of(model, layers)
+        for _, parameter in parameters
+        if form.packs(parameter.size(), parameter.dtype)
+    }
+
+
+def _visits_of(trained: TrainedWeights) -> type[WeightVisits]:
+    return WeightVisits if trained.format is None else PackedVisits
 
 
 def _alone(named: tuple[str, nn.Parameter]) -> Masters:
@@ -272,11 +310,12 @@ def _blocks_of(
 ) -> list[VisitBlock]:
     """Return a block of each layer, and blocks of rows, none larger, of each other weight."""
     blocks: list[VisitBlock] = []
-    limit = max((VisitBlock(0, each, trained).nbytes for each in of_layers), default=GROUP_BYTES)
+    of_layer = VisitBlock if trained.format is None else PackedBlock
+    limit = max((of_layer(0, each, trained).nbytes for each in of_layers), default=GROUP_BYTES)
     limit = max(limit, _LEAST_PIECE_BYTES)
     for each in masters:
         if each in of_layers:
-            blocks.append(VisitBlock(len(blocks), each, trained))
+            blocks.append(of_layer(len(blocks), each, trained))
             continue
         master = each.masters[0]
         num_rows, width = master.size

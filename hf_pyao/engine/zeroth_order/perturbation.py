@@ -9,16 +9,20 @@ section 5).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise, noise_of_rows
-from hf_pyao.errors import ConfigError
+from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise
+from hf_pyao.engine.zeroth_order.transfer_formats import FORMATS
+from hf_pyao.errors import ConfigError, unknown_name
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements whose noise is drawn at a time: it bounds the memory that this takes."""
+
+Draw = Callable[[NoiseKey, int, int, int, torch.device], torch.Tensor]
+"""Gives noise as :func:`~hf_pyao.engine.zeroth_order.noise.noise` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +42,19 @@ class ZerothOrderSettings:
     zo2_order: bool = False
     """Draw noise from a generator in the order of the visits, as ZO2 does, to compare with its
     runs; without momentum. A tied head then has two noises."""
+    transfer_dtype: str | None = None
+    """``"bfloat16"`` or ``"int8"``: what matrices of layers and noise are on their way between host
+    and device; the weights on the host keep their dtype. None: weights travel as they are."""
 
     def __post_init__(self) -> None:
+        if self.transfer_dtype is not None and self.transfer_dtype not in FORMATS:
+            raise unknown_name("transfer_dtype", self.transfer_dtype, tuple(FORMATS))
+        if self.zo2_order and self.transfer_dtype is not None:
+            raise ConfigError(
+                f"transfer_dtype is {self.transfer_dtype!r} and zo2_order is on, whose noise is "
+                "not rounded. Give None.",
+                key="settings-contradict",
+            )
         if self.zo2_order and self.momentum:
             raise ConfigError(
                 f"momentum is {self.momentum!r} and zo2_order is on: ZO2 has no momentum. Give 0.",
@@ -73,6 +88,7 @@ def perturbed(
     out: torch.Tensor | None = None,
     *,
     first_element: int = 0,
+    draw: Draw = noise,
 ) -> torch.Tensor:
     """Return ``weight + scale * z`` in the weight's dtype; *weight* keeps its bits.
 
@@ -86,12 +102,13 @@ def perturbed(
         scale: epsilon, with the pass's sign.
         out: contiguous, of the weight's shape and dtype; None: a new tensor.
         first_element: the parameter's element that *weight* begins with.
+        draw: gives the noise.
     """
     if out is None:
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     source = weight if weight.is_contiguous() else weight.contiguous()
     for first, end in _chunks(weight.numel()):
-        z = noise(key, step, first_element + first, first_element + end, weight.device).mul_(scale)
+        z = draw(key, step, first_element + first, first_element + end, weight.device).mul_(scale)
         part = source.view(-1)[first:end]
         out.view(-1)[first:end] = part.to(_wide(weight.dtype)) + z
     return out
@@ -105,6 +122,7 @@ def update(
     momentum: float = 0.0,
     state: torch.Tensor | None = None,
     first_element: int = 0,
+    draw: Draw = noise,
 ) -> None:
     """Change *weight* in place by the update of *past*.
 
@@ -119,43 +137,45 @@ def update(
         state: float32, contiguous, of the weight's number of elements, on its device; changed in
             place. None: no momentum.
         first_element: the parameter's element that *weight* begins with.
+        draw: gives the noise.
     """
     target = weight if weight.is_contiguous() else weight.contiguous()
     for first, end in _chunks(weight.numel()):
-        z = noise(key, past.step, first_element + first, first_element + end, weight.device)
+        z = draw(key, past.step, first_element + first, first_element + end, weight.device)
         part = None if state is None else state.view(-1)[first:end]
         _move(target.view(-1)[first:end], z, past, momentum, part)
     if target is not weight:
         weight.copy_(target)
 
 
-def perturbed_rows(
-    weight: torch.Tensor, key: NoiseKey, step: int, scale: float, rows: torch.Tensor
-) -> torch.Tensor:
+def perturbed_rows(weight: torch.Tensor, z: torch.Tensor, scale: float) -> torch.Tensor:
     """Return what :func:`perturbed` gives for some rows of a parameter.
 
     Args:
         weight: the rows, shape (N, D).
-        key: of the parameter's noise.
-        step: number of the step.
+        z: their noise, float32, (N, D); it is used up.
         scale: epsilon, with the pass's sign.
-        rows: int64, shape (N,), the rows' numbers in the parameter, on the weight's device.
     """
-    z = noise_of_rows(key, step, rows, weight.shape[1]).mul_(scale)
-    return (weight.to(_wide(weight.dtype)) + z).to(weight.dtype)
+    return (weight.to(_wide(weight.dtype)) + z.mul_(scale)).to(weight.dtype)
 
 
 def update_rows(
     weight: torch.Tensor,
-    key: NoiseKey,
+    z: torch.Tensor,
     past: PastStep,
-    rows: torch.Tensor,
     *,
     momentum: float = 0.0,
     state: torch.Tensor | None = None,
 ) -> None:
-    """Change some rows of a parameter, (N, D), in place as :func:`update` does; (N, D) *state*."""
-    z = noise_of_rows(key, past.step, rows, weight.shape[1])
+    """Change some rows of a parameter, (N, D), in place as :func:`update` does.
+
+    Args:
+        weight: the rows.
+        z: their noise in the step, float32, (N, D); it is used up.
+        past: the step.
+        momentum: factor of *state*.
+        state: float32, (N, D); None without momentum.
+    """
     _move(weight, z, past, momentum, state)
 
 

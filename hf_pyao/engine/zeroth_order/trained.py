@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from hf_pyao.engine.zeroth_order.noise import NoiseKey
+from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise, noise_of_rows
 from hf_pyao.engine.zeroth_order.perturbation import (
+    Draw,
     PastStep,
     ZerothOrderSettings,
     perturbed,
@@ -16,6 +17,7 @@ from hf_pyao.engine.zeroth_order.perturbation import (
     update,
     update_rows,
 )
+from hf_pyao.engine.zeroth_order.transfer_formats import format_of
 
 
 class TrainedPart:
@@ -90,6 +92,10 @@ class TrainedWeights:
         num_steps: int = 0,
     ) -> None:
         self.settings = settings
+        self.format = (
+            None if settings.transfer_dtype is None else format_of(settings.transfer_dtype)
+        )
+        """In which weights and noise cross the link; None: as they are."""
         self._past: tuple[int, tuple[PastStep | None, ...]] = (num_steps, ())
         """Number of the oldest step that is kept, and the steps from there on; exchanged as one,
         so that an interrupt finds both or neither."""
@@ -139,6 +145,17 @@ class TrainedWeights:
         first, kept = self._past
         return [past for past in kept[part.num_applied - first :] if past is not None]
 
+    def draw(
+        self, key: NoiseKey, step: int, first: int, end: int, device: torch.device
+    ) -> torch.Tensor:
+        """Return the noise of elements *first* to *end* in *step*, a new float32 tensor."""
+        z = noise(key, step, first, end, device)
+        return z if self.format is None else self.format.rounded_noise(z)
+
+    def _draw_rows(self, key: NoiseKey, step: int, rows: torch.Tensor, width: int) -> torch.Tensor:
+        z = noise_of_rows(key, step, rows, width)
+        return z if self.format is None else self.format.rounded_noise(z)
+
     def visit(self, module: str) -> None:
         """Note that the forward of a step has come to *module*; counted noise needs no order."""
 
@@ -147,7 +164,11 @@ class TrainedWeights:
         return weight.parts
 
     def catch_up(
-        self, part: TrainedPart, data: torch.Tensor, state: torch.Tensor | None
+        self,
+        part: TrainedPart,
+        data: torch.Tensor,
+        state: torch.Tensor | None,
+        draw: Draw | None = None,
     ) -> Callable[[], None] | None:
         """Update *data*, the bits of *part* on any device, by the steps that it has not seen.
 
@@ -158,6 +179,7 @@ class TrainedWeights:
             part: what *data* is of.
             data: changed in place.
             state: the momentum beside it, float32, changed in place; None without momentum.
+            draw: gives the noise; None: :meth:`draw`.
 
         Returns:
             What notes that the part was updated; None if *data* has not changed.
@@ -170,7 +192,15 @@ class TrainedWeights:
         momentum = self.settings.momentum
         assert bool(momentum) == (state is not None)
         for past in steps:
-            update(data, part.key, past, momentum=momentum, state=state, first_element=part.first)
+            update(
+                data,
+                part.key,
+                past,
+                momentum=momentum,
+                state=state,
+                first_element=part.first,
+                draw=draw or self.draw,
+            )
 
         def note() -> None:
             part.num_applied = num_steps
@@ -193,7 +223,8 @@ class TrainedWeights:
             state: the momentum of these rows, shape (N, D), changed in place; None without it.
         """
         for past in self._steps_for(part):
-            update_rows(data, part.key, past, rows, momentum=self.settings.momentum, state=state)
+            z = self._draw_rows(part.key, past.step, rows, data.shape[1])
+            update_rows(data, z, past, momentum=self.settings.momentum, state=state)
 
     def perturbed(
         self,
@@ -202,6 +233,7 @@ class TrainedWeights:
         sign: int,
         first: int = 0,
         module: str = "",
+        draw: Draw | None = None,
     ) -> torch.Tensor:
         """Return *data*, bits of *weight*, perturbed for the pass of *sign* in this step.
 
@@ -211,13 +243,15 @@ class TrainedWeights:
             sign: 1 or -1.
             first: the weight's element that *data* begins with.
             module: which reads it; counted noise does not depend on it.
+            draw: gives the noise; None: :meth:`draw`.
         """
         scale = sign * self.settings.epsilon
-        return perturbed(data, weight.key, self.num_steps, scale, first_element=first)
+        draw = draw or self.draw
+        return perturbed(data, weight.key, self.num_steps, scale, first_element=first, draw=draw)
 
     def perturbed_rows(
         self, weight: TrainedWeight, rows: torch.Tensor, data: torch.Tensor, sign: int
     ) -> torch.Tensor:
         """Return *data*, some rows of *weight*, perturbed; *rows* are their numbers."""
-        scale = sign * self.settings.epsilon
-        return perturbed_rows(data, weight.key, self.num_steps, scale, rows)
+        z = self._draw_rows(weight.key, self.num_steps, rows, data.shape[1])
+        return perturbed_rows(data, z, sign * self.settings.epsilon)

@@ -35,6 +35,7 @@ from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.host_weight import HostWeight
 from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.by_rows import ReadsByRows
+from hf_pyao.engine.zeroth_order.perturbation import Draw
 from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeights
 
 
@@ -198,11 +199,15 @@ class WeightVisits(RingSchedule):
             self.by_rows.begin()
             self._adopt_strays()
             for held in list(self.slots):
-                if held is not None and self.blocks[held].has_changed():
+                if held is not None and self._is_stale(held):
                     self.forget(held)
             self.begin(trains=False)
             self.current = None
             self.ahead()
+
+    def _is_stale(self, block: int) -> bool:
+        """Say whether a slot does not have what *block* is to be read as."""
+        return self.blocks[block].has_changed()
 
     def _adopt_strays(self) -> None:
         """Take weights that were given other data (``parameter.data = ...``) into their memory."""
@@ -313,21 +318,27 @@ class WeightVisits(RingSchedule):
         with self.lock, torch.no_grad():
             for index, block in enumerate(self.blocks):
                 if any(self.trained.is_behind(part) for _, part in block.trained):
-                    self._arrive(index)
+                    self._bring_up_to_date(index)
             for weight in self.trained.weights:
                 parameter = weight.ref()
                 if parameter is not None and not self.streams(parameter):
                     self._update_in_place(parameter)
             self.wait_for_copies()
 
-    def _update_in_place(self, parameter: torch.Tensor, module: str = "") -> None:
+    def _bring_up_to_date(self, block: int) -> None:
+        """Have the weights of *block* updated, and their copies back queued."""
+        self._arrive(block)
+
+    def _update_in_place(
+        self, parameter: torch.Tensor, module: str = "", draw: Draw | None = None
+    ) -> None:
         weight = self.trained.of(parameter)
         for part in () if weight is None else self.trained.parts_at(weight, module):
             if not self.trained.is_behind(part):
                 continue
             updated = parameter.detach().clone()
             state = None if part.state is None else part.state.clone()
-            note = self.trained.catch_up(part, updated, state)
+            note = self.trained.catch_up(part, updated, state, draw)
             if note is None:
                 continue
             try:

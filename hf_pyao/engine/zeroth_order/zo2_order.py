@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from hf_pyao.engine.zeroth_order.perturbation import PastStep, ZerothOrderSettings
+from hf_pyao.engine.zeroth_order.perturbation import Draw, PastStep, ZerothOrderSettings
 from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeight, TrainedWeights
 
 _MOST_SEED = 1_000_000_000
@@ -108,6 +108,7 @@ class WeightsInVisitingOrder(TrainedWeights):
         sign: int,
         first: int = 0,
         module: str = "",
+        draw: Draw | None = None,
     ) -> torch.Tensor:
         """Return *data*, the bits of *weight*, perturbed as *module* reads it in this step."""
         (part,) = self.parts_at(weight, module)
@@ -116,7 +117,11 @@ class WeightsInVisitingOrder(TrainedWeights):
         return data + sign * z * self.settings.epsilon
 
     def catch_up(
-        self, part: TrainedPart, data: torch.Tensor, state: torch.Tensor | None
+        self,
+        part: TrainedPart,
+        data: torch.Tensor,
+        state: torch.Tensor | None,
+        draw: Draw | None = None,
     ) -> Callable[[], None] | None:
         """Update *data* by the steps in which this module has read it; see the base class."""
         first, kept = self._past
