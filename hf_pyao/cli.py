@@ -242,7 +242,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     need_torch()
     from hf_pyao.tools.bench import doctor
-    from hf_pyao.tools.bench.verdict import verdict_on
+    from hf_pyao.tools.bench.doctor_verdict import verdict_on
 
     machine = doctor.look(args.device, args.disk)
     findings = doctor.examine(machine)

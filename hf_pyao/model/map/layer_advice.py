@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from hf_pyao.model.map.architectures import ModuleMap, model_type_of
-from hf_pyao.model.map.module_search import CONTAINERS, Hit, is_called, outermost
+from hf_pyao.model.map.module_walk import CONTAINERS, Hit, is_called, outermost
 from hf_pyao.model.map.wrappers import class_name
 
 _SHARE_OF_LARGEST = 0.1

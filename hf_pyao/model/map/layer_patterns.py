@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from hf_pyao.errors import ConfigError, NoLayersFoundError, nearest
-from hf_pyao.model.map.module_search import Hit, is_called, walk
+from hf_pyao.model.map.module_walk import Hit, is_called, walk
 from hf_pyao.model.map.wrappers import class_name
 
 _MAX_NAMES_IN_MESSAGE = 16

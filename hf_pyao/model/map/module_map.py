@@ -24,7 +24,7 @@ from hf_pyao.model.map.module_roles import (
     resolve_selections,
     role_of_submodules,
 )
-from hf_pyao.model.map.module_search import CONTAINERS, Accept, Hit, is_called, outermost, stack_of
+from hf_pyao.model.map.module_walk import CONTAINERS, Accept, Hit, is_called, outermost, stack_of
 from hf_pyao.model.map.role_inference import infer_by_layer
 from hf_pyao.model.map.wrappers import named_submodules, plain_path, unwrap_model
 

@@ -10,7 +10,7 @@ from torch import nn
 from hf_pyao.errors import ConfigError, nearest
 from hf_pyao.model.map.architectures import ROLES
 from hf_pyao.model.map.found_layers import FoundLayers, Roles
-from hf_pyao.model.map.module_search import is_called
+from hf_pyao.model.map.module_walk import is_called
 from hf_pyao.model.map.wrappers import named_submodules
 
 LAYER_ITSELF = "."

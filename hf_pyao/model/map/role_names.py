@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from hf_pyao.model.map.module_search import CONTAINERS
+from hf_pyao.model.map.module_walk import CONTAINERS
 
 Kind: TypeAlias = Literal[
     "linear", "norm", "activation", "dropout", "attention", "container", "other"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_pyao.model.map.found_layers import FoundLayers, Roles
-from hf_pyao.model.map.module_search import CONTAINERS
+from hf_pyao.model.map.module_walk import CONTAINERS
 from hf_pyao.model.map.role_names import kind_of
 from hf_pyao.model.map.wrappers import named_submodules
 from hf_pyao.training_engines import compiled_inner, is_compiled, is_compiled_in_place

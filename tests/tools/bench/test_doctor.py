@@ -11,7 +11,7 @@ from hf_pyao.plan.documents.bench import FactsReport
 from hf_pyao.plan.hardware.device_speed import DeviceSpeed
 from hf_pyao.tools.bench import doctor
 from hf_pyao.tools.bench.doctor import Finding, Machine, examine, render, report_of
-from hf_pyao.tools.bench.verdict import hardware_of, verdict_on
+from hf_pyao.tools.bench.doctor_verdict import hardware_of, verdict_on
 
 GIB = 2**30
 GOOD = Machine(
