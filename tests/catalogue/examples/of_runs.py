@@ -111,10 +111,10 @@ def _(folder: Path) -> Exception:
 @example("zeroth-order-ranks")
 def _(folder: Path) -> None:
     from hf_pyao import ZerothOrder
-    from hf_pyao.auto.zeroth_order import step
+    from hf_pyao.auto.zeroth_order import checks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "process_rank", lambda: SimpleNamespace(rank=0, num_ranks=4))
+        patch.setattr(checks, "process_rank", lambda: SimpleNamespace(rank=0, num_ranks=4))
         ZerothOrder(tiny_model("llama"))
 
 
