@@ -12,6 +12,7 @@ gradient (what a float32 gradient takes), and what is handed over owns no byte t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -127,15 +128,25 @@ def _scale_into(flat: Tensor, offset: int, sums: Tensor, scale: Tensor) -> None:
     if sums.dtype == flat.dtype:
         torch.mul(rows, scale, out=flat[offset : offset + rows.numel()].view_as(rows))
         return
-    for start, stop in _blocks(rows.shape[0], max(1, _BLOCK_ELEMENTS // max(num_cols, 1))):
+    blocks = RowBlocks(rows.shape[0], max(1, _BLOCK_ELEMENTS // max(num_cols, 1)))
+    for start, stop in blocks.slices():
         factor = scale if scale.dim() == 0 else scale[start:stop]
         room = flat[offset + start * num_cols : offset + stop * num_cols]
         room.view(-1, num_cols).copy_(rows[start:stop] * factor)
 
 
-def _blocks(length: int, block: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, length, block):
-        yield start, min(start + block, length)
+@dataclass(frozen=True)
+class RowBlocks:
+    """Rows of a matrix, cut into blocks."""
+
+    num_rows: int
+    block_rows: int
+    """Rows of every block but the last, which may have fewer."""
+
+    def slices(self) -> Iterator[tuple[int, int]]:
+        """Yield ``(start, stop)`` for each block."""
+        for start in range(0, self.num_rows, self.block_rows):
+            yield start, min(start + self.block_rows, self.num_rows)
 
 
 def has_wide_products(tensor: Tensor) -> bool:
@@ -161,6 +172,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype == right.dtype:
         return torch.mm(left, right)
     total = left.new_zeros(left.shape[0], right.shape[1])
-    for start, stop in _blocks(right.shape[0], max(1, _BLOCK_ELEMENTS // right.shape[1])):
+    blocks = RowBlocks(right.shape[0], max(1, _BLOCK_ELEMENTS // right.shape[1]))
+    for start, stop in blocks.slices():
         total.addmm_(left[:, start:stop], right[start:stop].to(left.dtype))
     return total

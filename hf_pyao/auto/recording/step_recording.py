@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ParamSpec, Protocol
-from unittest import mock
+from contextlib import AbstractContextManager
+from typing import ParamSpec, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.auto.install.fixed_slots import FixedSettings, FixedSlots
 from hf_pyao.auto.install.installed_parts import InstalledParts
 from hf_pyao.auto.install.wiring import make_engine, make_lifecycle
+from hf_pyao.auto.recording.few_parts import few_parts
 from hf_pyao.auto.recording.quantised_copies import tensors_beside
 from hf_pyao.auto.recording.shrunk_model import remove_equal_layers
 from hf_pyao.auto.recording.streamable_tensors import streamable_tensors
@@ -25,11 +24,9 @@ from hf_pyao.engine.stores import HostPool
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
 from hf_pyao.model.fake_cuda.quiet import quiet_fake_tensors
-from hf_pyao.model.losses.chunking import ChunkPlan
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.sharding import is_sharded_by_zero
 from hf_pyao.model.map.wrappers import plain_path, unwrap_model
-from hf_pyao.model.tiles import TilePlan
 from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE, Plan
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.policies.by_name import make_policy
@@ -39,9 +36,6 @@ from hf_pyao.plan.step.recording_mode import RECORDING, RecordingMode, Recording
 from hf_pyao.plan.step.resizes import sees_resizes
 from hf_pyao.plan.step.step_recorder import StepRecorder
 from hf_pyao.training_engines import compiled_part, local_part, stays_whole
-
-NUM_SHOWN_CHUNKS = 3
-"""Chunks of the head loss, and tiles of an MLP, that are run; more are equal to the second."""
 
 UNLIMITED_BYTES = 2**60
 
@@ -176,7 +170,7 @@ def record_fake_step(
         installed.put_on(model, found, lifecycle, levers)
         try:
             lifecycle.install()
-            with _few_parts(recorder):
+            with few_parts(recorder):
                 recorder.note_held(step.before(model))
             names = [name for name, _ in found.layers]
             # Nothing of a layer that runs again as a whole is rebuilt by itself.
@@ -192,7 +186,7 @@ def record_fake_step(
             with (
                 RecordingMode(recorder, compiles=compiles),
                 sees_resizes(recorder.resized),
-                _few_parts(recorder),
+                few_parts(recorder),
             ):
                 step.run(model, recorder.label)
         except Exception as error:
@@ -245,32 +239,3 @@ def _all_leaves(plan: Plan) -> Plan:
     recomputed = [slot for slot in plan.slots if slot.action == RECOMPUTE]
     slots = [dataclasses.replace(slot, otherwise=OFFLOAD, codec=None) for slot in recomputed]
     return dataclasses.replace(plan, slots=slots, otherwise=OFFLOAD)
-
-
-@contextmanager
-def _few_parts(recorder: StepRecorder) -> Iterator[None]:
-    """Let head loss and MLPs show three of their chunks and tiles: the second stands for the rest.
-
-    It stands for all but first and last. Another thread's, on real tensors, are all there.
-    """
-    with _few(ChunkPlan, recorder), _few(TilePlan, recorder):
-        yield
-
-
-@contextmanager
-def _few(kind: type[ChunkPlan | TilePlan], recorder: StepRecorder) -> Iterator[None]:
-    all_slices = kind.slices
-
-    def few_slices(plan: Any) -> Iterator[tuple[int, int]]:
-        slices = list(all_slices(plan))
-        if len(slices) <= NUM_SHOWN_CHUNKS or active_fake_mode() is None:
-            yield from slices
-            return
-        yield slices[0]
-        recorder.num_runs = len(slices) - 2
-        yield slices[1]
-        recorder.num_runs = 1
-        yield slices[-1]
-
-    with mock.patch.object(kind, "slices", few_slices):
-        yield

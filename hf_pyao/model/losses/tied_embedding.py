@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_pyao.model.gradient_buffer import RowBlocks
+
 _BLOCK_BYTES = 32 * 2**20
 """Bytes of embedding gradient that exist at a time."""
 
@@ -143,12 +145,12 @@ def _add_rows(total: Tensor, ids: Tensor, grad: Tensor, padding_idx: int) -> Non
     num_rows, num_cols = total.shape
     block_rows = max(1, _BLOCK_BYTES // (num_cols * total.element_size()))
     skipped = ids == padding_idx
-    for start in range(0, num_rows, block_rows):
-        rows = min(block_rows, num_rows - start)
+    for start, stop in RowBlocks(num_rows, block_rows).slices():
+        rows = stop - start
         outside = skipped | (ids < start) | (ids >= start + rows)
         local = torch.where(outside, rows, ids - start)
         block = torch.ops.aten.embedding_dense_backward(grad, local, rows + 1, rows, False)
-        total[start : start + rows].add_(block[:rows])
+        total[start:stop].add_(block[:rows])
 
 
 def _graph_task() -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_pyao.plan.documents.run import LayerBytes
 from hf_pyao.plan.documents.schema import ReportError
 from hf_pyao.tools.report.kinds import figure_of
 from hf_pyao.tools.report.pages import html_page, write_page
@@ -199,3 +200,43 @@ def test_long_labels_are_broken_on_narrow_pages_but_no_dollar_is_let_loose() -> 
         lines = look.wrapped(look.plain("a" * length + "$" * 20), 24).splitlines()
         assert all(re.fullmatch(r"(a|…|\\\$)*", line) for line in lines)
     assert LIGHT.wrapped("a b" * 100) == "a b" * 100
+
+
+def test_names_are_broken_behind_the_signs_between_their_words() -> None:
+    look = Look(is_narrow=True)
+    name = "pyao:policy=all,window=layer,keep_last_layers=0"
+    lines = look.wrapped(name, 24).splitlines()
+    assert lines == ["pyao:policy=all,", "window=layer,", "keep_last_layers=0"]
+    assert look.wrapped("autograd would have held on the device", 24).splitlines() == [
+        "autograd would have held",
+        "on the device",
+    ]
+
+
+@pytest.mark.parametrize("look", [LIGHT, Look(is_narrow=True)])
+def test_nothing_of_a_run_s_plot_is_cut_or_covered(look: Look) -> None:
+    """The legend of layers stands beside the bars, and each text within the figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    layers = [
+        LayerBytes(
+            layer=f"layers.{number}",
+            kept_bytes=2**20,
+            moved_bytes=2**21,
+            recomputed_bytes=2**19,
+            streamed_weight_bytes=2**18,
+        )
+        for number in range(24)
+    ]
+    figure = figure_of(make_run(layers=layers), look)
+    assert figure is not None
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    below = figure.axes[-1].get_window_extent()
+    assert not box.overlaps(below)
+    texts = [text for axes in figure.axes for text in (axes.xaxis.label, axes._left_title)]
+    for each in (box, *(text.get_window_extent() for text in texts)):
+        assert figure.bbox.x0 <= each.x0
+        assert each.x1 <= figure.bbox.x1

@@ -40,7 +40,7 @@ def trade_off_figure(report: BenchReport, look: Look = LIGHT) -> Figure | None:
     what = "peak of allocated device memory" if on_device else "growth of host memory (no device)"
     quartiles = "median, quartiles" if look.is_narrow else "median and quartiles"
     more = "" if look.is_narrow else " (axes may begin above 0)"
-    axes.set_xlabel(f"time of one step, ms: {quartiles}{more}")
+    axes.set_xlabel(look.wrapped(f"time of one step, ms: {quartiles}{more}", 34))
     axes.set_ylabel(f"{what}, GiB")
     axes.set_xlim(*_limits([x for x, *_ in points]))
     axes.set_ylim(*_limits([y for _, y, *_ in points]))
@@ -96,7 +96,7 @@ def largest_figure(report: BenchReport, look: Look = LIGHT) -> Figure | None:
     shown = [(r.method, float(r.micro_batch), look.colour(family_of(r.method))) for r in rows]
     look.bars(axes, shown, [_bar_text(row, look) for row in rows])
     axes.set_xlim(0, max(1, max(row.micro_batch for row in rows)) * (2 if look.is_narrow else 1.3))
-    axes.set_xlabel("largest micro-batch that fits, sequences")
+    axes.set_xlabel(look.wrapped("largest micro-batch that fits, sequences", 26))
     _title(axes, report, look, "Largest micro-batch: longer is better")
     return figure
 
@@ -116,7 +116,7 @@ def _memory_bytes(row: BenchRow) -> int:
 
 def _title(axes: Axes, report: BenchReport, look: Look, claim: str) -> None:
     if look.is_narrow:  # the page's own heading says it
-        axes.set_title(claim, loc="left", fontsize=9, color=look.ink)
+        axes.set_title(look.wrapped(claim, 40), loc="left", fontsize=9, color=look.ink)
         return
     axes.set_title(claim, loc="left", fontsize=12, fontweight="bold", color=look.ink, pad=26)
     axes.text(

@@ -86,7 +86,7 @@ def _bars(rows: Sequence[BoardRow], look: Look) -> Figure | None:
     )
     if not measured:
         return None
-    figure, axes = look.figure(4.0, 1.2 + 0.36 * len(measured))
+    figure, axes = look.figure(4.0, 1.2 + 0.46 * len(measured))
     bars = [
         (method, memory.mean / MIB, look.colour(family_of(method)))
         for method, memory, _ in measured

@@ -30,7 +30,7 @@ def estimate_figure(report: EstimateReport, look: Look = LIGHT) -> Figure | None
             for row, value in zip(rows, values, strict=True)
         ]
         look.bars(axes, shown, [f"{value:,.0f}" for value in values])
-        axes.set_xlabel(label)
+        axes.set_xlabel(look.wrapped(label, 26))
     if not look.is_narrow:
         right.set_yticks(range(len(rows)), [""] * len(rows))
         figure.suptitle(look.plain(report.title), color=look.ink, fontsize=11)

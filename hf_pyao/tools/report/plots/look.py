@@ -6,7 +6,7 @@ Colours and markers tell families of methods apart, so that a plot reads in grey
 from __future__ import annotations
 
 import io
-import textwrap
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PNG_DPI = 160
+_WORD = re.compile(r"[^\s,:/+-]*(?:[,:/+-]+|\s+)|[^\s,:/+-]+")
+"""A word with the space, or the signs between words of a name, that a line may end behind."""
 _DOLLAR = r"\$"
 """A dollar sign that begins no formula."""
 MOST_ROWS = 100
@@ -87,7 +89,7 @@ class Look:
 
     def plain(self, text: str, longest: int = 60) -> str:
         """Return *text* as a label shows it: in one line, cut, and with no formula in it."""
-        longest = min(longest, 48) if self.is_narrow else longest
+        longest = min(longest, 60) if self.is_narrow else longest
         text = one_line(text)
         text = text if len(text) <= longest else f"{text[: longest - 1]}…"
         return text.replace("$", _DOLLAR)
@@ -95,11 +97,19 @@ class Look:
     def wrapped(self, text: str, longest: int = 48) -> str:
         """Return a title or a label, in lines of so many characters if the page is narrow.
 
-        No line ends inside of what :meth:`plain` writes for a dollar sign.
+        A line ends at a space, or behind a sign between the words of a name; only a longer word is
+        cut. None ends inside of what :meth:`plain` writes for a dollar sign.
         """
         if not self.is_narrow:
             return text
-        return textwrap.fill(text.replace(_DOLLAR, "\0"), longest).replace("\0", _DOLLAR)
+        lines = [""]
+        for word in _WORD.findall(text.replace(_DOLLAR, "\0")):
+            if lines[-1] and len(lines[-1] + word.rstrip()) > longest:
+                lines.append("")
+            lines[-1] += word
+            while len(lines[-1].rstrip()) > longest:
+                lines[-1:] = [lines[-1][:longest], lines[-1][longest:]]
+        return "\n".join(line.rstrip() for line in lines).replace("\0", _DOLLAR)
 
     def figure(self, width: float, height: float) -> tuple[Figure, Axes]:
         """Return a figure of so many inches, narrower on a narrow page, with its axes."""

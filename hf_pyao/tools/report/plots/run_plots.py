@@ -67,7 +67,7 @@ def run_figure(report: RunReport, look: Look = LIGHT) -> Figure | None:
     left.set_title("saved for backward", loc="left", fontsize=10, color=look.ink)
     _draw(right, look, times)
     right.set_xlabel(look.wrapped("ms per micro-batch, mean over the run", 26))
-    title = look.wrapped("copies, and compute waiting for them", 28)
+    title = look.wrapped("copies, and waits for them", 28)
     right.set_title(title, loc="left", fontsize=10, color=look.ink)
     if below is not None:
         _draw_layers(below, look, report.layers)
@@ -98,14 +98,22 @@ def _draw_layers(axes: Axes, look: Look, layers: Sequence[LayerBytes]) -> None:
             axes.bar(numbers, sizes, 0.86, bottom=bottom, color=colour, label=label)
             bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
     axes.set_xlim(-0.6, len(layers) - 0.4)
-    axes.set_ylim(0, max(1e-9, *bottom) * 1.3)
+    axes.set_ylim(0, max(1e-9, *bottom) * 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("layer, in forward order")
     axes.set_ylabel(f"{unit} per micro-batch")
     title = look.wrapped("what became of each layer's bytes", 28)
     axes.set_title(title, loc="left", fontsize=10, color=look.ink)
-    axes.legend(frameon=False, labelcolor=look.ink, fontsize=8.5, ncols=2 if look.is_narrow else 4)
+    figure = axes.figure
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower right",  # inside, it would cover bars
+        frameon=False,
+        labelcolor=look.ink,
+        fontsize=8.5,
+        ncols=2 if look.is_narrow else 4,
+    )
 
 
 def _draw(axes: Axes, look: Look, rows: list[tuple[str, float, str]]) -> None:

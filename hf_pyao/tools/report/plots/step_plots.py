@@ -110,7 +110,7 @@ def _mark_peak(axes: Axes, look: Look, report: StepReport, scale: float, unit: s
     axes.plot([x], [y], marker="o", color=look.colour(NOTHING), markersize=5, clip_on=False)
     _say_beside(axes, look, x, y, f"peak {y:,.4g} {unit}", NOTHING)
     said = f"peak in {look.plain(peak.place)}, set by {look.plain(peak.tensor)}"
-    axes.set_title(look.wrapped(said, 52), loc="left", fontsize=9, color=look.ink)
+    axes.set_title(look.wrapped(said, 40), loc="left", fontsize=9, color=look.ink)
 
 
 def _say_beside(axes: Axes, look: Look, x: float, y: float, text: str, family: Family) -> None:
