@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
+from hf_pyao.engine.stores.disk_store import DiskStore
 from hf_pyao.engine.weights import expert_groups
 from tests.helpers import ACCUMULATING, assert_same_trajectory, train
 from tests.helpers.adapters import tiny_lora
@@ -42,6 +43,34 @@ def check(model: nn.Module, folder: Path, what: str, autocast: Any = None, **set
 @pytest.mark.parametrize("model_type", ARCHITECTURES[:3])
 def test_lora_streamed_from_disk(model_type: str, tmp_path: Path) -> None:
     check(tiny_lora(model_type, dropout=0.1), tmp_path, model_type, policy="all")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_weights_and_saved_tensors_on_one_disk(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What finds no room beside the weights goes to the disk, and comes back from there."""
+    init = DiskStore.__init__
+
+    def small(store: DiskStore, *args: Any, **kwargs: Any) -> None:
+        init(store, *args, **{"memory_bytes": 2**14, **kwargs})  # else it forwards all of it
+
+    monkeypatch.setattr(DiskStore, "__init__", small)
+    model = tiny_lora(model_type, dropout=0.1)
+    ours = copy.deepcopy(model)
+    expected = train(model, STEPS)
+    config = PyAOConfig(**on_disk(ours, tmp_path, policy="all", window=4096, disk_gib=0.125))
+    with attach(ours, config) as offloader:
+        assert offloader.weights is not None
+        _, store = offloader.link.tiers.stores
+        assert isinstance(store, DiskStore)
+        found = train(ours, STEPS)
+        assert offloader.weights.figures()["disk_read_bytes"]
+        assert store.figures.written_bytes
+        assert store.figures.read_bytes
+    assert_same_trajectory(found, expected, model_type)
+    left = [path.name.split("-")[0] for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == ["weights"], "only the base stays"
 
 
 @pytest.mark.thorough

@@ -11,6 +11,7 @@ import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hf_pyao.engine.stores import disk_blocks, disk_files, disk_reader
 from hf_pyao.engine.stores.disk_blocks import CHUNK_BYTES, BlockFile, file_of_blocks
 from hf_pyao.engine.stores.disk_reader import BlockRead, DiskReader, span_of
 from hf_pyao.engine.stores.private_mapping import private_mapping, tells_writes, was_written
+from hf_pyao.engine.stores.raw_bytes import raw_bytes
 from hf_pyao.errors import DiskError, InternalError
 
 SIZES = (1, 4096, 5 * CHUNK_BYTES // 2 + 17, 3 * CHUNK_BYTES, 9 * CHUNK_BYTES + 4097)
@@ -237,6 +239,55 @@ def test_short_late_and_failing_reads_give_equal_bytes_or_an_error(
         num_short += faulty.num_short
     assert num_read >= always, "one failure is always repaired"
     assert num_short
+
+
+def retry_at_the_next_page(reader: Any, read: BlockRead, at: int) -> None:
+    """Fill a range; what a failed read is tried again from is a page too late."""
+    try:
+        FILL(reader, read, at)
+    except OSError:
+        nbytes = min(at + disk_reader.RANGE_BYTES, read.end) - at
+        memory = raw_bytes(read.target)[at - read.start :][: disk_blocks.padded(nbytes)]
+        os.preadv(read.file.descriptor, [memory], read.place.offset + at + 4096)
+
+
+def go_on_behind_a_torn_page(reader: Any, read: BlockRead, at: int) -> None:
+    """Fill a range; after a short read go on behind the page in which it ended."""
+    nbytes = disk_blocks.padded(min(at + disk_reader.RANGE_BYTES, read.end) - at)
+    memory = raw_bytes(read.target)[at - read.start : at - read.start + nbytes]
+    done = 0
+    while done < nbytes:
+        first = read.place.offset + at + done
+        done += disk_blocks.padded(reader._read_into(read.file.descriptor, [memory[done:]], first))
+
+
+FILL = DiskReader._fill
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("fill", [FILL, retry_at_the_next_page, go_on_behind_a_torn_page])
+def test_mutants_that_go_on_at_a_wrong_offset_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: Any, is_checked: bool
+) -> None:
+    """By their bytes without checksums, and by an error with them; the reader itself is not."""
+    monkeypatch.setattr(disk_reader, "RANGE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(DiskReader, "_fill", fill)
+    if not is_checked:
+        monkeypatch.setattr(DiskReader, "_agrees", lambda *_: True)
+    blocks = blocks_of(9, (3 * CHUNK_BYTES + 70000, 8192))
+    file = write(tmp_path, blocks)
+    num_wrong = num_refused = 0
+    for seed in range(20):
+        reader = DiskReader(Faulty(seed, num_errors=seed % 2))
+        for number in (1, 0):
+            try:
+                num_wrong += not torch.equal(whole(reader, file, number), blocks[number])
+            except DiskError:
+                num_refused += 1
+        reader.close()
+    is_mutant = fill is not FILL
+    assert bool(num_wrong) == (is_mutant and not is_checked)
+    assert bool(num_refused) == (is_mutant and is_checked)
 
 
 def test_a_drive_that_always_fails_is_an_error_that_names_the_file(tmp_path: Path) -> None:

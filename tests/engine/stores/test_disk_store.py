@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import fcntl
+import importlib.util
 import os
 import resource
 import shutil
@@ -23,6 +24,7 @@ import pytest
 import torch
 from torch import nn
 
+import hf_pyao
 from hf_pyao import attach
 from hf_pyao.engine.stores import disk_files
 from hf_pyao.engine.stores.disk_figures import TB, WriteLimit
@@ -30,6 +32,9 @@ from hf_pyao.engine.stores.disk_files import private_folder
 from hf_pyao.engine.stores.disk_store import DiskStore
 from hf_pyao.engine.stores.free_ranges import FreeRanges
 from hf_pyao.engine.stores.nameless_file import DiskCalls, NamelessFile
+from hf_pyao.engine.stores.store import HostUse
+from hf_pyao.engine.transfer.disk_transport import DiskTransport
+from hf_pyao.engine.transfer.transport import BlockingTransport
 from hf_pyao.errors import ConfigError, DiskError
 from tests.helpers import (
     EVERYTHING,
@@ -384,22 +389,194 @@ def disk_threads() -> set[threading.Thread]:
     return {each for each in threading.enumerate() if each.name.startswith("pyao-disk")}
 
 
-@pytest.mark.parametrize("is_closed", [True, False])
-def test_threads_end_with_the_store(tmp_path: Path, is_closed: bool) -> None:
+def test_as_the_last_model_is_detached_threads_end_and_room_is_given_back(tmp_path: Path) -> None:
     before = disk_threads()
-    model = tiny_model("gpt2")
-    with attach(model, on_disk(tmp_path)) as offloader:
-        steps(model)
+    one, other = tiny_model("gpt2"), tiny_model("gpt2")
+    expected = steps(copy.deepcopy(one), 3)
+    config = on_disk(tmp_path)
+    offloader = attach(one, config)
+    with attach(other, config, link=offloader.link):
+        steps(one)
         store = store_of(offloader)
         assert disk_threads() - before
-    if is_closed:
-        store.close()
-        assert not disk_threads() - before
-    else:
-        del offloader, store, model
-        for thread in disk_threads() - before:
-            thread.join(timeout=60)
-            assert not thread.is_alive()
+        assert store.file.nbytes
+    assert disk_threads() - before, "one model is left"
+    offloader.detach()
+    assert not disk_threads() - before
+    assert store.file.nbytes == store.pool_bytes == os.fstat(store.file.descriptor).st_size == 0
+    with attach(one, config, link=offloader.link):  # the disk may be used again
+        one.zero_grad()
+        assert_same_tensors(steps(one, 3), expected, "gradients")
+        assert store.file.nbytes
+    assert not disk_threads() - before
+
+
+def test_a_graph_that_outlives_its_attachment_has_its_bytes(tmp_path: Path) -> None:
+    model = tiny_model("gpt2")
+    expected = steps(copy.deepcopy(model), 1)
+    with attach(model, on_disk(tmp_path)) as offloader:
+        store = store_of(offloader)
+        loss = model(**tiny_batch(0)).loss
+    assert store.used_bytes
+    assert store.file.nbytes, "it has what the graph needs"
+    loss.backward()
+    assert_same_tensors(gradients_of(model), expected, "gradients")
+    assert store.figures.read_bytes
+    store.close()
+
+
+def test_threads_end_with_the_store(tmp_path: Path) -> None:
+    before = disk_threads()
+    store = small_disk(tmp_path)
+    store.filled(store.memory_to_fill(new_buffer(store).data.untyped_storage()), 0, is_last=True)
+    assert disk_threads() - before
+    del store
+    for thread in disk_threads() - before:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+# ---- the store alone --------------------------------------------------------------------------
+
+
+def small_disk(folder: Path, **settings: Any) -> DiskStore:
+    """Return a disk with memory for four pages; copies have ended as they are queued."""
+    parts: dict[str, Any] = {
+        "make_memory": lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
+        "is_done": lambda copy: True,
+        "await_copy": lambda copy: None,
+        "memory_bytes": 4 * 4096,
+    }
+    file = NamelessFile(private_folder(folder, "disk_path"))
+    return DiskStore(file, 2**20, WriteLimit(TB), **{**parts, **settings})
+
+
+def new_buffer(store: DiskStore, use: HostUse | None = None) -> Any:
+    buffer = store.acquire(4096, use)
+    assert buffer is not None
+    return buffer
+
+
+@pytest.mark.parametrize("direction", ["offload", "reload"])
+def test_memory_whose_copy_lost_its_ticket_is_not_used_again(
+    direction: str, tmp_path: Path
+) -> None:
+    class Interrupted(BlockingTransport):
+        """Queues a copy, and is interrupted before anyone has its ticket."""
+
+        def __init__(self, fails: str) -> None:
+            super().__init__()
+            self.fails = fails
+            self.touched: list[int] = []
+
+        def offload(self, src: torch.Tensor, dst: torch.Tensor, **rest: Any) -> Any:
+            self.touched.append(dst.data_ptr())
+            if self.fails == "offload":
+                raise KeyboardInterrupt
+            return super().offload(src, dst, **rest)
+
+        def reload(self, src: torch.Tensor, dst: torch.Tensor, **rest: Any) -> Any:
+            self.touched.append(src.data_ptr())
+            if self.fails == "reload":
+                raise KeyboardInterrupt
+            return super().reload(src, dst, **rest)
+
+    inner = Interrupted(direction)
+    store = small_disk(tmp_path)
+    transport = DiskTransport(inner, store)
+    content = torch.ones(4096, dtype=torch.uint8)
+    buffer = new_buffer(store)
+    with pytest.raises(KeyboardInterrupt):
+        transport.offload(content, buffer.data)
+        transport.reload(buffer.data, torch.empty_like(content))
+    store.release(buffer)
+    store.settle()
+    lost = inner.touched[-1]
+    inner.fails = ""
+    for _ in range(8):
+        buffer = new_buffer(store)
+        transport.offload(content, buffer.data)
+        store.release(buffer)
+        assert inner.touched[-1] != lost, "the copy may still run"
+    store._is_torn = True  # another interrupt: what is free is worked out anew
+    for _ in range(8):
+        buffer = new_buffer(store)
+        transport.offload(content, buffer.data)
+        store.release(buffer)
+        assert inner.touched[-1] != lost, "the copy may still run"
+    store.close()
+
+
+def test_an_interrupt_as_a_range_is_let_go_loses_nothing(tmp_path: Path) -> None:
+    store = small_disk(tmp_path)
+    use = HostUse()
+    for interrupted in (FreeRanges, WriteLimit, HostUse):
+        staying = new_buffer(store, use)
+        buffer = new_buffer(store, use)
+        store.release(buffer)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def interrupt(*_: Any) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(interrupted, "add" if interrupted is HostUse else "give_back", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                store.settle()
+        assert store.settle() == use.used_bytes == 4096, interrupted
+        assert sum(size for _, size in store._space.free) == store.file.nbytes - 4096
+        store.release(staying)
+        assert store.settle() == use.used_bytes == 0, interrupted
+    store.close()
+
+
+def test_what_others_write_meanwhile_leaves_the_reserve_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hf_pyao.engine.stores.disk_store.GROWTH_BYTES", 4096)
+    monkeypatch.setattr(NamelessFile, "free_bytes", 10**9)
+    store = small_disk(tmp_path, reserve_bytes=10**9 - 2 * 4096)
+    first = new_buffer(store)
+    monkeypatch.setattr(NamelessFile, "free_bytes", 10**9 - 4096)  # such as the weights' file
+    second = new_buffer(store)
+    monkeypatch.setattr(NamelessFile, "free_bytes", 10**9 - 3 * 4096)
+    assert store.acquire(4096) is None
+    assert store.room() == 0
+    assert "has left no more than is to stay free" in caplog.text
+    del first, second
+    store.close()
+
+
+def test_attach_leaves_a_reserve_where_the_size_is_open(tmp_path: Path) -> None:
+    with attach(tiny_model("llama"), on_disk(tmp_path, disk_gib=None)) as offloader:
+        assert store_of(offloader)._reserve_bytes == 10 * 2**30
+    with attach(tiny_model("llama"), on_disk(tmp_path)) as offloader:
+        assert store_of(offloader)._reserve_bytes == 0
+
+
+# ---- other systems ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_than_linux_are_refused_by_name(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(ConfigError, match=f"this system is {system}; expected Linux"):
+        private_folder(tmp_path, "disk_path")
+    assert not list(tmp_path.iterdir())
+
+
+def test_modules_can_be_imported_where_there_is_no_fcntl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed weights import them on every system, also without a disk."""
+    sources = {path: path.read_text() for path in Path(hf_pyao.__file__).parent.rglob("*.py")}
+    with_it = {path.name for path, source in sources.items() if "import fcntl" in source}
+    assert with_it == {"disk_files.py"}
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # importing it raises ImportError
+    monkeypatch.setattr(sys, "platform", "win32")
+    spec = importlib.util.spec_from_file_location("elsewhere", disk_files.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 # ---- how much is written ----------------------------------------------------------------------
@@ -423,9 +600,11 @@ def test_at_the_limit_writing_ends_and_training_goes_on(
 def test_bytes_an_hour_are_said_once() -> None:
     now_s = 0.0
     limit = WriteLimit(10 * TB, lambda: now_s)
-    assert limit.take(TB)
+    now_s = 5000.0
+    assert limit.sentence_once() == "", "nothing was written yet"
+    assert limit.take(TB), "time counts from here on, however long ago the model was attached"
     assert limit.sentence_once() == ""
-    now_s = 1800.0
+    now_s += 1800.0
     assert "1 TB of saved tensors" in (said := limit.sentence_once())
     assert "2 TB an hour. disk_write_limit=10 TB is reached in 4.5 hours" in said
     assert limit.sentence_once() == ""

@@ -485,3 +485,25 @@ def test_blocks_for_which_the_host_has_room_stay_there(tmp_path: Path) -> None:
         assert same(step(model), step(frozen_stack(8)))
     with attached(frozen_stack(8), tmp_path, share=1.01) as offloader:
         assert all(block.masters.in_file is None for block in ring_of(offloader).blocks)
+
+
+def test_weights_whose_writes_are_not_known_are_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All descriptors are in use as it is asked whether weights were written."""
+    stack = frozen_stack()
+    before = [each.detach().clone() for each in stack.parameters()]
+
+    def fails(memory: torch.Tensor) -> bool:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with attach(stack, PyAOConfig(**on_disk(stack, tmp_path))):
+        (base,) = files_of(tmp_path)
+        monkeypatch.setattr("hf_pyao.engine.weights.on_disk.was_written", fails)
+        with pytest.raises(DiskError, match="Too many open files") as error:
+            stack(torch.ones(2, SIZE)).sum().backward()
+        assert str(base) in str(error.value)
+        monkeypatch.undo()
+        take_any_file_system(monkeypatch)
+    for found, expected in zip(stack.parameters(), before, strict=True):
+        assert torch.equal(found, expected)
