@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_pyao.auto.install.streaming_checks import weights_on_host_bytes
 from hf_pyao.auto.recording.model_copy import CopyError
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.rerun.generators import RandomState
@@ -26,7 +27,7 @@ def predicted_disk_bytes(trainer: Any, config: PyAOConfig) -> int | None:
     """Return the bytes that a micro-batch of *trainer* writes to the disk; None: not known.
 
     The step is recorded on a fake copy of the model with the longest of some samples. What finds
-    room on the host is not written.
+    room on the host, beside streamed weights, is not written.
 
     Args:
         trainer: about to train.
@@ -35,7 +36,9 @@ def predicted_disk_bytes(trainer: Any, config: PyAOConfig) -> int | None:
     if config.disk_path is None or config.disk_gib == 0:
         return None
     why = f"policy {config.policy!r} decides as it trains"
-    if config.policy in KNOWN_BEFORE:
+    if config.stream_weights == "auto":
+        why = "stream_weights='auto' decides how much host memory weights take"
+    elif config.policy in KNOWN_BEFORE:
         try:
             with RandomState([trainer.args.device]).kept():
                 program = MicroBatchChooser(trainer, config).configured_step()
@@ -45,7 +48,9 @@ def predicted_disk_bytes(trainer: Any, config: PyAOConfig) -> int | None:
             leaves = leaves_of(config, program)
             slots = zip(program.slots, leaves, strict=True)
             leaving_bytes = sum(slot.link_bytes for slot, leaves in slots if leaves)
-            beyond_bytes = max(0, leaving_bytes - int(host_bytes_of(config)))
+            host_bytes = host_bytes_of(config)
+            host_bytes -= weights_on_host_bytes(trainer.model, config, host_bytes)
+            beyond_bytes = max(0, leaving_bytes - max(0, int(host_bytes)))
             disk_bytes = beyond_bytes if config.disk_gib is None else int(config.disk_gib * GIB)
             return min(beyond_bytes, disk_bytes)
     logger.info(

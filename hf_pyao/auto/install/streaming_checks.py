@@ -18,6 +18,7 @@ from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.weights.ends import Ends, ends_of
 from hf_pyao.model.weights.shared_weights import shared_weights_of
 from hf_pyao.model.weights.streamable import StreamableLayer, streamable_layers
+from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, disk_share
 from hf_pyao.training_engines import (
     ENGINES,
     Sharded,
@@ -184,3 +185,35 @@ def _not_whole(name: str, what: str, label: str) -> ConflictError:
         f"host: use DDP or one process, or give {label}='off'.",
         key="streaming-sharded",
     )
+
+
+def weights_on_host_bytes(model: nn.Module, config: PyAOConfig, room_bytes: float) -> float:
+    """Return the host memory that streamed weights will take of *room_bytes*.
+
+    Those that are on a disk take what they are read into.
+
+    Args:
+        model: as it will be trained.
+        config: what is asked for; ``stream_weights`` is ``"off"`` or a number.
+        room_bytes: host memory for weights and activations.
+
+    Raises:
+        NoLayersFoundError: no layers were found.
+    """
+    if config.stream_weights == "off":
+        return 0
+    found = find_layers(model, config.layers)
+    layers = streamable_layers(model, found.layers)
+    ends = ends_of(model, found.layers) if config.stream_embeddings == "on" else Ends()
+    stay = resident_layers(len(layers), int(config.stream_weights))
+    converts = config.stream_dtype == "compute"
+    sizes = [
+        layer.nbytes + (layer.converted_nbytes if converts else 0)
+        for number, layer in enumerate(layers)
+        if number not in stay and layer.nbytes
+    ]
+    share = NOTHING_ON_DISK
+    if config.disk_path is not None:
+        share = disk_share(sizes, room_bytes - ends.nbytes)
+    on_host = (size for number, size in enumerate(sizes) if number not in share.layers)
+    return ends.nbytes + share.reserved_bytes + sum(on_host)
