@@ -57,3 +57,17 @@ def test_the_result_of_weights_is_what_the_page_says() -> None:
     page = (REPOSITORY / "hf_pyao" / "engine" / "weights" / "README.md").read_text()
     for share in shares:
         assert f"{share:.0%}".replace("%", " %") in page
+
+
+def test_the_result_of_saved_tensors_is_what_the_page_says() -> None:
+    page = (REPOSITORY / "hf_pyao" / "engine" / "transfer" / "README.md").read_text()
+    rows = json.loads((RESULTS / "disk_activations.json").read_text())["rows"]
+    assert [row["hidden_size"] for row in rows] == [1024, 128]
+    for row in rows:
+        assert row["has_equal_bits"]
+        assert row["disk"]["is_direct"]
+        grown = [row[arm]["grown_bytes"] / 2**30 for arm in ("plain", "disk")]
+        ratio = f"({100 * row['growth_ratio'] - 100:.0f} %)"
+        assert f"{grown[0]:.2f} and {grown[1]:.2f} GiB {ratio}" in page
+        assert f"{row['step_ratio']:.2f}x" in page
+        assert f"{row['predicted_step_ratio']:.2f}x" in page
