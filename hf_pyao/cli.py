@@ -159,7 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _estimate(args: argparse.Namespace) -> int:
     from hf_pyao.tools.estimate import command, find_command
 
-    if args.zeroth_order:
+    if args.zeroth_order is not None:
         need_torch()
         from hf_pyao.tools.zeroth_order import estimate
 

@@ -9,6 +9,7 @@ import torch
 
 from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise, noise_of_rows
 from hf_pyao.engine.zeroth_order.perturbation import (
+    CHUNK_ELEMENTS,
     Draw,
     PastStep,
     ZerothOrderSettings,
@@ -153,7 +154,10 @@ class TrainedWeights:
         return z if self.format is None else self.format.rounded_noise(z)
 
     def _draw_rows(self, key: NoiseKey, step: int, rows: torch.Tensor, width: int) -> torch.Tensor:
-        z = noise_of_rows(key, step, rows, width)
+        z = torch.empty((rows.numel(), width), dtype=torch.float32, device=rows.device)
+        most = max(1, CHUNK_ELEMENTS // width)
+        for first in range(0, rows.numel(), most):
+            z[first : first + most] = noise_of_rows(key, step, rows[first : first + most], width)
         return z if self.format is None else self.format.rounded_noise(z)
 
     def visit(self, module: str) -> None:

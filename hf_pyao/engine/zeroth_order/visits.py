@@ -37,6 +37,7 @@ from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.by_rows import ReadsByRows
 from hf_pyao.engine.zeroth_order.perturbation import Draw
 from hf_pyao.engine.zeroth_order.trained import TrainedPart, TrainedWeights
+from hf_pyao.errors import ConflictError
 
 
 class _Pass(threading.local):
@@ -47,7 +48,15 @@ class _Pass(threading.local):
 
     def __init__(self) -> None:
         self.given: dict[tuple[int, str], torch.Tensor] = {}
-        """Perturbed weights that this layer call has read, by the parameter's id and the place."""
+        """What this layer call has read, by the parameter's id and the place."""
+        self.lent: list[tuple[Weight, torch.Tensor, int]] = []
+        """Unperturbed weights among them, with their versions: nobody may write into these."""
+
+    def let_go(self) -> Weight | None:
+        """Forget what was read; return a weight that was written into outside of a pass."""
+        lent, self.lent = self.lent, []
+        self.given.clear()
+        return next((weight for weight, view, before in lent if view._version != before), None)
 
 
 class WeightVisits(RingSchedule):
@@ -138,8 +147,10 @@ class WeightVisits(RingSchedule):
             if module and here.sign:
                 self.trained.visit(module)
             given = self._read(parameter, streamed, here.sign, module)
-        if streamed is not None and here.sign:
+        if streamed is not None:
             here.given[id(parameter), module] = given
+            if not here.sign and not given.is_inference():
+                here.lent.append((streamed, given, given._version))
         return given
 
     def _read(
@@ -174,13 +185,33 @@ class WeightVisits(RingSchedule):
         before, here.sign = here.sign, sign
         try:
             yield
+            self.end_layer()
         finally:
             here.sign = before
-            here.given.clear()
+            self._forget_written()
 
     def end_layer(self) -> None:
-        """Let go of the perturbed weights that a layer call has read on this thread."""
-        self._pass.given.clear()
+        """Let go of the weights that a layer call has read on this thread.
+
+        Raises:
+            ConflictError: it has written into one, outside of a pass.
+        """
+        written = self._forget_written()
+        if written is not None:
+            raise ConflictError(
+                f"a layer changes the weight {written.name!r} in place as it runs outside of a "
+                "step, and zeroth order has it on the host, where the change would be lost. Change "
+                "it outside of forward, or let its layer stay on the device (num_resident).",
+                key="streamed-weight-changed",
+            )
+
+    def _forget_written(self) -> Weight | None:
+        """Let go of what was read; a slot that was written into is forgotten, too."""
+        written = self._pass.let_go()
+        if written is not None:
+            with self.lock:
+                self.forget(written.block)
+        return written
 
     def hand_over(self) -> None:
         """Let the other pass run up to its next layer or piece."""

@@ -67,8 +67,10 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument(
         "--zeroth-order",
-        action="store_true",
-        help="the device memory of fine-tuning by two forwards a step, with all layers on the host",
+        nargs="*",
+        metavar="SETTING=VALUE",
+        help="the device memory of fine-tuning by two forwards a step, with all layers on the "
+        "host; of momentum, stream_embeddings, head_loss and transfer_dtype, those that are given",
     )
     how.add_argument(
         "--no-longest-sequence",

@@ -12,7 +12,7 @@ from hf_pyao import ZerothOrder, cli
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-from hf_pyao.tools.zeroth_order.estimate import noise_bytes, zeroth_order_memory
+from hf_pyao.tools.zeroth_order.estimate import Choices, noise_bytes, zeroth_order_memory
 from tests.helpers import tiny_batch, tiny_model
 
 SMALL = "opt:hidden_size=64,word_embed_proj_dim=64,ffn_dim=256,num_hidden_layers=3,"
@@ -63,6 +63,35 @@ def test_a_real_step_allocates_what_is_estimated() -> None:
     assert ledger.peak_bytes == pytest.approx(ours, rel=0.1)
 
 
+def test_settings_change_what_they_should() -> None:
+    config = config_of(parse_model(SMALL))
+
+    def memory(*given: str) -> Any:
+        return zeroth_order_memory(config, 1, 64, choices=Choices.of(given))
+
+    plain, momentum = memory(), memory("momentum=0.9")
+    assert 2.9 * plain.slot_bytes < momentum.slot_bytes <= 3 * plain.slot_bytes
+    assert momentum.host_bytes == 3 * momentum.slot_bytes
+    by_rows = memory("stream_embeddings=on")
+    assert by_rows.resident_bytes < plain.resident_bytes / 20
+    ends = 2 * 64 * (1000 + 2050)
+    assert by_rows.host_bytes == plain.host_bytes + ends
+    assert by_rows.slot_bytes == plain.slot_bytes
+    packed = memory("transfer_dtype=int8")
+    assert 0.95 * plain.slot_bytes < packed.slot_bytes < 1.2 * plain.slot_bytes, "and its noise"
+    assert packed.host_bytes == plain.host_bytes + 3 * packed.slot_bytes // 2
+    for wrong in ("moment=1", "momentum", "momentum=x", "momentum=2", "head_loss=liger"):
+        with pytest.raises(ConfigError):
+            Choices.of([wrong])
+
+
+def test_chunked_losses_have_no_logits() -> None:
+    config = config_of(parse_model(SMALL.replace("vocab_size=1000", "vocab_size=200000")))
+    plain = zeroth_order_memory(config, 2, 2000)
+    chunked = zeroth_order_memory(config, 2, 2000, choices=Choices(head_loss="chunked"))
+    assert chunked.pass_bytes < plain.pass_bytes / 2
+
+
 def test_noise_is_drawn_in_chunks() -> None:
     assert 8 * 2**20 < noise_bytes() < 80 * 2**20
 
@@ -80,7 +109,7 @@ def test_what_has_no_effect_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     from hf_pyao.tools.zeroth_order.estimate import run_from_arguments
 
     args = cli.make_parser().parse_args(
-        ["estimate", "--model", SMALL, "--zeroth-order", "--lora", "8"]
+        ["estimate", "--model", SMALL, "--lora", "8", "--zeroth-order"]
     )
     with pytest.raises(ConfigError, match="--lora"):
         run_from_arguments(args)
