@@ -70,14 +70,16 @@ class LockStep:
             threads = [
                 self._thread(number, each, results) for number, each in enumerate(passes) if number
             ]
-            for thread in threads:
-                thread.start()
             try:
-                self._pass(0, passes[0], results)
-            finally:
-                for thread in threads:
-                    thread.join()
-            self._states[0].restore()
+                try:
+                    for thread in threads:
+                        thread.start()
+                    self._pass(0, passes[0], results)
+                finally:
+                    self._join(threads)
+            finally:  # once more: an interrupt may have come before the other call had begun
+                self._join(threads)
+                self._states[0].restore()
         if self._errors:
             raise self._errors[0]
         return results
@@ -85,15 +87,47 @@ class LockStep:
     def hand_over(self) -> None:
         """Let the next pass run up to its hand-over; outside of a pass nothing is done."""
         number = self._numbers.get(threading.get_ident())
-        if number is None or sum(self._runs) < 2:
+        if number is None or (sum(self._runs) < 2 and not self._errors):
             return
         self._states[number] = self._states[number].now()
         with self._changed:
             self._pass_on(number)
-            self._changed.wait_for(lambda: self._turn == number)
+            self._wait(number)
         if self._errors:
             raise _Abandoned
         self._states[number].restore()
+
+    def _wait(self, number: int) -> None:
+        """Wait for the turn of a pass, or for one that fails."""
+        self._changed.wait_for(lambda: self._turn == number or bool(self._errors))
+
+    def _end(self, number: int) -> None:
+        """Note that a pass has ended; it may be called again."""
+        with self._changed:
+            self._runs[number] = False
+            if self._turn == number or self._errors:
+                self._pass_on(number)
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for the end of *threads*, whatever interrupts it: they use the model.
+
+        Args:
+            threads: those of all passes but the first, which is over; not all may have started.
+        """
+        interrupt = None
+        while True:
+            try:
+                if self._runs[0]:  # it could not note its end
+                    self._errors.append(_Abandoned())
+                self._end(0)
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _pass_on(self, number: int) -> None:
         """Give the turn to the next pass that runs."""
@@ -108,7 +142,7 @@ class LockStep:
         self._numbers[threading.get_ident()] = number
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._turn == number)
+                self._wait(number)
             if not self._errors:
                 self._states[number].restore()
                 results[number] = run()
@@ -118,11 +152,8 @@ class LockStep:
         except BaseException as error:
             self._errors.append(error)
         finally:
-            del self._numbers[threading.get_ident()]
-            with self._changed:
-                self._runs[number] = False
-                if self._turn == number or self._errors:
-                    self._pass_on(number)
+            self._numbers.pop(threading.get_ident(), None)
+            self._end(number)
 
     def _thread(self, number: int, run: Callable[[], Any], results: list[Any]) -> threading.Thread:
         context, surroundings = contextvars.copy_context(), Surroundings(self._device)
