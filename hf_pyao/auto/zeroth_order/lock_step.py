@@ -107,6 +107,7 @@ class LockStep:
             self._runs[number] = False
             if self._turn == number or self._errors:
                 self._pass_on(number)
+            self._changed.notify_all()  # also where an interrupt came between turn and notice
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
         """Wait for the end of *threads*, whatever interrupts it: they use the model.

@@ -1,0 +1,64 @@
+"""Passes that run in turns: no interrupt leaves one of them waiting, or the generators held."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from hf_pyao.auto.zeroth_order.lock_step import LockStep
+from tests.helpers.interrupts import Interrupter
+
+CPU = torch.device("cpu")
+
+
+def run(lock_step: LockStep, turns: list[int]) -> list[int]:
+    def of(number: int) -> int:
+        for _ in range(3):
+            turns.append(number)
+            lock_step.hand_over()
+        return number
+
+    return lock_step.run([lambda: of(0), lambda: of(1)])
+
+
+def passes_left() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("pyao-pass")]
+
+
+def test_an_interrupt_at_any_line_ends_all_passes() -> None:
+    with Interrupter() as counted:
+        run(LockStep(CPU), [])
+    interrupted = 0
+    for at in range(counted.count):
+        lock_step, before = LockStep(CPU), torch.get_rng_state()
+        try:
+            with Interrupter(at):
+                run(lock_step, [])
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert passes_left() == [], f"at line {at}"
+        assert torch.equal(torch.get_rng_state(), before)
+        turns: list[int] = []
+        assert run(lock_step, turns) == [0, 1], "it goes on as if nothing had happened"
+        assert turns == [0, 1] * 3
+    assert interrupted > 0.9 * counted.count
+
+
+def test_a_pass_that_fails_ends_the_other() -> None:
+    for failing in (0, 1):
+        lock_step, ended = LockStep(CPU), []
+
+        def fail(failing: int = failing, lock_step: LockStep = lock_step) -> None:
+            lock_step.hand_over()
+            raise ValueError(f"pass {failing}")
+
+        def go_on(ended: list[bool] = ended, lock_step: LockStep = lock_step) -> None:
+            for _ in range(5):
+                lock_step.hand_over()
+            ended.append(True)
+
+        with pytest.raises(ValueError, match=f"pass {failing}"):
+            lock_step.run([fail, go_on] if failing == 0 else [go_on, fail])
+        assert ended == passes_left() == []
