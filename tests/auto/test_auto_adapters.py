@@ -118,7 +118,9 @@ def distilled(models: tuple[Any, Any], step: int) -> torch.Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("planned", [False, True], ids=["all", "auto"])
+@pytest.mark.parametrize(
+    "planned", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["all", "auto"]
+)
 def test_a_reference_model_shares_host_memory_and_link(planned: bool) -> None:
     def models() -> tuple[Any, Any]:
         reference = tiny_lora("llama", num_hidden_layers=4)

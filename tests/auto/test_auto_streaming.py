@@ -263,6 +263,7 @@ def test_first_layers_that_stay_leave_a_share_of_the_device(other_bytes: int) ->
         assert number == max(fitting, default=0)
 
 
+@pytest.mark.thorough
 def test_embeddings_and_head_leave_last_by_the_first_batch() -> None:
     """Where no layer stays, and the step does not fit; and where there is room they stay."""
     expected = step(lora(), BATCH)

@@ -96,7 +96,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 def test_it_offloads_nothing_where_everything_fits(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +162,7 @@ def test_what_was_kept_is_followed_again_where_it_fits(
             assert offloader.engine.rests is (gib == 1.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["values", "compiled parts of layers"])
 def test_a_part_is_kept_where_not_all_fits(name: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -31,6 +33,7 @@ except ImportError:
 """
 
 
+@pytest.mark.thorough
 def test_old_names_are_the_modules_that_have_new_ones() -> None:
     program = PROGRAM.format(folder=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

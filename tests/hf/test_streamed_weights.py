@@ -62,7 +62,7 @@ def is_streamed(model: nn.Module) -> bool:
         ({"bf16": True}, {"stream_dtype": "compute"}),
     ],
 )
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_trainer_trains_evaluates_and_saves_as_without(
     more: dict[str, Any],
     settings: dict[str, Any],
@@ -107,6 +107,7 @@ def test_trainer_trains_evaluates_and_saves_as_without(
     assert_same(resumed.model, plain)
 
 
+@pytest.mark.thorough
 def test_what_larger_micro_batches_would_save_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -136,6 +136,7 @@ def test_final_parameters_are_those_without_us(name: str, is_lora: bool, tmp_pat
     check(name, tmp_path, is_lora=is_lora)
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_generates(tmp_path: Path) -> None:
     """A short case of the test above."""
     check("GRPO", tmp_path, is_lora=False)

@@ -161,7 +161,7 @@ def test_a_learned_prefix(settings: dict[str, Any]) -> None:
     check(tiny_model("llama"), with_a_learned_prefix, **settings)
 
 
-@pytest.mark.parametrize("model_type", ["t5", "bart"])
+@pytest.mark.parametrize("model_type", ["t5", pytest.param("bart", marks=pytest.mark.thorough)])
 def test_a_decoder_that_finds_its_cross_attention_in_the_cache(model_type: str) -> None:
     def run(model: Any) -> Outcome:
         torch.manual_seed(3)

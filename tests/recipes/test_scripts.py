@@ -119,6 +119,7 @@ def test_loop_by_hand_offloads_and_learns_the_same(
     assert after < before
 
 
+@pytest.mark.thorough
 def test_a_model_larger_than_the_cap_trains_with_the_bits_of_the_resident_one(
     run_script: Script, tmp_path: Path
 ) -> None:

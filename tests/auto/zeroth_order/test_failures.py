@@ -119,7 +119,7 @@ def interrupt_at(number: int, momentum: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "share", [1 / 40, pytest.param(1.0, marks=pytest.mark.thorough)], ids=["some", "all"]
+    "share", [1 / 150, pytest.param(1.0, marks=pytest.mark.thorough)], ids=["some", "all"]
 )
 def test_ctrl_c_at_any_line_of_a_step(share: float) -> None:
     lines = lines_of_a_step()

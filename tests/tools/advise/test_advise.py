@@ -78,6 +78,7 @@ def advise(
     return status, sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.thorough
 def test_a_loop_is_ended_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +141,11 @@ def _check_pasted(said: str) -> None:
         assert args.pyao_config() == eval(expression)
 
 
-@pytest.mark.parametrize("script", [TRAINER, ACCELERATE], ids=["trainer", "accelerate"])
+@pytest.mark.parametrize(
+    "script",
+    [TRAINER, pytest.param(ACCELERATE, marks=pytest.mark.thorough)],
+    ids=["trainer", "accelerate"],
+)
 def test_trainer_and_accelerate_write_nothing(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +160,7 @@ def test_trainer_and_accelerate_write_nothing(
     assert ("gradients of earlier micro-batches are held" in said) == (script is TRAINER)
 
 
+@pytest.mark.thorough
 def test_a_small_card_gets_settings_that_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_method_with_wrong_gradients_is_told_by_how_much(
     assert row.gradient_error > 0.1
 
 
+@pytest.mark.thorough
 def test_methods_whose_package_is_missing_refuse(bench: Bench, nothing_installed: None) -> None:
     for name in ("ramtorch", "roundpipe", "trainstream", "block-streamer", "deepspeed-tiled-mlp"):
         row = run_trial(bench, Trial(method=name, micro_batch=1, compares_values=True))

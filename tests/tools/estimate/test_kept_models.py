@@ -32,6 +32,7 @@ def training(**more: object) -> FakeTraining:
     return FakeTraining(config=config_of(parse_model(SEVEN_LAYERS)), **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [{}, {"lora_rank": 4}, {"training_state": "device"}])
 @pytest.mark.sampled(every=3)
 def test_a_kept_model_is_recorded_as_a_new_one(more: dict[str, object]) -> None:
