@@ -190,7 +190,7 @@ class Twice(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        twice: torch.Tensor = torch.ops.hf_pyao_tests.twice(hidden.detach())
+        twice: torch.Tensor = torch.ops.hf_pyao_operatorss.twice(hidden.detach())
         return self.linear(hidden + twice)
 
 
@@ -201,7 +201,7 @@ def twice() -> Iterator[None]:
     def refuse(hidden: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("not of this shape.")
 
-    operators = library.Library("hf_pyao_tests", "DEF")
+    operators = library.Library("hf_pyao_operatorss", "DEF")
     operators.define("twice(Tensor hidden) -> Tensor")
     operators.impl("twice", lambda hidden: 2 * hidden, "CPU")
     operators.impl("twice", refuse, "Meta")

@@ -17,11 +17,11 @@ from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 @pytest.fixture
 def product() -> Iterator[Any]:
     """Yield an operator whose kernel is Python code with a product in it."""
-    with torch.library._scoped_library("pyao_test", "FRAGMENT") as library:
+    with torch.library._scoped_library("pyao_operators", "FRAGMENT") as library:
         library.define("product(Tensor x, Tensor w) -> Tensor")
         library.impl("product", lambda x, w: (x @ w).float(), "CPU")
         library.impl("product", lambda x, w: x.new_empty(x.shape[0], w.shape[1]), "Meta")
-        yield torch.ops.pyao_test.product
+        yield torch.ops.pyao_operators.product
 
 
 class Product(torch.autograd.Function):
