@@ -9,10 +9,14 @@ and once with `disk_path` and no host memory for saved tensors, so that they all
 a CPU the host stands in for the device. The kernel counts the process's resident memory (VmHWM in
 /proc/self/status). Losses and gradients of both runs have to have equal bits.
 
-Several hidden sizes are run with equal bytes of saved tensors. The more a layer computes for each
-byte that it saves, the less the disk costs: each row states that ratio, in FLOPs a byte, and what
-is predicted from the plain step and from the speeds of the disk that were measured in the same run.
-A small hidden size loses.
+Several shapes are run with equal bytes of saved tensors. The more a layer computes for each byte
+that it saves, the less the disk costs: each row states that ratio, in FLOPs a byte. A small hidden
+size loses. What still grows with a disk is the memory in front of it and what one layer computes
+with, so that more layers save more.
+
+The step is predicted as policy `auto` predicts it: from the plain step, and from the speeds of
+copies and of the disk in one step of a quarter of the batch, which each process runs first. On a
+CPU copies stand in the way of compute.
 """
 
 from __future__ import annotations
@@ -35,13 +39,13 @@ from hf_pyao import PyAOConfig, attach
 from hf_pyao.engine.stores.disk_figures import DiskFigures
 from hf_pyao.engine.stores.disk_store import DiskStore
 from hf_pyao.errors import ConfigError
-from hf_pyao.plan.predict.disk_demand import predicted_step_ms
+from hf_pyao.plan.hardware.speeds import DiskModel, LinkModel
+from hf_pyao.plan.predict.disk_demand import DiskDemand, passes_ms
 from result_file import write_result
 
 MIB, GIB = 2**20, 2**30
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 WINDOW_BYTES = 16 * MIB
-NUM_LAYERS = 8
 LENGTH = 256
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """For both processes. Before release 2.38 the C library's heap does not use a freed aligned block
@@ -59,7 +63,7 @@ class Arm:
     digest: str
     """Of losses and gradients."""
     grown_bytes: int
-    """Most resident memory in the steps, less what was resident before."""
+    """Most resident memory in all steps, less what was resident before."""
     forward_ms: float
     backward_ms: float
     cpu_ms: float
@@ -71,8 +75,11 @@ class Arm:
     forwarded_bytes: int = 0
     stall_ms: float = 0.0
     write_gib_per_s: float = 0.0
-    """While the disk was written: measured in these steps, as the following."""
+    """While the disk was written: measured in the step that came first, as the following."""
     read_gib_per_s: float = 0.0
+    d2h_gib_per_s: float = 0.0
+    """Of copies to the memory in front of the disk."""
+    h2d_gib_per_s: float = 0.0
     is_direct: bool = False
 
     @property
@@ -84,11 +91,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the recipe; return 0 if all bits are equal."""
     args = _parser().parse_args(argv)
     if args.smoke:
-        args.activations_gib, args.num_steps, args.hidden_sizes = 0.02, 2, [64]
+        args.activations_gib, args.num_steps, args.shapes = 0.02, 2, ["64x8"]
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
     if args.arm:
-        print(json.dumps(asdict(_arm(args, args.hidden_sizes[0], on_disk=args.arm == "disk"))))
+        print(json.dumps(asdict(_arm(args, *shapes[0], on_disk=args.arm == "disk"))))
         return 0
-    rows = [_row(args, hidden_size) for hidden_size in args.hidden_sizes]
+    rows = [_row(args, *shape) for shape in shapes]
     for row in rows:
         print(_line(row))
     if args.result is not None:
@@ -108,29 +116,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--disk_path", required=True, help="a directory on a local disk")
     parser.add_argument("--activations_gib", type=float, default=2.5)
     parser.add_argument("--num_steps", type=int, default=3)
-    parser.add_argument("--hidden_sizes", type=int, nargs="+", default=[1024, 128])
+    parser.add_argument(
+        "--shapes", nargs="+", default=["1024x8", "1024x16", "128x8"], help="hidden size x layers"
+    )
     parser.add_argument("--result", type=Path, help="write the figures to this JSON file")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     parser.add_argument("--arm", choices=["plain", "disk"], help=argparse.SUPPRESS)
     return parser
 
 
-def _row(args: argparse.Namespace, hidden_size: int) -> dict[str, Any]:
-    """Run both processes of a size, the plain one first; return what they came to."""
-    plain, disk = (_process(args, hidden_size, arm) for arm in ("plain", "disk"))
+def _row(args: argparse.Namespace, hidden_size: int, num_layers: int) -> dict[str, Any]:
+    """Run both processes of a shape, the plain one first; return what they came to."""
+    plain, disk = (_process(args, f"{hidden_size}x{num_layers}", arm) for arm in ("plain", "disk"))
     moved_bytes = disk.written_bytes or 1
-    predicted_ms = predicted_step_ms(
-        forward_ms=plain.forward_ms,
-        backward_ms=plain.backward_ms,
-        written_bytes=disk.written_bytes,
-        read_bytes=disk.read_bytes,
-        write_gib_per_s=disk.write_gib_per_s,
-        read_gib_per_s=disk.read_gib_per_s,
-    )
+    predicted_ms = _predicted_ms(plain, disk) if disk.read_gib_per_s else plain.step_ms
     return {
         "hidden_size": hidden_size,
+        "num_layers": num_layers,
         "has_equal_bits": plain.digest == disk.digest,
-        "flops_per_byte": _step_flops(hidden_size, plain.num_tokens) / moved_bytes,
+        "flops_per_byte": _step_flops(hidden_size, num_layers, plain.num_tokens) / moved_bytes,
         "growth_ratio": disk.grown_bytes / plain.grown_bytes,
         "step_ratio": disk.step_ms / plain.step_ms,
         "predicted_step_ratio": predicted_ms / plain.step_ms,
@@ -139,10 +143,27 @@ def _row(args: argparse.Namespace, hidden_size: int) -> dict[str, Any]:
     }
 
 
-def _process(args: argparse.Namespace, hidden_size: int, arm: str) -> Arm:
+def _predicted_ms(plain: Arm, disk: Arm) -> float:
+    model = DiskModel(
+        write_gib_per_s=disk.write_gib_per_s, read_gib_per_s=disk.read_gib_per_s, host_bytes=0
+    )
+    return sum(
+        passes_ms(
+            forward_ms=plain.forward_ms,
+            backward_ms=plain.backward_ms,
+            link=LinkModel(
+                d2h_gib_per_s=disk.d2h_gib_per_s, h2d_gib_per_s=disk.h2d_gib_per_s, disk=model
+            ),
+            offloaded_bytes=disk.written_bytes,
+            demand=DiskDemand(saved_bytes=disk.written_bytes),
+        )
+    )
+
+
+def _process(args: argparse.Namespace, shape: str, arm: str) -> Arm:
     command = [sys.executable, __file__, "--arm", arm, "--disk_path", args.disk_path]
     command += ["--activations_gib", str(args.activations_gib), "--num_steps", str(args.num_steps)]
-    command += ["--hidden_sizes", str(hidden_size)]
+    command += ["--shapes", shape]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | RETURNS_MEMORY
     )
@@ -152,7 +173,8 @@ def _process(args: argparse.Namespace, hidden_size: int, arm: str) -> Arm:
 def _line(row: dict[str, Any]) -> str:
     bits = "equal bits" if row["has_equal_bits"] else "OTHER BITS"
     return (
-        f"hidden size {row['hidden_size']} ({row['flops_per_byte']:,.0f} FLOPs a byte written): "
+        f"hidden size {row['hidden_size']}, {row['num_layers']} layers "
+        f"({row['flops_per_byte']:,.0f} FLOPs a byte written): "
         f"resident growth {row['disk']['grown_bytes'] / GIB:.2f} of "
         f"{row['plain']['grown_bytes'] / GIB:.2f} GiB ({row['growth_ratio'] - 1:+.0%}), step "
         f"{row['step_ratio']:.2f}x, predicted {row['predicted_step_ratio']:.2f}x, disk "
@@ -160,19 +182,19 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _step_flops(hidden_size: int, num_tokens: int) -> float:
+def _step_flops(hidden_size: int, num_layers: int, num_tokens: int) -> float:
     """Return the FLOPs of the products of a step's layers, forward and backward."""
     weights = 4 * hidden_size**2 + 3 * hidden_size * 4 * hidden_size
-    return 6.0 * num_tokens * NUM_LAYERS * weights
+    return 6.0 * num_tokens * num_layers * weights
 
 
 # ---- one process ------------------------------------------------------------------------------
 
 
-def _arm(args: argparse.Namespace, hidden_size: int, *, on_disk: bool) -> Arm:
+def _arm(args: argparse.Namespace, hidden_size: int, num_layers: int, *, on_disk: bool) -> Arm:
     """Train in this process; return what it came to."""
-    model = _model(hidden_size)
-    wanted = args.activations_gib * GIB / (BYTES_A_TOKEN * hidden_size * NUM_LAYERS)
+    model = _model(hidden_size, num_layers)
+    wanted = args.activations_gib * GIB / (BYTES_A_TOKEN * hidden_size * num_layers)
     batch_size = max(1, round(wanted / LENGTH))
     config = PyAOConfig(policy="off")
     if on_disk:
@@ -187,8 +209,11 @@ def _arm(args: argparse.Namespace, hidden_size: int, *, on_disk: bool) -> Arm:
     with attach(model, config) as offloader:
         _step(model, _ids(1, 0)[:, :16])  # gradients, threads and code are there
         store = next((s for s in offloader.link.tiers.stores if isinstance(s, DiskStore)), None)
-        before = DiskFigures() if store is None else store.figures.copy()
         resident_bytes = _resident_bytes()
+        _step(model, _ids(max(1, batch_size // 4), args.num_steps))
+        model.zero_grad(set_to_none=False)
+        first = DiskFigures() if store is None else store.figures.copy()
+        copies = offloader.link.transport.bandwidth()
         digest, times_ms = hashlib.sha256(), [0.0, 0.0]
         began_ms = _cpu_ms()
         for seed in range(args.num_steps):
@@ -197,7 +222,7 @@ def _arm(args: argparse.Namespace, hidden_size: int, *, on_disk: bool) -> Arm:
             times_ms = [times_ms[0] + forward_ms, times_ms[1] + backward_ms]
         cpu_ms = (_cpu_ms() - began_ms) / args.num_steps
         grown_bytes = _resident_peak_bytes() - resident_bytes
-        figures = DiskFigures() if store is None else store.figures.since(before)
+        figures = DiskFigures() if store is None else store.figures.since(first)
     for parameter in model.parameters():
         if parameter.grad is not None:
             digest.update(parameter.grad.numpy().tobytes())
@@ -213,13 +238,15 @@ def _arm(args: argparse.Namespace, hidden_size: int, *, on_disk: bool) -> Arm:
         read_bytes=figures.read_bytes // num_steps,
         forwarded_bytes=figures.forwarded_bytes // num_steps,
         stall_ms=figures.stall_ms / num_steps,
-        write_gib_per_s=figures.write_gib_per_s or 0.0,
-        read_gib_per_s=figures.read_gib_per_s or 0.0,
+        write_gib_per_s=first.write_gib_per_s or 0.0,
+        read_gib_per_s=first.read_gib_per_s or 0.0,
+        d2h_gib_per_s=copies.d2h_gib_per_s or 0.0,
+        h2d_gib_per_s=copies.h2d_gib_per_s or 0.0,
         is_direct=store is not None and store.file.is_direct,
     )
 
 
-def _model(hidden_size: int) -> Any:
+def _model(hidden_size: int, num_layers: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -227,7 +254,7 @@ def _model(hidden_size: int) -> Any:
         vocab_size=256,
         hidden_size=hidden_size,
         intermediate_size=4 * hidden_size,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=max(1, hidden_size // 64),
         max_position_embeddings=LENGTH,
     )

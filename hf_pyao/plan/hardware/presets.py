@@ -47,7 +47,7 @@ from types import MappingProxyType
 
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
-from hf_pyao.plan.hardware.speeds import GIB, DeviceModel, LinkModel
+from hf_pyao.plan.hardware.speeds import GIB, DeviceModel, DiskModel, LinkModel
 
 COMPUTE_SHARE = 0.85
 MEMORY_SHARE = 0.80
@@ -109,8 +109,8 @@ class Hardware:
         return dataclasses.replace(self, link=link)
 
     def with_disk(self, gib_per_s: float) -> Hardware:
-        """Return the same device with a disk below the host that is read at this speed."""
-        link = dataclasses.replace(self.link, disk_read_gib_per_s=gib_per_s)
+        """Return the same device with weights on a disk, which is read at this speed."""
+        link = dataclasses.replace(self.link, disk=DiskModel(read_gib_per_s=gib_per_s))
         return dataclasses.replace(self, link=link)
 
     @property

@@ -42,11 +42,12 @@ class DeviceModel:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskModel:
-    """A disk below the host, for saved tensors that find no room there. GiB are 2**30 bytes."""
+    """A disk below the host: for weights, or for saved tensors too. GiB are 2**30 bytes."""
 
-    write_gib_per_s: float
     read_gib_per_s: float
-    host_bytes: float
+    write_gib_per_s: float | None = None
+    """None: no saved tensors go there, weights alone."""
+    host_bytes: float = math.inf
     """Host memory for saved tensors: what finds no room in it goes to the disk."""
     memory_bytes: int = 256 * 2**20
     """Host memory in front of the disk, through which the bytes pass."""
@@ -57,13 +58,21 @@ class DiskModel:
         Raises:
             ConfigError: a speed is not positive.
         """
-        _check_speeds(self, "write_gib_per_s", "read_gib_per_s")
+        _check_speeds(self, "read_gib_per_s")
+        if self.write_gib_per_s is not None:
+            _check_speeds(self, "write_gib_per_s")
 
-    def write_ms(self, nbytes: int) -> float:
-        """Return how long the disk writes *nbytes*."""
-        return nbytes / GIB / self.write_gib_per_s * 1e3
+    @property
+    def takes_saved(self) -> bool:
+        """True if saved tensors go there that find no room on the host."""
+        return self.write_gib_per_s is not None
 
-    def read_ms(self, nbytes: int) -> float:
+    def write_ms(self, nbytes: float) -> float:
+        """Return how long the disk writes *nbytes*; infinite where it is not written."""
+        speed = self.write_gib_per_s
+        return math.inf if speed is None else nbytes / GIB / speed * 1e3
+
+    def read_ms(self, nbytes: float) -> float:
         """Return how long the disk reads *nbytes*."""
         return nbytes / GIB / self.read_gib_per_s * 1e3
 
@@ -84,10 +93,7 @@ class LinkModel:
     latency_us: float = 0.0
     """Fixed cost of each copy."""
     disk: DiskModel | None = None
-    """What saved tensors go to that find no room on the host; None: nothing."""
-    disk_read_gib_per_s: float | None = None
-    """What a disk is read at that has streamed weights for which the host has no room; None: there
-    is none."""
+    """What is below the host; None: nothing."""
 
     def __post_init__(self) -> None:
         """Check the speeds.
@@ -97,8 +103,6 @@ class LinkModel:
         """
         _check_speeds(self, "d2h_gib_per_s", "h2d_gib_per_s", "host_memory_gib_per_s")
         _check_delay(self, "latency_us")
-        if self.disk_read_gib_per_s is not None:
-            _check_speeds(self, "disk_read_gib_per_s")
         if self.copy_engines not in (1, 2):
             raise ConfigError(
                 f"copy_engines is {self.copy_engines}; expected 1 or 2.", key="wrong-argument"
@@ -109,10 +113,9 @@ class LinkModel:
         speed = self.d2h_gib_per_s if direction == "offload" else self.h2d_gib_per_s
         return nbytes / GIB / speed * 1e3 + self.latency_us / 1e3
 
-    def read_ms(self, nbytes: int) -> float:
+    def read_ms(self, nbytes: float) -> float:
         """Return how long the disk reads *nbytes*; 0 where there is no disk."""
-        speed = self.disk_read_gib_per_s
-        return 0.0 if speed is None else nbytes / GIB / speed * 1e3
+        return 0.0 if self.disk is None else self.disk.read_ms(nbytes)
 
 
 def _check_speeds(model: Any, *names: str) -> None:

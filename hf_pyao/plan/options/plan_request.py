@@ -281,7 +281,9 @@ class PlanRequest:
         model = None if self.disk is None else self.disk.model()
         if self.disk is not None and model is not None:
             host_limit_bytes += self.disk.capacity_bytes
-        conditions = self.conditions(dataclasses.replace(link, disk=model), gradient_bytes)
+        if self.disk is not None:
+            link = dataclasses.replace(link, disk=model)
+        conditions = self.conditions(link, gradient_bytes)
         return Planner(
             program,
             times_ms,

@@ -39,6 +39,8 @@ class Copy:
     """Layer whose streamed weights it is of; -1: of none."""
     staging_bytes: int = 0
     """Host memory through which it comes from the disk; 0: the host has it."""
+    slower: float = 1.0
+    """By what the disk reads it more slowly, since saved tensors use the disk too."""
     order: int = -1
     """Position in the queue of its direction; -1 until it is booked."""
     start_ms: float = math.inf
@@ -145,7 +147,7 @@ class DiskReads:
         link, staging_bytes = self._link, copy.staging_bytes
         read_ms = self._read_ms
         if read_ms is None:
-            read_ms = -link.read_ms(staging_bytes)
+            read_ms = -link.read_ms(staging_bytes) * copy.slower
         size = max(1, min(staging_bytes, copy.nbytes) // _PARTS)
         before = self._sums[-1] if self._sums else 0
         now_ms = max(start_ms, self._copied_ms[-1]) if self._copied_ms else start_ms
@@ -159,7 +161,7 @@ class DiskReads:
                 read_ms = max(read_ms, copied_ms[bisect_left(sums, must_be_copied)])
             elif must_be_copied > 0:
                 read_ms = max(read_ms, self._copied_ms[bisect_left(self._sums, must_be_copied)])
-            read_ms += link.read_ms(nbytes)
+            read_ms += link.read_ms(nbytes) * copy.slower
             share = nbytes / copy.nbytes
             now_ms = max(now_ms, read_ms) + share * link.copy_ms(RELOAD, copy.nbytes)
             sums.append(end)

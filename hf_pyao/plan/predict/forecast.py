@@ -178,7 +178,11 @@ class Forecast:
             rebuilds=step.rebuilds,
             host=host,
         )
-        return found if late or not self.is_blocking else with_blocking_copies(found, self.link)
+        return (
+            found
+            if late or not self.is_blocking
+            else with_blocking_copies(found, self.link, step.program)
+        )
 
     def plan(
         self,

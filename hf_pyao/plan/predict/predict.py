@@ -20,6 +20,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.predict.copy_lanes import GRADIENT, Copy, Lanes, LateLanes, TimedLanes
+from hf_pyao.plan.predict.disk_demand import DiskDemand
 from hf_pyao.plan.predict.predicted_copies import PredictedOffloads, PredictedReloads
 from hf_pyao.plan.predict.predicted_disk import PredictedDisk
 from hf_pyao.plan.predict.predicted_memory import PredictedMemory
@@ -140,10 +141,14 @@ def _walked(
     """Walk through the step; return what it comes to, and the clock."""
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
     clock = LanesClock(lanes, host, is_timed=times_ms is not None)
-    disk = None
+    disk = slower = None
     if link is not None and link.disk is not None and times_ms is not None:
-        disk = PredictedDisk(link.disk, clock)
-    walk = StepWalk(program, plan, times_ms, clock, disk, is_first_step=is_first_step)
+        demand = DiskDemand.of(program, leaving_bytes(program, plan), link.disk)
+        seen, slower = demand.slower(link.disk)
+        disk = PredictedDisk(seen, clock) if seen.takes_saved else None
+    walk = StepWalk(
+        program, plan, times_ms, clock, disk, is_first_step=is_first_step, slower=slower
+    )
     prediction = replace(
         walk.run(),
         stall_forward_ms=clock.stall_ms[FORWARD],
@@ -182,6 +187,24 @@ class StepPlan:
     coded: Mapping[int, Coded]
 
 
+def leaving_slots(program: StepProgram, plan: StepPlan) -> list[bool]:
+    """Return which slots of *program* leave the device under *plan*."""
+    return [
+        leaves and slot.link_bytes > 0 and number not in plan.rebuilds
+        for number, (slot, leaves) in enumerate(zip(program.slots, plan.leaves, strict=False))
+    ]
+
+
+def leaving_bytes(program: StepProgram, plan: StepPlan) -> int:
+    """Return the bytes of the slots that leave, encoded where they are."""
+    coded = plan.coded
+    return sum(
+        coded[number].nbytes if number in coded else program.slots[number].link_bytes
+        for number, leaves in enumerate(leaving_slots(program, plan))
+        if leaves
+    )
+
+
 class StepWalk:
     """One walk through a program, on a clock.
 
@@ -192,6 +215,7 @@ class StepWalk:
         clock: says when copies are done.
         disk: where slots go that find no room on the host; None: the host has room for all.
         is_first_step: as for :func:`predict`.
+        slower: as for :class:`~hf_pyao.plan.predict.predicted_uploads.PredictedUploads`.
 
     Raises:
         ConfigError: the plan has not as many entries as the program has slots, or *times_ms* not as
@@ -207,6 +231,7 @@ class StepWalk:
         disk: PredictedDisk | None = None,
         *,
         is_first_step: bool = False,
+        slower: Mapping[str, float] | None = None,
     ) -> None:
         slots = program.slots
         if len(plan.leaves) != len(slots):
@@ -224,10 +249,7 @@ class StepWalk:
         self._times_ms = times_ms
         self._clock = clock
         self._memory = memory = PredictedMemory(program)
-        self._leaves = [
-            plan.leaves[number] and slot.link_bytes > 0 and number not in plan.rebuilds
-            for number, slot in enumerate(slots)
-        ]
+        self._leaves = leaving_slots(program, plan)
         by_layer: defaultdict[int, list[int]] = defaultdict(list)
         for number in reversed(range(len(slots))):  # backward asks for the newest first
             if self._leaves[number]:
@@ -236,7 +258,7 @@ class StepWalk:
             plan.window_bytes, program, plan.coded, clock, memory, disk
         )
         self._reloads = PredictedReloads(self._offloads, program, by_layer, clock, memory)
-        self._uploads = PredictedUploads(program, clock, is_first_step=is_first_step)
+        self._uploads = PredictedUploads(program, clock, is_first_step=is_first_step, slower=slower)
         self._rebuild_ms = 0.0
         self._is_rebuilt: set[int] = set()
         self._rebuilt_at: dict[int, int] = {}

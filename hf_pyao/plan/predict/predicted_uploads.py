@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hf_pyao.engine.transfer.ring_schedule import RingSchedule
 from hf_pyao.plan.predict.copy_lanes import RELOAD, Copy
@@ -27,10 +27,16 @@ class PredictedUploads(RingSchedule):
         clock: when copies are done; None: uploads are counted alone.
         is_first_step: the ring is empty when the step begins; False: it holds what an equal step
             has left there.
+        slower: by what the disk reads weights more slowly, by pass; None: by nothing.
     """
 
     def __init__(
-        self, program: StepProgram, clock: StepClock | None, *, is_first_step: bool
+        self,
+        program: StepProgram,
+        clock: StepClock | None,
+        *,
+        is_first_step: bool,
+        slower: Mapping[str, float] | None = None,
     ) -> None:
         streamed = program.streamed
         super().__init__(len(streamed.blocks), streamed.num_slots)
@@ -44,6 +50,7 @@ class PredictedUploads(RingSchedule):
         self._blocks = streamed.blocks
         self._on_disk = frozenset(streamed.disk_layers)
         self._staging_bytes = streamed.staging_bytes
+        self._slower = {} if slower is None else slower
         self._of_layer: defaultdict[int, list[int]] = defaultdict(list)
         for block, (layer, _) in enumerate(streamed.blocks):
             self._of_layer[layer].append(block)
@@ -109,6 +116,7 @@ class PredictedUploads(RingSchedule):
             return
         staging_bytes = self._staging_bytes if layer in self._on_disk else 0
         copy = Copy(RELOAD, nbytes, self._clock.now_ms, layer=layer, staging_bytes=staging_bytes)
+        copy.slower = self._slower.get(self._phase, 1.0)
         self._clock.book(copy)
         self._under_way[block] = copy
         self.copies.append(copy)

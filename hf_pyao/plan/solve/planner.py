@@ -98,7 +98,7 @@ class Planner(Proposals):
         if not layers and ratios == self.conditions.speed_ratios:
             return self
         program = with_streamed_blocks(self.program, layers)
-        if self.conditions.link.disk_read_gib_per_s is not None:
+        if self.conditions.link.disk is not None:
             program = with_blocks_on_disk(program, self.host_limit_bytes)
         return Planner(
             program,

@@ -305,7 +305,7 @@ class Proposals:
         timed, late = predict_timed_and_late(step.program, step.leaves, **given)
         predict_early = partial(predict, step.program, step.leaves, **given, host=IN_STEP)
         if conditions.is_blocking:
-            timed = with_blocking_copies(timed, conditions.link)
+            timed = with_blocking_copies(timed, conditions.link, step.program)
         return Candidate(
             name=name,
             actions=tuple(actions),
@@ -377,7 +377,7 @@ class Proposals:
                 coded=step.coded,
             )
             if is_blocking:
-                found = with_blocking_copies(found, link)
+                found = with_blocking_copies(found, link, step.program)
             self._elsewhere_ms[key] = found.step_ms
         return self._elsewhere_ms[key]
 

@@ -244,7 +244,7 @@ class StreamingChoice:
 
     def _most(self) -> int:
         """Return how many blocks the host, and the disk below it, have room for."""
-        if self.resident.configured.conditions.link.disk_read_gib_per_s is not None:
+        if self.resident.configured.conditions.link.disk is not None:
             return self.num_blocks
         largest: int = max(self._sizes, default=0)
         if largest and self._host_limit_bytes < self.num_blocks * largest:

@@ -261,7 +261,7 @@ class Estimator:
             program = self.program(family, micro_batch, length)
             if way.streams:  # all that can be
                 program = with_streamed_blocks(program, range(program.num_layers))
-                if self.hardware.link.disk_read_gib_per_s is not None:
+                if self.hardware.link.disk is not None:
                     program = with_blocks_on_disk(program, self.hardware.host_limit_bytes)
             later_bytes = self._training.optimizer_step_bytes(program)
             if way.is_auto:  # what fits: without solving anything

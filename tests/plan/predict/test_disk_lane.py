@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from hf_pyao.plan.hardware.speeds import GIB, LinkModel
+from hf_pyao.plan.hardware.speeds import GIB, DiskModel, LinkModel
 from hf_pyao.plan.predict.copy_lanes import RELOAD, Copy, TimedLanes
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.disk_share import disk_share, with_blocks_on_disk
@@ -28,8 +28,9 @@ SPEED = UNIT * 1000 / GIB
 
 
 def link_with(disk_units_per_ms: float | None) -> LinkModel:
-    disk = None if disk_units_per_ms is None else SPEED * disk_units_per_ms
-    return LinkModel(d2h_gib_per_s=SPEED, h2d_gib_per_s=SPEED, disk_read_gib_per_s=disk)
+    speed = None if disk_units_per_ms is None else SPEED * disk_units_per_ms
+    disk = None if speed is None else DiskModel(read_gib_per_s=speed)
+    return LinkModel(d2h_gib_per_s=SPEED, h2d_gib_per_s=SPEED, disk=disk)
 
 
 def on_disk(num: int, size: int, num_on_disk: int, staging: int) -> StepProgram:

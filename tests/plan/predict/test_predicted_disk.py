@@ -9,11 +9,13 @@ import pytest
 
 from hf_pyao.plan.hardware.speeds import DiskModel, LinkModel
 from hf_pyao.plan.predict.copy_lanes import OFFLOAD, RELOAD, Copy
-from hf_pyao.plan.predict.disk_demand import predicted_step_ms
+from hf_pyao.plan.predict.disk_demand import DiskDemand, passes_ms
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.predict.predicted_disk import PredictedDisk
 from hf_pyao.plan.step.prediction import Prediction
-from hf_pyao.plan.step.step_program import BACKWARD, StepProgram
+from hf_pyao.plan.step.step_program import BACKWARD, FORWARD, StepProgram
+from hf_pyao.plan.step.streamed_step import with_streamed_blocks
+from hf_pyao.plan.weights.weight_plan import weight_plan_of
 from tests.plan.predict.test_predict import Case
 
 GIB = 2**30
@@ -115,7 +117,74 @@ def test_a_demand_of_80_percent_costs_no_more_than_5_percent(program: StepProgra
     assert twice.stall_backward_ms > 0
 
 
-def test_the_demand_of_a_step() -> None:
-    given = {"forward_ms": 100.0, "backward_ms": 200.0, "write_gib_per_s": 1, "read_gib_per_s": 2}
-    assert predicted_step_ms(**given, written_bytes=0, read_bytes=0) == 300.0
-    assert predicted_step_ms(**given, written_bytes=GIB, read_bytes=GIB) == 1500.0
+def test_no_step_is_shorter_than_what_the_disk_does_for_weights_and_saved_tensors(
+    program: StepProgram,
+) -> None:
+    streamable = [each._replace(is_streamable=True) for each in program.residents]
+    program = dataclasses.replace(program, residents=tuple(streamable))
+    program = with_streamed_blocks(program, range(program.num_layers))
+    staging_bytes = program.streamed.slot_bytes
+    streamed = dataclasses.replace(
+        program.streamed, disk_layers=program.streamed.layers, staging_bytes=staging_bytes
+    )
+    both = dataclasses.replace(program, streamed=streamed)
+    times_ms = [0.01] * program.num_operations
+    leaves = [True] * len(program.slots)
+    saved_bytes = sum(slot.link_bytes for slot in program.slots)
+    memory_bytes = saved_bytes // 10
+    read_bytes = weight_plan_of(both).disk_read_bytes
+    assert read_bytes > 0
+    disk = DiskModel(
+        write_gib_per_s=0.5, read_gib_per_s=1.0, host_bytes=0, memory_bytes=memory_bytes
+    )
+
+    def step_ms(step: StepProgram, host_bytes: float) -> float:
+        link = dataclasses.replace(LINK, disk=dataclasses.replace(disk, host_bytes=host_bytes))
+        return predict(step, leaves, window_bytes=2**16, times_ms=times_ms, link=link).step_ms
+
+    alone_ms = step_ms(program, 0), step_ms(both, 2**60)
+    together_ms = step_ms(both, 0)
+    busy_ms = sum(
+        nbytes / GIB / speed * 1e3
+        for nbytes, speed in (
+            (saved_bytes, 0.5),
+            (saved_bytes - memory_bytes, 1.0),
+            (read_bytes - staging_bytes, 1.0),  # so much was read before the step began
+        )
+    )
+    assert max(alone_ms) < busy_ms, "one that does both at once for nothing would be optimistic"
+    # What stays in memory as each pass ends is all that it may save.
+    assert busy_ms - memory_bytes / GIB / 0.5 * 1e3 <= together_ms
+    assert together_ms <= 1.5 * sum(alone_ms)
+
+
+@pytest.mark.parametrize(
+    ("saved_gib", "weights_gib", "expected"),
+    [
+        (0, 0, (110.0, 220.0)),
+        # 400 ms of writes and 200 of reads, of which a quarter is memory's.
+        (0.4, 0, (300.0, 250.0)),
+        (0.4, 0.1, (350.0, 300.0)),
+        (0.1, 0, (110.0, 220.0)),
+        (0, 0.5, (250.0, 250.0)),
+    ],
+)
+def test_passes_in_which_copies_stand_in_the_way(
+    saved_gib: float, weights_gib: float, expected: tuple[float, float]
+) -> None:
+    disk = DiskModel(
+        write_gib_per_s=1.0, read_gib_per_s=2.0, host_bytes=0, memory_bytes=int(0.1 * GIB)
+    )
+    link = LinkModel(d2h_gib_per_s=10.0, h2d_gib_per_s=5.0, disk=disk)
+    weights_bytes = int(weights_gib * GIB)
+    found = passes_ms(
+        forward_ms=100.0,
+        backward_ms=200.0,
+        link=link,
+        offloaded_bytes=int(0.1 * GIB),
+        demand=DiskDemand(
+            saved_bytes=int(saved_gib * GIB),
+            weights_bytes={FORWARD: weights_bytes, BACKWARD: weights_bytes},
+        ),
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
