@@ -1,21 +1,23 @@
-"""What collectives of FSDP2 take, while micro-batches are measured.
+"""What collectives of FSDP2 and DeepSpeed's ZeRO take, while micro-batches are measured.
 
 A unit of FSDP2 calls objects for its collectives, which its methods ``set_custom_all_gather`` and
 ``set_custom_reduce_scatter`` exchange (``torch/distributed/fsdp/_fully_shard/_fsdp_api.py``). While
 micro-batches are measured, each is called between two marks on the stream that the unit runs it on.
-Nothing else changes: the same object runs the same collective.
+Nothing else changes: the same object runs the same collective. ZeRO's are in
+:mod:`hf_pyao.auto.zero_times`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_pyao.auto.zero_times import ZeroTimes
 from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.training_engines import FSDP2
@@ -24,7 +26,7 @@ _PLACES = ("_all_gather_comm", "_reduce_scatter_comm")
 
 
 class CollectiveTimes:
-    """Times the collectives of a model's units of FSDP2.
+    """Times the collectives of a model that FSDP2 or ZeRO shards.
 
     Args:
         transport: whose marks and times are used.
@@ -35,13 +37,16 @@ class CollectiveTimes:
         self._transport = transport
         self._device = device
         self._exchanged: list[tuple[Any, str, Any]] = []
-        self._spans: defaultdict[tuple[str, int], list[tuple[Any, Any]]] = defaultdict(list)
-        """By kind and received bytes of a collective: marks before and after each."""
+        self._spans: list[tuple[tuple[str, int], list[Any]]] = []
+        """Kind and received bytes of each collective, as they were queued, and marks before and
+        after it; there is none after it as long as it runs."""
+        self._zero = ZeroTimes(transport, device, self._spans)
 
     def start(self, model: nn.Module) -> None:
-        """Time those of *model*; does nothing without FSDP2, or where it has begun."""
+        """Time those of *model*; does nothing without FSDP2 or ZeRO, or where it has begun."""
         if self._exchanged:
             return
+        self._zero.start(model)
         for group in _groups_of(model):
             for place in _PLACES:
                 own = getattr(group, place, None)
@@ -55,6 +60,7 @@ class CollectiveTimes:
             if isinstance(getattr(group, place), _TimedCollective):
                 setattr(group, place, own)
         self._exchanged.clear()
+        self._zero.stop()
 
     def call(self, collective: Any, kind: str, output: Tensor, given: Tensor, **how: Any) -> Any:
         """Run a collective between two marks."""
@@ -62,24 +68,34 @@ class CollectiveTimes:
         result = collective(output, given, **how)
         if result is None:  # else it may still run, and marks say nothing
             nbytes = abs(output.nbytes - given.nbytes)
-            self._spans[kind, nbytes].append((before, self._transport.mark(self._device)))
+            self._spans.append(((kind, nbytes), [before, self._transport.mark(self._device)]))
         return result
+
+    @property
+    def waits(self) -> Sequence[tuple[Any, Any]]:
+        """Marks on the stream that computes, between which it has waited for ZeRO's collectives."""
+        return self._zero.waits
 
     def gib_per_s(self) -> float | None:
         """Return received bytes over time; None if nothing was seen. Waits for the last mark.
 
         Of collectives of one kind and size the time in the middle counts: first ones set up
-        connections, and some wait for a rank that is late.
+        connections, and some wait for a rank that is late. One that is queued while another runs
+        begins when that has ended.
         """
-        received, taken_ms = 0, 0.0
-        for (_, nbytes), spans in self._spans.items():
-            times_ms = []
-            for before, after in spans:
+        times_ms: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        last = None
+        for key, (before, *ends) in self._spans:
+            for after in ends:
                 if isinstance(after, torch.Event):
                     after.synchronize()
-                times_ms.append(self._transport.elapsed_ms(before, after))
-            received += nbytes * len(times_ms)
-            taken_ms += median(times_ms) * len(times_ms)
+                elapsed_ms = self._transport.elapsed_ms(before, after)
+                if last is not None:
+                    elapsed_ms -= max(0.0, self._transport.elapsed_ms(before, last))
+                times_ms[key].append(max(0.0, elapsed_ms))
+                last = after
+        received = sum(nbytes * len(found) for (_, nbytes), found in times_ms.items())
+        taken_ms = sum(median(found) * len(found) for found in times_ms.values())
         return received / GIB / taken_ms * 1e3 if received and taken_ms > 0 else None
 
 

@@ -249,15 +249,19 @@ class ProfileWriter:
             settings=self._settings,
             why_no_program=_NOT_YET,
         )
-        # Waits for weights are no compute, as those for activations are not.
-        metrics = dict(self.profile.metrics)
-        waits_ms = zip(("forward", "backward"), self._stalls_ms, stalls_ms, strict=True)
-        for phase, before_ms, after_ms in waits_ms:
+        # Waits for weights, streamed or gathered, are no compute, as those for activations are not.
+        self._collectives.stop()
+        waits_ms = profiler.within_ms(self._collectives.waits)
+        for phase, before_ms, after_ms in zip(
+            ("forward", "backward"), self._stalls_ms, stalls_ms, strict=True
+        ):
             mean_ms = max(0.0, after_ms - before_ms) / self._num_micro_batches
+            waits_ms[phase] = waits_ms.get(phase, 0.0) + mean_ms
+        metrics = dict(self.profile.metrics)
+        for phase, mean_ms in waits_ms.items():
             if mean_ms:
                 key = f"stall_{phase}_ms"
                 metrics[key] = metrics.get(key, 0.0) + mean_ms
-        self._collectives.stop()
         self.profile = dataclasses.replace(
             self.profile, metrics=metrics, collective_gib_per_s=self._collectives.gib_per_s()
         )

@@ -64,5 +64,8 @@ THRESHOLDS: dict[str, tuple[str, dict[str, int]]] = {
     "a bucket for each": ("llama", {**SMALL, "reduce_bucket_size": 500}),
     "all-reduced": ("gpt2", {**SMALL, "reduce_scatter": False}),
     "not contiguous": ("llama", {**SMALL, "contiguous_gradients": False}),
+    "stage 2": ("llama", {"stage": 2}),
+    "stage 2, all-reduced": ("llama", {"stage": 2, "reduce_scatter": False}),
+    "stage 1": ("opt", {"stage": 1}),
 }
-"""By name: a model, and settings of ZeRO-3 that decide what is gathered, or reduced at once."""
+"""By name: a model, and settings of ZeRO that decide what is gathered, or reduced at once."""

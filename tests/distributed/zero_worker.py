@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_pyao import PyAOConfig, PyAOTrainer
+from hf_pyao import PyAOConfig, PyAOTrainer, attach
 from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.auto.recording.seen_forward import seen_forward
 from hf_pyao.auto.recording.step_recording import record_fake_step
@@ -380,11 +380,71 @@ def compare(case: Case) -> dict[str, Any]:
     return {"plain": plain, "planned": planned, "different": different, "num": len(bits[0])}
 
 
+@contextlib.contextmanager
+def collectives_noted(found: list[tuple[bool, int]]) -> Iterator[None]:
+    """Note the collectives that DeepSpeed has torch run, and what this rank receives for each."""
+    backend = deepspeed.comm.comm.cdb
+    gather, scatter = backend.all_gather_function, backend.reduce_scatter_function
+    sums = dist.all_reduce
+
+    def gathers(output_tensor: Any, input_tensor: Any, **how: Any) -> Any:
+        found.append((True, output_tensor.nbytes - input_tensor.nbytes))
+        return gather(output_tensor, input_tensor, **how)
+
+    def scatters(output_tensor: Any, input_tensor: Any, **how: Any) -> Any:
+        found.append((False, input_tensor.nbytes - output_tensor.nbytes))
+        return scatter(output_tensor, input_tensor, **how)
+
+    def reduces(tensor: Any, **how: Any) -> Any:
+        found.append((False, tensor.nbytes))  # half of it twice, on two ranks
+        return sums(tensor, **how)
+
+    with (
+        mock.patch.object(backend, "all_gather_function", gathers),
+        mock.patch.object(backend, "reduce_scatter_function", scatters),
+        mock.patch.object(dist, "all_reduce", reduces),
+    ):
+        yield
+
+
+def names_of_collectives(program: Any) -> list[str]:
+    return [each.name for each in program.operations if each.collective]
+
+
+def timed(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return what a profile says of collectives, and whether anything of it is left behind."""
+    places = [deepspeed.comm.comm.cdb, getattr(engine.optimizer, "parameter_offload", None)]
+    places[1] = getattr(places[1], "param_coordinator", None)
+
+    def methods() -> list[Any]:
+        return [{n: v for n, v in vars(each or engine).items() if callable(v)} for each in places]
+
+    before = methods()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        profile = {"profile": str(path), "profile_steps": 2}
+        with attach(engine.module, PyAOConfig(policy="all", min_bytes=0, **profile)):
+            for _ in range(3):
+                engine.backward(engine(**batch).loss)
+                engine.step()
+            is_off = methods() == before
+        dist.barrier()
+        if dist.get_rank() > 0:
+            return {"is_off": is_off}
+        written = json.loads(path.read_text())
+    waits_ms = [written["metrics"].get(f"stall_{phase}_ms", 0.0) for phase in PHASES]
+    return {"is_off": is_off, "speed": written["collective_gib_per_s"], "waits_ms": waits_ms}
+
+
+PHASES = "forward", "backward", "head"
+
+
 def compare_thresholds(case: str) -> dict[str, Any]:
     """Run micro-batches without hf_pyao; return what was gathered and counted, and predicted."""
     architecture, zero = THRESHOLDS[case]
     linear = nn.functional.linear
-    settings = deepspeed_settings(Case(3, zero=zero))
+    stage = int(zero.get("stage", 3))
+    settings = deepspeed_settings(Case(stage, zero=zero))
     settings |= {"train_micro_batch_size_per_gpu": BATCH, "bf16": {"enabled": False}}
     for filled in ("gradient_accumulation_steps", "train_batch_size", "gradient_clipping"):
         del settings[filled]
@@ -392,7 +452,7 @@ def compare_thresholds(case: str) -> dict[str, Any]:
     name, _, tuning = architecture.partition(" ")
     model = build_model(name, tuning or "full", "")
     engine = deepspeed.initialize(model=model, config=settings)[0]
-    assert engine.zero_optimization_stage() == 3
+    assert engine.zero_optimization_stage() == stage
     assert dist.get_world_size() == 2
     found: dict[str, Any] = {}
     for step in range(4):
@@ -402,20 +462,29 @@ def compare_thresholds(case: str) -> dict[str, Any]:
             outputs = engine(**batch)  # which live on, as the recorded step has it
             engine.backward(outputs.loss)
 
-        _, nbytes, gathers = counted(engine, run)
+        collectives: list[tuple[bool, int]] = []
+        with collectives_noted(collectives):
+            _, nbytes, gathers = counted(engine, run)
         engine.step()
-        found = {"counted": nbytes, "gathers": gathers}
+        found = {"counted": nbytes, "gathers": gathers, "collectives": collectives}
     if dist.get_rank() == 0:
         copied: list[list[Any]] = []
         with copied_gathers_noted(copied):
             step_of_copy = CopiedStep(engine.module, seen_forward((), batch))
             program = record_fake_step(step_of_copy)[0].whole()
         kept = predict(program, [False] * len(program.slots), window_bytes=0)
+        exchanged = [each.collective for each in program.operations if each.collective]
+        queued = [name.startswith("all_gather") for name in names_of_collectives(program)]
         found |= {
+            "copied_collectives": [
+                [is_gather, each.nbytes] for is_gather, each in zip(queued, exchanged, strict=True)
+            ],
             "copied_gathers": json.loads(json.dumps(copied)),
             "predicted": kept.peak_bytes,
         }
-    found["gathers"] = json.loads(json.dumps(found["gathers"]))
+    for name in ("gathers", "collectives"):
+        found[name] = json.loads(json.dumps(found[name]))
+    found["timed"] = timed(engine, batch)
     nn.functional.linear = linear
     return found
 

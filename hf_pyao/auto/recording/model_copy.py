@@ -32,6 +32,7 @@ from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.weights.tables import compute_device, streamed_in
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings, settings_of
+from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.text import describe_error
 from hf_pyao.training_engines import Feature, engine_of_module
 
@@ -123,14 +124,14 @@ class CopiedStep:
     def let_gradients_go(self, model: nn.Module) -> None:
         """Gradients stay, as in a loop by hand."""
 
-    def before(self, model: nn.Module) -> Sequence[Tensor]:
+    def before(self, model: nn.Module, exchanged: Exchanged) -> Sequence[Tensor]:
         """Run the micro-batches before, where they leave something, or ZeRO-3 learns from them."""
 
         def run() -> None:
             self.run(model, lambda tensor, name: None)
 
         if self._zero:
-            return self._zero.before(run)
+            return self._zero.before(run, exchanged)
         return self._units.accumulate(run) if self._units.accumulates else ()
 
     def state_bytes(self, model: nn.Module) -> int:

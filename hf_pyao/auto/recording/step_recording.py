@@ -31,6 +31,7 @@ from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE, Plan
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
+from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.recording_mode import RECORDING, RecordingMode, RecordingTransport
 from hf_pyao.plan.step.resizes import sees_resizes
@@ -68,10 +69,11 @@ class FakeStep(Protocol):
         """Move gradients off the device as they are complete, if training does."""
         ...
 
-    def before(self, model: nn.Module) -> Sequence[Tensor]:
+    def before(self, model: nn.Module, exchanged: Exchanged) -> Sequence[Tensor]:
         """Run what runs before the step; return tensors that are there since then.
 
-        The levers are on the model.
+        The levers are on the model. The step itself tells *exchanged* of collectives that are no
+        operations of it.
         """
         ...
 
@@ -171,7 +173,7 @@ def record_fake_step(
         try:
             lifecycle.install()
             with few_parts(recorder):
-                recorder.note_held(step.before(model))
+                recorder.note_held(step.before(model, recorder.exchanged))
             names = [name for name, _ in found.layers]
             # Nothing of a layer that runs again as a whole is rebuilt by itself.
             # Nor where weights are gone by then: no saved tensor is recomputed under ZeRO-3.

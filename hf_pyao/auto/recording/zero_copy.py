@@ -29,8 +29,13 @@ from hf_pyao.auto.recording.zero_gradients import (
     Gradients,
     PartitionedGradients,
 )
+from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.ranks import process_rank
 from hf_pyao.training_engines import DEEPSPEED, ZERO_3
+
+_BESIDE_3 = 3
+"""Reductions that ZeRO-3 lets run beside compute: it waits for the third last
+(``max_param_reduce_events`` of 2 in ``stage3.py``)."""
 
 
 class ZeroCopy:
@@ -43,7 +48,12 @@ class ZeroCopy:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._is_partitioned = any(map(ZERO_3.has, model.parameters()))
-        self._optimizer = _zero_optimizer_of(model)
+        engine = zero_engine_of(model)
+        self._optimizer = None if engine is None else engine.optimizer
+        # On a CPU all is queued from the one thread that computes.
+        self._overlaps = (
+            engine is not None and bool(engine.zero_overlap_comm()) and self.device.type != "cpu"
+        )
         self._memo: dict[int, Any] = {}
         self._partitioned: dict[int, PartitionedParameter] = {}
         """By id of a parameter of the copy."""
@@ -134,15 +144,23 @@ class ZeroCopy:
         if self._gradients is not None:
             self._gradients.install()
 
-    def before(self, run: Callable[[], None]) -> list[Tensor]:
+    def before(self, run: Callable[[], None], exchanged: Exchanged) -> list[Tensor]:
         """Run a micro-batch of the copy, of whose order ZeRO-3 makes use in the next one.
+
+        Args:
+            run: runs it.
+            exchanged: is told of the collectives that follow.
 
         Returns:
             What is there since then, and may go.
         """
+        if self._gathers is not None:
+            run()
+            self._gathers.tell(exchanged, runs_ahead=self._overlaps)
+        if self._gradients is not None:
+            self._gradients.tell(exchanged)
         if self._gathers is None:
             return []
-        run()
         known = self._partitioned.values()
         self._gathers.gather_persistent(known)
         left = [each.parameter for each in known if each.parameter.numel() and not each.persists]
@@ -190,7 +208,12 @@ class ZeroCopy:
         if not hasattr(optimizer, "reduce_bucket_size"):
             return None  # parameters alone are partitioned
         trained = list(copy.parameters())
-        settings = _bucket_settings(optimizer, self._is_offloaded, _num_ranks(self._model))
+        settings = _bucket_settings(
+            optimizer,
+            self._is_offloaded,
+            _num_ranks(self._model),
+            (_BESIDE_3 if self._is_partitioned else 1) if self._overlaps else 0,
+        )
         if self._is_partitioned:
             bucket = next(iter(optimizer.ipg_buckets.values())).buffer
             buffer = None if bucket is None else bucket.new_empty(bucket.shape)
@@ -227,8 +250,8 @@ class ZeroCopy:
         return found
 
 
-def _zero_optimizer_of(model: nn.Module) -> Any:
-    """Return the optimizer of the ``DeepSpeedEngine`` around *model*; None if ZeRO is off.
+def zero_engine_of(model: nn.Module) -> Any:
+    """Return the ``DeepSpeedEngine`` around *model*; None if there is none, or ZeRO is off.
 
     Slow where there is one: it looks at all objects.
     """
@@ -237,8 +260,7 @@ def _zero_optimizer_of(model: nn.Module) -> Any:
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module) and DEEPSPEED.wraps(each):
             if any(module is model for module in each.modules()):
-                stage: Any = each.zero_optimization_stage()
-                return each.optimizer if stage else None
+                return each if each.zero_optimization_stage() else None
     return None
 
 
@@ -279,7 +301,9 @@ def _num_ranks(model: nn.Module) -> int:
     return process_rank().num_ranks
 
 
-def _bucket_settings(optimizer: Any, is_offloaded: bool, num_ranks: int) -> BucketSettings:
+def _bucket_settings(
+    optimizer: Any, is_offloaded: bool, num_ranks: int, num_beside: int
+) -> BucketSettings:
     """Return how *optimizer* reduces.
 
     Raises:
@@ -293,12 +317,15 @@ def _bucket_settings(optimizer: Any, is_offloaded: bool, num_ranks: int) -> Buck
     accumulated = getattr(optimizer, "gradient_accumulation_dtype", optimizer.dtype)
     if accumulated != optimizer.dtype:
         _refuse(f"its gradients are accumulated in {accumulated}, and are {optimizer.dtype}")
+    scatters = bool(optimizer.reduce_scatter)
     return BucketSettings(
         num_elements=int(optimizer.reduce_bucket_size),
         sent_dtype=dtypes[0],
         is_contiguous=bool(optimizer.contiguous_gradients),
-        scatters=bool(optimizer.reduce_scatter),
+        scatters=scatters,
         overlaps=bool(getattr(optimizer, "overlap_comm", False)),
         is_offloaded=is_offloaded,
         num_ranks=num_ranks,
+        sums_all=not scatters or bool(getattr(optimizer, "use_multi_rank_bucket_allreduce", True)),
+        num_beside=num_beside,
     )

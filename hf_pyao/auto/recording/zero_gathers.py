@@ -23,6 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_pyao.plan.step.collectives import Exchanged
+from hf_pyao.plan.step.step_program import Collective
+
 
 class Place(Enum):
     """Where a parameter is."""
@@ -78,7 +81,12 @@ class Thresholds(NamedTuple):
 class _Gather:
     """One all-gather that was begun."""
 
-    def __init__(self, parameters: Sequence[PartitionedParameter], num_ranks: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[PartitionedParameter],
+        num_ranks: int,
+        told: Callable[[Tensor], None],
+    ) -> None:
         self._parameters = parameters
         self._is_done = False
         first = parameters[0]
@@ -90,9 +98,11 @@ class _Gather:
             whole = first.part.new_empty(num_elements, device=device)
             first.parameter.data = whole[: first.num_elements].view(first.shape)
             self._flat = None
+            told(whole)
         else:
             num_elements = num_ranks * sum(each.part.numel() for each in parameters)
             self._flat = first.part.new_empty(num_elements, device=device)
+            told(self._flat)
         for each in parameters:
             each.place = Place.UNDER_WAY
 
@@ -140,6 +150,8 @@ class Gathers:
         self._num_ranks = num_ranks
         self._is_leaf = is_leaf
         self._refuse = refuse
+        self._exchanged: Exchanged | None = None
+        self._runs_ahead = False
         self._modules: list[nn.Module] = []
         """In the order in which a micro-batch came to them, forward and backward."""
         self._is_known = False
@@ -154,6 +166,20 @@ class Gathers:
         self._under_way: dict[PartitionedParameter, _Gather] = {}
         self._in_backward: dict[nn.Module, None] = {}
         self._run_again: dict[nn.Module, set[PartitionedParameter]] = defaultdict(set)
+
+    def tell(self, exchanged: Exchanged, *, runs_ahead: bool) -> None:
+        """Tell of each all-gather from now on.
+
+        Args:
+            exchanged: is told.
+            runs_ahead: whether all-gathers are on a stream of their own (``overlap_comm``).
+        """
+        self._exchanged, self._runs_ahead = exchanged, runs_ahead
+
+    def _tell(self, whole: Tensor) -> None:
+        if self._exchanged is not None:
+            nbytes = whole.nbytes - whole.nbytes // self._num_ranks
+            self._exchanged(Collective(nbytes, is_gather=self._runs_ahead), whole)
 
     def begin_micro_batch(self) -> None:
         """Take the last micro-batch for the order of the next one; before the root's forward."""
@@ -243,7 +269,7 @@ class Gathers:
             return
         ordered = sorted(parameters, key=lambda each: each.number)
         self._num_live += sum(each.num_elements for each in ordered)
-        gather = _Gather(ordered, self._num_ranks)
+        gather = _Gather(ordered, self._num_ranks, self._tell)
         self._under_way |= dict.fromkeys(ordered, gather)
 
     @torch.no_grad()

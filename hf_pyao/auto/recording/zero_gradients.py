@@ -20,6 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from hf_pyao.plan.step.collectives import Exchanged
+from hf_pyao.plan.step.step_program import Collective
+
 
 @dataclass(frozen=True)
 class BucketSettings:
@@ -38,6 +41,10 @@ class BucketSettings:
     is_offloaded: bool
     """Whether this rank's part goes to the host."""
     num_ranks: int
+    sums_all: bool = True
+    """ZeRO-1 and 2: every rank gets the whole sum; else each the parts that it keeps."""
+    num_beside: int = 0
+    """How many reductions may run beside compute; 0: compute waits for each."""
 
 
 class Gradients(Protocol):
@@ -45,6 +52,10 @@ class Gradients(Protocol):
 
     def install(self) -> None:
         """Hear of each gradient of the copy."""
+        ...
+
+    def tell(self, exchanged: Exchanged) -> None:
+        """Tell of each reduction from now on."""
         ...
 
     def end_micro_batch(self) -> None:
@@ -60,6 +71,25 @@ class _Bucket:
         self.settings = settings
         self.waiting: list[nn.Parameter] = []
         self.num_waiting = 0
+        self._exchanged: Exchanged | None = None
+
+    def tell(self, exchanged: Exchanged) -> None:
+        """Tell of each reduction from now on."""
+        self._exchanged = exchanged
+
+    def reduces(self, num_elements: int, *, sums_all: bool) -> None:
+        """Tell of a reduction.
+
+        Args:
+            num_elements: that are reduced.
+            sums_all: every rank gets the whole sum.
+        """
+        settings = self.settings
+        if self._exchanged is not None:
+            nbytes = num_elements * settings.sent_dtype.itemsize
+            received = (1 + sums_all) * (nbytes - nbytes // settings.num_ranks)
+            collective = Collective(received, is_gather=False)
+            self._exchanged(collective, num_beside=settings.num_beside)
 
     def copy_into(self, buffer: Tensor, parameter: nn.Parameter) -> None:
         """Put a gradient behind those in *buffer*."""
@@ -125,9 +155,11 @@ class PartitionedGradients(_Bucket):
         if fits and not settings.scatters:
             assert self._buffer is not None
             reduced = self._buffer[: self.num_waiting].to(settings.sent_dtype)
+            self.reduces(self.num_waiting, sums_all=True)
         else:
             sent = [each.to(settings.sent_dtype) for each in gradients]
             reduced = _scattered(sent, settings)
+            self.reduces(reduced.numel(), sums_all=False)
             del sent
         for gradient in gradients:
             part = reduced[: ceil(gradient.numel() / settings.num_ranks)].to(gradient.dtype)
@@ -223,6 +255,7 @@ class BucketedGradients(_Bucket):
         is_copied = not self._buffers or (self.settings.scatters and len(ranks) > 1)
         sent = gradients[0].new_empty(self.num_waiting) if is_copied else gradients[0]
         sent = sent.to(self.settings.sent_dtype)
+        self.reduces(self.num_waiting, sums_all=self.settings.sums_all)
         del sent
         for parameter, gradient in zip(self.waiting, gradients, strict=True):
             if self._rank in self._owners[id(parameter)] and self._buffers:

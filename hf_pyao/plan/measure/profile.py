@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
@@ -211,6 +212,32 @@ class StepProfiler(PackIntervals):
             provenance=collect_provenance(),
             **more,
         )
+
+    def within_ms(self, spans: Sequence[tuple[Any, Any]]) -> dict[str, float]:
+        """Return how much of *spans* was in layers, in ms of a micro-batch. Waits for the device.
+
+        Args:
+            spans: marks of the transport.
+
+        Returns:
+            By ``"forward"``, ``"backward"`` and ``"head"``, which is between the two.
+        """
+        found: defaultdict[str, float] = defaultdict(float)
+        parts = [
+            (phase, self._transport.elapsed_ms(spans[0][0], start), start, end)
+            for (phase, _, path), own in self._spans.items()
+            if not path and spans
+            for start, end in own
+        ]
+        parts.sort(key=lambda part: part[1])
+        starts_ms = [part[1] for part in parts]
+        for before, after in spans:
+            if isinstance(after, torch.Event):
+                after.synchronize()
+            at = bisect_right(starts_ms, self._transport.elapsed_ms(spans[0][0], before)) - 1
+            if at >= 0 and self._transport.elapsed_ms(before, parts[at][3]) > 0:
+                found[parts[at][0]] += self._transport.elapsed_ms(before, after)
+        return {phase: taken_ms / self._num_micro_batches for phase, taken_ms in found.items()}
 
     def _spans_of_timeline(self) -> list[ProfiledSpan]:
         if self._timeline is None:

@@ -72,8 +72,11 @@ def _compute_times_of(profile: Profile, program: StepProgram) -> list[float]:
             for number in range(segment.start, segment.end):
                 times_ms[number] = costs_ms[number] * slower
     if profile.head is not None and head_ms:
+        measured_ms = profile.head.mean_ms
+        waited_ms = profile.metrics.get("stall_head_ms", 0.0)
+        measured_ms = max(measured_ms - waited_ms, LEAST_SHARE * measured_ms)
         for number in head:
-            times_ms[number] = costs_ms[number] * profile.head.mean_ms / head_ms
+            times_ms[number] = costs_ms[number] * measured_ms / head_ms
     return times_ms
 
 

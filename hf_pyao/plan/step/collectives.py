@@ -9,7 +9,7 @@ then free (``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, ``wait_
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -51,7 +51,8 @@ class CollectiveWaits:
         self._num_queued = 0
         self._gathered: dict[int, tuple[int, StorageWeakRef]] = {}
         """By the storage that an all-gather writes: which of the collectives that was."""
-        self._last_reduce = -1
+        self._reductions: list[int] = []
+        """Which of the collectives are reductions."""
 
     def before(self, collective: Collective | None, reads: Iterable[torch.Tensor]) -> int:
         """Return which collective an operation waits for, as :attr:`Operation.awaits`.
@@ -61,9 +62,7 @@ class CollectiveWaits:
             reads: the tensors that it gets.
         """
         if collective is not None:
-            if collective.is_gather or self._last_reduce < 0:
-                return 0
-            return self._num_queued - self._last_reduce
+            return 0 if collective.is_gather else self.before_reduction(1)
         newest = -1
         if self._gathered:
             for tensor in reads:
@@ -72,15 +71,45 @@ class CollectiveWaits:
                     newest = max(newest, found[0])
         return 0 if newest < 0 else self._num_queued - newest
 
+    def before_reduction(self, num_beside: int) -> int:
+        """Return which collective a reduction waits for where *num_beside* may run beside compute.
+
+        Where none may, the one before has been waited for.
+        """
+        if not 0 < num_beside <= len(self._reductions):
+            return 0
+        return self._num_queued - self._reductions[-num_beside]
+
     def queued(self, collective: Collective, args: Sequence[Any]) -> None:
         """Take note of a collective that was queued, called with *args*."""
-        if collective.is_gather:
-            for tensor in tensors_in((args[0],)):
-                storage = tensor.untyped_storage()
-                self._gathered[storage._cdata] = (self._num_queued, _ref(storage))
-        else:
-            self._last_reduce = self._num_queued
+        self.queued_into(tensors_in((args[0],)) if collective.is_gather else ())
+
+    def queued_into(self, gathered: Iterable[torch.Tensor]) -> None:
+        """Take note of a collective that was queued; what it has gathered: none is a reduction."""
+        is_gather = False
+        for tensor in gathered:
+            is_gather = True
+            storage = tensor.untyped_storage()
+            self._gathered[storage._cdata] = (self._num_queued, _ref(storage))
+        if not is_gather:
+            self._reductions.append(self._num_queued)
         self._num_queued += 1
+
+
+class Exchanged(Protocol):
+    """Is told of collectives that no operation of torch runs."""
+
+    def __call__(
+        self, collective: Collective, into: torch.Tensor | None = None, *, num_beside: int = 0
+    ) -> None:
+        """Take note of one that is queued now.
+
+        Args:
+            collective: what it exchanges.
+            into: what it gathers into; compute waits for it where that is read. None: it reduces.
+            num_beside: how many reductions may run beside compute; with 0 it waits for this one.
+        """
+        ...
 
 
 def with_collectives(

@@ -52,7 +52,8 @@ class Collective(NamedTuple):
     """What a device receives for it over the interconnect, by a ring."""
     is_gather: bool
     """True: it needs nothing that the step computes, and may run ahead of compute. False: it
-    reduces what compute has just made."""
+    starts behind what compute has queued before: a reduction, or a gather on compute's own stream.
+    """
 
 
 class Operation(NamedTuple):

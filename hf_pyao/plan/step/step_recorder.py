@@ -32,6 +32,7 @@ from hf_pyao.plan.step.step_program import (
     FORWARD,
     OUTSIDE,
     ROW_STATISTIC,
+    Collective,
     Operation,
     Pack,
     Segment,
@@ -224,6 +225,28 @@ class StepRecorder(Observer):
             self._storages.note_forms(outputs)
         self._note_dependencies(func, number, args, kwargs, outputs)
         return result
+
+    def exchanged(
+        self, collective: Collective, into: torch.Tensor | None = None, *, num_beside: int = 0
+    ) -> None:
+        """Record a collective that no operation runs, as :class:`Exchanged` has it."""
+        if self.is_paused:
+            return
+        waits = self._collectives
+        if into is not None:
+            self._wait_beside("all_gather", collective)
+            waits.queued_into((into,))
+            return
+        self._wait_beside("reduce_scatter", collective, waits.before_reduction(num_beside))
+        waits.queued_into(())
+        if num_beside == 0:
+            self._wait_beside("wait", None, 1)
+
+    def _wait_beside(self, name: str, collective: Collective | None, awaits: int = 0) -> None:
+        self._storages.sweep(self.now)
+        self._operations.append(
+            Operation(name, "", 0.0, 0, False, collective=collective, awaits=awaits)
+        )
 
     def _note_dequantisation(self, func: Any, args: tuple[Any, ...]) -> None:
         """Add what runs inside of a product before the product itself does."""

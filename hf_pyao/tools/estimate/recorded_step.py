@@ -16,6 +16,7 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.levers import NO_LEVERS, Levers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
+from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.fake_step import FakeTraining
@@ -49,7 +50,7 @@ class _StepOf:
     def let_gradients_go(self, model: nn.Module) -> None:
         self.training.let_gradients_go(model)
 
-    def before(self, model: nn.Module) -> Sequence[Tensor]:
+    def before(self, model: nn.Module, exchanged: Exchanged) -> Sequence[Tensor]:
         return ()
 
     def state_bytes(self, model: nn.Module) -> int:

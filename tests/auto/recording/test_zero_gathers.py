@@ -6,6 +6,7 @@ Two processes that DeepSpeed trains are in ``tests/distributed/test_zero_plans.p
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from hf_pyao.auto.recording.zero_gradients import (
     PartitionedGradients,
 )
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
+from hf_pyao.plan.step.recording_mode import RecordingMode
+from hf_pyao.plan.step.step_program import Operation
+from hf_pyao.plan.step.step_recorder import StepRecorder
 
 WIDTH = 6
 NUM_RANKS = 2
@@ -157,6 +161,58 @@ def test_a_micro_batch_in_another_order_is_refused() -> None:
     with pytest.raises(AssertionError, match="another order"):
         micro_batch(model, gathers)
     assert model[2] is third
+
+
+def recorded(model: nn.Module, gathers: Gathers, recorder: StepRecorder) -> list[Operation]:
+    """Return the operations of a micro-batch."""
+    recorder.begin(["0"], lambda storage: False)
+    with RecordingMode(recorder):
+        micro_batch(model, gathers)
+    return list(recorder.program(0).operations)
+
+
+def awaited(operations: list[Operation]) -> list[tuple[str, int]]:
+    """Return what waits, and for which collective of the step."""
+    found, num_queued = [], 0
+    for each in operations:
+        if each.awaits:
+            found.append((each.name, num_queued - each.awaits))
+        num_queued += each.collective is not None
+    return found
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_each_gather_is_a_collective_that_compute_waits_for(runs_ahead: bool) -> None:
+    model = layers()
+    gathers = divided(model, Thresholds(0, 10**9, 0))
+    micro_batch(model, gathers)
+    recorder = StepRecorder()
+    gathers.tell(recorder.exchanged, runs_ahead=runs_ahead)
+    operations = recorded(model, gathers, recorder)
+    found = [each.collective for each in operations if each.collective]
+    half = 4 * (WEIGHT + BIAS) // NUM_RANKS
+    # Of three modules, forward and backward.
+    assert [tuple(each) for each in found] == [(half, runs_ahead)] * 6
+    assert [number for _, number in awaited(operations)] == list(range(6))
+
+
+@pytest.mark.parametrize("num_beside", [0, 1, 3])
+def test_reductions_run_beside_compute_as_far_as_the_engine_lets_them(num_beside: int) -> None:
+    model = layers(6)
+    gathers = divided(model, Thresholds(0, 10**9, 0))
+    micro_batch(model, gathers)
+    recorder = StepRecorder()
+    own = replace(settings(WEIGHT + BIAS), num_beside=num_beside)
+    gradients = PartitionedGradients(list(model.parameters()), own, torch.empty(WEIGHT + BIAS))
+    gradients.install()
+    gradients.tell(recorder.exchanged)
+    operations = recorded(model, gathers, recorder)
+    reductions = [each.collective for each in operations if each.collective]
+    # The last layer's gradients wait in the bucket until backward has ended.
+    assert [tuple(each) for each in reductions] == [(4 * (WEIGHT + BIAS) // NUM_RANKS, False)] * 5
+    names, numbers = zip(*awaited(operations), strict=True)
+    assert set(names) == {"reduce_scatter" if num_beside else "wait"}
+    assert list(numbers) == list(range(5 - num_beside))
 
 
 def settings(num_elements: int, *, is_offloaded: bool = False) -> BucketSettings:
