@@ -8,6 +8,8 @@ stand, and bytes of float16 at the link's speed.
 from __future__ import annotations
 
 import functools
+import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +20,47 @@ from experiments.rows import MINIATURE, PREDICT, Result, Row
 from experiments.runner import Options
 from hf_pyao.plan.weights.visit_clock import VisitClock, VisitTimes, least_step_ms
 from hf_pyao.tools.estimate.model_specs import config_of, parse_model
-from hf_pyao.tools.zeroth_order.estimate import GB, zeroth_order_memory
+from hf_pyao.tools.zeroth_order.estimate import GB, Choices, zeroth_order_memory
 
 TOKENS = 2048
+VOCABULARY = 50272
 LINK_GB_PER_S = 25.0
 """PCIe 4.0 x16 each way."""
 TFLOP_PER_S = 35.6
 """RTX 3090 in half precision without sparsity, as its data sheet has it for shaders; the published
 times of a block (12 ms for OPT-1.3B) are of the same order."""
-ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+LINKS_GB_PER_S = (6.25, 12.5, 25.0, 50.0)
+
+
+@dataclass(frozen=True)
+class Way:
+    """What weights are on the host, and on their way."""
+
+    dtype: str
+    transfer_dtype: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As the page has it."""
+        on_the_way = "" if self.transfer_dtype is None else f", {self.transfer_dtype} on the way"
+        return self.dtype + on_the_way
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of a matrix on its way, in both directions."""
+        return {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[
+            self.transfer_dtype or self.dtype
+        ]
+
+
+WAYS = (
+    Way("float32"),
+    Way("float16"),
+    Way("bfloat16"),
+    Way("float32", "bfloat16"),
+    Way("float32", "int8"),
+    Way("float16", "int8"),
+)
 ASSUMPTIONS = (
     "One sequence of 2,048 tokens, MeZO-SGD, all layers on the host, two slots.",
     f"Compute of a block: two forwards at {TFLOP_PER_S} TFLOP/s, products and attention alone. "
@@ -54,7 +88,8 @@ class Opt:
         return (
             f"opt:hidden_size={self.width},word_embed_proj_dim={self.width},"
             f"ffn_dim={4 * self.width},num_hidden_layers={self.layers},"
-            f"num_attention_heads={self.heads},max_position_embeddings={TOKENS},vocab_size=50272"
+            f"num_attention_heads={self.heads},max_position_embeddings={TOKENS},"
+            f"vocab_size={VOCABULARY}"
         )
 
     @property
@@ -82,9 +117,9 @@ MODELS = (
 )
 
 
-def step_ms(blocks: list[VisitTimes], num_slots: int = 2) -> float:
+def step_ms(blocks: list[VisitTimes], num_slots: int = 2, *, is_packed: bool = False) -> float:
     """Return what the second step takes on the clock."""
-    clock = VisitClock(blocks, num_slots)
+    clock = VisitClock(blocks, num_slots, is_packed=is_packed)
     clock.step_ms()
     return clock.step_ms()
 
@@ -139,53 +174,83 @@ def predict_overlap(options: Options) -> Result:
 def clock_rows(models: tuple[Opt, ...]) -> Iterator[Row]:
     """Yield a step with embeddings and head as blocks over the busiest lane, fill and drain."""
     for model in models:
-        layer = VisitTimes(
-            model.compute_ms(), model.copy_ms(), model.copy_ms(), 0.1 * model.compute_ms()
-        )
-        rows_ms = 50272 * model.width * 2 / (LINK_GB_PER_S * 1e6)
-        num_pieces = max(1, round(rows_ms / model.copy_ms()))
-        head_ms = 2 * 2 * TOKENS * model.width * 50272 / (TFLOP_PER_S * 1e9)
-        piece_ms = rows_ms / num_pieces
-        head = VisitTimes(head_ms / num_pieces, piece_ms, piece_ms, 0.1 * head_ms / num_pieces)
-        blocks = [*[layer] * model.layers, *[head] * num_pieces]
-        bound = least_step_ms(blocks) + layer.upload_ms + piece_ms
-        yield Row(
-            figure="overlap",
-            model=model.name,
-            system="overlap, head (tied with the embedding) in pieces",
-            quantity="step over busiest lane, one block's fill and drain",
-            unit="x",
-            value=step_ms(blocks) / bound,
-            mode=PREDICT,
-            detail={"step_ms": step_ms(blocks), "bound_ms": bound, "num_pieces": num_pieces},
-        )
+        for link_gb_per_s in LINKS_GB_PER_S:
+            blocks, num_pieces = blocks_with_ends(model, link_gb_per_s)
+            fill_and_drain = max(b.upload_ms for b in blocks) + max(b.offload_ms for b in blocks)
+            clock = VisitClock(blocks)
+            first, later = clock.step_ms(), clock.step_ms()
+            bound = least_step_ms(blocks) + fill_and_drain
+            yield Row(
+                figure="overlap",
+                model=model.name,
+                system=f"embedding and head (one weight) in pieces, {link_gb_per_s:g} GB/s",
+                quantity="step over busiest lane, one block's fill and drain",
+                unit="x",
+                value=later / bound,
+                mode=PREDICT,
+                detail={
+                    "step_ms": later,
+                    "first_step_ratio": first / bound,
+                    "busiest_lane_ms": least_step_ms(blocks),
+                    "bound_ms": bound,
+                    "num_pieces": num_pieces,
+                    "link_gb_per_s": link_gb_per_s,
+                },
+            )
+
+
+def blocks_with_ends(model: Opt, link_gb_per_s: float) -> tuple[list[VisitTimes], int]:
+    """Return the blocks of a step in float16, and of how many pieces the head is.
+
+    A look-up uploads the rows of its tokens, a block of its own; nothing is copied back then, for
+    the head, which has the same weight, updates all of it.
+    """
+    faster = link_gb_per_s / LINK_GB_PER_S
+    copy_ms = model.copy_ms() / faster
+    layer = VisitTimes(model.compute_ms(), copy_ms, copy_ms, 0.1 * model.compute_ms())
+    row_ms = model.width * 2 / (link_gb_per_s * 1e6)
+    look_up = VisitTimes(0.0, TOKENS * row_ms, 0.0)
+    num_pieces = max(1, -(-VOCABULARY * model.width // model.block_parameters))
+    head_ms = 2 * 2 * TOKENS * model.width * VOCABULARY / (TFLOP_PER_S * 1e9)
+    piece_ms = VOCABULARY * row_ms / num_pieces
+    piece = VisitTimes(head_ms / num_pieces, piece_ms, piece_ms, 0.1 * head_ms / num_pieces)
+    return [look_up, *[layer] * model.layers, *[piece] * num_pieces], num_pieces
 
 
 def predict_compression(options: Options) -> Result:
     """Predict step and memory by the dtype of the weights."""
     rows: list[Row] = []
     for model in MODELS[:1] if options.is_smoke else MODELS[1:3]:
-        for dtype, itemsize in ITEMSIZES.items():
-            copy_ms = model.copy_ms(itemsize)
-            blocks = [VisitTimes(model.compute_ms(), copy_ms, copy_ms)] * model.layers
+        for way in WAYS:
+            copy_ms = model.copy_ms(way.itemsize)
             common: dict[str, Any] = {
                 "figure": "compression",
                 "model": model.name,
-                "system": dtype,
+                "system": way.name,
                 "mode": PREDICT,
             }
-            detail = {"copy_ms": copy_ms, "compute_ms": model.compute_ms()}
-            yielded = step_ms(blocks)
-            rows.append(Row(**common, quantity="step", unit="ms", value=yielded, detail=detail))
-            slow = [VisitTimes(model.compute_ms(), 4 * copy_ms, 4 * copy_ms)] * model.layers
-            rows.append(Row(**common, quantity="step at 6.25 GB/s", unit="ms", value=step_ms(slow)))
-            found = zeroth_order_memory(config_of(parse_model(model.spec)), 1, TOKENS, dtype)
-            rows.append(
-                Row(**common, quantity="device memory", unit="GB", value=found.peak_bytes / GB)
+            detail = {
+                "copy_ms": copy_ms,
+                "compute_ms": model.compute_ms(),
+                "block_parameters": model.block_parameters,
+                "num_layers": model.layers,
+            }
+            for quantity, factor in (("step", 1), ("step at 6.25 GB/s", 4)):
+                times = VisitTimes(model.compute_ms(), factor * copy_ms, factor * copy_ms)
+                step = step_ms([times] * model.layers, is_packed=way.transfer_dtype is not None)
+                rows.append(Row(**common, quantity=quantity, unit="ms", value=step, detail=detail))
+            found = zeroth_order_memory(
+                config_of(parse_model(model.spec)),
+                1,
+                TOKENS,
+                way.dtype,
+                Choices(transfer_dtype=way.transfer_dtype),
             )
-            rows.append(
-                Row(**common, quantity="host memory", unit="GB", value=found.host_bytes / GB)
-            )
+            for quantity, nbytes in (
+                ("device memory", found.peak_bytes),
+                ("host memory", found.host_bytes),
+            ):
+                rows.append(Row(**common, quantity=quantity, unit="GB", value=nbytes / GB))
     return Result(rows=rows, assumptions=ASSUMPTIONS)
 
 
@@ -224,45 +289,93 @@ def predict_scaling(options: Options) -> Result:
 # ---- miniatures ----------------------------------------------------------------------------------
 
 NUM_STEPS = 150
+NUM_SEEDS = 5
 RATES = {"zeroth order": 3e-3, "first order (SGD)": 0.1}
-DTYPES = ("float32", "bfloat16")
+RUNS = (
+    *((system, Way(dtype)) for dtype in ("float32", "bfloat16")
+      for system in ("zeroth order, visiting", "zeroth order, resident", "first order (SGD)")),
+    *(("zeroth order, visiting", way) for way in WAYS[3:]),
+)  # fmt: skip
+"""What is trained: how, and in which dtypes."""
 
 
 def miniature_compression(options: Options) -> Result:
-    """Train a separable task on this CPU: three dtypes, resident and visiting, and first order."""
+    """Train a separable task on this CPU, by dtypes, resident and visiting, and by first order."""
     num_steps = 20 if options.is_smoke else NUM_STEPS
     rows: list[Row] = []
-    for dtype in DTYPES[:1] if options.is_smoke else DTYPES:
-        for system in ("zeroth order, visiting", "zeroth order, resident", "first order (SGD)"):
-            losses, accuracy = train(system, getattr(torch, dtype), num_steps)
-            rows += _task_rows(f"{system}, {dtype}", losses, accuracy)
+    for system, way in RUNS[:1] if options.is_smoke else RUNS:
+        seeds = range(1 if options.is_smoke else NUM_SEEDS)
+        found = [train(system, way, num_steps, seed) for seed in seeds]
+        rows += _task_rows(f"{system}, {way.name}", found)
+    rows += [_host_row(way) for way in WAYS[3:]]
     return Result(
         rows=rows,
         assumptions=(
             f"Two Gaussian clouds in 16 dimensions, a residual network of two layers, {num_steps} "
-            "steps of 64 samples, epsilon 1e-3; learning rates "
+            f"steps of 64 samples, epsilon 1e-3, {NUM_SEEDS} seeds; learning rates "
             + ", ".join(f"{name}: {rate:g}" for name, rate in RATES.items())
             + ".",
         ),
     )
 
 
-def _task_rows(system: str, losses: list[float], accuracy: float) -> Iterator[Row]:
+def _task_rows(system: str, found: list[tuple[list[float], float]]) -> Iterator[Row]:
+    """Yield the rows of one kind of run; *found*: by seed, losses and accuracy."""
     common: dict[str, Any] = {
         "figure": "compression",
         "model": "separable task",
         "system": system,
         "mode": MINIATURE,
     }
+    losses = found[0][0]
     marks = [round(k * (len(losses) - 1) / 10) for k in range(11)]
+    ends = [sum(each[-20:]) / len(each[-20:]) for each, _ in found]
     yield Row(
         **common,
         quantity="loss at the end",
         unit="nats",
-        value=sum(losses[-20:]) / len(losses[-20:]),
-        detail={"curve": [[mark, losses[mark]] for mark in marks]},
+        value=statistics.mean(ends),
+        detail={"curve": [[mark, losses[mark]] for mark in marks], "by_seed": ends},
     )
-    yield Row(**common, quantity="accuracy", unit="%", value=100 * accuracy)
+    accuracies = [100 * accuracy for _, accuracy in found]
+    yield Row(**common, quantity="accuracy", unit="%", value=statistics.mean(accuracies))
+
+
+def _host_row(way: Way) -> Row:
+    """Return what the host does for an element of a matrix before its upload; the best of five."""
+    from hf_pyao.engine.zeroth_order.noise import NoiseKey
+    from hf_pyao.engine.zeroth_order.perturbation import PastStep, update
+    from hf_pyao.engine.zeroth_order.transfer_formats import format_of
+
+    assert way.transfer_dtype is not None
+    form = format_of(way.transfer_dtype)
+    matrix = torch.randn(2048, 2048).to(getattr(torch, way.dtype))
+    size = form.noise_itemsize
+    noise = torch.empty(size * matrix.numel(), dtype=torch.uint8)
+    form.pack_noise(torch.randn(matrix.numel()), noise)
+    memory = torch.empty(form.packed_nbytes(matrix.size()), dtype=torch.uint8)
+
+    def draw(key: object, step: int, first: int, end: int, device: object) -> torch.Tensor:
+        return form.unpack_noise(noise[size * first : size * end])
+
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        updated = matrix.clone()
+        update(updated, NoiseKey(0, 0), PastStep(0, 1e-6, 1.0), draw=draw)
+        matrix.copy_(updated)
+        form.pack(matrix, memory)
+        times.append(time.perf_counter() - begin)
+    return Row(
+        figure="compression",
+        model="a matrix of 2,048 x 2,048",
+        system=way.name,
+        quantity="update and packing on the host",
+        unit="ns an element",
+        value=min(times) * 1e9 / matrix.numel(),
+        mode=MINIATURE,
+        detail={"num_threads": torch.get_num_threads()},
+    )
 
 
 class Task(torch.nn.Module):
@@ -299,21 +412,25 @@ def _loss(points: torch.Tensor, labels: torch.Tensor, model: torch.nn.Module) ->
     return loss
 
 
-def train(system: str, dtype: torch.dtype, num_steps: int) -> tuple[list[float], float]:
+def train(system: str, way: Way, num_steps: int, seed: int) -> tuple[list[float], float]:
     """Return the losses of *num_steps* steps, and the accuracy on points that were not seen."""
     from hf_pyao import ZerothOrder, ZerothOrderSettings, zeroth_order_step
 
-    torch.manual_seed(0)
+    dtype = getattr(torch, way.dtype)
+    torch.manual_seed(seed)
     model = Task().to(dtype)
     losses: list[float] = []
+    of_seed = seed * (num_steps + 1)
     if system.startswith("zeroth"):
-        num_resident = 0 if system.endswith("visiting") else None
         made = ZerothOrder(
-            model, ZerothOrderSettings(), num_resident=num_resident, layers=("layers.*",)
+            model,
+            ZerothOrderSettings(seed=seed, transfer_dtype=way.transfer_dtype),
+            num_resident=0 if system.endswith("visiting") else None,
+            layers=("layers.*",),
         )
         with made:
             for step in range(num_steps):
-                points, labels = clouds(64, step)
+                points, labels = clouds(64, of_seed + step)
                 model_loss = functools.partial(_loss, points.to(dtype), labels)
                 loss = zeroth_order_step(
                     model, model_loss, made, learning_rate=RATES["zeroth order"]
@@ -322,12 +439,12 @@ def train(system: str, dtype: torch.dtype, num_steps: int) -> tuple[list[float],
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=RATES["first order (SGD)"])
         for step in range(num_steps):
-            points, labels = clouds(64, step)
+            points, labels = clouds(64, of_seed + step)
             loss = model(points.to(dtype), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-    points, labels = clouds(4096, num_steps + 1)
+    points, labels = clouds(4096, of_seed + num_steps)
     with torch.no_grad():
         return losses, model.accuracy(points.to(dtype), labels)

@@ -103,6 +103,10 @@ class BenchRow:
     gradient_error: float | None = None
     """Largest relative error of a parameter's gradient, in the Euclidean norm, against that of
     :data:`REFERENCE` in the same process; None where it was not computed."""
+    algorithm: str = ""
+    """What the step is, where it is no forward and its backward: nothing is compared then."""
+    device_weight_bytes: int | None = None
+    """Weights on the device over a step of such an algorithm."""
     is_loss_equal: bool | None = None
     """Bit for bit as without any method; None: there is nothing to compare."""
     are_gradients_equal: bool | None = None

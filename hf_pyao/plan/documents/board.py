@@ -44,6 +44,8 @@ class BoardRow:
     """Most bytes allocated during a step, above those before it."""
     step_ms: Spread | None = None
     """Medians of its rounds."""
+    device_weight_bytes: int | None = None
+    """Weights on the device, where the step is another algorithm's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,7 @@ def _row_of(rows: Sequence[BenchRow]) -> BoardRow:
         gradients=_gradients(measured),
         step_peak_bytes=Spread.of(row.step_peak_bytes for row in measured),
         step_ms=Spread.of(times),
+        device_weight_bytes=measured[0].device_weight_bytes if measured else None,
     )
 
 
@@ -107,6 +110,8 @@ def _gradients(rows: Sequence[BenchRow]) -> str:
         return ""
     if rows[0].method == REFERENCE:
         return "reference"
+    if rows[0].algorithm:
+        return f"none: {rows[0].algorithm}"
     if all(row.are_gradients_equal for row in rows):
         return "equal bits"
     errors = [row.gradient_error for row in rows if row.gradient_error is not None]

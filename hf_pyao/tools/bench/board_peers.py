@@ -1,8 +1,8 @@
 """Further methods of others, which the board has beside those of ``peers.py``.
 
 Selective checkpointing and memory budgets of torch, tiles and losses of DeepSpeed and Liger,
-Unsloth's checkpointing, and libraries that stream weights. Each is installed by its documented
-entry, with its defaults where it has some.
+Unsloth's checkpointing, libraries that stream weights, and zeroth order. Each is installed by its
+documented entry, with its defaults where it has some.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
 from hf_pyao.tools.bench.peers import (
     MEMORY_BUDGET,
     Installed,
@@ -272,6 +273,80 @@ def roundpipe(model: nn.Module, device: torch.device) -> Iterator[Installed]:
         return loss
 
     yield Installed(step=nullcontext, run=run)
+
+
+ZEROTH_ORDER = "zeroth order"
+"""Of rows whose step is two forwards and an update."""
+_RATE, _EPSILON = 1e-6, 1e-3
+
+
+@contextmanager
+def mezo(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Make steps of MeZO (Malladi et al., 2023, algorithm 1), all weights on the device.
+
+    As published: weights are perturbed and updated in place, by noise that is drawn again from a
+    seed. Weights have their bits back at the end.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad]
+    seeds = iter(range(1 << 30))
+
+    def move(seed: int, scale: float) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        for p in weights:
+            z = torch.randn(p.shape, generator=generator, device=device, dtype=p.dtype)
+            p.data.add_(z, alpha=scale)
+
+    @torch.no_grad()
+    def run(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        seed, losses = next(seeds), []
+        for scale in (_EPSILON, -2 * _EPSILON):
+            move(seed, scale)
+            losses.append(model(**batch).loss)
+        move(seed, _EPSILON)
+        gradient = float(losses[0] - losses[1]) / (2 * _EPSILON)
+        move(seed, -_RATE * gradient)
+        loss: torch.Tensor = (losses[0] + losses[1]) / 2
+        return loss
+
+    with _same_weights(model):
+        yield Installed(
+            step=nullcontext,
+            run=run,
+            algorithm=ZEROTH_ORDER,
+            device_weight_bytes=sum(p.nbytes for p in model.parameters()),
+        )
+
+
+@contextmanager
+def zeroth_order(model: nn.Module, device: torch.device) -> Iterator[Installed]:
+    """Make steps of zeroth order with hf_pyao's defaults: all layers visit the device."""
+    from hf_pyao import ZerothOrder, ZerothOrderSettings, zeroth_order_step
+
+    def run(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return zeroth_order_step(
+            model, lambda model: model(**batch).loss, made, learning_rate=_RATE
+        )
+
+    settings = ZerothOrderSettings(epsilon=_EPSILON)
+    with _same_weights(model), ZerothOrder(model, settings, device=device) as made:
+        streamed = {id(weight.ref()) for block in made.blocks for weight in block.weights}
+        staying = sum(p.nbytes for p in model.parameters() if id(p) not in streamed)
+        slots = NUM_SLOTS * max(block.nbytes for block in made.blocks)
+        yield Installed(
+            step=nullcontext, run=run, algorithm=ZEROTH_ORDER, device_weight_bytes=staying + slots
+        )
+
+
+@contextmanager
+def _same_weights(model: nn.Module) -> Iterator[None]:
+    """Give weights their bits back at the end; the copies are on the host."""
+    kept = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, before in kept:
+                p.copy_(before)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -136,6 +136,12 @@ class Bench:
         try:
             with _deterministic(self.device):
                 loss = self._forward_and_backward(installed, batch)
+            if installed.algorithm:
+                return {
+                    "loss": loss.item(),
+                    "algorithm": installed.algorithm,
+                    "device_weight_bytes": installed.device_weight_bytes,
+                }
             if expected is not None:
                 gradients = self._gradients()
                 for name, gradient in gradients.items():

@@ -175,6 +175,8 @@ def _table() -> list[Method]:
         Method("ramtorch", "RamTorch OffloadModel, window 2", _board_peer("ramtorch")),
         Method("block-streamer", "BlockStreamer StreamedModel", _board_peer("block_streamer")),
         Method("trainstream", "TrainStream, no quantisation", _board_peer("trainstream")),
+        Method("mezo", "MeZO as published, weights on the device", _board_peer("mezo")),
+        Method("zeroth-order", "hf_pyao, zeroth order, layers visit", _board_peer("zeroth_order")),
         Method("roundpipe", "RoundPipe, synchronous", _board_peer("roundpipe")),
     ]
 

@@ -49,6 +49,10 @@ class Installed:
     run: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
     """Runs forward and backward of a batch and returns the loss, where a method does not leave
     that to autograd. Gradients are then in ``.grad``."""
+    algorithm: str = ""
+    """What the step is, where it is no forward and its backward: it has no gradients to compare."""
+    device_weight_bytes: int | None = None
+    """Weights on the device over a step of such an algorithm."""
 
 
 @contextmanager

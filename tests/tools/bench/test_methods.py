@@ -45,8 +45,11 @@ NOT_ON_A_CPU = {
 OTHER_ORDER = "memory-budget"
 """Compiled layers sum in another order: their gradients are near, and not equal."""
 
+OTHER_ALGORITHMS = ("mezo", "zeroth-order")
+NOT_COMPARED = {*NOT_ON_A_CPU, OTHER_ORDER, *OTHER_ALGORITHMS}
+
 ON_A_CPU = (
-    *(name for name in known_methods() if name not in {*NOT_ON_A_CPU, OTHER_ORDER}),
+    *(name for name in known_methods() if name not in NOT_COMPARED),
     "pyao:window=4096,min_bytes=0",
     "pyao:policy=modules,modules=mlp_act+core_attn,min_bytes=0",
 )
@@ -82,6 +85,25 @@ def test_gradients_are_those_of_none_and_no_trace_is_left(bench: Bench, method: 
     assert row.tokens_per_s == pytest.approx(32 / row.step.median_ms * 1e3)
     assert _traces(bench.model) == before
     assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+@pytest.mark.parametrize("method", OTHER_ALGORITHMS)
+def test_another_algorithm_is_told_and_leaves_the_weights_as_they_were(
+    bench: Bench, method: str
+) -> None:
+    traces = _traces(bench.model)
+    before = {name: p.detach().clone() for name, p in bench.model.named_parameters()}
+    row = run_trial(bench, Trial(method=method, micro_batch=2, compares_values=True))
+    assert (row.status, row.reason, row.algorithm) == (OK, "", "zeroth order")
+    assert row.gradient_digest is None
+    assert row.gradient_error is None
+    assert row.step_peak_bytes
+    total = sum(p.nbytes for p in bench.model.parameters())
+    # The model's two layers are in two slots, whose weights are aligned.
+    assert row.device_weight_bytes == pytest.approx(total, rel=0.05 * (method != "mezo"))
+    for name, p in bench.model.named_parameters():
+        assert torch.equal(p, before[name]), name
+    assert _traces(bench.model) == traces
 
 
 @pytest.mark.thorough

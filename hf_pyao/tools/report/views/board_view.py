@@ -33,6 +33,12 @@ def board_view(report: BoardReport) -> View:
         tables=[board_table(report, sorted(measured, key=_order))],
         notes=[
             *(f"{row.method}: {row.status}. {row.reason}." for row in _not_measured(report)),
+            *(
+                f"{row.method}: another algorithm, whose step is no forward and backward and has "
+                f"no gradients. Weights on the device: {row.device_weight_bytes / MIB:,.1f} MiB."
+                for row in measured
+                if row.device_weight_bytes is not None
+            ),
             *([] if report.device.get("memory_gib") else [ON_A_CPU]),
         ],
         legend="Methods: " + "; ".join(f"{row.method}: {row.label}" for row in report.rows) + ".",
