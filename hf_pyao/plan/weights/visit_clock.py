@@ -79,8 +79,8 @@ class VisitClock(RingSchedule):
         start = self.compute_ms
         if self._is_packed:
             self._host_free_ms = max(self._host_free_ms, start)  # it waits for the losses
-            for block in range(self.num_blocks):
-                self.forget(block)
+            for held in range(self.num_blocks):
+                self.forget(held)
         self.begin(trains=False)
         self.current = None
         for number, block in enumerate(self._blocks):
