@@ -20,7 +20,7 @@ FOREIGN = {
     ("cli.py", "SystemExit"): "the command's exit status",
     ("engine/recompute/one_kernel.py", "NotImplementedError"): "an abstract method",
     ("engine/recompute/second_run.py", "AllCollectedError"): "ends a second run early",
-    ("engine/runtime/version_watches.py", "TypeError"): "caught in this file",
+    ("engine/runtime/flattened_tensor.py", "TypeError"): "caught in this file",
     ("engine/stores/disk_blocks.py", "OSError"): "becomes a DiskError in this file",
     ("engine/stores/disk_blocks.py", "ValueError"): "becomes a DiskError in this file",
     ("engine/stores/disk_files.py", "OSError"): "as the system call would; a DiskError later",

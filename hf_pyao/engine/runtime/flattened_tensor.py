@@ -21,7 +21,32 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_pyao.engine.runtime.version_watches import EmptiedCounter
+
+class EmptiedCounter:
+    """Sees in-place changes of a tensor of a subclass without keeping its inner tensors alive.
+
+    A detached tensor shares its origin's version counter; its inner tensors are exchanged for empty
+    ones. The counters of inner tensors would not do: a subclass changes them below autograd.
+    """
+
+    def __init__(self, tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
+        """Watch *tensor*, which has *inner* tensors by attribute.
+
+        Raises:
+            AttributeError: its class does not let them be exchanged.
+            TypeError: the same, or its ``detach`` makes no other tensor.
+        """
+        self._counter = tensor.detach()
+        if self._counter is tensor:
+            raise TypeError("a detached tensor is another object")
+        self._version = tensor._version
+        for name, each in inner.items():
+            setattr(self._counter, name, each.new_empty(0))
+
+    @property
+    def is_modified(self) -> bool:
+        """True once the tensor was changed in place."""
+        return self._counter._version != self._version
 
 
 class Flattening:

@@ -30,6 +30,8 @@ from hf_pyao.engine.runtime.saved_tensor import (
     SavedStorage,
     SavedTensor,
     WatchedStorage,
+    kept_as_it_is,
+    whole_source,
 )
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor, StreamedWeights
@@ -138,8 +140,7 @@ class Packer:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.buffer_keys:
-            slot = call.layer.unnamed(call.paths[-1])
-            return KeptTensor(tensor.detach(), tensor._version, call, slot)
+            return kept_as_it_is(tensor, call, call.layer.unnamed(call.paths[-1]))
         if self._notes_shapes:
             call.saved_shapes.add(tuple(tensor.shape))
         entries = call.table.entries.get(key)
@@ -182,7 +183,7 @@ class Packer:
         handle = self._place(call, tensor, storage, None, nbytes)
         if key is not None and isinstance(handle, SavedTensor):
             new = handle.storage
-            if isinstance(new, SavedStorage) and _is_whole_copy(new):
+            if isinstance(new, SavedStorage) and new.is_whole_copy:
                 call.casts[key] = weakref.ref(new)
         return handle
 
@@ -197,11 +198,11 @@ class Packer:
         """Return a handle on what *tensor*'s storage became when it was saved before."""
         version = tensor._version
         if type(entries) is Slot:
-            return KeptTensor(tensor.detach(), version, call, entries)
+            return kept_as_it_is(tensor, call, entries)
         several: list[Entry] = entries  # type: ignore[assignment]
         for entry in several:
             if isinstance(entry, Slot):
-                return KeptTensor(tensor.detach(), version, call, entry)
+                return kept_as_it_is(tensor, call, entry)
             record: WatchedStorage | None = entry()
             if record is None or record.version != version:
                 continue
@@ -351,7 +352,7 @@ class Packer:
             call.is_first_save_of_anchor(key)  # it was saved already
             if tensor.requires_grad:  # versions of others need not tell, where a layer is traced
                 known = self._find(call, tensor, entries)
-                source = None if known is None else _source_in(known)
+                source = None if known is None else whole_source(known)
                 if source is not None:
                     return source
         stays = self._reason_to_stay(call, tensor, storage, nbytes)
@@ -399,7 +400,7 @@ class Packer:
         if reason is not None:
             call.stats.kept_bytes[reason] += slot.nbytes
         call.table.add_kept(storage, slot)
-        kept = KeptTensor(tensor.detach(), tensor._version, call, slot)
+        kept = kept_as_it_is(tensor, call, slot)
         if call.recomputation is not None:
             call.recomputation.note_stored(storage, tensor, kept)
         return kept
@@ -480,7 +481,7 @@ class Packer:
         decision = self._decide(call, entry, reason)
         if self.observer is not None:
             self.observer.on_slot(entry.slot, reason, decision)
-        return KeptTensor(tensor.detach(), tensor._version, call, entry.slot)
+        return kept_as_it_is(tensor, call, entry.slot)
 
 
 _KEEP_SHARED = Keep(SHARED_BY_LAYERS)
@@ -495,16 +496,3 @@ def _ask(call: LayerCall, slot: Slot, producer: str | None, stays: str | None) -
     if stays is None or (type(decision) is Keep and stays == ELSEWHERE):
         return decision
     return Keep(stays)
-
-
-def _is_whole_copy(record: SavedStorage) -> bool:
-    """Say whether the copy of *record* was queued, and all of its storage is in it."""
-    return record.moved.is_whole and not record.moved.is_put_off
-
-
-def _source_in(handle: Handle) -> KeptTensor | SavedStorage | None:
-    """Return what reads all of a storage for *handle*, without replaying anything; else None."""
-    if not isinstance(handle, SavedTensor):
-        return handle if isinstance(handle, KeptTensor) else None
-    record = handle.storage
-    return record if isinstance(record, SavedStorage) and record.moved.is_whole else None

@@ -30,11 +30,10 @@ from typing import TypeAlias, final
 
 import torch
 
-from hf_pyao.engine.runtime.flattened_tensor import Flattening
+from hf_pyao.engine.runtime.flattened_tensor import EmptiedCounter, Flattening
 from hf_pyao.engine.runtime.slots import Slot
 from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import LayerCall
-from hf_pyao.engine.runtime.version_watches import EmptiedCounter, VersionWatch
 from hf_pyao.engine.transfer.compute_streams import Home
 from hf_pyao.engine.transfer.layout import TensorLayout, byte_span
 from hf_pyao.engine.transfer.moved_bytes import MovedBytes
@@ -51,6 +50,28 @@ def modified_error(slot: Slot) -> SavedTensorModifiedError:
         "or clone the tensor before changing it. (It fails in the same way without hf_pyao.)",
         key="changed-in-place",
     )
+
+
+class VersionWatch:
+    """Sees in-place changes of a tensor without keeping its memory alive.
+
+    Saved-tensor hooks switch off autograd's own check, which is restored with this. A detached
+    tensor shares its origin's version counter; given empty data it keeps the counter and lets go
+    of the storage.
+    """
+
+    __slots__ = ("_counter", "_version")
+
+    def __init__(self, tensor: torch.Tensor, blank: torch.Tensor) -> None:
+        """Watch *tensor*; *blank* is an empty tensor of its dtype and device."""
+        self._counter = counter = tensor.detach()
+        self._version = tensor._version
+        counter.data = blank
+
+    @property
+    def is_modified(self) -> bool:
+        """True once the tensor was changed in place."""
+        return self._counter._version != self._version
 
 
 class WatchedStorage:
@@ -224,6 +245,11 @@ class SavedStorage(WatchedStorage):
         if moved.late_codec is not None:
             self._regions = [layout]
 
+    @property
+    def is_whole_copy(self) -> bool:
+        """Whether the copy was queued, and all of the storage is in it."""
+        return self.moved.is_whole and not self.moved.is_put_off
+
     def settle(self) -> None:
         """Queue the copy to the host if it was put off."""
         self._mover.settle(self.moved)
@@ -386,3 +412,16 @@ class FlattenedTensor:
 
 Handle: TypeAlias = KeptTensor | SavedTensor | StreamedTensor | FlattenedTensor
 """What autograd holds."""
+
+
+def kept_as_it_is(tensor: torch.Tensor, call: LayerCall, slot: Slot) -> KeptTensor:
+    """Return the handle of *tensor*, which stays on the device, saved by *call* as *slot*."""
+    return KeptTensor(tensor.detach(), tensor._version, call, slot)
+
+
+def whole_source(handle: Handle) -> KeptTensor | SavedStorage | None:
+    """Return what reads all of a storage for *handle*, without replaying anything; else None."""
+    if not isinstance(handle, SavedTensor):
+        return handle if isinstance(handle, KeptTensor) else None
+    record = handle.storage
+    return record if isinstance(record, SavedStorage) and record.moved.is_whole else None

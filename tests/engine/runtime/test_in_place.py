@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.engine.runtime.version_watches import VersionWatch
+from hf_pyao.engine.runtime.saved_tensor import VersionWatch
 from hf_pyao.errors import PyAOError, SavedTensorModifiedError
 from tests.helpers import EVERY_LAYER, EVERYTHING, FunctionLayer, Stack, linear_relu
 
