@@ -18,24 +18,18 @@ from hf_pyao.config_checks import (
 )
 from hf_pyao.errors import ConfigError, unknown_name
 from hf_pyao.files import read_json_object
-from hf_pyao.settings import (
+from hf_pyao.settings.kind import Choice, Implied, Named, Names, Switch
+from hf_pyao.settings.paths import FilePath, FolderPath
+from hf_pyao.settings.setting import setting, settings_of
+from hf_pyao.settings.sizes import (
     Amount,
-    Choice,
     Count,
     CountOrWord,
-    FilePath,
-    FolderPath,
     Gibibytes,
-    Implied,
-    Named,
-    Names,
     Parts,
     Shares,
     Size,
-    Switch,
     Terabytes,
-    setting,
-    settings_of,
 )
 from hf_pyao.text import Labels, echo
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_pyao.config import REMOVED
 from hf_pyao.errors import ConfigError, unknown_name
-from hf_pyao.settings import Kind
+from hf_pyao.settings.kind import Kind
 
 ENV_PREFIX = "PYAO_"
 """Put before a setting's name in capitals."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_pyao.settings import Setting
+from hf_pyao.settings.setting import Setting
 
 PREFIX = "activation_offload_"
 

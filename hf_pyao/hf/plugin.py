@@ -25,7 +25,7 @@ from hf_pyao.hf.environment import read_environment, variable_of
 from hf_pyao.hf.micro_batch.checks import refuse_without_trainer
 from hf_pyao.hf.setting_fields import PluginFields
 from hf_pyao.model.map.wrappers import class_name
-from hf_pyao.settings import Switch
+from hf_pyao.settings.kind import Switch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

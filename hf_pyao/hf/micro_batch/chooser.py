@@ -51,7 +51,7 @@ from hf_pyao.plan.policies.plan_policy import PlanPolicy
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.solve.planner import OFFLOAD_ALL
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.settings import amount_of
+from hf_pyao.settings.sizes import amount_of
 from hf_pyao.text import describe_error
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from hf_pyao.plan.documents.sweep import (
     rows_of,
 )
 from hf_pyao.plan.paper.knee import Point, find_knee
-from hf_pyao.settings import Amount, amount_of
+from hf_pyao.settings.sizes import Amount, amount_of
 from hf_pyao.text import echo
 
 DEFAULT_BUDGETS = "0,1,2,4,8,16,32"

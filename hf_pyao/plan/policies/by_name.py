@@ -20,7 +20,7 @@ from hf_pyao.errors import unknown_name
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.policies.budget import OffloadBudget
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
-from hf_pyao.settings import amount_of
+from hf_pyao.settings.sizes import amount_of
 
 
 @dataclass(frozen=True, kw_only=True)

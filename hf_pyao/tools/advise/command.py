@@ -137,7 +137,7 @@ def _say_advice(args: argparse.Namespace, found: SeenTraining, given: Hardware |
 
     from hf_pyao.plan.hardware.device_speeds import hardware_of
     from hf_pyao.plan.hardware.speeds import GIB
-    from hf_pyao.settings import Size
+    from hf_pyao.settings.sizes import Size
     from hf_pyao.tools.advise.advice import Adviser, device_of
     from hf_pyao.tools.estimate.card_memory import card_memory
     from hf_pyao.tools.estimate.common_arguments import link_gib_per_s

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pyao.config import POLICY_NAMES, SETTINGS
 from hf_pyao.errors import ConfigError, unknown_name
-from hf_pyao.settings import Names
+from hf_pyao.settings.kind import Names
 from hf_pyao.text import echo
 from hf_pyao.tools.bench import peers
 from hf_pyao.tools.bench.peers import Installed, MethodUnavailable

@@ -205,7 +205,7 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
     Raises:
         ConfigError: it is unknown, or a size or speed is none.
     """
-    from hf_pyao.settings import Size
+    from hf_pyao.settings.sizes import Size
 
     hardware = find_hardware(args.device)
     if args.device_memory is not None:
@@ -242,7 +242,7 @@ def link_gib_per_s(text: str, label: str = "--link") -> float:
     Raises:
         ConfigError: it is none.
     """
-    from hf_pyao.settings import Size
+    from hf_pyao.settings.sizes import Size
 
     text = text.strip()
     speed = int(Size().check(label, text.removesuffix("/s")))

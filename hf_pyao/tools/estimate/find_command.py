@@ -435,7 +435,7 @@ def _best(
     from hf_pyao.plan.predict.predict import operation_times_ms
     from hf_pyao.plan.predict.speed_range import MEASURED
     from hf_pyao.plan.weights.choice import choose_streaming
-    from hf_pyao.settings import Size
+    from hf_pyao.settings.sizes import Size
 
     host_bytes = float("inf")
     if args.host_memory is not None:

@@ -213,7 +213,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.plan.step.ends_on_host import ends_bytes
     from hf_pyao.plan.weights.choice import choose_streaming
     from hf_pyao.plan.weights.weight_plan import figures_of, less_by_streaming
-    from hf_pyao.settings import Size
+    from hf_pyao.settings.sizes import Size
 
     is_profile = args.source.endswith(".json")
     of_models = [*given_levers(args), *given_training(args)]
@@ -318,7 +318,7 @@ def _limit_bytes_of(
     Raises:
         ConfigError: it is neither given nor known.
     """
-    from hf_pyao.settings import Size
+    from hf_pyao.settings.sizes import Size
     from hf_pyao.tools.estimate.card_memory import card_memory
 
     if args.device_memory is not None:

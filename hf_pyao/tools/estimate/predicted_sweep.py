@@ -21,7 +21,7 @@ from hf_pyao.plan.policies.budget import OffloadBudget, leaving
 from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.settings import Size
+from hf_pyao.settings.sizes import Size
 from hf_pyao.text import describe_error
 from hf_pyao.tools.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.tools.estimate.card_memory import card_memory

@@ -30,7 +30,7 @@ def prediction_report(args: argparse.Namespace) -> Any:
     from hf_pyao.plan.hardware.speeds import LinkModel
     from hf_pyao.plan.predict.forecast import Forecast
     from hf_pyao.plan.predict.predicted_plans import prediction_of
-    from hf_pyao.settings import Size
+    from hf_pyao.settings.sizes import Size
     from hf_pyao.tools.estimate.card_memory import card_memory
     from hf_pyao.tools.estimate.common_arguments import link_gib_per_s
     from hf_pyao.tools.report.kinds import read_document

@@ -1,0 +1,1 @@
+"""Settings: what a configuration field may hold, and what users are told about it."""
