@@ -97,23 +97,26 @@ class Deciding:
         )
         self.switch = LeverSwitch(levers)
         """Changes segments and tiles between forwards."""
-        disk = DiskBelow.of(link.tiers)
+        disk = DiskBelow.of(link.tiers, streaming)
+        keeps_places = streaming is not None and streaming.placed_on_disk is not None
         request = parts.binds.on(
             recomputed_paths=fixed.recomputed_paths,
             host_limit_bytes=(
-                (link.tiers.capacity_bytes or math.inf) if disk is None else disk.host_bytes
+                (link.tiers.capacity_bytes or math.inf)
+                if disk is None or not disk.capacity_bytes
+                else disk.host_bytes
             ),
             window=link.offloads,
             disk=disk,
             allocator=allocator_settings(device),
-            stream_weights="off" if streaming is None else parts.streaming.value,
+            stream_weights=_stream_weights(parts, streaming),
             ends_on_host=streaming is not None and streaming.ends_leave,
             converts_weights=streaming is not None and parts.streaming.converts,
         )
         state = _first_state(parts, policy, fixed, levers)
         policies = _policies(self.engine, found, request, device, fixed, is_auto=named == "auto")
         residency: Residency | None = None
-        if streaming is not None and parts.streaming.value == "auto":
+        if streaming is not None and parts.streaming.value == "auto" and not keeps_places:
             residency = Residency(streaming, parts.auto, request, str(named))
         self._residency = residency
         self.driver = Driver(self.engine, policies, self.switch, state, residency)
@@ -232,6 +235,13 @@ class Deciding:
             return self.auto.report()
         transitions = self.driver.transitions()
         return {"transitions": transitions} if transitions else {}
+
+
+def _stream_weights(parts: Parts, streaming: StreamedLayers | None) -> int | str:
+    """Return how many layers stay in plans, or that they may choose it."""
+    if streaming is None:
+        return "off"
+    return parts.streaming.value if streaming.placed_on_disk is None else streaming.num_resident
 
 
 def _first_state(parts: Parts, policy: Policy, fixed: FixedSlots, levers: Levers) -> State:

@@ -41,6 +41,7 @@ TRIGGERED_BY = {
     "step-not-recorded": "tests/auto/recording/test_model_copy.py::test_what_cannot_be_recorded_says_why_and_trains_on",
     "streamed-weight-cast": "tests/engine/weights/test_casts.py::test_all_ways_in_one_model_and_in_inference_mode",
     "streamed-weight-held": "tests/engine/weights/test_streaming.py::test_a_view_that_is_kept_on_ctx_keeps_its_bytes",
+    "weights-keep-places": "tests/auto/test_auto_disk.py::test_auto_says_that_layers_keep_their_places",
     "weights-stay": "tests/auto/install/test_rearranged_streaming.py::test_what_the_host_has_no_room_for_stays",
     "weights-streamed-late": "tests/auto/install/test_rearranged_streaming.py::test_what_the_device_has_no_room_for_is_streamed",
     "zeroth-order-loss": "tests/auto/zeroth_order/test_step.py::test_a_loss_that_is_not_finite_changes_nothing",

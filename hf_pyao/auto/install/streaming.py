@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import nn
 from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.config import EffectiveConfig
 from hf_pyao.engine.transfer.link import LinkContext
-from hf_pyao.errors import ConfigError
+from hf_pyao.errors import ConfigError, warn
 from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.weights.streamable import slot_bytes, streamable_layers
 from hf_pyao.plan.documents.plan import Plan
@@ -25,6 +26,8 @@ from hf_pyao.plan.weights.first_residents import (
     optimizer_bytes,
 )
 from hf_pyao.text import Labels
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,7 @@ def streaming_of(
     elif stream_weights == "auto":
         stream_weights = len(found.layers)
     assert isinstance(stream_weights, int)
-    return StreamedLayers(
+    streamed = StreamedLayers(
         model,
         found,
         stream_weights,
@@ -121,6 +124,20 @@ def streaming_of(
         disk_path=settings.disk_path,
         disk_label=settings.disk_label,
     )
+    stay = streamed.num_resident - streamed.least_resident
+    if settings.value == "auto" and stay and streamed.placed_on_disk is not None:
+        warn(
+            logger,
+            "weights-keep-places",
+            "%s is 'auto', and the weights of %d layers lie on the disk: those of %d others stay "
+            "on the device for as long as the model is attached, since layers keep their places "
+            "then. If memory runs out, give %s=0.",
+            label,
+            len(streamed.placed_on_disk.layers),
+            stay,
+            label,
+        )
+    return streamed
 
 
 def _at_first(

@@ -33,7 +33,7 @@ from hf_pyao.engine.weights.converted import ComputeDtype
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
-from hf_pyao.errors import ConfigError, warn
+from hf_pyao.errors import ConfigError, DiskError, warn
 from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.weights.places import move_others
 from hf_pyao.model.weights.quantised import QuantisedWeight, move_state
@@ -43,6 +43,7 @@ from hf_pyao.model.weights.streamable import (
     largest_block_bytes,
     streamable_layers,
 )
+from hf_pyao.plan.step.disk_share import PlacedWeights
 from hf_pyao.training_engines import compiled_part
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,19 @@ class StreamedLayers:
         """Layers that stay from the next forward on."""
         return self.num_resident if self._wanted is None else self._wanted
 
+    @property
+    def placed_on_disk(self) -> PlacedWeights | None:
+        """The layers that lie on the disk, and what they are read into; None while none do.
+
+        While there are some, all layers keep their places.
+        """
+        return None if self._on_disk is None else self._on_disk.placed
+
+    @property
+    def disk_read_gib_per_s(self) -> float | None:
+        """Speed at which the disk was read so far, in GiB/s; None: it was not."""
+        return None if self._on_disk is None else self._on_disk.read_gib_per_s
+
     def parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters."""
         model = self._model()
@@ -188,7 +202,8 @@ class StreamedLayers:
     ) -> None:
         """Choose which of the *streamed* layers lie on the disk."""
         found = self._masters_of(layers, streamed)
-        room = self._on_host.room_for([*found, *self._ends.masters]) - self._ends.nbytes
+        ends = [] if self._held else self._ends.masters  # else they are where they are to be
+        room = self._on_host.room_for([*found, *ends]) - sum(each.nbytes for each in ends)
         sizes = {n: m.all_nbytes for n, m in zip(sorted(streamed), found, strict=True)}
         on_disk.choose(sizes, room)
 
@@ -274,11 +289,11 @@ class StreamedLayers:
         """Let as many layers stay as was asked for last; before a forward.
 
         Graphs that were built before keep the blocks that they need. A layer for which there is no
-        room on the device is streamed; one for which the host has none stays. Where weights lie on
-        a disk, layers keep the places that they were given when the model was attached.
+        room on the device is streamed; one for which the host has none goes to the disk, or stays
+        where there is none. Once weights lie on a disk, all layers keep their places.
         """
         wanted, self._wanted = self._wanted, None
-        if self._on_disk is not None and self._on_disk.path is not None:
+        if self.placed_on_disk is not None:
             # Reads that other graphs need may be under way, and the file may be older than weights
             # that were changed on the device: layers keep their places.
             wanted = None
@@ -299,6 +314,10 @@ class StreamedLayers:
         try:
             if ends_leave:
                 self._let_ends_leave(model)
+            if self._on_disk is not None:
+                self._put_on_disk(
+                    self._on_disk, layers, [each for each in streamed if each not in self._held]
+                )
             for masters in self._masters_of(layers, streamed):
                 layer = self._numbers([masters])[0]
                 if masters.memory is None and not self._move_off_device(layer, masters, layers):
@@ -323,6 +342,31 @@ class StreamedLayers:
         finally:
             self._follow(quantised)
             self._install(model, self._streamable(model), engine)
+
+    def _put_on_disk(
+        self, on_disk: WeightsOnDisk, layers: Sequence[StreamableLayer], new: Sequence[int]
+    ) -> None:
+        """Put those of the *new* layers on the disk for which the host has no room.
+
+        Those that the disk does not take stay where they are.
+        """
+        self._choose_for_disk(on_disk, layers, new)
+        for masters in self._masters_of(layers, [each for each in new if self._is_for_disk(each)]):
+            layer = self._numbers([masters])[0]
+            try:
+                if on_disk.take(masters, layers, is_new=True):
+                    self._held[layer] = masters
+            except (ConfigError, DiskError) as error:
+                on_disk.forget()
+                warn(
+                    logger,
+                    "weights-stay",
+                    "the weights of layer %r do not go to the disk, for which the host has no "
+                    "room: they stay on the device (%s).",
+                    masters.layer,
+                    error,
+                )
+                return
 
     def _let_ends_leave(self, model: nn.Module) -> None:
         layers = [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]

@@ -13,6 +13,7 @@ from hf_pyao.config import GIB
 from hf_pyao.engine.checksums import checksum
 from hf_pyao.engine.stores import Store
 from hf_pyao.engine.stores.disk_blocks import BlockFile, BlockPlace, chunks_of, file_of_blocks
+from hf_pyao.engine.stores.disk_figures import speed
 from hf_pyao.engine.stores.disk_files import private_folder, remove_leftovers
 from hf_pyao.engine.stores.disk_reader import DiskReader
 from hf_pyao.engine.stores.private_mapping import tells_writes
@@ -24,7 +25,7 @@ from hf_pyao.engine.weights.on_disk import WeightsInFile
 from hf_pyao.engine.weights.read_ahead import ReadAhead
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.weights.streamable import StreamableLayer
-from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, DiskShare, disk_share
+from hf_pyao.plan.step.disk_share import NOTHING_ON_DISK, DiskShare, PlacedWeights, disk_share
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,25 @@ class WeightsOnDisk:
         numbers = sorted(sizes)
         self.share = disk_share([sizes[number] for number in numbers], room_bytes)
         self._chosen = frozenset(numbers[position] for position in self.share.layers)
+
+    def forget(self) -> None:
+        """Have nothing on the disk, where nothing could be put there."""
+        self.release()
+        self.share, self._chosen = NOTHING_ON_DISK, frozenset()
+
+    @property
+    def placed(self) -> PlacedWeights | None:
+        """What is on the disk, or is to be; None for nothing."""
+        if not self._chosen:
+            return None
+        return PlacedWeights(
+            layers=tuple(sorted(self._chosen)), staging_bytes=self.share.reserved_bytes
+        )
+
+    @property
+    def read_gib_per_s(self) -> float | None:
+        """Speed of the disk while weights were read so far, in GiB/s; None: none were."""
+        return speed(self.reader.read_bytes, self.reader.read_ms)
 
     def is_chosen(self, layer: int) -> bool:
         """Say whether layer number *layer* is to be on the disk."""

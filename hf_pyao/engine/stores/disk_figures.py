@@ -52,19 +52,20 @@ class DiskFigures:
     @property
     def write_gib_per_s(self) -> float | None:
         """Speed of the disk while it was written, in GiB/s (2**30 bytes); None: it was not."""
-        return _speed(self.written_bytes, self.write_ms)
+        return speed(self.written_bytes, self.write_ms)
 
     @property
     def read_gib_per_s(self) -> float | None:
         """Speed of the disk while it was read, in GiB/s (2**30 bytes); None: it was not."""
-        return _speed(self.read_bytes, self.read_ms)
+        return speed(self.read_bytes, self.read_ms)
 
     def copy(self) -> DiskFigures:
         """Return the same figures, which no longer change."""
         return dataclasses.replace(self)
 
 
-def _speed(nbytes: int, elapsed_ms: float) -> float | None:
+def speed(nbytes: int, elapsed_ms: float) -> float | None:
+    """Return bytes over time in GiB/s (2**30 bytes); None without either."""
     return nbytes / 2**30 / (elapsed_ms / 1e3) if nbytes and elapsed_ms else None
 
 

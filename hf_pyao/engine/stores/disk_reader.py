@@ -25,6 +25,7 @@ import torch
 
 from hf_pyao.engine.checksums import checksum
 from hf_pyao.engine.stores.disk_blocks import CHUNK_BYTES, BlockFile, BlockPlace, padded
+from hf_pyao.engine.stores.disk_figures import BusyClock
 from hf_pyao.engine.stores.disk_files import PAGE_BYTES, disk_error, drop_pages
 from hf_pyao.engine.stores.disk_threads import DaemonThreads
 from hf_pyao.engine.stores.raw_bytes import raw_bytes
@@ -65,6 +66,9 @@ class DiskReader:
         """Ranges that were read once more."""
         self.check_ms = 0.0
         """Time in which checksums were computed."""
+        self.read_ms = 0.0
+        """Time in which some thread read."""
+        self._busy = BusyClock()
 
     def read(
         self, file: BlockFile, place: BlockPlace, target: torch.Tensor, first: int, nbytes: int
@@ -116,11 +120,16 @@ class DiskReader:
             checked.set_result(None)
             return
         try:
+            with self._lock:
+                self._busy.begin()
             try:
                 self._fill(read, at)
             except OSError as cause:
                 self._note_retry(read, at, cause.strerror or repr(cause))
                 self._fill(read, at)
+            finally:
+                with self._lock:
+                    self.read_ms += self._busy.end()
             checkers.submit(self._check_range, read, at, checked)
         except BaseException as cause:
             checked.set_exception(cause)

@@ -31,6 +31,8 @@ class UploadFigures:
     as activations."""
     disk_read_bytes: int = 0
     """Bytes that were read from the disk and agreed with their checksums."""
+    disk_read_ms: float = 0.0
+    """Time in which some thread read the disk."""
     num_disk_retries: int = 0
     """Reads of up to 8 MiB that failed or disagreed, and were made once more."""
     disk_wait_ms: float = 0.0

@@ -330,5 +330,6 @@ class ReadAhead:
         """Bring what is counted of reads up to date."""
         counts, reader = self._counts, self._reader
         counts.disk_read_bytes = reader.read_bytes
+        counts.disk_read_ms = reader.read_ms
         counts.num_disk_retries = reader.num_retries
         counts.disk_check_ms = reader.check_ms

@@ -25,6 +25,7 @@ from hf_pyao.plan.solve.coding import CodedWays
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.step.disk_share import PlacedWeights
 from hf_pyao.plan.step.ends_on_host import with_ends_on_host
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.step.streamed_step import with_converted_uploads
@@ -54,7 +55,12 @@ class DiskOwner(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Most bytes on it."""
+        """Most bytes of saved tensors on it."""
+        ...
+
+    @property
+    def placed_weights(self) -> PlacedWeights | None:
+        """The streamed weights that lie on it and stay there; None: none do yet."""
         ...
 
 
@@ -293,6 +299,7 @@ class PlanRequest:
                 rebuild_factor=rebuild_factor,
                 is_blocking=is_blocking,
                 speed_ratios=speed_ratios,
+                placed_weights=None if self.disk is None else self.disk.placed_weights,
             ),
             host_limit_bytes=host_limit_bytes,
             forced=self._forced(program),

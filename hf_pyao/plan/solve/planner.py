@@ -98,8 +98,11 @@ class Planner(Proposals):
         if not layers and ratios == self.conditions.speed_ratios:
             return self
         program = with_streamed_blocks(self.program, layers)
-        if self.conditions.link.disk is not None:
-            program = with_blocks_on_disk(program, self.host_limit_bytes)
+        disk, placed = self.conditions.link.disk, self.conditions.placed_weights
+        if placed is not None:
+            program = placed.of(program)
+        elif disk is not None:
+            program = with_blocks_on_disk(program, min(self.host_limit_bytes, disk.host_bytes))
         return Planner(
             program,
             self._times_ms,

@@ -52,6 +52,21 @@ class DiskShare:
 NOTHING_ON_DISK = DiskShare()
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlacedWeights:
+    """Weights that a run has put on a disk; they stay there."""
+
+    layers: tuple[int, ...]
+    """Positions among all layers of the model."""
+    staging_bytes: int
+    """Host memory that they are read into."""
+
+    def of(self, program: StepProgram) -> StepProgram:
+        """Return *program*, a step with streamed blocks, with those of them on the disk."""
+        layers = tuple(layer for layer in self.layers if layer in program.streamed)
+        return _placed(program, layers, self.staging_bytes) if layers else program
+
+
 def disk_share(
     layer_bytes: Sequence[int], room_bytes: float, *, largest_bytes: int = 0
 ) -> DiskShare:
@@ -100,12 +115,15 @@ def with_blocks_on_disk(program: StepProgram, room_bytes: float) -> StepProgram:
     )
     if not share.layers:
         return program
-    placed = dataclasses.replace(
-        streamed,
-        disk_layers=tuple(layers[position] for position in share.layers),
-        staging_bytes=share.reserved_bytes,
+    on_disk = tuple(layers[position] for position in share.layers)
+    return _placed(program, on_disk, share.reserved_bytes)
+
+
+def _placed(program: StepProgram, layers: tuple[int, ...], staging_bytes: int) -> StepProgram:
+    streamed = dataclasses.replace(
+        program.streamed, disk_layers=layers, staging_bytes=staging_bytes
     )
-    return dataclasses.replace(program, streamed=placed)
+    return dataclasses.replace(program, streamed=streamed)
 
 
 def _piece_bytes(largest_bytes: int) -> int:

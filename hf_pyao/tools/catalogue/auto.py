@@ -62,6 +62,13 @@ CHAPTER = Chapter(
             "Raise `host_memory_gib`, or end other processes. Nothing, if the device has room.",
         ),
         Entry(
+            "weights-keep-places",
+            "Some layers' weights lie on a disk and others stay on the device, under "
+            "`stream_weights='auto'`. Reads of graphs that are still there may be under way, so "
+            "that no layer changes its place.",
+            "Nothing while the step fits. Else give `stream_weights=0`, or more `host_memory_gib`.",
+        ),
+        Entry(
             "weights-copied-per-process",
             "Each process of a node holds its own copy of the streamed weights.",
             "Load the model in `with one_copy_per_node():`, so that the processes share one.",
