@@ -14,9 +14,10 @@ that it saves, the less the disk costs: each row states that ratio, in FLOPs a b
 size loses. What still grows with a disk is the memory in front of it and what one layer computes
 with, so that more layers save more.
 
-The step is predicted as policy `auto` predicts it: from the plain step, and from the speeds of
-copies and of the disk in one step of a quarter of the batch, which each process runs first. On a
-CPU copies stand in the way of compute.
+Both processes run in turns, --num_rounds times, and times are medians of these rounds. The step is
+predicted as policy `auto` predicts it: from the plain step, and from the speeds of copies and of
+the disk in one step of a quarter of the batch, which each process runs first. On a CPU copies stand
+in the way of compute.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import hashlib
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +95,12 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.smoke:
         args.activations_gib, args.num_steps, args.shapes = 0.02, 2, ["64x8"]
+        args.num_rounds = 1
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
     if args.arm:
         print(json.dumps(asdict(_arm(args, *shapes[0], on_disk=args.arm == "disk"))))
         return 0
+    load_before = os.getloadavg()[0]
     rows = [_row(args, *shape) for shape in shapes]
     for row in rows:
         print(_line(row))
@@ -106,6 +111,8 @@ def main(argv: list[str] | None = None) -> int:
             schema_version=SCHEMA_VERSION,
             activations_gib=args.activations_gib,
             num_steps=args.num_steps,
+            load_average=[load_before, os.getloadavg()[0]],
+            num_rounds=args.num_rounds,
             rows=rows,
         )
     return 0 if all(row["has_equal_bits"] for row in rows) else 1
@@ -115,9 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--disk_path", required=True, help="a directory on a local disk")
     parser.add_argument("--activations_gib", type=float, default=2.5)
-    parser.add_argument("--num_steps", type=int, default=3)
+    parser.add_argument("--num_steps", type=int, default=1)
+    parser.add_argument("--num_rounds", type=int, default=3)
     parser.add_argument(
-        "--shapes", nargs="+", default=["1024x8", "1024x16", "128x8"], help="hidden size x layers"
+        "--shapes", nargs="+", default=["1024x16", "1024x8", "128x16"], help="hidden size x layers"
     )
     parser.add_argument("--result", type=Path, help="write the figures to this JSON file")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
@@ -126,26 +134,48 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _row(args: argparse.Namespace, hidden_size: int, num_layers: int) -> dict[str, Any]:
-    """Run both processes of a shape, the plain one first; return what they came to."""
-    plain, disk = (_process(args, f"{hidden_size}x{num_layers}", arm) for arm in ("plain", "disk"))
+    """Run both processes of a shape in turns; return what they came to."""
+    runs: dict[str, list[Arm]] = {"plain": [], "disk": []}
+    for number in range(args.num_rounds):
+        for arm in ("plain", "disk") if number % 2 == 0 else ("disk", "plain"):
+            runs[arm].append(_process(args, f"{hidden_size}x{num_layers}", arm))
+    plain, disk = (_median_of(runs[arm]) for arm in ("plain", "disk"))
     moved_bytes = disk.written_bytes or 1
-    predicted_ms = _predicted_ms(plain, disk) if disk.read_gib_per_s else plain.step_ms
+    predicted_ms = _predicted_ms(plain, disk)
     return {
         "hidden_size": hidden_size,
         "num_layers": num_layers,
-        "has_equal_bits": plain.digest == disk.digest,
+        "has_equal_bits": len({each.digest for found in runs.values() for each in found}) == 1,
         "flops_per_byte": _step_flops(hidden_size, num_layers, plain.num_tokens) / moved_bytes,
         "growth_ratio": disk.grown_bytes / plain.grown_bytes,
         "step_ratio": disk.step_ms / plain.step_ms,
+        "step_ratios": [
+            disk.step_ms / plain.step_ms
+            for plain, disk in zip(runs["plain"], runs["disk"], strict=True)
+        ],
         "predicted_step_ratio": predicted_ms / plain.step_ms,
         "plain": asdict(plain),
         "disk": asdict(disk),
     }
 
 
+def _median_of(runs: Sequence[Arm]) -> Arm:
+    """Return what the processes of one arm came to: the most memory, and medians of the rest."""
+    medians = {
+        name: statistics.median_low([getattr(each, name) for each in runs])
+        for name, value in asdict(runs[0]).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+    medians["grown_bytes"] = max(each.grown_bytes for each in runs)
+    return replace(runs[0], **medians)
+
+
 def _predicted_ms(plain: Arm, disk: Arm) -> float:
+    if not disk.write_gib_per_s:
+        return plain.step_ms
+    read_gib_per_s = disk.read_gib_per_s or disk.write_gib_per_s  # memory may have had all of it
     model = DiskModel(
-        write_gib_per_s=disk.write_gib_per_s, read_gib_per_s=disk.read_gib_per_s, host_bytes=0
+        write_gib_per_s=disk.write_gib_per_s, read_gib_per_s=read_gib_per_s, host_bytes=0
     )
     return sum(
         passes_ms(

@@ -8,10 +8,11 @@ A checkpoint of a Llama-shaped model with random weights is written to the folde
 child process whose memory the kernel limits (a cgroup; the weights are --times_larger of it) loads
 it, adds LoRA adapters, and trains: the frozen weights that do not fit --host_memory_gib are read
 from the disk, ahead of their use (`disk_path`). Another child, without the limit and without
-hf_pyao, does the same steps: losses and adapters have to have equal bits. In the first child,
-after training, forwards without gradients alternate with the measurement of `pyao doctor --disk`:
-how much of its raw speed the ring reaches. Where no cgroup can be made, the resident memory of the
-process and the page cache of its files are counted instead, and that is said.
+hf_pyao, does the same steps: losses and adapters have to have equal bits. In the first child, after
+training, forwards without gradients alternate with reads of the same file, made as `pyao doctor
+--disk` makes its own: how much of that raw speed the ring reaches. Where no cgroup can be made, the
+resident memory of the process and the page cache of its files are counted instead, and that is
+said.
 
 Needs peft: `pip install peft`, and Linux.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -36,7 +38,7 @@ from memory_limit import cached_bytes, drop_from_cache, limited_to, resident_byt
 from result_file import write_result
 
 GIB, MIB = 2**30, 2**20
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LEAST_SHARE = 0.8
 """Of the disk's raw speed, which the ring is to reach where the disk is what it waits for."""
 
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, train with and without the limit, print and write the result."""
     root = Path(args.folder) / "disk_tier"
     checkpoint = root / "checkpoint"
+    load_before = os.getloadavg()[0]
     try:
         weights_bytes = write_checkpoint(args, checkpoint)
         limit_bytes = int(args.memory_limit_gib * GIB) or int(weights_bytes / args.times_larger)
@@ -108,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
             has_cgroup=peak_bytes is not None,
             charged_peak_bytes=peak_bytes,
             killed=killed,
+            load_average=[load_before, os.getloadavg()[0]],
             bits_are_equal=is_equal,
             share_of_raw_speed=share,
             limited=limited,
@@ -249,26 +253,37 @@ def steps(args: argparse.Namespace, model: Any, offloader: Any) -> dict[str, Any
 def compare_speeds(
     args: argparse.Namespace, model: Any, offloader: Any, folder: Path
 ) -> list[dict[str, float]]:
-    """Alternate the raw speed of the disk and forwards of one token, which wait for the disk."""
-    from hf_pyao.engine.stores.disk_speed import measure_disk
+    """Alternate raw reads of the file and forwards of one token, which wait for the disk.
+
+    Both read the same bytes past the page cache, one after the other, in an order that changes from
+    round to round.
+    """
+    from hf_pyao.engine.stores.disk_speed import measure_disk, measure_reads
 
     ids = torch.zeros((1, 1), dtype=torch.int64)
-    rows = []
-    for _ in range(args.num_rounds):
-        raw = measure_disk(folder, "--folder", args.sample_mib * MIB)
+    (file,) = {
+        each.masters.in_file.file
+        for each in offloader.weights.ring.blocks
+        if each.masters.in_file is not None
+    }
+    of_doctor = measure_disk(folder, "--folder", args.sample_mib * MIB)
+
+    def of_ring() -> float:
         before, began = _read_bytes(offloader), time.perf_counter()
         with torch.no_grad():
-            for _ in range(2):
-                model(input_ids=ids)
-        elapsed_s = time.perf_counter() - began
-        read_gib = (_read_bytes(offloader) - before) / GIB
-        rows.append(
-            {
-                "raw_gib_per_s": raw.read_gib_per_s,
-                "raw_write_gib_per_s": raw.write_gib_per_s,
-                "ring_gib_per_s": read_gib / elapsed_s,
-            }
-        )
+            model(input_ids=ids)
+        return (_read_bytes(offloader) - before) / GIB / (time.perf_counter() - began)
+
+    rows = []
+    for number in range(args.num_rounds):
+        row = {
+            "doctor_read_gib_per_s": of_doctor.read_gib_per_s,
+            "doctor_write_gib_per_s": of_doctor.write_gib_per_s,
+        }
+        for arm in ("raw", "ring") if number % 2 else ("ring", "raw"):
+            speed = measure_reads(file.path, 2**50) if arm == "raw" else of_ring()
+            row[f"{arm}_gib_per_s"] = speed
+        rows.append(row)
     return rows
 
 
@@ -321,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab_size", type=int, default=2048)
     add("--sequence_length", type=int, default=32)
     add("--num_steps", type=int, default=3)
-    add("--num_rounds", type=int, default=3, help="of the comparison with the raw speed")
+    add("--num_rounds", type=int, default=9, help="of the comparison with the raw speed")
     add("--times_larger", type=float, default=3.0, help="the weights, than the memory limit")
     add("--memory_limit_gib", type=float, default=0.0, help="0: by --times_larger")
     add("--host_memory_gib", type=float, default=0.2, help="for weights, and what is read ahead")

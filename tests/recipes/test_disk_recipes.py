@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import disk_activations
+import disk_tables
 import disk_tier
 from tests.recipes.conftest import REPOSITORY
 
@@ -40,7 +41,7 @@ def test_smoke_of_saved_tensors(tmp_path: Path) -> None:
     assert row["disk"]["written_bytes"] > 0
 
 
-def test_the_result_of_weights_is_what_the_page_says() -> None:
+def test_the_result_of_weights_is_what_it_must_be() -> None:
     found: dict[str, Any] = json.loads((RESULTS / "disk_tier_weights.json").read_text())
     limited = found["limited"]
     assert found["bits_are_equal"]
@@ -54,20 +55,17 @@ def test_the_result_of_weights_is_what_the_page_says() -> None:
     assert limited["staging_bytes"] <= 512 * 2**20
     shares = [each["ring_gib_per_s"] / each["raw_gib_per_s"] for each in limited["rounds"]]
     assert statistics.median(shares) == pytest.approx(found["share_of_raw_speed"])
-    page = (REPOSITORY / "hf_pyao" / "engine" / "weights" / "README.md").read_text()
-    for share in shares:
-        assert f"{share:.0%}".replace("%", " %") in page
 
 
-def test_the_result_of_saved_tensors_is_what_the_page_says() -> None:
-    page = (REPOSITORY / "hf_pyao" / "engine" / "transfer" / "README.md").read_text()
+def test_the_result_of_saved_tensors_has_equal_bits_and_direct_reads() -> None:
     rows = json.loads((RESULTS / "disk_activations.json").read_text())["rows"]
-    assert [row["hidden_size"] for row in rows] == [1024, 128]
+    assert {row["hidden_size"] for row in rows} == {1024, 128}
     for row in rows:
         assert row["has_equal_bits"]
         assert row["disk"]["is_direct"]
-        grown = [row[arm]["grown_bytes"] / 2**30 for arm in ("plain", "disk")]
-        ratio = f"({100 * row['growth_ratio'] - 100:.0f} %)"
-        assert f"{grown[0]:.2f} and {grown[1]:.2f} GiB {ratio}" in page
-        assert f"{row['step_ratio']:.2f}x" in page
-        assert f"{row['predicted_step_ratio']:.2f}x" in page
+
+
+def test_the_pages_have_the_results() -> None:
+    for page, text in disk_tables.pages().items():
+        assert page.read_text() == text, "run python recipes/disk_tables.py"
+        assert "<!-- end of" in text

@@ -78,20 +78,12 @@ def measure_disk(
                     memory = raw_bytes(buffers[number])[done:]
                     done += os.pwritev(descriptor, [memory], at + done)
 
-            def read(number: int, at: int) -> None:
-                done = 0
-                while done < RANGE_BYTES:
-                    got = os.preadv(descriptor, [raw_bytes(buffers[number])[done:]], at + done)
-                    if not got:
-                        raise OSError(None, f"it ends at byte {at + done}")
-                    done += got
-
             def flush() -> None:
                 os.fsync(descriptor)
 
             write_s = _timed(write, requests, flush)
             drop_pages(descriptor)
-            read_s = _timed(read, requests)
+            read_s = _timed(_reader(descriptor, buffers), requests)
             os.close(descriptor)
             descriptor = -1
     except OSError as cause:
@@ -109,9 +101,44 @@ def measure_disk(
     )
 
 
-def _open(path: str) -> tuple[int, bool]:
+def measure_reads(path: str | os.PathLike[str], most_bytes: int = SAMPLE_BYTES) -> float:
+    """Read a file that is there as :func:`measure_disk` reads its own; return GiB/s.
+
+    Args:
+        path: a file of 8 MiB or more.
+        most_bytes: so much of it is read at most, from its first byte on, in whole requests.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    descriptor, _ = _open(os.fspath(path), os.O_RDONLY)
+    try:
+        nbytes = min(most_bytes, os.fstat(descriptor).st_size) // RANGE_BYTES * RANGE_BYTES
+        drop_pages(descriptor)
+        buffers = [_aligned(RANGE_BYTES) for _ in range(NUM_READERS)]
+        read_s = _timed(_reader(descriptor, buffers), range(0, nbytes, RANGE_BYTES))
+        return nbytes / 2**30 / read_s
+    finally:
+        os.close(descriptor)
+
+
+def _reader(descriptor: int, buffers: list[torch.Tensor]) -> Callable[[int, int], None]:
+    """Return what has thread *number* read a request into its buffer."""
+
+    def read(number: int, at: int) -> None:
+        done = 0
+        while done < RANGE_BYTES:
+            got = os.preadv(descriptor, [raw_bytes(buffers[number])[done:]], at + done)
+            if not got:
+                raise OSError(None, f"it ends at byte {at + done}")
+            done += got
+
+    return read
+
+
+def _open(path: str, access: int = os.O_RDWR) -> tuple[int, bool]:
     """Open *path* for requests past the page cache; say whether the file system has them."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = access | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT), True
     except OSError as cause:

@@ -277,8 +277,10 @@ def test_mutants_that_go_on_at_a_wrong_offset_are_caught(
     blocks = blocks_of(9, (3 * CHUNK_BYTES + 70000, 8192))
     file = write(tmp_path, blocks)
     num_wrong = num_refused = 0
+    # One failure is always repaired; a mutant needs a second one in the same range to be refused.
+    most_errors = 8 if fill is retry_at_the_next_page else 1
     for seed in range(20):
-        reader = DiskReader(Faulty(seed, num_errors=seed % 2))
+        reader = DiskReader(Faulty(seed, num_errors=most_errors * (seed % 2)))
         for number in (1, 0):
             try:
                 num_wrong += not torch.equal(whole(reader, file, number), blocks[number])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_pyao.engine.stores.disk_speed import measure_disk
+from hf_pyao.engine.stores.disk_speed import measure_disk, measure_reads
 from hf_pyao.errors import ConfigError, DiskError
 from hf_pyao.tools.bench import doctor
 from tests.helpers.disks import files_of, take_any_file_system
@@ -26,6 +26,24 @@ def test_both_ways_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
     assert speed.read_gib_per_s > 0
     assert speed.write_gib_per_s > 0
     assert files_of(tmp_path) == []
+
+
+def test_reads_of_a_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(20 * 2**20))
+    offsets: list[int] = []
+    preadv = os.preadv
+
+    def noted(descriptor: int, buffers: Any, offset: int) -> int:
+        offsets.append(offset)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    assert measure_reads(path) > 0
+    assert sorted(offsets) == [0, 8 * 2**20], "whole requests"
+    offsets.clear()
+    assert measure_reads(path, 8 * 2**20) > 0
+    assert offsets == [0]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,7 +323,8 @@ def test_what_cannot_be_used_is_refused_by_name(
 # ---- what is left behind ----------------------------------------------------------------------
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 from pathlib import Path
 import torch
 from hf_pyao.engine.stores.disk_figures import WriteLimit
