@@ -141,11 +141,12 @@ def _walked(
     """Walk through the step; return what it comes to, and the clock."""
     lanes: Lanes = LateLanes() if link is None else TimedLanes(link)
     clock = LanesClock(lanes, host, is_timed=times_ms is not None)
-    disk = slower = None
-    if link is not None and link.disk is not None and times_ms is not None:
-        demand = DiskDemand.of(program, leaving_bytes(program, plan), link.disk)
-        seen, slower = demand.slower(link.disk)
-        disk = PredictedDisk(seen, clock) if seen.takes_saved else None
+    disk, slower = None, None
+    below = None if link is None or times_ms is None else link.disk
+    if below is not None and below.takes_saved:
+        demand = DiskDemand.of(program, leaving_bytes(program, plan), below)
+        seen, slower = demand.slower(below)
+        disk = PredictedDisk(seen, clock)
     walk = StepWalk(
         program, plan, times_ms, clock, disk, is_first_step=is_first_step, slower=slower
     )
