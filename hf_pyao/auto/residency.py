@@ -83,7 +83,10 @@ class Residency:
 
     @property
     def _layers_stay(self) -> bool:
-        return self._streaming.num_asked_for > self._streaming.least_resident
+        streaming = self._streaming
+        if streaming.placed_on_disk is not None:  # they keep their places
+            return False
+        return streaming.num_asked_for > streaming.least_resident
 
     def ask_for(self, num_resident: int) -> None:
         """Let so many layers stay from the next forward on, as a plan has it."""

@@ -128,7 +128,7 @@ class StreamedLayers:
         if ends_leave:
             self._ends.prepare(model, found.layers)
         if self._on_disk is not None:
-            self._choose_for_disk(self._on_disk, layers, streamed)
+            self._choose_for_disk(self._on_disk, layers, streamed, self._ends.masters)
         self._masters = self._masters_of(layers, streamed)
         self.blocks: list[Block] = self._blocks_of([layers[number] for number in streamed])
         """What is uploaded: layers, or groups of experts and what else their layers have."""
@@ -170,6 +170,11 @@ class StreamedLayers:
         return self.num_resident if self._wanted is None else self._wanted
 
     @property
+    def has_disk(self) -> bool:
+        """Whether weights may lie on a disk."""
+        return self._on_disk is not None
+
+    @property
     def placed_on_disk(self) -> PlacedWeights | None:
         """The layers that lie on the disk, and what they are read into; None while none do.
 
@@ -198,11 +203,14 @@ class StreamedLayers:
         return [n for n, layer in enumerate(layers) if n not in stay and layer.tensors]
 
     def _choose_for_disk(
-        self, on_disk: WeightsOnDisk, layers: Sequence[StreamableLayer], streamed: Sequence[int]
+        self,
+        on_disk: WeightsOnDisk,
+        layers: Sequence[StreamableLayer],
+        streamed: Sequence[int],
+        ends: Sequence[Masters] = (),
     ) -> None:
-        """Choose which of the *streamed* layers lie on the disk."""
+        """Choose which of the *streamed* layers lie on the disk, beside *ends* on the host."""
         found = self._masters_of(layers, streamed)
-        ends = [] if self._held else self._ends.masters  # else they are where they are to be
         room = self._on_host.room_for([*found, *ends]) - sum(each.nbytes for each in ends)
         sizes = {n: m.all_nbytes for n, m in zip(sorted(streamed), found, strict=True)}
         on_disk.choose(sizes, room)
@@ -357,7 +365,8 @@ class StreamedLayers:
                 if on_disk.take(masters, layers, is_new=True):
                     self._held[layer] = masters
             except (ConfigError, DiskError) as error:
-                on_disk.forget()
+                if not any(held.in_file is not None for held in self._held.values()):
+                    on_disk.forget()
                 warn(
                     logger,
                     "weights-stay",

@@ -15,6 +15,11 @@ class PlacesWeights(Protocol):
     """What streams weights, as far as a disk is concerned."""
 
     @property
+    def has_disk(self) -> bool:
+        """Whether weights may lie on a disk."""
+        ...
+
+    @property
     def placed_on_disk(self) -> PlacedWeights | None:
         """The layers that lie on the disk; None: none do."""
         ...
@@ -46,7 +51,7 @@ class DiskBelow:
     def of(cls, tiers: Tiers, weights: PlacesWeights | None = None) -> DiskBelow | None:
         """Return the disks among *tiers*, and that of *weights*; None if there is none."""
         found = cls(tiers, weights)
-        return found if found._disks or found.placed_weights is not None else None
+        return found if found._disks or (weights is not None and weights.has_disk) else None
 
     @property
     def capacity_bytes(self) -> int:
