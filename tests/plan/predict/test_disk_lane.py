@@ -63,6 +63,19 @@ def test_a_demand_of_up_to_four_fifths_of_the_disk_costs_up_to_a_twentieth(
     assert step <= slowed <= 1.05 * step
 
 
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_two_blocks_ahead_are_as_good_as_eight_up_to_the_speed_of_the_disk(every: int) -> None:
+    """So the depth of reads is a rule of ``disk_share``, and no choice of a plan."""
+    num, size = 48, 100
+    times = [1.0, *[110.0] * num, 1.0, *[110.0] * num]
+    two, eight = (on_disk(num, size, num // every, staging=n * size) for n in (2, 8))
+    free = step_ms(two, times, link_with(None))
+    units_per_ms = 2 * size * (num // every) / free
+    for share in (0.5, 0.8, 1.0):
+        link = link_with(units_per_ms / share)
+        assert step_ms(two, times, link) <= 1.01 * step_ms(eight, times, link), share
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_is_shorter_than_its_reads(seed: int) -> None:
     draw = Random(seed)
