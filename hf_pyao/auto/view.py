@@ -15,7 +15,7 @@ from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.auto.recording.lever_recording import LeverRecorder, num_hooks_in, room_for
 from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.plan.documents.plan import Plan
-from hf_pyao.plan.options.lever_choice import FIXED, LeverRoom
+from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
 
 
 class ModelView:

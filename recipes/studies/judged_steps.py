@@ -10,7 +10,8 @@ from hf_pyao.plan.documents.plan import OFFLOAD, RECOMPUTE, Plan
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.hardware.speeds import GIB, LinkModel
 from hf_pyao.plan.options.auto_plan import plan_of
-from hf_pyao.plan.options.lever_choice import LeverChoice, LeverRoom
+from hf_pyao.plan.options.chosen_levers import LeverRoom
+from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.predict.speed_range import MEASURED, PRESET
 from hf_pyao.plan.solve.planner import Candidate, Planner

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.config import GIB
-from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
+from hf_pyao.plan.options.chosen_levers import ChosenLevers
+from hf_pyao.plan.options.lever_choice import LeverChoice
 from tests.distributed.models import batch_of, build_model, layers_of
 from tests.helpers.ranks import join_group, write_result
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.documents.profile import Profile
-from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
+from hf_pyao.plan.options.chosen_levers import ChosenLevers
+from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.copy_lanes import OFFLOAD, RELOAD
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction, ExpectedTimes

@@ -24,7 +24,7 @@ from hf_pyao.plan.documents.plan_facts import PlanFacts
 from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.device_limit import beside_bytes
 from hf_pyao.plan.options.auto_plan import plan_of_choice
-from hf_pyao.plan.options.lever_choice import FIXED, ChosenLevers, LeverRoom
+from hf_pyao.plan.options.chosen_levers import FIXED, ChosenLevers, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import at_other_size
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction

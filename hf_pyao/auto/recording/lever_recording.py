@@ -18,7 +18,7 @@ from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.model.map.module_map import find_layers, is_made_to_run_again
 from hf_pyao.model.map.sharding import KnownSharding
 from hf_pyao.model.map.wrappers import class_name
-from hf_pyao.plan.options.lever_choice import LeverRoom
+from hf_pyao.plan.options.chosen_levers import LeverRoom
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.training_engines import compiled_part
 

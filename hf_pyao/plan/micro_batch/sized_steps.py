@@ -10,7 +10,8 @@ from functools import partial
 from hf_pyao.levers import Levers
 from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.speeds import DeviceModel
-from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
+from hf_pyao.plan.options.chosen_levers import ChosenLevers
+from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.optimizer_step import gradients_of
 from hf_pyao.plan.predict.predict import predict

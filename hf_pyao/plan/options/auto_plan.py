@@ -20,7 +20,7 @@ from hf_pyao.plan.documents.plan import (
     PlanPoint,
 )
 from hf_pyao.plan.documents.plan_facts import NO_FACTS, PlanFacts
-from hf_pyao.plan.options.lever_choice import ChosenLevers
+from hf_pyao.plan.options.chosen_levers import ChosenLevers
 from hf_pyao.plan.solve.planner import KEEP_ALL, PLANNED, Candidate, Planner
 from hf_pyao.plan.solve.step_problem import Conditions, chosen_slots
 

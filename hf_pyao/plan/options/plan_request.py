@@ -15,7 +15,8 @@ from hf_pyao.plan.documents.profile import Profile
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.kernel_settings import KernelSettings
 from hf_pyao.plan.hardware.speeds import DeviceModel, DiskModel, LinkModel
-from hf_pyao.plan.options.lever_choice import FIXED, LeverChoice, LeverRoom
+from hf_pyao.plan.options.chosen_levers import FIXED, LeverRoom
+from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.options.plan_levers import GivenLevers
 from hf_pyao.plan.predict.calibration import times_like
 from hf_pyao.plan.predict.forecast import Forecast

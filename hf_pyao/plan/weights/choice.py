@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS
 from hf_pyao.errors import ConfigError
 from hf_pyao.levers import Levers
-from hf_pyao.plan.options.lever_choice import ChosenLevers, LeverChoice
+from hf_pyao.plan.options.chosen_levers import ChosenLevers
+from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.predict.speed_range import MEASURED
 from hf_pyao.plan.solve.collections_paused import collections_paused
 from hf_pyao.plan.solve.planner import KEEP_ALL, Candidate, NoPlanFitsError, Planner

@@ -27,7 +27,8 @@ from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
-from hf_pyao.plan.options.lever_choice import LeverChoice, LeverRoom
+from hf_pyao.plan.options.chosen_levers import LeverRoom
+from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.paper.iqr import find_outliers
 from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.plan.policies.budget import OffloadBudget, leaving

@@ -206,7 +206,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from hf_pyao.plan.documents.plan_facts import NO_FACTS
     from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
     from hf_pyao.plan.options.auto_plan import plan_of_choice
-    from hf_pyao.plan.options.lever_choice import LeverRoom
+    from hf_pyao.plan.options.chosen_levers import LeverRoom
     from hf_pyao.plan.options.plan_request import PlanRequest
     from hf_pyao.plan.predict.forecast import Forecast
     from hf_pyao.plan.solve.planner import NoPlanFitsError

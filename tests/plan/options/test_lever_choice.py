@@ -18,7 +18,8 @@ from hf_pyao.levers import Levers, LeversRefusedError
 from hf_pyao.plan.documents.plan import Plan, PlannedSlot
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.options.auto_plan import describe, plan_of_choice
-from hf_pyao.plan.options.lever_choice import GAIN, WORTH, ChosenLevers, LeverChoice, LeverRoom
+from hf_pyao.plan.options.chosen_levers import ChosenLevers, LeverRoom
+from hf_pyao.plan.options.lever_choice import GAIN, WORTH, LeverChoice
 from hf_pyao.plan.options.plan_levers import GivenLevers, levers_of_plan
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import times_like
