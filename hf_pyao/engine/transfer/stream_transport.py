@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,12 +229,6 @@ class StreamTransport:
         return streams
 
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {
-    "stream": StreamTransport,
-    "blocking": BlockingTransport,
-}
-
-
 def transport_for(device: torch.device) -> Transport:
     """Return the transport that suits *device*: streams on an accelerator, else blocking."""
-    return TRANSPORTS["blocking" if device.type in ("cpu", "meta") else "stream"]()
+    return BlockingTransport() if device.type in ("cpu", "meta") else StreamTransport()

@@ -98,11 +98,6 @@ class MemoryBudgets:
             if call.by.backend is not None:
                 self._calls.append((call, call.by.backend, numbers.get(id(call.module))))
 
-    @property
-    def has_compiled(self) -> bool:
-        """True if there is compiled code whose budget can be set."""
-        return bool(self._calls)
-
     def set_budgets(self, budget: Budget) -> None:
         """Have the layers compiled within *budget* from the next forward on.
 

@@ -130,7 +130,6 @@ class _Pool:
     """Free blocks of one stream, either small or large ones (``BlockPool``)."""
 
     def __init__(self, is_small: bool, settings: AllocatorSettings) -> None:
-        self.is_small = is_small
         self.settings = settings
         self.page_bytes = SMALL_BUFFER_BYTES if is_small else LARGE_BUFFER_BYTES
         is_cut_finely = is_small or settings.expandable_segments

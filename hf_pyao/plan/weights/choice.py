@@ -51,8 +51,6 @@ class ChosenStreaming:
     weights: WeightPlan
     levers: ChosenLevers
     """The plan for activations; ``levers.fits`` is False where nothing fits at all."""
-    step_ms_by_streamed: dict[int, float]
-    """What was looked at: streamed blocks, and the time of the best plan that fits."""
 
 
 class StreamingChoice:
@@ -120,7 +118,7 @@ class StreamingChoice:
         """
         with collections_paused():
             if self.num_given is not None:
-                return self._chosen(self.at(self.num_given, limit_bytes), {})
+                return _streaming(self.at(self.num_given, limit_bytes))
             return self._best(limit_bytes, least_streamed)
 
     def _best(self, limit_bytes: float, least_streamed: int) -> ChosenStreaming:
@@ -129,7 +127,7 @@ class StreamingChoice:
         if self._needed_bytes(levers, most, limit_bytes) > limit_bytes:
             chosen = self.at(most, limit_bytes)
             if not chosen.fits:
-                return self._chosen(chosen, {})
+                return _streaming(chosen)
             levers = chosen.levers
         found: dict[int, float] = {}
         for number in self._numbers(levers, most, limit_bytes, found):
@@ -140,7 +138,7 @@ class StreamingChoice:
                     with suppress(NoPlanFitsError):
                         found[number] = planner.best(limit_bytes).step_ms
         number = _fewest_of_the_fastest(found) if found else most
-        return self._chosen(self.at(number, limit_bytes), found)
+        return _streaming(self.at(number, limit_bytes))
 
     def fewest_streamed(self, candidate: Candidate, limit_bytes: float) -> int:
         """Return the fewest streamed blocks with which a plan for activations fits.
@@ -193,13 +191,6 @@ class StreamingChoice:
                 resident.room,
             )
         return self._choices[num_streamed]
-
-    def _chosen(self, levers: ChosenLevers, found: Mapping[int, float]) -> ChosenStreaming:
-        return ChosenStreaming(
-            weights=weight_plan_of(levers.planner.program),
-            levers=levers,
-            step_ms_by_streamed=dict(sorted(found.items())),
-        )
 
     def _numbers(
         self, levers: Levers, most: int, limit_bytes: float, found: Mapping[int, float]
@@ -283,6 +274,10 @@ def _fewest_of_the_fastest(step_ms: Mapping[int, float]) -> int:
     """Return the fewest streamed blocks that are about as fast as the fastest; 0 of none."""
     best_ms = min(step_ms.values(), default=0.0)
     return min((number for number, ms in step_ms.items() if ms <= TIE * best_ms), default=0)
+
+
+def _streaming(levers: ChosenLevers) -> ChosenStreaming:
+    return ChosenStreaming(weights=weight_plan_of(levers.planner.program), levers=levers)
 
 
 def _may_be_better(number: int, least_ms: float, found: Mapping[int, float]) -> bool:

@@ -23,17 +23,16 @@ class WeightPlan:
     """Of the ring: slots times their size."""
     host_bytes: int
     """Page-locked masters of the streamed blocks, at their exact sizes."""
-    num_uploads_in_first_step: int
     num_uploads: int
-    """In each later step."""
+    """In each step but the first."""
     uploaded_bytes: int
-    """In each later step."""
+    """In each step but the first."""
     disk_layers: tuple[int, ...] = ()
     """Those of the streamed layers whose weights are on a disk."""
     disk_bytes: int = 0
     """Bytes of these weights."""
     disk_read_bytes: int = 0
-    """Read in each later step."""
+    """Read in each step but the first."""
 
     @property
     def num_resident(self) -> int:
@@ -62,7 +61,7 @@ def weight_plan_of(program: StepProgram) -> WeightPlan:
     """Return what *program* streams."""
     streamed = program.streamed
     on_disk = frozenset(streamed.disk_layers)
-    first, later = (uploads_of(program, is_first_step=is_first) for is_first in (True, False))
+    uploads = uploads_of(program, is_first_step=False)
     return WeightPlan(
         num_layers=program.num_layers,
         streamed_layers=streamed.layers,
@@ -70,12 +69,11 @@ def weight_plan_of(program: StepProgram) -> WeightPlan:
         num_slots=streamed.num_slots,
         device_bytes=streamed.device_bytes,
         host_bytes=streamed.host_bytes,
-        num_uploads_in_first_step=len(first),
-        num_uploads=len(later),
-        uploaded_bytes=sum(nbytes for _, nbytes, _ in later),
+        num_uploads=len(uploads),
+        uploaded_bytes=sum(nbytes for _, nbytes, _ in uploads),
         disk_layers=streamed.disk_layers,
         disk_bytes=streamed.disk_bytes,
-        disk_read_bytes=sum(nbytes for _, nbytes, layer in later if layer in on_disk),
+        disk_read_bytes=sum(nbytes for _, nbytes, layer in uploads if layer in on_disk),
     )
 
 
