@@ -12,8 +12,9 @@ from hf_pyao.auto.recording.model_copy import CopyError
 from hf_pyao.config import GIB, PyAOConfig
 from hf_pyao.engine.rerun.generators import RandomState
 from hf_pyao.engine.stores.disk_figures import FEWER_BYTES, TB
+from hf_pyao.engine.stores.host_share import host_limit_bytes
 from hf_pyao.errors import ConfigError
-from hf_pyao.hf.micro_batch.chooser import MicroBatchChooser, host_bytes_of, leaves_of
+from hf_pyao.hf.micro_batch.chooser import MicroBatchChooser, leaves_of
 from hf_pyao.levers import LeversRefusedError
 from hf_pyao.text import describe_error
 
@@ -48,7 +49,7 @@ def predicted_disk_bytes(trainer: Any, config: PyAOConfig) -> int | None:
             leaves = leaves_of(config, program)
             slots = zip(program.slots, leaves, strict=True)
             leaving_bytes = sum(slot.link_bytes for slot, leaves in slots if leaves)
-            host_bytes = host_bytes_of(config)
+            host_bytes = host_limit_bytes(config.host_memory_gib)
             host_bytes -= weights_on_host_bytes(trainer.model, config, host_bytes)
             beyond_bytes = max(0, leaving_bytes - max(0, int(host_bytes)))
             disk_bytes = beyond_bytes if config.disk_gib is None else int(config.disk_gib * GIB)

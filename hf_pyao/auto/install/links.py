@@ -68,7 +68,7 @@ def link_for(
     """
     if shared is None:
         transport = transport or transport_for(device)
-        store = host_pool or _make_pool(settings, transport, device)
+        store = host_pool or pool_for(settings.host_memory_gib, transport, device)
         disk = disk_tier(settings.disk, transport, _numa_node_of(device))
         further = () if disk is None else (disk,)
         return LinkContext(transport, store, settings.window_bytes, further)
@@ -99,13 +99,20 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _make_pool(settings: LinkSettings, transport: Transport, device: torch.device) -> HostPool:
-    if settings.host_memory_gib is None:
+def pool_for(host_memory_gib: float | None, transport: Transport, device: torch.device) -> HostPool:
+    """Return a pool of *host_memory_gib*; None: of this process's share of the host.
+
+    Args:
+        host_memory_gib: its capacity.
+        transport: copies between its buffers and the device.
+        device: what the memory should be near to.
+    """
+    if host_memory_gib is None:
         share = HostShare.of_this_process(os.environ)
         capacity = share.capacity_bytes
     else:
         share = None
-        capacity = int(settings.host_memory_gib * GIB)
+        capacity = int(host_memory_gib * GIB)
     return HostPool(
         capacity,
         pin=transport.needs_pinned_memory,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from hf_pyao.config import GIB, PyAOConfig
-from hf_pyao.engine.stores.host_share import HostShare
+from hf_pyao.engine.stores.host_share import host_limit_bytes
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.errors import ConfigError, ConflictError
@@ -64,13 +63,11 @@ def check_can_stream(model: nn.Module, config: PyAOConfig, *, will_be_frozen: bo
     if (shared := shared_weights_of(model)) is not None:
         nbytes = -(-nbytes // shared.num_processes)
     nbytes += converted_bytes
-    if config.host_memory_gib is None:
+    room = host_limit_bytes(config.host_memory_gib)
+    if config.host_memory_gib is None:  # the share counts only memory that is not in use yet
         tensors = [tensor for layer in streamed for _, tensor in layer.tensors]
         tensors += [parameter for _, parameter in ends.parameters]
-        on_host = sum(each.nbytes for each in tensors if each.device.type == "cpu")
-        room = HostShare.of_this_process(os.environ).capacity_bytes + on_host
-    else:
-        room = int(config.host_memory_gib * GIB)
+        room += sum(each.nbytes for each in tensors if each.device.type == "cpu")
     if nbytes > room and config.disk_path is None:
         raise no_room(label, len(streamed), nbytes, room, with_ends=bool(ends.parameters))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_pyao.auto.install.links import pool_for
 from hf_pyao.auto.zeroth_order.lock_step import LockStep
 from hf_pyao.config import GIB
-from hf_pyao.engine.stores import HostPool, Store
-from hf_pyao.engine.stores.host_share import HostShare
+from hf_pyao.engine.stores import Store
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import NUM_SLOTS, resident_layers
 from hf_pyao.engine.transfer.stream_transport import transport_for
@@ -123,7 +122,7 @@ class VisitingWeights:
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in layers]
         self._device = device
         transport = transport or transport_for(device)
-        self.store: Store = _pool(host_memory_gib, transport)
+        self.store: Store = pool_for(host_memory_gib, transport, device)
         self._link = LinkContext(transport, self.store, None)
         of_layers = _masters_of(model, layers, num_resident)
         before, after = ends_by_rows(model, layers) if ends_visit else ([], [])
@@ -336,18 +335,3 @@ def _blocks_of(
 def _can_move(parameter: nn.Parameter) -> bool:
     is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
     return is_plain and parameter.numel() > 0 and is_dense(parameter)
-
-
-def _pool(host_memory_gib: float | None, transport: Transport) -> HostPool:
-    share = HostShare.of_this_process(os.environ) if host_memory_gib is None else None
-    if host_memory_gib is not None:
-        capacity = int(host_memory_gib * GIB)
-    else:
-        assert share is not None
-        capacity = share.capacity_bytes
-    return HostPool(
-        capacity,
-        pin=transport.needs_pinned_memory,
-        share=share,
-        on_release=transport.host_released,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,3 +107,10 @@ class HostShare:
         if self.counted_by is None:
             return text
         return f"{text}, shared by {self.num_ranks} ranks of this node ({self.counted_by})"
+
+
+def host_limit_bytes(host_memory_gib: float | None) -> int:
+    """Return *host_memory_gib* in bytes; None stands for this process's share of the host."""
+    if host_memory_gib is None:
+        return HostShare.of_this_process(os.environ).capacity_bytes
+    return int(host_memory_gib * 2**30)

@@ -7,7 +7,6 @@ tried on the model itself, and given up for the next smaller one where memory ru
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
 from hf_pyao.auto.recording.seen_forward import seen_forward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.config import GIB, PyAOConfig
-from hf_pyao.engine.stores.host_share import HostShare
+from hf_pyao.engine.stores.host_share import host_limit_bytes
 from hf_pyao.errors import ConfigError
 from hf_pyao.hf.micro_batch.checks import SETTING
 from hf_pyao.hf.micro_batch.memory_beside import library_bytes, memory_beside, nbytes_of
@@ -195,7 +194,7 @@ class MicroBatchChooser:
         request = PlanRequest.of_config(
             config,
             recomputed_paths=self._recomputed_paths(),
-            host_limit_bytes=host_bytes_of(config),
+            host_limit_bytes=host_limit_bytes(config.host_memory_gib),
             allocator=allocator_settings(self._device),
         )
         return dataclasses.replace(request, room=room_for(request.room, self._model, config.layers))
@@ -328,13 +327,6 @@ def _measured(peak_bytes: int | None) -> str:
     if peak_bytes is None:
         return "which was tried"
     return f"which was tried (peak {format_bytes(peak_bytes)})"
-
-
-def host_bytes_of(config: PyAOConfig) -> float:
-    """Return the host memory for saved tensors that *config* gives, or this process's share."""
-    if config.host_memory_gib is None:
-        return HostShare.of_this_process(os.environ).capacity_bytes
-    return config.host_memory_gib * GIB
 
 
 def leaves_of(config: PyAOConfig, program: StepProgram) -> list[bool]:
