@@ -384,8 +384,9 @@ class AutoActions:
 
 
 _AT_ONCE = (Purpose.LARGER, Purpose.MEMORY, Purpose.ONCE)
-"""Purposes of plans that this process needs for its next micro-batch, which would not fit or not be
-right without. Others take such a plan together, two micro-batches later."""
+"""Purposes of plans that this process needs for its next micro-batch: without the plan, that would
+not fit, or its result would be wrong. Plans for other purposes are followed by all processes
+together, two micro-batches later."""
 
 
 def _plan_of(answer: on.Event) -> Plan | None:

@@ -3,10 +3,10 @@
 Embeddings and head leave last (``stream_embeddings="auto"``): where no layer stays, and the step
 does not fit.
 
-As a model is attached its batches are not known: weights stay as far as they leave a share of the
-device free. Before the first forward in training the step is recorded on fake tensors, and as many
-stay as fit beside what the configured policy leaves on the device. Policy ``auto`` chooses the
-number together with its plans. When memory runs out, all are streamed.
+When a model is attached, its batches are not known: as many layers stay as leave a share of the
+device free. Before the first forward in training the step is recorded on fake tensors, with the
+configured policy. From then on, as many layers stay as fit beside the step's other tensors. Policy
+``auto`` chooses the number together with its plans. When memory runs out, all are streamed.
 """
 
 from __future__ import annotations

@@ -490,7 +490,7 @@ class StreamedLayers:
             move_others(model, self._is_on_host, self.device)
 
     def _before_layers(self) -> None:
-        if not self.ends_leave:  # else the model's forward did that as it began
+        if not self.ends_leave:  # otherwise the hook on the model's forward has done it
             self._before_forward()
 
     def _is_on_host(self, parameter: object) -> bool:

@@ -91,7 +91,8 @@ class Policies:
     residents_of_plan: Callable[[Ready], int | None] = lambda ready: None
     """Layers whose frozen weights stay; None: the plan does not say."""
     configured_window_bytes: Callable[[], int | None] = lambda: None
-    """The same; asked when it is needed, since other models may come to share the window."""
+    """The configured window, in bytes; None: the window stays. It is a function because other
+    models may come to share the window after ``attach``."""
     before_plan: Callable[[], None] = _nothing_to_release
     """Called before a plan is used: it may give back cached memory."""
 

@@ -108,7 +108,8 @@ class _Channel:
             return  # another thread's forward is being told of, which may take a while
         try:
             self.newest = (args, kwargs)
-            for listener in self.listeners():  # one that comes now hears of the next forward
+            # One that is added meanwhile is called from the next forward on.
+            for listener in self.listeners():
                 if listener in self.listeners():
                     listener.watch.see(args, kwargs, listener.before)
         finally:

@@ -51,7 +51,7 @@ OTHER_CHECKPOINTING = (
 
 
 class _Here(threading.local):
-    """What the calling thread is at."""
+    """State of the calling thread."""
 
     segment: weakref.ref[Segment] | None = None
     """That of the newest layer call. The graph alone keeps it."""

@@ -37,7 +37,7 @@ from hf_pyao.no_effect import EffectLedger
 
 
 class _Here(threading.local):
-    """What the engine is at on the calling thread."""
+    """State of the engine on the calling thread."""
 
     tape: Tape | None = None
     """That of the thread's newest forward. Each thread has its own: what one does ends nothing of

@@ -32,7 +32,7 @@ class Driver(Protocol):
 
     @property
     def running(self) -> Running:
-        """What the calling thread is at."""
+        """State of the calling thread."""
         ...
 
     @property

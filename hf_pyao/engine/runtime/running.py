@@ -25,7 +25,7 @@ class Token:
 
 
 class Running(threading.local):
-    """What the calling thread is at."""
+    """State of the calling thread."""
 
     def __init__(self) -> None:
         self.tokens: list[Token] = []

@@ -90,7 +90,7 @@ def explain_failure(error: BaseException | None, layer: str) -> None:
 
 
 def _is_in_custom_backward() -> bool:
-    """Say whether the node that backward is at was written in Python."""
+    """Say whether the node that backward runs now was written in Python."""
     node: object = torch._C._current_autograd_node()
     if isinstance(node, BackwardHookFunction._backward_cls):
         return False  # a module's full backward hook

@@ -45,7 +45,7 @@ _GET_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class _Here(threading.local):
-    """What the calling thread is at."""
+    """State of the calling thread."""
 
     def __init__(self) -> None:
         self.depth = 0

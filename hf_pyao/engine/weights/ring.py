@@ -31,7 +31,7 @@ _MOST_EXPECTED = 8
 
 
 class _Here(threading.local):
-    """What the calling thread is at."""
+    """State of the calling thread."""
 
     def __init__(self) -> None:
         self.depth = 0

@@ -41,7 +41,7 @@ from hf_pyao.errors import ConflictError
 
 
 class _Pass(threading.local):
-    """What the calling thread is at."""
+    """State of the calling thread."""
 
     sign: int | None = None
     """1 and -1 in a pass of a step, 0 in another forward; None outside of a forward."""

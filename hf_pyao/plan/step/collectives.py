@@ -81,11 +81,11 @@ class CollectiveWaits:
         return self._num_queued - self._reductions[-num_beside]
 
     def queued(self, collective: Collective, args: Sequence[Any]) -> None:
-        """Take note of a collective that was queued, called with *args*."""
+        """Note a collective that was queued, called with *args*."""
         self.queued_into(tensors_in((args[0],)) if collective.is_gather else ())
 
     def queued_into(self, gathered: Iterable[torch.Tensor]) -> None:
-        """Take note of a collective that was queued; what it has gathered: none is a reduction."""
+        """Note a collective that was queued, and what it has gathered; nothing: it is a reduction."""
         is_gather = False
         for tensor in gathered:
             is_gather = True
