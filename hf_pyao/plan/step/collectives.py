@@ -85,7 +85,7 @@ class CollectiveWaits:
         self.queued_into(tensors_in((args[0],)) if collective.is_gather else ())
 
     def queued_into(self, gathered: Iterable[torch.Tensor]) -> None:
-        """Note a collective that was queued, and what it has gathered; nothing: it is a reduction."""
+        """Note a collective that was queued, and what it gathered: of a reduction, nothing."""
         is_gather = False
         for tensor in gathered:
             is_gather = True
