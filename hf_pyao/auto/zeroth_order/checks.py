@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from hf_pyao.engine.runtime.model_hooks import ModelHook
@@ -18,10 +19,12 @@ from hf_pyao.training_engines import (
 )
 
 NUM_PASSES = 2
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Of weights that can be perturbed."""
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model whose weights someone else moves, keeps or compiles.
+    """Refuse a model whose weights someone else moves, keeps or compiles, or that take no noise.
 
     Raises:
         ConflictError: with what was found, and what to do.
@@ -38,6 +41,8 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise _moved(name, "is on the meta device: it has no bytes yet")
+        if parameter.requires_grad and parameter.dtype not in _DTYPES:
+            raise _moved(name, f"is trained and has {parameter.dtype}, to which no noise is added")
         if engine := next((each for each in ENGINES if each.has(parameter)), None):
             raise _moved(name, f"is divided among ranks, by {engine.name}")
 

@@ -27,6 +27,8 @@ from hf_pyao.errors import ConfigError, ConflictError, unknown_name, warn
 from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers, plain_path, unwrap_model
 from hf_pyao.ranks import process_rank
+from hf_pyao.settings import Count, Gibibytes
+from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,17 @@ class ZerothOrder:
         transport: Transport | None = None,
     ) -> None:
         self.settings = settings or ZerothOrderSettings()
+        for what, given, kind in (
+            ("model", model, nn.Module),
+            ("settings", self.settings, ZerothOrderSettings),
+        ):
+            if not isinstance(given, kind):
+                raise ConfigError(
+                    f"{what} is {echo(given)}; expected a {kind.__name__}.", key="wrong-argument"
+                )
+        if num_resident is not None:
+            Count("layers").check("num_resident", num_resident)
+        Gibibytes().check("host_memory_gib", host_memory_gib)
         root = unwrap_model(model)
         self.device = device_of(root) if device is None else torch.device(device)
         if stream_embeddings not in ("on", "off"):
@@ -161,9 +174,17 @@ class ZerothOrder:
             The mean of both losses, float32, on the device.
 
         Raises:
-            ConfigError: *loss_fn* has returned something else than one number.
+            ConfigError: *loss_fn* has returned something else than one number, or *model* is
+                another one.
         """
         self._check_open()
+        if not any(each is self._weights.model for each in model.modules()):
+            raise ConfigError(
+                f"model is a {type(model).__name__} that does not have the model of this "
+                "ZerothOrder: its weights would not be perturbed. Give the model that it was made "
+                "for, or what wraps it.",
+                key="wrong-argument",
+            )
         if not self._weights.visits.in_use.acquire(blocking=False):
             raise ConflictError(
                 "a step of zeroth order runs on another thread. Make steps and other forwards one "
@@ -252,6 +273,11 @@ class ZerothOrder:
         """
         if not self._is_open:
             return
+        if self._weights.visits.sign is not None:
+            raise ConflictError(
+                "close() was called in a forward of the model. Call it after the step.",
+                key="wrong-argument",
+            )
         try:
             if not self._is_flushed:
                 self._weights.visits.flush()
@@ -293,27 +319,17 @@ class ZerothOrder:
         """Go on from *state*; the model has the weights of that moment.
 
         Raises:
-            ConfigError: the seed differs, or momenta do not fit the trained weights.
+            ConfigError: what the noise depends on differs, or momenta do not fit the weights.
         """
         self.flush()
-        if state["seed"] != self.settings.seed:
-            raise ConfigError(
-                f"the seed is {self.settings.seed}; the run that is resumed has {state['seed']}. "
-                "Give the same seed: the noise depends on it.",
-                key="zeroth-order-resume",
-            )
-        if state.get("zo2_order", False) != self.settings.zo2_order:
-            raise ConfigError(
-                f"zo2_order is {self.settings.zo2_order}; the run that is resumed has "
-                f"{not self.settings.zo2_order}. Give the same: the noise depends on it.",
-                key="zeroth-order-resume",
-            )
-        if state.get("transfer_dtype") != self.settings.transfer_dtype:
-            raise ConfigError(
-                f"transfer_dtype is {self.settings.transfer_dtype!r}; the run that is resumed has "
-                f"{state.get('transfer_dtype')!r}. Give the same: the noise depends on it.",
-                key="zeroth-order-resume",
-            )
+        for name, default in (("seed", None), ("zo2_order", False), ("transfer_dtype", None)):
+            own, found = getattr(self.settings, name), state.get(name, default)
+            if own != found:
+                raise ConfigError(
+                    f"{name} is {own!r}; the run that is resumed has {found!r}. Give the same: the "
+                    "noise depends on it.",
+                    key="zeroth-order-resume",
+                )
         momenta = state["momentum"]
         for weight in self._trained.weights:
             found = momenta.get(weight.name)
@@ -325,6 +341,7 @@ class ZerothOrder:
                 )
         for part, found in self._momenta(momenta):
             part.copy_(found)
+        self._losses = ()
         self._trained.start_at(state["num_steps"])
         self._weights.visits.forget_all()
 

@@ -142,6 +142,11 @@ class VisitingWeights:
         self._staying = StayingParameters(self.visits.streams)
         self._compute_device = ComputeDevice(device)
 
+    @property
+    def model(self) -> nn.Module | None:
+        """Whose weights they are; None if it is gone."""
+        return self._model()
+
     def _check_room(self) -> None:
         momentum = sum(block.state_nbytes for block in self.blocks)
         packed = sum(block.packed_nbytes for block in self.blocks if isinstance(block, PackedBlock))

@@ -9,6 +9,7 @@ section 5).
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch
 from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise
 from hf_pyao.engine.zeroth_order.transfer_formats import FORMATS
 from hf_pyao.errors import ConfigError, unknown_name
+from hf_pyao.settings import Switch
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements whose noise is drawn at a time: it bounds the memory that this takes."""
@@ -47,27 +49,24 @@ class ZerothOrderSettings:
     and device; the weights on the host keep their dtype. None: weights travel as they are."""
 
     def __post_init__(self) -> None:
-        if self.transfer_dtype is not None and self.transfer_dtype not in FORMATS:
+        if self.transfer_dtype is not None and self.transfer_dtype not in tuple(FORMATS):
             raise unknown_name("transfer_dtype", self.transfer_dtype, tuple(FORMATS))
-        if self.zo2_order and self.transfer_dtype is not None:
-            raise ConfigError(
-                f"transfer_dtype is {self.transfer_dtype!r} and zo2_order is on, whose noise is "
-                "not rounded. Give None.",
-                key="settings-contradict",
-            )
-        if self.zo2_order and self.momentum:
-            raise ConfigError(
-                f"momentum is {self.momentum!r} and zo2_order is on: ZO2 has no momentum. Give 0.",
-                key="settings-contradict",
-            )
-        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
-            raise ConfigError(
-                f"epsilon is {self.epsilon!r}; expected a number above 0.", key="setting-value"
-            )
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(
-                f"momentum is {self.momentum!r}; expected 0 <= momentum < 1.", key="setting-value"
-            )
+        Switch().check("zo2_order", self.zo2_order)
+        for name, allows, expected in (
+            ("epsilon", lambda value: math.isfinite(value) and value > 0, "a number above 0"),
+            ("momentum", lambda value: 0 <= value < 1, "0 <= momentum < 1"),
+            ("seed", lambda value: isinstance(value, numbers.Integral), "a whole number"),
+        ):
+            value = getattr(self, name)
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not (is_number and allows(value)):
+                raise ConfigError(f"{name} is {value!r}; expected {expected}.", key="setting-value")
+        for name in ("transfer_dtype", "momentum"):
+            if self.zo2_order and (value := getattr(self, name)):
+                raise ConfigError(
+                    f"{name}={value!r} cannot be used with zo2_order: leave it out.",
+                    key="settings-contradict",
+                )
 
 
 @dataclass(frozen=True)

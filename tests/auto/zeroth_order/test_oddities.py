@@ -169,6 +169,26 @@ def test_weights_may_be_changed_and_the_model_copied_between_steps() -> None:
     assert all(type(module._parameters) is dict for module in twin.modules())
 
 
+def test_statistics_of_batch_norm_see_the_pass_at_plus_epsilon_first() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).train()
+    expected = copy.deepcopy(model)
+    plain = PlainMeZO(expected, EPSILON, seed=5)
+    kept = {name: p.detach().clone() for name, p in expected.named_parameters()}
+    with torch.no_grad():
+        for sign in (1, -1):
+            for name, p in expected.named_parameters():
+                noise = plain.noise(name).view(p.shape)
+                p.copy_(kept[name] + noise * (sign * EPSILON))
+            expected(X)
+    settings = ZerothOrderSettings(epsilon=EPSILON, seed=5)
+    with ZerothOrder(model, settings, layers=("layers.*",)) as made:
+        made.accumulate(model, lambda model: model(X))
+    for (name, found), right in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(found, right), name
+    assert model.layers[0][1].num_batches_tracked == 2  # type: ignore[index,union-attr,operator]
+
+
 def test_a_batch_without_samples_changes_nothing() -> None:
     model = Net(Residual)
     before = copy.deepcopy(model.state_dict())

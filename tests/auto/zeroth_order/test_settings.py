@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,13 +95,17 @@ def recurrent(model: nn.Module) -> None:
     model.add_module("recurrent", nn.LSTM(4, 4))
 
 
+def with_complex(model: nn.Module) -> None:
+    model.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+
+
 def on_meta(model: nn.Module) -> None:
     model.add_module("late", nn.Linear(2, 2, device="meta"))
 
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [(compiled, "compiled"), (recurrent, "LSTM"), (on_meta, "meta")],
+    [(compiled, "compiled"), (recurrent, "LSTM"), (on_meta, "meta"), (with_complex, "complex64")],
 )
 def test_models_that_are_refused(change: Callable[[nn.Module], None], word: str) -> None:
     model = tiny_model("llama")
@@ -108,6 +113,61 @@ def test_models_that_are_refused(change: Callable[[nn.Module], None], word: str)
     with pytest.raises(ConflictError, match=word):
         ZerothOrder(model)
     assert all(type(module._parameters) is dict for module in model.modules())
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"epsilon": "1"},
+        {"epsilon": float("inf")},
+        {"momentum": None},
+        {"seed": None},
+        {"seed": 1.5},
+        {"transfer_dtype": ["int8"]},
+        {"zo2_order": "no"},
+        {"zo2_order": True, "momentum": 0.9},
+    ],
+    ids=str,
+)
+def test_settings_of_another_kind_are_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(reversed(given))):
+        ZerothOrderSettings(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"num_resident": -1}, "num_resident"),
+        ({"num_resident": "2"}, "num_resident"),
+        ({"host_memory_gib": float("nan")}, "host_memory_gib"),
+        ({"settings": {"epsilon": 1}}, "settings"),
+        ({"model": None}, "model"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_kind_are_refused_by_name(given: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        ZerothOrder(**{"model": tiny_model("llama"), **given})
+
+
+def test_a_step_of_another_model_and_a_close_inside_of_one_are_refused() -> None:
+    model, batch = tiny_model("llama"), tiny_batch(0)
+    with ZerothOrder(model) as made:
+        with pytest.raises(ConfigError, match="does not have the model"):
+            made.accumulate(tiny_model("llama"), lambda model: model(**batch).loss)
+
+        def close(model: nn.Module) -> torch.Tensor:
+            made.close()
+            return model(**batch).loss  # type: ignore[no-any-return]
+
+        with pytest.raises(ConflictError, match="after the step"):
+            made.accumulate(model, close)
+        wrapped = nn.Sequential(model)
+        made.accumulate(wrapped, lambda wrapped: wrapped[0](**batch).loss)
+        assert made.end_step(RATE)
+        with pytest.raises(ConfigError, match="seed"):
+            made.load_state_dict({})
 
 
 def test_offloaders_and_a_second_zeroth_order_are_refused() -> None:
