@@ -131,11 +131,11 @@ def compression_section(read: Read) -> str:
         parts += [
             paragraph(
                 "*Mode: predict.* Steps in ms on the clock, memory in GB of 1e9 bytes. *Host* is "
-                "what `transfer_dtype` lets the host do in a step, in s: the update and the "
-                "packing of the weights, from the time of an element that was measured below with "
-                "one thread. The clock's steps do not have it. It can run beside compute, but it "
-                "is the longest lane by far unless many cores share it: `transfer_dtype` is for "
-                "links that are slower than that."
+                "what `transfer_dtype` lets the host do in a step, in s of processor time: update "
+                "and packing of the weights, from the time of an element that was measured below. "
+                "The clock's steps do not have it. It runs beside compute, but it is the longest "
+                "lane by far unless many cores share it: `transfer_dtype` is for links that are "
+                "slower than that."
             ),
             table(["model", "weights", *quantities, "host"], rows),
             source(found),
@@ -160,7 +160,7 @@ def compression_section(read: Read) -> str:
             ),
             table(["run", "loss at the end", "over seeds", "accuracy, %"], cells),
             table(
-                ["update and packing on the host", "ns an element, one thread"],
+                ["update and packing on the host", "ns of processor time an element"],
                 [
                     [row["system"], f"{row['value']:.1f}"]
                     for row in select(small["rows"], quantity=HOST_QUANTITY)

@@ -303,8 +303,9 @@ def test_modules_are_put_back_after_a_patch() -> None:
     assert dict(vars(model[0])) == before
 
 
-def test_the_page_has_the_board_of_the_result_file() -> None:
+@pytest.mark.parametrize("name", ["board_cpu", "board_zeroth_order_cpu"])
+def test_the_page_has_the_board_of_the_result_file(name: str) -> None:
     page = Path(board.__file__).with_name("README.md").read_text(encoding="utf-8")
-    result = Path(__file__).parents[3] / "recipes" / "results" / "board_cpu.json"
-    shown = page.split("board_cpu.json -->\n")[1].split("<!-- end of board -->")[0]
+    result = Path(__file__).parents[3] / "recipes" / "results" / f"{name}.json"
+    shown = page.split(f"{name}.json -->\n")[1].split("<!-- end of board -->")[0]
     assert shown.strip() == markdown_of(read_document(result)).partition("\n\n")[2].strip()
