@@ -185,7 +185,12 @@ class ZerothOrder:
                 "for, or what wraps it.",
                 key="wrong-argument",
             )
-        if not self._weights.visits.in_use.acquire(blocking=False):
+        visits = self._weights.visits
+        if visits.sign is not None:
+            raise ConflictError(
+                "loss_fn has begun a step of zeroth order inside of one.", key="wrong-argument"
+            )
+        if not visits.in_use.acquire(blocking=False):
             raise ConflictError(
                 "a step of zeroth order runs on another thread. Make steps and other forwards one "
                 "after the other.",
@@ -194,7 +199,8 @@ class ZerothOrder:
         try:
             losses = self._passes(model, loss_fn)
         finally:
-            self._weights.visits.in_use.release()
+            visits.end_pass()
+            visits.in_use.release()
         self._losses = (*self._losses, losses)
         return torch.tensor((losses[0] + losses[1]) / 2, device=self.device)
 
@@ -204,10 +210,6 @@ class ZerothOrder:
         if own.num_ranks > 1:
             _share_generators(self.device)
         visits = self._weights.visits
-        if visits.sign is not None:
-            raise ConflictError(
-                "loss_fn has begun a step of zeroth order inside of one.", key="wrong-argument"
-            )
         visits.begin_step()
 
         def run(sign: int) -> torch.Tensor:

@@ -182,13 +182,19 @@ class WeightVisits(RingSchedule):
     def reading(self, sign: int) -> Iterator[None]:
         """Let modules read on this thread what the pass of *sign* computes with; 0: the weights."""
         here = self._pass
-        before, here.sign = here.sign, sign
+        before = here.sign
         try:
+            here.sign = sign
             yield
             self.end_layer()
         finally:
             here.sign = before
             self._forget_written()
+
+    def end_pass(self) -> None:
+        """Leave the pass that this thread is in, where an interrupt has kept it from that."""
+        self._pass.sign = None
+        self._forget_written()
 
     def end_layer(self) -> None:
         """Let go of the weights that a layer call has read on this thread.
