@@ -27,7 +27,7 @@ from hf_pyao.errors import ConfigError, ConflictError, unknown_name, warn
 from hf_pyao.model.head.head_loss import install_head_loss
 from hf_pyao.model.map.module_map import find_layers, plain_path, unwrap_model
 from hf_pyao.ranks import process_rank
-from hf_pyao.settings import Count, Gibibytes
+from hf_pyao.settings.sizes import Count, Gibibytes
 from hf_pyao.text import echo
 
 logger = logging.getLogger(__name__)

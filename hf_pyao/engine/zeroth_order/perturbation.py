@@ -18,7 +18,7 @@ import torch
 from hf_pyao.engine.zeroth_order.noise import NoiseKey, noise
 from hf_pyao.engine.zeroth_order.transfer_formats import FORMATS
 from hf_pyao.errors import ConfigError, unknown_name
-from hf_pyao.settings import Switch
+from hf_pyao.settings.kind import Switch
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements whose noise is drawn at a time: it bounds the memory that this takes."""
