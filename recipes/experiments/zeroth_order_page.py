@@ -233,10 +233,10 @@ def plot_task(document: dict[str, Any]) -> Any:
             for row in found
         ]
         return lines(points, f"model: {', '.join(names)}", "ms of a step")
-    points = [
-        (row["system"].split(", ")[-1], ", ".join(row["system"].split(", ")[:-1]),
-         float(step), float(loss))
-        for row in select(document["rows"], quantity="loss at the end")
-        for step, loss in row["detail"]["curve"]
-    ]  # fmt: skip
+    points = []
+    for row in select(document["rows"], quantity="loss at the end"):
+        endings = [way.name for way in WAYS if row["system"].endswith(f", {way.name}")]
+        panel = max(endings, key=len)
+        run = row["system"].removesuffix(f", {panel}")
+        points += [(panel, run, float(step), float(loss)) for step, loss in row["detail"]["curve"]]
     return lines(points, "step", "loss")
