@@ -73,7 +73,7 @@ def run(cases: list[str], folder: Path) -> list[dict[str, Any]]:
                     )
                 )
         for worker, log in zip(workers, logs, strict=True):
-            assert worker.wait(600) == 0, log.read_text(errors="replace")[-4000:]
+            assert worker.wait(1800) == 0, log.read_text(errors="replace")[-4000:]
     finally:
         for worker in workers:
             worker.kill()
@@ -130,7 +130,7 @@ def test_the_copy_gathers_what_zero_3_does(name: str, ranks: list[dict[str, Any]
     assert (len(first["gathers"]) > NUM_EVENTS) == is_gathered
     assert first["copied_gathers"] == first["gathers"] == second["gathers"]
     assert first["copied_collectives"] == first["collectives"] == second["collectives"]
-    assert len(first["collectives"]) > 10
+    assert len(first["collectives"]) >= 10
     timed = first["timed"]
     assert timed["is_off"]
     assert timed["speed"] > 0
