@@ -9,6 +9,7 @@ Nothing else changes: the same object runs the same collective. ZeRO's are in
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -71,10 +72,37 @@ class CollectiveTimes:
             self._spans.append(((kind, nbytes), [before, self._transport.mark(self._device)]))
         return result
 
-    @property
-    def waits(self) -> Sequence[tuple[Any, Any]]:
-        """Marks on the stream that computes, between which it has waited for ZeRO's collectives."""
-        return self._zero.waits
+    def waits(self) -> Sequence[tuple[Any, float]]:
+        """Return where compute waited for ZeRO's collectives: a mark before, and how long, in ms.
+
+        A wait is the time in which a collective ran: what the host takes to queue it is none. Waits
+        for the last mark.
+        """
+        if not self._zero.waits:
+            return ()
+        first = self._zero.waits[0][0]
+
+        def at_ms(mark: Any) -> float:
+            if isinstance(mark, torch.Event):
+                mark.synchronize()
+            return self._transport.elapsed_ms(first, mark)
+
+        busy: list[tuple[float, float]] = []  # without overlaps, in order
+        ran = [tuple(map(at_ms, marks)) for _, marks in self._spans if len(marks) > 1]
+        for start_ms, end_ms in sorted(ran):
+            start_ms = max(start_ms, busy[-1][1] if busy else start_ms)
+            if end_ms > start_ms:
+                busy.append((start_ms, end_ms))
+        ends_ms = [end_ms for _, end_ms in busy]
+        found = []
+        for before, after in self._zero.waits:
+            from_ms, to_ms, waited_ms = at_ms(before), at_ms(after), 0.0
+            for start_ms, end_ms in busy[bisect_right(ends_ms, from_ms) :]:
+                if start_ms >= to_ms:
+                    break
+                waited_ms += min(to_ms, end_ms) - max(from_ms, start_ms)
+            found.append((before, waited_ms))
+        return found
 
     def gib_per_s(self) -> float | None:
         """Return received bytes over time; None if nothing was seen. Waits for the last mark.

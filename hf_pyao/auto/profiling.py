@@ -251,7 +251,7 @@ class ProfileWriter:
         )
         # Waits for weights, streamed or gathered, are no compute, as those for activations are not.
         self._collectives.stop()
-        waits_ms = profiler.within_ms(self._collectives.waits)
+        waits_ms = profiler.within_ms(self._collectives.waits())
         for phase, before_ms, after_ms in zip(
             ("forward", "backward"), self._stalls_ms, stalls_ms, strict=True
         ):

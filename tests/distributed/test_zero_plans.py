@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.models import BATCH, SEQUENCE, VOCAB
-from tests.distributed.zero_cases import CASES, THRESHOLDS
+from tests.distributed.zero_cases import CASES, HOLDS, THRESHOLDS
 from tests.recipes.conftest import REPOSITORY
 
 pytestmark = [
@@ -105,6 +105,8 @@ def check(case: str, ranks: list[dict[str, Any]]) -> None:
         next(at for at, mode in each["changes"] if mode in FOLLOWS) for each in (first, second)
     ]
     assert changed[0] == changed[1]
+    for rank in (first, second):  # a correction on the first may word reasons anew
+        rank["plan"] = [{**slot, "reason": ""} for slot in rank["plan"]]
     for what in ("plan", "levers", "window"):
         assert first[what] == second[what]
 
@@ -134,6 +136,12 @@ def test_the_copy_gathers_what_zero_3_does(name: str, ranks: list[dict[str, Any]
     timed = first["timed"]
     assert timed["is_off"]
     assert timed["speed"] > 0
+    if name in HOLDS:
+        for rank in (first["held"], second["held"]):
+            assert rank["off"] >= rank["num_tokens"] - BATCH > rank["chunked"] * 2 > 0
+            let_go = dict(rank["left"])
+            assert len(let_go) > 20, "each parameter"
+            assert all(let_go.values()), "no gathered weight is held for backward"
     if is_gathered:
         assert min(timed["waits_ms"]) > 0, "in layers, forward and backward, and in the head"
     # Of ZeRO-1 and 2, as on the rank that keeps gradients for longest.

@@ -69,3 +69,6 @@ THRESHOLDS: dict[str, tuple[str, dict[str, int]]] = {
     "stage 1": ("opt", {"stage": 1}),
 }
 """By name: a model, and settings of ZeRO that decide what is gathered, or reduced at once."""
+
+HOLDS = ("nothing ahead",)
+"""Of these, also what a long batch with the chunked loss holds; nothing is reused there."""

@@ -27,14 +27,20 @@ from hf_pyao import PyAOConfig, PyAOTrainer, attach
 from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.auto.recording.seen_forward import seen_forward
 from hf_pyao.auto.recording.step_recording import record_fake_step
-from hf_pyao.auto.recording.zero_gathers import Gathers, Place
 from hf_pyao.config import GIB
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.training_engines import ZERO_3
 from tests.distributed.audit import RecogniserAudit
-from tests.distributed.models import BATCH, batch_of, build_model, layers_of
-from tests.distributed.zero_cases import CASES, THRESHOLDS, Case
+from tests.distributed.models import BATCH, SEQUENCE, VOCAB, batch_of, build_model, layers_of
+from tests.distributed.zero_cases import CASES, HOLDS, THRESHOLDS, Case
+from tests.distributed.zero_watch import (
+    collectives_noted,
+    copied_gathers_noted,
+    gathers_noted,
+    left_noted,
+)
+from tests.helpers.vocabulary_rows import VocabularyRows
 
 NUM_STEPS = 8
 NUM_COUNTED = 2
@@ -212,73 +218,6 @@ def host_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
         yield parts
 
 
-@contextlib.contextmanager
-def gathers_noted(
-    model: nn.Module, names: dict[int, str], found: list[list[Any]]
-) -> Iterator[None]:
-    """Note what DeepSpeed has gathered whenever it has come to a module, or has left one."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import (
-        PartitionedParameterCoordinator as Coordinator,
-    )
-
-    paths = {module: path for path, module in model.named_modules()}
-
-    def noting(name: str) -> Any:
-        own = getattr(Coordinator, name)
-
-        def note(coordinator: Any, module: nn.Module, forward: bool = False) -> None:
-            own(coordinator, module, forward)
-            whole = [
-                (names[each.ds_id], each.ds_status.name)
-                for each in model.parameters()
-                if each.ds_status.name != "NOT_AVAILABLE"
-            ]
-            found.append([name, paths[module], forward, sorted(whole)])
-
-        return mock.patch.object(Coordinator, name, note)
-
-    with noting("fetch_sub_module"), noting("release_sub_module"):
-        yield
-
-
-@contextlib.contextmanager
-def copied_gathers_noted(found: list[list[Any]]) -> Iterator[None]:
-    """The same of the copy that is recorded, whose last micro-batch stays in *found*."""
-    status = {Place.PARTITIONED: "NOT_AVAILABLE", Place.UNDER_WAY: "INFLIGHT"}
-    begin = Gathers.begin_micro_batch
-
-    def begin_micro_batch(gathers: Gathers) -> None:
-        begin(gathers)
-        found.clear()
-
-    def noting(name: str, called: str) -> Any:
-        own = getattr(Gathers, name)
-
-        def note(gathers: Gathers, module: nn.Module, *, is_forward: bool) -> None:
-            own(gathers, module, is_forward=is_forward)
-            root = gathers._root
-            paths = {module: path for path, module in root.named_modules()}
-            names = {id(each): name for name, each in root.named_parameters()}
-            parameters = {
-                each for module in root.modules() for each in gathers.parameters_of(module)
-            }
-            whole = [
-                (names[id(each.parameter)], status.get(each.place, "AVAILABLE"))
-                for each in parameters
-                if each.place is not Place.PARTITIONED
-            ]
-            found.append([called, paths[module], is_forward, sorted(whole)])
-
-        return mock.patch.object(Gathers, name, note)
-
-    with (
-        mock.patch.object(Gathers, "begin_micro_batch", begin_micro_batch),
-        noting("enter", "fetch_sub_module"),
-        noting("leave", "release_sub_module"),
-    ):
-        yield
-
-
 def train(case: Case, config: PyAOConfig | None) -> dict[str, Any]:
     """Train some steps; return what they gave, with hf_pyao if there is a configuration."""
     linear = nn.functional.linear
@@ -380,33 +319,6 @@ def compare(case: Case) -> dict[str, Any]:
     return {"plain": plain, "planned": planned, "different": different, "num": len(bits[0])}
 
 
-@contextlib.contextmanager
-def collectives_noted(found: list[tuple[bool, int]]) -> Iterator[None]:
-    """Note the collectives that DeepSpeed has torch run, and what this rank receives for each."""
-    backend = deepspeed.comm.comm.cdb
-    gather, scatter = backend.all_gather_function, backend.reduce_scatter_function
-    sums = dist.all_reduce
-
-    def gathers(output_tensor: Any, input_tensor: Any, **how: Any) -> Any:
-        found.append((True, output_tensor.nbytes - input_tensor.nbytes))
-        return gather(output_tensor, input_tensor, **how)
-
-    def scatters(output_tensor: Any, input_tensor: Any, **how: Any) -> Any:
-        found.append((False, input_tensor.nbytes - output_tensor.nbytes))
-        return scatter(output_tensor, input_tensor, **how)
-
-    def reduces(tensor: Any, **how: Any) -> Any:
-        found.append((False, tensor.nbytes))  # half of it twice, on two ranks
-        return sums(tensor, **how)
-
-    with (
-        mock.patch.object(backend, "all_gather_function", gathers),
-        mock.patch.object(backend, "reduce_scatter_function", scatters),
-        mock.patch.object(dist, "all_reduce", reduces),
-    ):
-        yield
-
-
 def names_of_collectives(program: Any) -> list[str]:
     return [each.name for each in program.operations if each.collective]
 
@@ -439,10 +351,9 @@ def timed(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
 PHASES = "forward", "backward", "head"
 
 
-def compare_thresholds(case: str) -> dict[str, Any]:
-    """Run micro-batches without hf_pyao; return what was gathered and counted, and predicted."""
+def engine_of(case: str) -> Any:
+    """Return a model in DeepSpeed's engine, with the thresholds of *case*."""
     architecture, zero = THRESHOLDS[case]
-    linear = nn.functional.linear
     stage = int(zero.get("stage", 3))
     settings = deepspeed_settings(Case(stage, zero=zero))
     settings |= {"train_micro_batch_size_per_gpu": BATCH, "bf16": {"enabled": False}}
@@ -454,6 +365,40 @@ def compare_thresholds(case: str) -> dict[str, Any]:
     engine = deepspeed.initialize(model=model, config=settings)[0]
     assert engine.zero_optimization_stage() == stage
     assert dist.get_world_size() == 2
+    return engine
+
+
+def held(case: str) -> dict[str, Any]:
+    """Return the most rows of logits that the chunked loss makes of a long batch, and those that
+    the model's own makes; and the gathered weights that outlive ZeRO-3's hold on them."""
+    long = {name: value.repeat(1, LONG) for name, value in batch_of(dist.get_rank(), 0).items()}
+    found: dict[str, Any] = {"num_tokens": BATCH * SEQUENCE * LONG, "left": []}
+    settings: dict[str, Any] = {"policy": "all", "min_bytes": 0, "host_memory_gib": 0.1}
+    budget = mock.patch("hf_pyao.model.head.head_forward.default_budget_bytes", return_value=1)
+    linear = nn.functional.linear
+    for loss in ("off", "chunked"):
+        engine = engine_of(case)  # ZeRO-3 wants modules in the order of its first micro-batch
+        with (
+            budget,
+            attach(engine.module, PyAOConfig(head_loss=loss, **settings)),
+            VocabularyRows(VOCAB) as rows,
+            left_noted(engine.module, found["left"]),
+        ):
+            engine.backward(engine(**long, use_cache=False).loss)
+        engine.step()
+        nn.functional.linear = linear
+        found[loss] = rows.most
+    return found
+
+
+LONG = 20
+"""How often a batch's length is taken, so that it has several chunks of 256 tokens."""
+
+
+def compare_thresholds(case: str) -> dict[str, Any]:
+    """Run micro-batches without hf_pyao; return what was gathered and counted, and predicted."""
+    linear = nn.functional.linear
+    engine = engine_of(case)
     found: dict[str, Any] = {}
     for step in range(4):
         batch = {**batch_of(dist.get_rank(), step), "use_cache": False}
@@ -485,6 +430,9 @@ def compare_thresholds(case: str) -> dict[str, Any]:
     for name in ("gathers", "collectives"):
         found[name] = json.loads(json.dumps(found[name]))
     found["timed"] = timed(engine, batch)
+    if case in HOLDS:
+        nn.functional.linear = linear
+        found["held"] = held(case)
     nn.functional.linear = linear
     return found
 

@@ -213,31 +213,29 @@ class StepProfiler(PackIntervals):
             **more,
         )
 
-    def within_ms(self, spans: Sequence[tuple[Any, Any]]) -> dict[str, float]:
+    def within_ms(self, spans: Sequence[tuple[Any, float]]) -> dict[str, float]:
         """Return how much of *spans* was in layers, in ms of a micro-batch. Waits for the device.
 
         Args:
-            spans: marks of the transport.
+            spans: a mark of the transport where each began, and what it took, in ms.
 
         Returns:
             By ``"forward"``, ``"backward"`` and ``"head"``, which is between the two.
         """
         found: defaultdict[str, float] = defaultdict(float)
         parts = [
-            (phase, self._transport.elapsed_ms(spans[0][0], start), start, end)
+            (self._transport.elapsed_ms(spans[0][0], start), phase, end)
             for (phase, _, path), own in self._spans.items()
             if not path and spans
             for start, end in own
         ]
-        parts.sort(key=lambda part: part[1])
-        starts_ms = [part[1] for part in parts]
-        for before, after in spans:
-            if isinstance(after, torch.Event):
-                after.synchronize()
+        parts.sort(key=lambda part: part[0])
+        starts_ms = [start_ms for start_ms, *_ in parts]
+        for before, taken_ms in spans:
             at = bisect_right(starts_ms, self._transport.elapsed_ms(spans[0][0], before)) - 1
-            if at >= 0 and self._transport.elapsed_ms(before, parts[at][3]) > 0:
-                found[parts[at][0]] += self._transport.elapsed_ms(before, after)
-        return {phase: taken_ms / self._num_micro_batches for phase, taken_ms in found.items()}
+            if at >= 0 and self._transport.elapsed_ms(before, parts[at][2]) > 0:
+                found[parts[at][1]] += taken_ms
+        return {phase: total_ms / self._num_micro_batches for phase, total_ms in found.items()}
 
     def _spans_of_timeline(self) -> list[ProfiledSpan]:
         if self._timeline is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_pyao import PyAOConfig, attach
-from hf_pyao.auto.recording.model_copy import CopiedStep
+from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
 from hf_pyao.auto.recording.seen_forward import seen_forward
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.plan.documents.profile import Profile
@@ -96,6 +97,7 @@ WAYS: dict[str, tuple[str, Shard]] = {
     "mixed precision": ("llama", lambda model: units(model, mp_policy=HALF)),
     "tied weights": ("opt", lambda model: units(model, mp_policy=HALF)),
     "resident": ("llama", lambda model: units(model, reshard_after_forward=False)),
+    "as many ranks as there are": ("llama", lambda model: units(model, reshard_after_forward=4)),
     "shards on the host": (
         "llama",
         lambda model: units(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
@@ -124,6 +126,26 @@ def sharded(way: str, num_layers: int = 3) -> tuple[nn.Module, Batch]:
 def recorded(model: nn.Module, batch: Batch, *, is_whole: bool = False) -> StepProgram:
     step = CopiedStep(model, seen_forward((), batch))
     return record_fake_step(step, is_whole=is_whole)[0].whole()
+
+
+@pytest.mark.usefixtures("world")
+def test_a_resharding_to_fewer_ranks_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model: Any = tiny_model("llama")
+    units(model, reshard_after_forward=2)
+    why = "resharded to 2 ranks after its forward"
+    batch = {**tiny_batch(), "use_cache": False}
+    model(**batch).loss.backward()
+    with pytest.raises(CopyError, match=why):
+        recorded(model, batch)
+    config = PyAOConfig(min_bytes=0, device_memory_gib=1e-6, profile_steps=1, host_memory_gib=0.1)
+    with attach(model, config) as offloader:
+        for _ in range(3):
+            model(**batch).loss.backward()
+        assert offloader.metrics()["offloaded_bytes"] > 0
+    (line,) = (each for each in caplog.messages if each.startswith("policy 'auto'"))
+    assert line.startswith("policy 'auto' goes on offloading everything")
+    assert why in line
 
 
 def counted_bytes(model: nn.Module, batch: Batch, held: Iterable[torch.Tensor] = ()) -> int:
