@@ -350,7 +350,8 @@ class ProfileWriter:
             return ""
         return (
             f"its compiled layers save {sum(measured.values())} tensors, and those of a copy "
-            f"{predicted.total()}."
+            f"{predicted.total()}. Layers beyond torch's recompile limit run uncompiled: with "
+            "use_cache=False one code serves all layers."
         )
 
     def _write_if(self, changed: bool) -> None:

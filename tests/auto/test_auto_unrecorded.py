@@ -199,17 +199,19 @@ def test_a_part_is_kept_where_not_all_fits(name: str, caplog: pytest.LogCaptureF
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("budget", [1.0, 0.5])
-@pytest.mark.sampled(every=2)
-def test_predicted_bytes_of_compiled_parts_are_the_moved_ones(budget: float) -> None:
+@pytest.mark.parametrize(
+    ("how", "budget"), [("parts", 1.0), ("parts", 0.5), ("whole", 1.0), ("whole", 0.5)]
+)
+@pytest.mark.sampled(every=4)
+def test_predicted_bytes_of_compiled_code_are_the_moved_ones(how: str, budget: float) -> None:
     """What the compiler saves is planned, not what the eager model would save."""
 
     def build() -> Any:
         torch._dynamo.reset()
         model: Any = tiny_model("llama")
         with torch._functorch.config.patch(activation_memory_budget=budget):
-            for layer in model.model.layers:
-                layer.mlp.compile(backend="aot_eager_decomp_partition")
+            for part in [each.mlp for each in model.model.layers] if how == "parts" else [model]:
+                part.compile(backend="aot_eager_decomp_partition")
             expected.append(step(model, model))  # compiled here, with this budget
         return model
 

@@ -111,6 +111,20 @@ def test_a_copy_saves_what_the_run_saves(how: str, budget: Any) -> None:
 
 
 @pytest.mark.thorough
+def test_layers_beyond_the_recompile_limit_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """With a cache there is code for each layer by itself, and torch makes eight of a kind."""
+    caplog.set_level(logging.INFO)
+    model = model_with()
+    config = PyAOConfig(device_memory_gib=5e-4, min_bytes=0, profile_steps=2, host_memory_gib=0.1)
+    with attach(model, config) as offloader:
+        for _ in range(4):
+            model(**batch()).loss.backward()
+        assert offloader.metrics()["offloaded_bytes"] > 0
+    (line,) = (each for each in caplog.messages if each.startswith("policy 'auto'"))
+    assert "use_cache=False" in line
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", ["off", 0.25])
 def test_a_copy_saves_what_code_of_inductor_saves(budget: Any) -> None:
     model = model_with(backend="inductor")
