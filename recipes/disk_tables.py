@@ -124,7 +124,10 @@ def of_weights(found: dict[str, Any]) -> str:
     ]
     shares = [each["ring_gib_per_s"] / each["raw_gib_per_s"] for each in limited["rounds"]]
     raw = statistics.median(each["raw_gib_per_s"] for each in limited["rounds"])
-    of_what = "" if found["schema_version"] > 1 else ", of another file"
+    of_what = ", of another file"
+    if found["schema_version"] > 1:
+        used = statistics.median(each["ring_cpu_s_per_gib"] for each in limited["rounds"])
+        of_what = f"; the ring takes {used:.2f} s of processor time for each GiB, compute included"
     speed = (
         f"Weights of {found['weights_bytes'] / GIB:.2f} GiB, "
         f"{found['weights_bytes'] / found['limit_bytes']:.2f} x the limit. Of the raw speed, in "

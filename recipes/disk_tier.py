@@ -268,11 +268,14 @@ def compare_speeds(
     }
     of_doctor = measure_disk(folder, "--folder", args.sample_mib * MIB)
 
-    def of_ring() -> float:
-        before, began = _read_bytes(offloader), time.perf_counter()
+    def of_ring() -> tuple[float, float]:
+        """Return the speed, and the processor time of all threads for each GiB."""
+        before, began, used = _read_bytes(offloader), time.perf_counter(), time.process_time()
         with torch.no_grad():
             model(input_ids=ids)
-        return (_read_bytes(offloader) - before) / GIB / (time.perf_counter() - began)
+        elapsed_s, used_s = time.perf_counter() - began, time.process_time() - used
+        gib = (_read_bytes(offloader) - before) / GIB
+        return gib / elapsed_s, used_s / gib
 
     rows = []
     for number in range(args.num_rounds):
@@ -281,8 +284,10 @@ def compare_speeds(
             "doctor_write_gib_per_s": of_doctor.write_gib_per_s,
         }
         for arm in ("raw", "ring") if number % 2 else ("ring", "raw"):
-            speed = measure_reads(file.path, 2**50) if arm == "raw" else of_ring()
-            row[f"{arm}_gib_per_s"] = speed
+            if arm == "raw":
+                row["raw_gib_per_s"] = measure_reads(file.path, 2**50)
+            else:
+                row["ring_gib_per_s"], row["ring_cpu_s_per_gib"] = of_ring()
         rows.append(row)
     return rows
 

@@ -51,7 +51,7 @@ def test_the_result_of_weights_is_what_it_must_be() -> None:
     assert found["charged_peak_bytes"] <= found["limit_bytes"]
     assert found["killed"] == 0
     assert limited["is_direct"]
-    assert limited["cached_bytes_of_file"] == 0
+    assert limited["cached_bytes_of_file"] <= 2**20, "no more than its header"
     assert limited["staging_bytes"] <= 512 * 2**20
     shares = [each["ring_gib_per_s"] / each["raw_gib_per_s"] for each in limited["rounds"]]
     assert statistics.median(shares) == pytest.approx(found["share_of_raw_speed"])
