@@ -38,9 +38,36 @@ class _Abandoned(BaseException):
 class LockStep:
     """Passes that run in turns.
 
+    Each run has a state of its own: if an interrupt comes as a thread is started, the thread may
+    begin after its run is over. It finds then that the run has failed, and ends.
+
     Args:
         device: where they compute.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._run: _Run | None = None
+
+    def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
+        """Run *passes* in turns; return what they return.
+
+        The first runs on the calling thread.
+
+        Raises:
+            BaseException: what the first pass that failed has raised.
+        """
+        self._run = _Run(self._device)
+        return self._run.run(passes)
+
+    def hand_over(self) -> None:
+        """Let the next pass run up to its hand-over; outside of a pass nothing is done."""
+        if self._run is not None:
+            self._run.hand_over()
+
+
+class _Run:
+    """One run of passes; see :class:`LockStep`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,18 +81,11 @@ class LockStep:
         """By thread the pass that runs on it."""
 
     def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """Run *passes* in turns; return what they return.
-
-        The first runs on the calling thread.
-
-        Raises:
-            BaseException: what the first pass that failed has raised.
-        """
+        """Run *passes*; may be called once."""
         with exclusive_draws():
             start = RandomState([self._device])
             self._states = [start] * len(passes)
             self._runs = [True] * len(passes)
-            self._turn, self._errors = 0, []
             results: list[Any] = [None] * len(passes)
             threads = [
                 self._thread(number, each, results) for number, each in enumerate(passes) if number
@@ -85,7 +105,7 @@ class LockStep:
         return results
 
     def hand_over(self) -> None:
-        """Let the next pass run up to its hand-over; outside of a pass nothing is done."""
+        """Let the next pass run, if the calling thread runs one."""
         number = self._numbers.get(threading.get_ident())
         if number is None or (sum(self._runs) < 2 and not self._errors):
             return

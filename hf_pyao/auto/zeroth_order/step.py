@@ -199,8 +199,8 @@ class ZerothOrder:
         try:
             losses = self._passes(model, loss_fn)
         finally:
-            visits.end_pass()
             visits.in_use.release()
+            visits.end_pass()
         self._losses = (*self._losses, losses)
         return torch.tensor((losses[0] + losses[1]) / 2, device=self.device)
 

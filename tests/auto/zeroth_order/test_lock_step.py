@@ -62,3 +62,29 @@ def test_a_pass_that_fails_ends_the_other() -> None:
         with pytest.raises(ValueError, match=f"pass {failing}"):
             lock_step.run([fail, go_on] if failing == 0 else [go_on, fail])
         assert ended == passes_left() == []
+
+
+def test_a_thread_that_begins_after_its_run_was_given_up_runs_no_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an interrupt in ``Thread.start`` leaves it, on a machine with much to do."""
+    late: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    turns, calls = LockStep(torch.device("cpu")), list[int]()
+    passes = [lambda number=number: calls.append(number) for number in range(2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            turns.run(passes)
+
+    def begin_the_late_one() -> None:
+        late[0].start()
+        late[0].join(10)
+
+    turns.run([begin_the_late_one, lambda: calls.append(7)])
+    assert not late[0].is_alive()
+    assert calls == [7]
