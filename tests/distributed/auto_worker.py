@@ -18,7 +18,7 @@ from hf_pyao.config import GIB
 from hf_pyao.plan.options.chosen_levers import ChosenLevers
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from tests.distributed.models import batch_of, build_model, layers_of
-from tests.helpers.ranks import join_group, write_result
+from tests.helpers.ranks import join_group, slots_of, write_result
 
 NUM_MEASURED = 2
 NUM_STEPS = 7
@@ -46,7 +46,7 @@ def train(wrapper: str, model: nn.Module, config: PyAOConfig | None) -> dict[str
     found: dict[str, Any] = {"bits": bits}
     if offloader is not None:
         found["summary"] = offloader.auto.summary if offloader.auto else ""
-        found["plan"] = None if offloader.plan is None else offloader.plan.to_dict()["slots"]
+        found["plan"] = slots_of(offloader.plan)
         found["levers"] = None if offloader.plan is None else offloader.plan.levers
         found["runs_again"] = getattr(offloader._lifecycle, "length", 0)
         found["moved"] = offloader.metrics().get("offloaded_bytes", 0.0)

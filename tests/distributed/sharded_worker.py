@@ -28,7 +28,7 @@ from hf_pyao.training_engines import local_part
 from tests.distributed.audit import RecogniserAudit
 from tests.distributed.models import batch_of, build_model, layers_of
 from tests.distributed.wrapping import full_parameters
-from tests.helpers.ranks import ends_at_once, join_group, write_result
+from tests.helpers.ranks import ends_at_once, join_group, slots_of, write_result
 
 NUM_MEASURED = 2
 NUM_STEPS = 10
@@ -150,7 +150,7 @@ def train(case: str, config: PyAOConfig | None) -> dict[str, Any]:
         assert offloader.auto is not None
         found |= {
             "summary": offloader.auto.summary,
-            "plan": None if plan is None else plan.to_dict()["slots"],
+            "plan": slots_of(plan),
             "levers": None if plan is None else plan.levers,
             "window": None if plan is None else plan.facts.window_bytes,
             "elements": None if plan is None else plan.facts.num_elements,

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers.ranks import ends_at_once, join_group, write_result
+from tests.helpers.ranks import ends_at_once, join_group, slots_of, write_result
 from tests.hf.test_trl_trainers import AUTO, assert_same_parameters, check_plan, trained_both_ways
 
 TIMEOUT_S = 900
@@ -41,7 +41,7 @@ def train(case: str, folder: Path) -> dict[str, Any]:
         "held": found.held_bytes[-1] / expected.held_bytes[-1],
         "sums": [float(p.double().sum()) for p in found.model.parameters()],
         "losses": [entry["loss"] for entry in found.state.log_history if "loss" in entry],
-        "plan": [plan and plan.to_dict()["slots"] for plan in found.plans],
+        "plan": [slots_of(plan) for plan in found.plans],
     }
 
 

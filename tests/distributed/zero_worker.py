@@ -40,6 +40,7 @@ from tests.distributed.zero_watch import (
     gathers_noted,
     left_noted,
 )
+from tests.helpers.ranks import slots_of
 from tests.helpers.vocabulary_rows import VocabularyRows
 
 NUM_STEPS = 8
@@ -284,7 +285,7 @@ def noted(found: dict[str, Any]) -> Iterator[None]:
                 {
                     "summary": offloader.auto.summary,
                     "offloaded_slots": dict(offloader.metrics()).get("offloaded_bytes"),
-                    "plan": None if plan is None else plan.to_dict()["slots"],
+                    "plan": slots_of(plan),
                     "levers": None if plan is None else plan.levers,
                     "window": None if plan is None else plan.facts.window_bytes,
                     "predicted": None if plan is None else plan.facts.peak_bytes,

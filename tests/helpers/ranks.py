@@ -23,6 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_pyao.plan.documents.plan import Plan
+
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="not run: DeepSpeed is not installed (pip install 'hf_pyao[deepspeed]')",
@@ -57,6 +59,16 @@ def run_ranks(
         end_ranks(ranks)
     assert tuple(found) == tuple(codes)[: len(found)], logs_of(folder)
     return read_results(folder)
+
+
+def slots_of(plan: Plan | None) -> list[dict[str, Any]] | None:
+    """Return what *plan* does with each slot.
+
+    Its reasons are left out: a rank that has corrected its times may word them anew.
+    """
+    if plan is None:
+        return None
+    return [{**slot, "reason": ""} for slot in plan.to_dict()["slots"]]
 
 
 def read_results(folder: Path) -> list[Any]:

@@ -40,7 +40,8 @@ def quantised(kind: str, family: str = "llama", num_layers: int = 4) -> nn.Modul
         model = OPTForCausalLM(OPTConfig(**sizes, ffn_dim=128, word_embed_proj_dim=64, dropout=0.0))
     else:
         model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=128))
-    quantise_(model, kind)
+    if kind:
+        quantise_(model, kind)
     settings = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, settings).train()
     for name, parameter in model.named_parameters():
@@ -137,6 +138,36 @@ def test_auto_plans_within_a_limit(kind: str, family: str, tmp_path: Path) -> No
     assert found["offloaded_bytes"] + found["recomputed_bytes"] > 0
     expected = gradients_of(reference)
     assert gradients_of(model).keys() == expected.keys()
+    assert all(torch.equal(each, expected[n]) for n, each in gradients_of(model).items())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_a_base_of_torchao_is_recorded(kind: str) -> None:
+    """What it saves, and that a plan acts with the bits of the run without hf_pyao."""
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def build() -> nn.Module:
+        model = quantised("")
+        settings = getattr(quantization, kind)()
+        quantization.quantize_(model, settings, lambda _, name: name.endswith("base_layer"))
+        return model
+
+    model, reference = build(), build()
+    program = program_of(model, batch())
+    limited = PyAOConfig(device_memory_gib=1e-6, profile_steps=1, min_bytes=0, checkpoint_every=0)
+    everything = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0, "window": 0}
+    with attach(model, PyAOConfig(**everything)) as offloader:
+        assert torch.equal(step(model), step(reference))
+        held_bytes = offloader.metrics()["would_hold_bytes"]
+    assert held_bytes == sum(slot.nbytes for slot in program.slots)
+    with attach(model, limited) as offloader:
+        for seed in range(4):
+            assert torch.equal(step(model, seed), step(reference, seed))
+        assert offloader.plan is not None
+        found = offloader.metrics()
+    assert found["offloaded_bytes"] + found["recomputed_bytes"] > 0
+    expected = gradients_of(reference)
     assert all(torch.equal(each, expected[n]) for n, each in gradients_of(model).items())
 
 
