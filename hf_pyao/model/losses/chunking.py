@@ -9,6 +9,7 @@ import torch
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.model.losses.transforms import LogitTransform, bytes_per_logit
+from hf_pyao.plan.step.loops import even_rows
 
 MIB = 2**20
 
@@ -29,6 +30,8 @@ class ChunkPlan:
 
     num_tokens: int
     """Tokens in the batch, ignored ones included."""
+    most_tokens: int
+    """Most tokens that a chunk may have."""
     chunk_tokens: int
     """Tokens in every chunk but the last, which may have fewer."""
     chunk_bytes: int
@@ -114,10 +117,11 @@ def plan_chunks(
 
     Equal chunks, because a short last one costs a full pass over the head and its gradient.
     """
-    chunk_tokens = max(1, min(max_chunk_tokens, num_tokens))
-    if 0 < chunk_tokens < num_tokens:
-        num_chunks = -(-num_tokens // max_chunk_tokens)
-        even = -(-num_tokens // num_chunks)
-        chunk_tokens = min(max_chunk_tokens, -(-even // TOKEN_MULTIPLE) * TOKEN_MULTIPLE)
+    chunk_tokens = even_rows(num_tokens, max_chunk_tokens, TOKEN_MULTIPLE)
     chunk_bytes = chunk_tokens * token_bytes(num_vocab, num_hidden, dtype, transforms)
-    return ChunkPlan(num_tokens=num_tokens, chunk_tokens=chunk_tokens, chunk_bytes=chunk_bytes)
+    return ChunkPlan(
+        num_tokens=num_tokens,
+        most_tokens=max_chunk_tokens,
+        chunk_tokens=chunk_tokens,
+        chunk_bytes=chunk_bytes,
+    )

@@ -191,6 +191,18 @@ class StepMemory:
             return int(min(about, limit_bytes))
         return int(max(about, limit_bytes + 1))
 
+    def reserved_about(self, limit_bytes: float) -> int:
+        """Return what is reserved, above *limit_bytes* if the step does not fit it.
+
+        Where it does not, that is what would be reserved without a limit, which may be more than
+        :attr:`needed_bytes`, and takes one replay.
+        """
+        if self.fits(limit_bytes):
+            return int(min(self.reserved_within(limit_bytes), limit_bytes))
+        if self.settings is None or self.peak_bytes > limit_bytes:
+            return self.peak_bytes
+        return int(max(self.reserved().reserved_bytes, limit_bytes + 1))
+
     def reserved_within(self, limit_bytes: float) -> int:
         """Return what is reserved within *limit_bytes*; where it does not fit, without a limit."""
         found = self.reserved(limit_bytes) if self.fits(limit_bytes) else self.reserved()

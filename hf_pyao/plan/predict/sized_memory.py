@@ -48,8 +48,17 @@ class SizedMemory:
         self._plans = sorted(plans, key=lambda each: each.peak_bytes)
         self._later_bytes = later_bytes
 
-    def needed_within(self, limit_bytes: float, settings: AllocatorSettings) -> int:
-        """Return about what is needed, above *limit_bytes* if no plan fits."""
+    def needed_within(
+        self, limit_bytes: float, settings: AllocatorSettings, *, roughly: bool = False
+    ) -> int:
+        """Return about what is needed, above *limit_bytes* if no plan fits.
+
+        Args:
+            limit_bytes: what may be reserved.
+            settings: the allocator's.
+            roughly: what is reserved without giving anything back will do.
+        """
         memories = [each.under(settings) for each in self._plans]
         memory = next((each for each in memories if each.fits(limit_bytes)), memories[0])
-        return max(memory.needed_within(limit_bytes), self._later_bytes)
+        needed = memory.reserved_about if roughly else memory.needed_within
+        return max(needed(limit_bytes), self._later_bytes)

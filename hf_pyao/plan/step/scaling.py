@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache
 from math import ceil
 
 from hf_pyao.errors import PyAOError
@@ -40,73 +41,95 @@ def interpolate(points: Sequence[tuple[int, StepProgram]]) -> Callable[[int], St
     """
     sizes = [size for size, _ in points]
     programs = [program for _, program in points]
-    first = programs[0]
-    for program in programs[1:]:
-        if _structure(program) != _structure(first):
-            raise OtherOperationsError(
-                f"the step runs other operations at the sizes {sizes}: record it at the size that "
-                "is wanted."
-            )
+    check_structure(sizes, [structure_of(program) for program in programs])
 
     def at(size: int) -> StepProgram:
         weights = _weights(sizes, size)
-        memory: dict[tuple[float, ...], int] = {}
 
+        @cache
         def value(values: tuple[float, ...]) -> int:
-            if values not in memory:
-                total = sum(w * Fraction(v) for w, v in zip(weights, values, strict=True))
-                memory[values] = max(0, ceil(total))
-            return memory[values]
+            total = sum(w * Fraction(v) for w, v in zip(weights, values, strict=True))
+            return max(0, ceil(total))
 
-        def call(calls: tuple[KernelCall | None, ...]) -> KernelCall | None:
-            if calls[0] is None:
-                return None
-            sizes = zip(*(each.sizes for each in calls if each is not None), strict=True)
-            return calls[0]._replace(sizes=tuple(value(size) for size in sizes))
-
-        def operation(same: tuple[Operation, ...]) -> Operation:
-            # Workspaces are rounded up to blocks of kernels: their shapes grow by the polynomial,
-            # their bytes do not.
-            found = call(tuple(each.call for each in same))
-            return same[0]._replace(
-                flops=float(value(tuple(each.flops for each in same))),
-                traffic_bytes=value(tuple(each.traffic_bytes for each in same)),
-                workspace_bytes=workspace_of(found, first.kernels),
-                call=found,
-            )
-
-        operations = tuple(
-            operation(same)
-            for same in zip(*(program.operations for program in programs), strict=True)
-        )
-        buffers = tuple(
-            same[0]._replace(nbytes=value(tuple(each.nbytes for each in same)))
-            for same in zip(*(program.buffers for program in programs), strict=True)
-        )
-        slots = tuple(
-            same[0]._replace(
-                nbytes=value(tuple(each.nbytes for each in same)),
-                link_bytes=value(tuple(each.link_bytes for each in same)),
-            )
-            for same in zip(*(program.slots for program in programs), strict=True)
-        )
-        packs = tuple(
-            same[0]._replace(nbytes=value(tuple(each.nbytes for each in same)))
-            for same in zip(*(program.packs for program in programs), strict=True)
-        )
-        resident = value(tuple(program.resident_bytes for program in programs))
-        return dataclasses.replace(
-            first,
-            operations=operations,
-            buffers=buffers,
-            slots=slots,
-            packs=packs,
-            resident_bytes=resident,
-            graph=_resized(first.graph, buffers),
-            forms={},
-        )
+        return combined(programs, value)
 
     return at
+
+
+def check_structure(sizes: Sequence[int], structures: Sequence[object]) -> None:
+    """Check that programs that were recorded at *sizes* are alike.
+
+    Raises:
+        OtherOperationsError: they are not.
+    """
+    if any(structure != structures[0] for structure in structures[1:]):
+        raise OtherOperationsError(
+            f"the step runs other operations at the sizes {sizes}: record it at the size that "
+            "is wanted."
+        )
+
+
+def combined(
+    programs: Sequence[StepProgram],
+    value: Callable[[tuple[float, ...]], int],
+    num_runs: Callable[[tuple[int, ...]], int] | None = None,
+) -> StepProgram:
+    """Return programs of one structure as one.
+
+    Args:
+        programs: what is combined.
+        value: makes one number of bytes or FLOPs of those that the programs have in a place.
+        num_runs: the same for how often an operation runs; None: all programs agree.
+    """
+    first = programs[0]
+
+    def call(calls: tuple[KernelCall | None, ...]) -> KernelCall | None:
+        if calls[0] is None:
+            return None
+        sizes = zip(*(each.sizes for each in calls if each is not None), strict=True)
+        return calls[0]._replace(sizes=tuple(value(size) for size in sizes))
+
+    def operation(same: tuple[Operation, ...]) -> Operation:
+        # Workspaces are rounded up to blocks of kernels: their shapes grow by the polynomial,
+        # their bytes do not.
+        found = call(tuple(each.call for each in same))
+        runs = same[0].num_runs
+        return same[0]._replace(
+            flops=float(value(tuple(each.flops for each in same))),
+            traffic_bytes=value(tuple(each.traffic_bytes for each in same)),
+            num_runs=num_runs(tuple(each.num_runs for each in same)) if num_runs else runs,
+            workspace_bytes=workspace_of(found, first.kernels),
+            call=found,
+        )
+
+    operations = tuple(
+        operation(same) for same in zip(*(program.operations for program in programs), strict=True)
+    )
+    buffers = tuple(
+        same[0]._replace(nbytes=value(tuple(each.nbytes for each in same)))
+        for same in zip(*(program.buffers for program in programs), strict=True)
+    )
+    slots = tuple(
+        same[0]._replace(
+            nbytes=value(tuple(each.nbytes for each in same)),
+            link_bytes=value(tuple(each.link_bytes for each in same)),
+        )
+        for same in zip(*(program.slots for program in programs), strict=True)
+    )
+    packs = tuple(
+        same[0]._replace(nbytes=value(tuple(each.nbytes for each in same)))
+        for same in zip(*(program.packs for program in programs), strict=True)
+    )
+    return dataclasses.replace(
+        first,
+        operations=operations,
+        buffers=buffers,
+        slots=slots,
+        packs=packs,
+        resident_bytes=value(tuple(program.resident_bytes for program in programs)),
+        graph=_resized(first.graph, buffers),
+        forms={},
+    )
 
 
 def _resized(graph: LayerGraph | None, buffers: Sequence[Buffer]) -> LayerGraph | None:
@@ -132,10 +155,19 @@ def _weights(sizes: Sequence[int], size: int) -> list[Fraction]:
     return weights
 
 
-def _structure(program: StepProgram) -> tuple[object, ...]:
+def structure_of(program: StepProgram, *, with_runs: bool = True) -> tuple[object, ...]:
+    """Return what of *program* is no number of bytes or FLOPs.
+
+    Args:
+        program: a step.
+        with_runs: how often operations run too.
+    """
     return (
         [
-            (each.name, each.path, each.is_kernel, each.num_runs, each.call and each.call.kernel)
+            (
+                *(each.name, each.path, each.is_kernel, each.num_runs if with_runs else 0),
+                each.call and each.call.kernel,
+            )
             for each in program.operations
         ],
         [(each.birth, each.death) for each in program.buffers],

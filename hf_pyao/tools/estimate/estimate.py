@@ -7,7 +7,7 @@ Steps are recorded on fake tensors at a few sizes (``recorded_step``), and compu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -40,6 +40,7 @@ from hf_pyao.plan.predict.speed_range import MEASURED
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.disk_share import with_blocks_on_disk
+from hf_pyao.plan.step.loop_scaling import LoopLines, interpolate_loops, likely_least_size
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.scaling import OtherOperationsError, interpolate
 from hf_pyao.plan.step.step_program import FORWARD, StepProgram
@@ -227,7 +228,18 @@ class Estimator:
         def memory_at(size: int) -> SizedMemory:
             return self._sized(way, family, size, self.sequence_length)
 
-        return self._largest(family.levers.scales, memory_at, allocator, at_least=at_least)
+        def fits(size: int) -> bool:
+            needed = memory_at(size).needed_within(self.limit_bytes, allocator, roughly=True)
+            return size <= at_least or needed <= self.limit_bytes
+
+        is_computed, most = family.levers.scales, None
+        first = None if is_computed else self._first_on_line(family)
+        if first is not None and fits(1):
+            if not fits(first):
+                most = first - 1
+            elif self._line(family, "micro-batch", self.sequence_length) is not None:
+                is_computed, at_least = True, max(first, at_least)
+        return self._largest(is_computed, memory_at, allocator, most=most, at_least=at_least)
 
     def _largest(
         self,
@@ -237,6 +249,7 @@ class Estimator:
         *,
         most: int | None = None,
         at_least: int = 0,
+        is_positions: bool = False,
     ) -> int:
         """Return the largest size that fits.
 
@@ -246,14 +259,19 @@ class Estimator:
             allocator: settings of PyTorch's allocator.
             most: the largest size that there is; None: there is no such.
             at_least: a size that is known to fit.
+            is_positions: *most* is the model's, and as likely as not to fit.
         """
         limit_bytes = self.limit_bytes
 
         def needed_at(size: int) -> int:
-            return memory_at(size).needed_within(limit_bytes, allocator)
+            # Where each size is recorded, good guesses are worth more than what they take.
+            return memory_at(size).needed_within(limit_bytes, allocator, roughly=is_computed)
 
-        search = largest_fitting if is_computed else largest_on_a_line
-        return max(at_least, search(needed_at, limit_bytes, most=most))
+        if is_positions and most is not None and needed_at(most) <= limit_bytes:
+            return most
+        if is_computed:
+            return largest_fitting(needed_at, limit_bytes, most=most, at_least=at_least)
+        return max(at_least, largest_on_a_line(needed_at, limit_bytes, most=most))
 
     def _sized(self, way: Way, family: Family, micro_batch: int, length: int) -> SizedMemory:
         """Return the memory of a way to train at a size."""
@@ -330,12 +348,19 @@ class Estimator:
         if (family, micro_batch, length) in self._recorded:
             return self._recorded[family, micro_batch, length]
         line = None
-        if micro_batch > 1 and length == self.sequence_length:
+        is_many = micro_batch > 1
+        if is_many and not family.levers.scales:
+            first = self._first_on_line(family)
+            is_many = first is not None and micro_batch > first
+        if is_many and length == self.sequence_length:
             line = self._line(family, "micro-batch", length)
         elif micro_batch == 1 and length != self.sequence_length:
             line = self._line(family, "length", 1)
         size = micro_batch if micro_batch > 1 else length
-        return line(size) if line else self._record(family, micro_batch, length)
+        with suppress(OtherOperationsError):
+            if line is not None:
+                return line(size)
+        return self._record(family, micro_batch, length)
 
     def _line(self, family: Family, what: str, fixed: int) -> Callable[[int], StepProgram] | None:
         """Return the step as a function of one size; None if it runs other operations then."""
@@ -343,16 +368,49 @@ class Estimator:
         if key not in self._lines:
             self._lines[key] = None
             points: list[tuple[int, StepProgram]] = []
-            if what == "micro-batch":  # a single sample may run other operations
-                sizes = [2, 3] if family.levers.scales else []
-                points = [(size, self._record(family, size, fixed)) for size in sizes]
+            if what == "micro-batch" and not family.levers.scales:
+                self._lines[key] = self._loop_line(family)
+            elif what == "micro-batch":  # a single sample may run other operations
+                points = [(size, self._record(family, size, fixed)) for size in (2, 3)]
             elif family.levers.scales and self._longest_multiple >= 3:
-                lengths = [LENGTH_STEP * each for each in (1, 2, 3)]
+                multiples = [1, 2, 3]
+                if self._recorded_multiple(family) > 2:
+                    multiples[2] = self._recorded_multiple(family)
+                lengths = [LENGTH_STEP * each for each in multiples]
                 points = [(size, self._record(family, fixed, size)) for size in lengths]
             if points:
                 with suppress(OtherOperationsError):
                     self._lines[key] = interpolate(points)
         return self._lines[key]
+
+    def _first_on_line(self, family: Family) -> int | None:
+        """Return the first micro-batch whose step is computed, though it runs loops over rows.
+
+        None if its parts follow rules of their own.
+        """
+        if "off" != family.levers.mlp_tiles or "off" != family.levers.attention_groups:
+            return None
+        return likely_least_size(self._record(family, 1, self.sequence_length))
+
+    def _loop_line(self, family: Family) -> Callable[[int], StepProgram] | None:
+        """Return the step with loops over rows as a function of the micro-batch."""
+        length, first = self.sequence_length, self._first_on_line(family)
+
+        def points(sizes: Iterable[int]) -> list[tuple[int, StepProgram]]:
+            return [(size, self._record(family, size, length)) for size in sizes]
+
+        with suppress(OtherOperationsError):
+            if first is not None:
+                lines = LoopLines(points(sorted({1, first})))
+                if (sizes := lines.telling_sizes(first)) is not None:
+                    return interpolate_loops(points(sizes))
+        return None
+
+    def _recorded_multiple(self, family: Family) -> int:
+        """Return the multiple of :data:`LENGTH_STEP` that is recorded; 0 if there is none."""
+        length = self.sequence_length
+        is_recorded = (family, 1, length) in self._recorded and length % LENGTH_STEP == 0
+        return length // LENGTH_STEP if is_recorded else 0
 
     def _record(self, family: Family, micro_batch: int, length: int) -> StepProgram:
         key = (family, micro_batch, length)
@@ -391,7 +449,13 @@ class Estimator:
         def memory_at(multiple: int) -> SizedMemory:
             return self._sized(way, family, 1, multiple * LENGTH_STEP)
 
-        multiple = self._largest(is_computed, memory_at, self.allocator, most=most)
+        multiple = self._largest(
+            is_computed,
+            memory_at,
+            self.allocator,
+            most=most,
+            is_positions=self.most_length is not None,
+        )
         return multiple * LENGTH_STEP
 
     # ---- plans ---------------------------------------------------------------------------------

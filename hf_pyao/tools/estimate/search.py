@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 
 def largest_fitting(
-    peak_bytes: Callable[[int], int], limit_bytes: int, *, most: int | None = None
+    peak_bytes: Callable[[int], int],
+    limit_bytes: int,
+    *,
+    most: int | None = None,
+    at_least: int = 0,
 ) -> int:
     """Return the largest size whose peak is within *limit_bytes*; 0 if even 1 is not.
 
@@ -18,15 +22,18 @@ def largest_fitting(
         peak_bytes: the peak at a size.
         limit_bytes: what it may be.
         most: the largest size that there is; None: there is no such.
+        at_least: a size that is known to fit.
     """
-    known = {1: peak_bytes(1)}
-    if known[1] > limit_bytes:
-        return 0
-    right = 4 if most is None else min(4, most)
-    if right == 1:
-        return 1
+    left = max(1, at_least)
+    known = {left: peak_bytes(left)}
+    if known[left] > limit_bytes:
+        return at_least
+    if left == most:
+        return left
+    right = 4 if left < 4 else left + max(1, left // 16)
+    right = right if most is None else min(right, most)
     known[right] = peak_bytes(right)
-    left, least = 1, right
+    least = right
     while known[right] <= limit_bytes:
         if right == most:
             return right
@@ -51,7 +58,11 @@ def largest_fitting(
 
 
 def largest_on_a_line(
-    peak_bytes: Callable[[int], int], limit_bytes: int, *, most: int | None = None
+    peak_bytes: Callable[[int], int],
+    limit_bytes: int,
+    *,
+    most: int | None = None,
+    at_least: int = 0,
 ) -> int:
     """Return the largest size whose peak is within *limit_bytes*, by as few peaks as will do.
 

@@ -45,3 +45,18 @@ def test_it_is_the_largest_and_was_asked_for(search: Callable[..., int]) -> None
         assert len(asked) == len(set(asked))
         num_asked.append(len(asked))
     assert max(num_asked) <= 10
+
+
+def test_a_size_that_is_known_to_fit_is_where_it_begins() -> None:
+    for seed in range(300):
+        peak, limit, most = made_up_peak(seed)
+        found = largest_fitting(peak, limit, most=most)
+        for known in {found, found // 2, 0}:
+            asked: list[int] = []
+
+            def counted(size: int) -> int:
+                asked.append(size)
+                return peak(size)
+
+            assert largest_fitting(counted, limit, most=most, at_least=known) == found
+            assert min(asked) >= known
