@@ -210,6 +210,13 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
     hardware = find_hardware(args.device)
     if args.device_memory is not None:
         nbytes = Size().check("--device-memory", args.device_memory)
+        if int(nbytes) <= hardware.context_gib * GIB:
+            raise ConfigError(
+                f"--device-memory is {args.device_memory!r}, which is {int(nbytes):,} bytes; "
+                f"expected more than the {hardware.context_gib} GiB that the CUDA context takes, "
+                "such as 24GiB.",
+                key="setting-value",
+            )
         hardware = dataclasses.replace(hardware, memory_gib=int(nbytes) / GIB)
     if args.link is not None:
         hardware = hardware.with_link(link_gib_per_s(args.link))

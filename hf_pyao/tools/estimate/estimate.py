@@ -228,18 +228,7 @@ class Estimator:
         def memory_at(size: int) -> SizedMemory:
             return self._sized(way, family, size, self.sequence_length)
 
-        def fits(size: int) -> bool:
-            needed = memory_at(size).needed_within(self.limit_bytes, allocator, roughly=True)
-            return size <= at_least or needed <= self.limit_bytes
-
-        is_computed, most = family.levers.scales, None
-        first = None if is_computed else self._first_on_line(family)
-        if first is not None and fits(1):
-            if not fits(first):
-                most = first - 1
-            elif self._line(family, "micro-batch", self.sequence_length) is not None:
-                is_computed, at_least = True, max(first, at_least)
-        return self._largest(is_computed, memory_at, allocator, most=most, at_least=at_least)
+        return self._largest(family.levers.scales, memory_at, allocator, at_least=at_least)
 
     def _largest(
         self,

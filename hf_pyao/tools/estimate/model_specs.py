@@ -96,9 +96,11 @@ def config_of(spec: ModelSpec) -> Any:
         raise
     except Exception as error:  # of whatever reads and checks configurations
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        known = [f"{each}:{size}" for each, sizes in MODEL_SIZES.items() for size in sizes]
+        meant = nearest(spec.name, known) if spec.path is not None else ""
         raise ConfigError(
-            f"model {spec.name!r}: {reason} Give an architecture of transformers with its "
-            "settings (llama:hidden_size=64,...), or a folder with a config.json.",
+            f"model {spec.name!r}{meant or ':'} {reason} Give an architecture of transformers with "
+            "its settings (llama:hidden_size=64,...), or a folder with a config.json.",
             key="model-spec",
         ) from error
     return config

@@ -172,6 +172,7 @@ def test_lora_trains_adapters_alone(engine: str) -> None:
     [
         (("--device", "rtx407"), "unknown device 'rtx407'; did you mean 'rtx4070'?"),
         (("--device-memory=-1GiB",), "--device-memory is"),
+        (("--device-memory", "24"), "24 bytes"),
         (("--link", "fast"), "--link is 'fast'; expected"),
         (("--link", "25GiB"), "expected a speed, such as 25GiB/s"),
         (("--link", "0GiB/s"), "expected a speed"),
