@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 import sys
 from html.parser import HTMLParser
@@ -211,6 +212,25 @@ def test_names_are_broken_behind_the_signs_between_their_words() -> None:
         "autograd would have held",
         "on the device",
     ]
+
+
+@pytest.mark.parametrize("look", [LIGHT, Look(is_narrow=True)])
+def test_names_of_bars_do_not_meet(look: Look) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    settings = "policy=all,checkpoint_every=1,head_loss=chunked,mlp_tiles="
+    rows = [
+        make_row(f"pyao:{settings}{number}", 100.0, 5.0, micro_batch=number + 1, num_tried=9)
+        for number in range(9)
+    ]
+    figure = largest_figure(make_bench(rows), look)
+    assert figure is not None
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert len(boxes) == 9
+    for below, above in itertools.pairwise(boxes):
+        assert not below.overlaps(above)
 
 
 @pytest.mark.parametrize("look", [LIGHT, Look(is_narrow=True)])

@@ -92,7 +92,8 @@ def largest_figure(report: BenchReport, look: Look = LIGHT) -> Figure | None:
     if not rows:
         return None
     rows = sorted(rows, key=lambda row: row.micro_batch)[-MOST_ROWS:][::-1]
-    figure, axes = look.figure(8.6, 1.6 + 0.36 * len(rows))
+    inches = look.bar_inches([row.method for row in rows], 0.36)
+    figure, axes = look.figure(8.6, 1.6 + inches * len(rows))
     shown = [(r.method, float(r.micro_batch), look.colour(family_of(r.method))) for r in rows]
     look.bars(axes, shown, [_bar_text(row, look) for row in rows])
     axes.set_xlim(0, max(1, max(row.micro_batch for row in rows)) * (2 if look.is_narrow else 1.3))

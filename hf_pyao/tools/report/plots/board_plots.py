@@ -86,7 +86,8 @@ def _bars(rows: Sequence[BoardRow], look: Look) -> Figure | None:
     )
     if not measured:
         return None
-    figure, axes = look.figure(4.0, 1.2 + 0.46 * len(measured))
+    inches = look.bar_inches([method for method, _, _ in measured], 0.46)
+    figure, axes = look.figure(4.0, 1.2 + inches * len(measured))
     bars = [
         (method, memory.mean / MIB, look.colour(family_of(method)))
         for method, memory, _ in measured

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -169,7 +169,7 @@ class Look:
         rows = rows[::-1]  # barh draws from the bottom
         values = [float(row[1]) for row in rows]
         colours = [row[2] for row in rows]
-        labels = [self.wrapped(self.plain(row[0]), 24) for row in rows]
+        labels = [self._bar_label(row[0]) for row in rows]
         bars = axes.barh(range(len(rows)), values, color=colours, height=0.66)
         axes.set_yticks(range(len(rows)), labels)
         behind = {"facecolor": self.back, "edgecolor": "none", "pad": 0.8}
@@ -177,6 +177,13 @@ class Look:
         axes.bar_label(bars, shown, padding=4, color=self.ink, fontsize=9, bbox=behind)
         axes.set_xlim(0, max(1e-9, *values) * (1.45 if self.is_narrow else 1.25))
         axes.grid(visible=False, axis="y")
+
+    def bar_inches(self, names: Iterable[str], least: float) -> float:
+        """Return the height of a bar: *least*, or more where labels of *names* would meet."""
+        return max(least, *(0.17 * (1 + self._bar_label(name).count("\n")) for name in names))
+
+    def _bar_label(self, name: str) -> str:
+        return self.wrapped(self.plain(name), 24)
 
 
 LIGHT = Look()
