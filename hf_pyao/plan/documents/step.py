@@ -30,6 +30,18 @@ MOST_SPANS = 100_000
 """Most spans, and most points of memory, that a report may have."""
 
 
+def place_of(phase: str, where: str) -> str:
+    """Say where in a step a peak is: ``"backward of model.layers.3"``.
+
+    Args:
+        phase: forward or backward.
+        where: the layer, or :data:`OUTSIDE`.
+    """
+    if where == OUTSIDE:
+        return f"{phase}, {where} (embeddings, head, loss)"
+    return f"{phase} of {where}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSpan:
     """Something that runs."""

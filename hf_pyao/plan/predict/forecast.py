@@ -204,7 +204,7 @@ class Forecast:
             stall_forward_ms=timed.stall_forward_ms,
             stall_backward_ms=timed.stall_backward_ms,
             peak_bytes=late.peak_bytes,
-            peak_where=f"{cause.phase} of {cause.where}",
+            peak_where=cause.place,
             peak_tensor=cause.tensor,
             next_peak_bytes=cause.next_peak_bytes,
             reserved_bytes=memory.reserved_within(math.inf if limit_bytes is None else limit_bytes),

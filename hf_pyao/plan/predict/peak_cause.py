@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from hf_pyao.plan.documents.step import OUTSIDE as NO_LAYER
+from hf_pyao.plan.documents.step import place_of
 from hf_pyao.plan.hardware.kernel_workspaces import parts_of
 from hf_pyao.plan.step.prediction import Prediction
 from hf_pyao.plan.step.step_program import OUTSIDE, StepProgram
@@ -29,10 +31,15 @@ class PeakCause:
     form: str = ""
     """Dtype and shape of the tensor, such as ``bfloat16[8, 512]``; empty if not known."""
 
+    @property
+    def place(self) -> str:
+        """Part of the step and layer, in words."""
+        return place_of(self.phase, self.where)
+
     def __str__(self) -> str:
         """Say it in one line."""
         return (
-            f"{self.tensor}, {self.nbytes / 1e9:.2f} GB, in {self.phase} of {self.where}; without "
+            f"{self.tensor}, {self.nbytes / 1e9:.2f} GB, in {self.place}; without "
             f"it the peak would be {self.next_peak_bytes / 1e9:.2f} GB"
         )
 
@@ -94,7 +101,7 @@ def peak_cause(program: StepProgram, prediction: Prediction) -> PeakCause:
         if best is None or without_bytes < best[0]:
             best = (without_bytes, -int(inside[at]), _WORKSPACE)
     segment = program.segment_of(at)
-    where = "outside of layers" if segment.layer == OUTSIDE else program.layer_names[segment.layer]
+    where = NO_LAYER if segment.layer == OUTSIDE else program.layer_names[segment.layer]
     if best is None:  # nothing of the step is there
         return PeakCause(
             phase=segment.phase,

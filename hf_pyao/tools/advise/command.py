@@ -178,8 +178,8 @@ def lines_of(advice: Advice, found: SeenTraining, card: str) -> Iterator[str]:
     )
     form = f" {cause.form}" if cause.form else ""
     yield (
-        f"The peak of {_gb(plan.peak_bytes)} is in {cause.phase} of {cause.where}. What sets it is "
-        f"{cause.tensor},{form} {cause.nbytes} bytes; without it the peak would be "
+        f"The peak of {_gb(plan.peak_bytes)} is in {cause.place}. What sets it is "
+        f"{cause.tensor},{form} {_gb(cause.nbytes)}; without it the peak would be "
         f"{_gb(cause.next_peak_bytes)}."
     )
     yield ""

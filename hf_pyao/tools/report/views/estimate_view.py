@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_pyao.plan.documents.estimate import EstimateReport, EstimateRow
+from hf_pyao.plan.documents.step import place_of
 from hf_pyao.quantities import ABSENT
 from hf_pyao.tools.report.views.view import Table, View
 
@@ -112,8 +113,8 @@ def _cause(row: EstimateRow) -> str:
         recomputed = f" Recomputed: {', '.join(row.recomputed_modules)}."
     return (
         f"{row.method}: the peak is set by {row.peak_tensor} "
-        f"({row.peak_tensor_bytes / 1e9:.2f} GB), in {row.peak_phase} of {row.peak_where}; without "
-        f"it, it would be {row.next_peak_bytes / 1e9:.2f} GB.{recomputed}"
+        f"({row.peak_tensor_bytes / 1e9:.2f} GB), in {place_of(row.peak_phase, row.peak_where)}; "
+        f"without it, it would be {row.next_peak_bytes / 1e9:.2f} GB.{recomputed}"
     )
 
 
