@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 from hf_pyao.levers import Levers
 from hf_pyao.model import gradient_buffer
 from hf_pyao.model.gradient_buffer import RowBlocks
-from hf_pyao.model.losses import chunking
+from hf_pyao.model.head import head_forward
+from hf_pyao.model.losses import cross_entropy
 from hf_pyao.model.losses.chunking import TOKEN_MULTIPLE, plan_chunks
 from hf_pyao.plan.step.loop_scaling import LoopLines, interpolate_loops, likely_least_size
 from hf_pyao.plan.step.loops import Loop
@@ -29,10 +30,8 @@ LENGTH = 64
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have loops of many parts in steps of few tokens."""
     monkeypatch.setattr(gradient_buffer, "_BLOCK_ELEMENTS", 2**13)
-    monkeypatch.setattr(chunking, "default_budget_bytes", lambda device: 2**20)
-    from hf_pyao.model.losses import cross_entropy
-
-    monkeypatch.setattr(cross_entropy, "default_budget_bytes", lambda device: 2**20)
+    for module in (cross_entropy, head_forward):
+        monkeypatch.setattr(module, "default_budget_bytes", lambda device: 2**20)
 
 
 def recorded(micro_batch: int, *, checkpointing: bool = False, **levers: object) -> StepProgram:
