@@ -38,6 +38,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+STREAMING = ("stream_weights", "stream_dtype")
+
+
 def check(
     model: nn.Module,
     what: str,
@@ -52,7 +55,8 @@ def check(
     ours = copy.deepcopy(model)
     settings = {"stream_weights": 0, "min_bytes": 0, "host_memory_gib": 0.1, **settings}
     if settings.get("long_context"):
-        with attach(model, PyAOConfig(**{**settings, "stream_weights": "off"})):
+        resident = {name: value for name, value in settings.items() if name not in STREAMING}
+        with attach(model, PyAOConfig(**resident)):
             expected = train(model, STEPS, autocast=autocast)
     else:
         expected = train(model, STEPS, autocast=autocast)

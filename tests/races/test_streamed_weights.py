@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,10 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.install import weights
+from hf_pyao.engine.rerun.weight_samples import WeightSamples
 from hf_pyao.engine.transfer.stream_transport import StreamTicket, StreamTransport
 from hf_pyao.engine.weights.ring import WeightRing
 from hf_pyao.tools.simulation.transport import SimulatedTransport
@@ -212,11 +215,27 @@ def forward_elsewhere(world: World, model: Stack) -> None:
 PROGRAMS = {"one stream": one_stream, "forward elsewhere": forward_elsewhere}
 
 
+@contextlib.contextmanager
+def samples_of_masters_are_on_the_host() -> Iterator[None]:
+    """Leave samples of weights out of what is watched: they are host memory, which has no stream."""
+    own = {name: getattr(WeightSamples, name) for name in ("take", "have_changed")}
+
+    def unwatched(name: str) -> Callable[..., Any]:
+        def method(samples: WeightSamples, *args: Any) -> Any:
+            with _disable_current_modes():
+                return own[name](samples, *args)
+
+        return method
+
+    with mock.patch.multiple(WeightSamples, **{name: unwatched(name) for name in own}):
+        yield
+
+
 def races_of(
     program: Callable[[World, Any], None], settings: dict[str, Any], model: nn.Module | None = None
 ) -> list[str]:
     model = frozen_stack() if model is None else model
-    with fake_streams(1) as world:
+    with samples_of_masters_are_on_the_host(), fake_streams(1) as world:
         with attach(model, streamed(settings), transport=FakeStreamTransport()):
             program(world, model)
         world.bury()

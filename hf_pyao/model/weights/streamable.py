@@ -272,7 +272,7 @@ def parameters_of_adapters(model: nn.Module) -> set[int]:
         if not isinstance(names, tuple):
             continue
         parts = [getattr(module, name, None) for name in names]
-        if not hasattr(module, "get_base_layer"):  # modules_to_save, whose original comes back
+        if "modules_to_save" in module._modules:  # its original comes back
             parts.append(getattr(module, "original_module", None))
         for part in parts:
             if isinstance(part, nn.Module | nn.ParameterDict):

@@ -176,9 +176,9 @@ def test_tokens_at_which_uploads_hide() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("gib_per_s", [2.0, 6.0])
-def test_at_as_many_tokens_the_clock_waits_no_more(gib_per_s: float) -> None:
-    """Recorded anew at these sizes, not scaled."""
+@pytest.mark.parametrize(("gib_per_s", "margin"), [(2.0, 1.2), (6.0, 1.05)])
+def test_at_as_many_tokens_the_clock_waits_no_more(gib_per_s: float, margin: float) -> None:
+    """Recorded anew at these sizes, not scaled: eight and three times the tokens of the step."""
     link = link_of(gib_per_s)
 
     def stall_share(micro_batch: int) -> float:
@@ -191,6 +191,6 @@ def test_at_as_many_tokens_the_clock_waits_no_more(gib_per_s: float) -> None:
 
     program = lora_step()
     tokens = tokens_by_clock(program, operation_times_ms(program, DEVICE), link, 2 * 512)
-    enough = math.ceil(tokens * 1.05 / 512)
+    enough = math.ceil(tokens * margin / 512)
     assert stall_share(enough) < 0.005
     assert stall_share(max(1, enough // 2)) > 0.05
