@@ -124,9 +124,12 @@ def _given_hardware(args: argparse.Namespace) -> Hardware | None:
     if args.gpu is not None:
         return find_hardware(args.gpu)
     if not torch.cuda.is_available():
+        behind = ""
+        if any(each.partition("=")[0] in ("--gpu", "--device") for each in args.arguments):
+            behind = " What stands behind the script is the script's own: give --gpu before it."
         raise ConfigError(
             "torch sees no CUDA device here: name the card that the script is to run on, such as "
-            f"--gpu rtx4090. Known: {', '.join(HARDWARE)}.",
+            f"--gpu rtx4090.{behind} Known: {', '.join(HARDWARE)}.",
             key="setting-missing",
         )
     return None

@@ -263,3 +263,12 @@ def test_a_cpu_without_a_card_is_refused(
     captured = capsys.readouterr()
     assert "--gpu" in captured.err
     assert "not run" not in captured.out
+
+
+def test_a_card_named_behind_the_script_is_said_to_be_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('not run')")
+    assert main(["advise", "train.py", "--gpu", "rtx4090"]) == 2
+    assert "before it" in capsys.readouterr().err
