@@ -220,6 +220,7 @@ def pays(model: str, lengths: Sequence[int]) -> Iterator[Pays]:
             training = FakeTraining(
                 config=config_of(parse_model(model)),
                 lora_rank=16,
+                adapter_dtype="float32",
                 training_state="device",
                 checkpointing=checkpointing,
                 kernels=hardware.kernels,
