@@ -118,6 +118,8 @@ def interrupt_at(number: int, momentum: float) -> None:
     run.check()
 
 
+# Python drops an interrupt in a finalizer, such as that of the ring of a run before, and warns.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "share", [1 / 150, pytest.param(1.0, marks=pytest.mark.thorough)], ids=["some", "all"]
 )
