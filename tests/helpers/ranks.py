@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_pyao.plan.documents.plan import Plan
 
@@ -32,6 +33,16 @@ needs_deepspeed = pytest.mark.skipif(
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300
+
+
+@contextlib.contextmanager
+def first_of_four_ranks() -> Iterator[None]:
+    """Be the first of four ranks, of which there are no others: nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_ranks(

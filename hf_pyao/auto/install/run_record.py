@@ -68,7 +68,7 @@ class RunRecord:
         """Returns with which levers the model runs now."""
         # Where it was asked for, also if the script goes to another folder.
         self.report_path = None if config.report is None else os.path.abspath(config.report)
-        """Where the report goes; None for nowhere."""
+        """Path of the report; None: there is no report."""
         self.report_extra: dict[str, Any] = {}
         """Plain values that the report is to hold beside the figures."""
         self._layer_bytes: LayerBytesWatch | None = None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils import _python_dispatch
 
 
-class KernelWatcher:
+class KernelWatcher(abc.ABC):
     """Mixed into a dispatch mode that does something at each kernel of attention."""
 
+    @abc.abstractmethod
     def run_as_one(self, run: Callable[..., Any], arguments: Sequence[Any], *, draws: bool) -> Any:
         """Return ``run(*arguments)``, or what stands for it; the kernels inside do not count.
 
@@ -19,7 +21,6 @@ class KernelWatcher:
             arguments: what *run* takes, tensors among it.
             draws: whether it draws random numbers.
         """
-        raise NotImplementedError
 
 
 def run_as_one_kernel(run: Callable[..., Any], arguments: Sequence[Any], *, draws: bool) -> Any:

@@ -17,6 +17,7 @@ Classes are told by name: nothing is imported that is not there already.
 
 from __future__ import annotations
 
+import abc
 import copy
 import weakref
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ class Ring(Protocol):
         ...
 
 
-class QuantisedWeight:
+class QuantisedWeight(abc.ABC):
     """One quantised parameter of a module."""
 
     scales: tuple[tuple[str, torch.Tensor], ...]
@@ -76,10 +77,13 @@ class QuantisedWeight:
 
     def move_tables(self, device: torch.device) -> None:
         """Copy to *device* what a stand-in has beside the packed weight and its scales."""
+        return  # there is nothing to do for most kinds
 
     def follow(self) -> None:
         """Let the module refer to the parameter's memory, which has just changed."""
+        return  # there is nothing to do for most kinds
 
+    @abc.abstractmethod
     def stand_in(self, packed: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a parameter like the one that is streamed.
 
@@ -87,23 +91,22 @@ class QuantisedWeight:
             packed: the weight on the device.
             scales: those of :attr:`scales`, in this order, on the device.
         """
-        raise NotImplementedError
 
     def run(self, own: Callable[[], Any], stand_in: torch.Tensor) -> Any:
         """Return what the module's own forward returns; it reads *stand_in*."""
         return own()
 
+    @abc.abstractmethod
     def kept_by(self, node: Any) -> tuple[torch.Tensor, ...]:
         """Return what *node* keeps of the packed weight and of its scales; empty for nothing."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def put_on(self, node: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Let *node* keep *tensors*, in the order of :meth:`kept_by`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def take_off(self, node: Any) -> None:
         """Let *node* keep none of them."""
-        raise NotImplementedError
 
 
 class FourBitWeight(QuantisedWeight):

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_pyao import PyAOConfig, attach
 from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
@@ -26,6 +24,7 @@ from hf_pyao.plan.step.ledger import MemoryLedger, NotingMode
 from hf_pyao.plan.step.resizes import sees_resizes
 from hf_pyao.plan.step.step_program import Operation, StepProgram
 from tests.helpers import EVERY_LAYER, Batch, tiny_batch, tiny_model
+from tests.helpers.ranks import first_of_four_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
@@ -35,12 +34,8 @@ Shard = Callable[..., Any]
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """Be the first of four ranks, of which there are no others: nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with first_of_four_ranks():
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def layers_of(model: Any) -> list[nn.Module]:

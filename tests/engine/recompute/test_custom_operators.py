@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library as torch_library
 from torch import nn
 
 from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
@@ -17,7 +18,7 @@ from hf_pyao import ModuleMap, PyAOConfig, attach, register_module_map
 @pytest.fixture
 def product() -> Iterator[Any]:
     """Yield an operator whose kernel is Python code with a product in it."""
-    with torch.library._scoped_library("pyao_operators", "FRAGMENT") as library:
+    with torch_library._scoped_library("pyao_operators", "FRAGMENT") as library:
         library.define("product(Tensor x, Tensor w) -> Tensor")
         library.impl("product", lambda x, w: (x @ w).float(), "CPU")
         library.impl("product", lambda x, w: x.new_empty(x.shape[0], w.shape[1]), "Meta")

@@ -10,13 +10,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_pyao import PyAOConfig, attach
 from tests.helpers import tiny_batch, tiny_model
+from tests.helpers.ranks import first_of_four_ranks
 from tests.helpers.vocabulary_rows import VocabularyRows
 
 NUM_VOCAB, LENGTH, NUM_LAYERS = 103, 384, 3
@@ -26,12 +25,8 @@ CHUNK = 256
 
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
-    """Be the first of four ranks, of which there are no others: nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with first_of_four_ranks():
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def sharded() -> Any:
