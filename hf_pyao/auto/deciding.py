@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from hf_pyao.auto.machine.states import Ready, State
 from hf_pyao.auto.measuring import Measuring
 from hf_pyao.auto.parts import Parts
 from hf_pyao.auto.plans.batch_fit import policy_of
-from hf_pyao.auto.plans.measured_disk import DiskBelow
+from hf_pyao.auto.plans.host_and_disk import MeasuredHostAndDisk
 from hf_pyao.auto.policy import AutoPolicy
 from hf_pyao.auto.pyao_rule import PyAORule
 from hf_pyao.auto.residency import Residency
@@ -97,17 +96,11 @@ class Deciding:
         )
         self.switch = LeverSwitch(levers)
         """Changes segments and tiles between forwards."""
-        disk = DiskBelow.of(link.tiers, streaming)
         keeps_places = streaming is not None and streaming.placed_on_disk is not None
         request = parts.binds.on(
             recomputed_paths=fixed.recomputed_paths,
-            host_limit_bytes=(
-                (link.tiers.capacity_bytes or math.inf)
-                if disk is None or not disk.capacity_bytes
-                else disk.host_bytes
-            ),
             window=link.offloads,
-            disk=disk,
+            below=MeasuredHostAndDisk(link.tiers, streaming),
             allocator=allocator_settings(device),
             stream_weights=_stream_weights(parts, streaming),
             ends_on_host=streaming is not None and streaming.ends_leave,

@@ -249,7 +249,7 @@ class AutoPolicy:
     def _tell_of_size(self, num_elements: int) -> None:
         plan = self.plan
         num_elements = max(num_elements, self._view.others_elements)
-        fits = plan is None or holds(plan, num_elements, self._request.host_limit_bytes)
+        fits = plan is None or holds(plan, num_elements, self._request.host_limit_now_bytes)
         self.driver.send(on.Forward(num_elements, fits))
 
     def _tell_of_parameters(self) -> None:

@@ -187,6 +187,12 @@ class StreamedLayers:
         """Speed at which the disk was read so far, in GiB/s; None: it was not."""
         return None if self._on_disk is None else self._on_disk.read_gib_per_s
 
+    @property
+    def taken_bytes(self) -> int:
+        """What the weights of layers take of the capacity of the host's store now."""
+        of_reads = 0 if self._on_disk is None else self._on_disk.taken_bytes
+        return self._on_host.taken_bytes(self._held.values()) + of_reads
+
     def parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters."""
         model = self._model()

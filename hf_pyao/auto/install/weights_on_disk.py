@@ -98,6 +98,11 @@ class WeightsOnDisk:
         )
 
     @property
+    def taken_bytes(self) -> int:
+        """What reads take of the capacity of the host's store now."""
+        return 0 if self._staging is None else self._store.taken_bytes(self._staging)
+
+    @property
     def read_gib_per_s(self) -> float | None:
         """Speed of the disk while weights were read so far, in GiB/s; None: none were."""
         return speed(self.reader.read_bytes, self.reader.read_ms)

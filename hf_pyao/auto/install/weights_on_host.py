@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -120,10 +120,12 @@ class WeightsOnHost:
 
     def give_back(self, masters: Masters) -> None:
         """Count the memory of *masters* no longer, whoever still reads it."""
-        if masters.memory is not None:
-            self._store.return_reserved(masters.memory)
-        if masters.converted is not None and masters.converted.memory is not None:
-            self._store.return_reserved(masters.converted.memory)
+        for memory in _memory_of(masters):
+            self._store.return_reserved(memory)
+
+    def taken_bytes(self, found: Iterable[Masters]) -> int:
+        """Return what *found* take of the store's capacity now."""
+        return sum(self._store.taken_bytes(each) for one in found for each in _memory_of(one))
 
     def num_processes(self, found: Sequence[Masters]) -> int:
         """Return how many processes have one copy of the weights, this one included."""
@@ -166,3 +168,9 @@ class WeightsOnHost:
         if shared is None or self._file_of(masters) is None:
             return masters.nbytes
         return -(-masters.nbytes // shared.num_processes)
+
+
+def _memory_of(masters: Masters) -> list[torch.Tensor]:
+    """Return the host memory of weights, and of their copies in the dtype of autocast."""
+    copies = None if masters.converted is None else masters.converted.memory
+    return [memory for memory in (masters.memory, copies) if memory is not None]

@@ -173,6 +173,10 @@ class HostPool(Store):
         self._give_back_gone()
         return memory.untyped_storage()._cdata in self._reserved
 
+    def taken_bytes(self, memory: torch.Tensor) -> int:
+        """Return what *memory* takes of the capacity, as :meth:`Store.taken_bytes`."""
+        return self._reserved.get(memory.untyped_storage()._cdata, (None, 0))[1]
+
     def return_reserved(self, memory: torch.Tensor) -> int:
         """Count *memory* no longer, as :meth:`Store.return_reserved`."""
         _, taken_bytes = self._reserved.pop(memory.untyped_storage()._cdata, (None, 0))

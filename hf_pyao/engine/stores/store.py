@@ -192,6 +192,10 @@ class Store(abc.ABC):
         """Page-lock *memory* for as long as that tensor lives; False where it cannot be."""
         return False
 
+    def taken_bytes(self, memory: torch.Tensor) -> int:
+        """Return what *memory* takes of :attr:`capacity_bytes`; 0 if it is not counted here."""
+        return 0
+
     def return_reserved(self, memory: torch.Tensor) -> int:
         """Add to :attr:`capacity_bytes` again what *memory* took of it, and return that.
 

@@ -48,7 +48,8 @@ class DiskModel:
     write_gib_per_s: float | None = None
     """None: no saved tensors go there, weights alone."""
     host_bytes: float = math.inf
-    """Host memory for saved tensors: what finds no room in it goes to the disk."""
+    """Host memory for streamed weights and saved tensors: of these, what finds no room in it goes
+    to the disk."""
     memory_bytes: int = 256 * 2**20
     """Host memory in front of the disk, through which the bytes pass."""
 
@@ -61,6 +62,10 @@ class DiskModel:
         _check_speeds(self, "read_gib_per_s")
         if self.write_gib_per_s is not None:
             _check_speeds(self, "write_gib_per_s")
+
+    def room_for_saved(self, weights_bytes: float) -> float:
+        """Return the host memory for saved tensors beside *weights_bytes* of streamed weights."""
+        return max(0.0, self.host_bytes - weights_bytes)
 
     @property
     def takes_saved(self) -> bool:

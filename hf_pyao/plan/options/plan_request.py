@@ -47,21 +47,34 @@ class WindowOwner(Protocol):
         ...
 
 
-class DiskOwner(Protocol):
-    """A disk below the host, as far as plans ask: ``auto/plans/measured_disk.py``."""
+class HostAndDisk(Protocol):
+    """The memory below the device in a run, as far as plans ask: ``auto/plans/host_and_disk.py``.
 
-    def model(self) -> DiskModel | None:
-        """Return its speeds; None while they are not known: nothing is planned to go there."""
+    What it says changes while the run goes on.
+    """
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk, for saved tensors or for weights."""
         ...
 
     @property
-    def capacity_bytes(self) -> int:
-        """Most bytes of saved tensors on it."""
+    def host_bytes(self) -> int:
+        """Host memory that saved tensors and the streamed weights of layers may take together."""
+        ...
+
+    @property
+    def disk_bytes(self) -> int:
+        """Most bytes of saved tensors on disks."""
+        ...
+
+    def disk(self) -> DiskModel | None:
+        """Return speeds of disks; None while they are not known: nothing is planned to go there."""
         ...
 
     @property
     def placed_weights(self) -> PlacedWeights | None:
-        """The streamed weights that lie on it and stay there; None: none do yet."""
+        """The streamed weights that lie on a disk and stay there; None: none do yet."""
         ...
 
 
@@ -84,12 +97,13 @@ class PlanRequest:
     codec: str = "identity"
     allow_lossy: bool = False
     host_limit_bytes: float = math.inf
+    """Most bytes on the host where nothing runs; in a run :attr:`below` says it."""
     allocator: AllocatorSettings | None = None
     """Of the device's caching allocator; None: what is allocated decides what fits."""
     window: WindowOwner | None = dataclasses.field(default=None, compare=False)
     """That of the link; other models may join and leave it at any time."""
-    disk: DiskOwner | None = dataclasses.field(default=None, compare=False)
-    """The disk below the host; :attr:`host_limit_bytes` is without it."""
+    below: HostAndDisk | None = dataclasses.field(default=None, compare=False)
+    """Host memory, and the disk below it, in a run; None: nothing runs."""
     stream_weights: int | str = "off"
     """As ``PyAOConfig.stream_weights``, where frozen weights can be streamed."""
     ends_on_host: bool = False
@@ -109,13 +123,25 @@ class PlanRequest:
         """True if a plan may change the window: it is open, and no other model's too."""
         return self.may_shrink_window and not (self.window is not None and self.window.is_shared)
 
+    @property
+    def host_limit_now_bytes(self) -> float:
+        """Most bytes that a plan may put on the host, and on the disk below it.
+
+        Streamed weights of layers are among them. A disk counts once its speeds are known.
+        """
+        if self.below is None:
+            return self.host_limit_bytes
+        disk = self.below.disk()
+        takes_saved = disk is not None and disk.takes_saved
+        return self.below.host_bytes + (self.below.disk_bytes if takes_saved else 0)
+
     def on(
         self,
         *,
         recomputed_paths: tuple[str, ...] = (),
         host_limit_bytes: float = math.inf,
         window: WindowOwner | None = None,
-        disk: DiskOwner | None = None,
+        below: HostAndDisk | None = None,
         allocator: AllocatorSettings | None = None,
         stream_weights: int | str = "off",
         ends_on_host: bool = False,
@@ -123,14 +149,14 @@ class PlanRequest:
     ) -> PlanRequest:
         """Return the same for one model on one machine; arguments as of :meth:`of_config`.
 
-        *disk*, *stream_weights*, *ends_on_host* and *converts_weights* are as the attributes.
+        *below*, *stream_weights*, *ends_on_host* and *converts_weights* are as the attributes.
         """
         return dataclasses.replace(
             self,
             recompute_modules=recomputed_paths,
             host_limit_bytes=host_limit_bytes,
             window=window,
-            disk=disk,
+            below=below,
             allocator=allocator,
             stream_weights=stream_weights,
             ends_on_host=ends_on_host,
@@ -284,12 +310,9 @@ class PlanRequest:
         if self.converts_weights:
             program = with_converted_uploads(program)
         kept = self.levers.kept_layers(program.num_layers, self.keep_last_layers)
-        host_limit_bytes = self.host_limit_bytes
-        model = None if self.disk is None else self.disk.model()
-        if self.disk is not None and model is not None:
-            host_limit_bytes += self.disk.capacity_bytes
-        if self.disk is not None:
-            link = dataclasses.replace(link, disk=model)
+        below = self.below
+        if below is not None and below.has_disk:
+            link = dataclasses.replace(link, disk=below.disk())
         conditions = self.conditions(link, gradient_bytes)
         return Planner(
             program,
@@ -300,9 +323,9 @@ class PlanRequest:
                 rebuild_factor=rebuild_factor,
                 is_blocking=is_blocking,
                 speed_ratios=speed_ratios,
-                placed_weights=None if self.disk is None else self.disk.placed_weights,
+                placed_weights=None if below is None else below.placed_weights,
             ),
-            host_limit_bytes=host_limit_bytes,
+            host_limit_bytes=self.host_limit_now_bytes,
             forced=self._forced(program),
             coding=CodedWays.of(
                 program, times_ms, dtypes, codec=self.codec, allow_lossy=self.allow_lossy

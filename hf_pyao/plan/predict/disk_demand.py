@@ -29,13 +29,14 @@ class DiskDemand:
             offloaded_bytes: what leaves the device.
             disk: says how much of that the host has room for.
         """
+        room_bytes = disk.room_for_saved(program.streamed.host_bytes)
         on_disk = frozenset(program.streamed.disk_layers)
         weights_bytes = {FORWARD: 0, BACKWARD: 0}
         if on_disk:
             for phase, nbytes, layer in uploads_of(program):
                 weights_bytes[phase] += nbytes if layer in on_disk else 0
         return cls(
-            saved_bytes=int(max(0, offloaded_bytes - disk.host_bytes)) if disk.takes_saved else 0,
+            saved_bytes=int(max(0, offloaded_bytes - room_bytes)) if disk.takes_saved else 0,
             weights_bytes=weights_bytes,
         )
 

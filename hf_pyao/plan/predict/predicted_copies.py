@@ -5,6 +5,7 @@ What is decided, and when, is :mod:`hf_pyao.engine.transfer.schedule`, which the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hf_pyao.engine.stores.slabs import ALIGNMENT_BYTES
@@ -47,6 +48,9 @@ class PredictedOffloads(Window):
         """What codecs took."""
         self.offloaded_bytes = 0
         self.host_peak_bytes = 0
+        self._room_bytes = (
+            math.inf if disk is None else disk.disk.room_for_saved(program.streamed.host_bytes)
+        )
         self._host_bytes = 0
         """On the host and below it."""
         self._on_host_bytes = 0
@@ -73,7 +77,7 @@ class PredictedOffloads(Window):
                 self._queue(number, part_bytes)
         self.offloaded_bytes += nbytes
         disk = self.disk
-        if disk is not None and self._on_host_bytes + _in_pool(nbytes) > disk.disk.host_bytes:
+        if disk is not None and self._on_host_bytes + _in_pool(nbytes) > self._room_bytes:
             disk.offload(number, nbytes, self.copies[number])
         else:
             self._on_host_bytes += _in_pool(nbytes)

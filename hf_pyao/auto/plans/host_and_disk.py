@@ -1,4 +1,8 @@
-"""The disk below the host, as plans see it: its speeds are those that this run has measured."""
+"""The memory below the device, as plans see it: what stores have now, and speeds of this run.
+
+Host memory changes in a run. Another model's weights take some, a share of the host shrinks, and
+this model's streamed weights come and go. Each plan reads it anew.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ from hf_pyao.plan.hardware.speeds import DiskModel
 from hf_pyao.plan.step.disk_share import PlacedWeights
 
 
-class PlacesWeights(Protocol):
-    """What streams weights, as far as a disk is concerned."""
+class StreamsWeights(Protocol):
+    """What streams a model's weights, as far as host and disk are concerned."""
 
     @property
     def has_disk(self) -> bool:
@@ -29,47 +33,52 @@ class PlacesWeights(Protocol):
         """Speed at which they were read; None: they were not."""
         ...
 
+    @property
+    def taken_bytes(self) -> int:
+        """What the weights of layers take of the capacity of the host's store now."""
+        ...
 
-class DiskBelow:
-    """Disks among the tiers of a link, and that of streamed weights.
 
-    While nothing was written and read yet, their speeds are not known, and no plan uses them: the
-    micro-batches that are measured offload everything and read the weights, so that they are known
-    by the first plan wherever the host is too small.
+class MeasuredHostAndDisk:
+    """The tiers of a link, and the disk of streamed weights.
+
+    While nothing was written and read yet, the speeds of disks are not known, and no plan uses
+    them: the micro-batches that are measured offload everything and read the weights, so that they
+    are known by the first plan wherever the host is too small.
 
     Args:
         tiers: of the link.
-        weights: what streams weights; None: nothing.
+        weights: what streams the model's weights; None: nothing.
     """
 
-    def __init__(self, tiers: Tiers, weights: PlacesWeights | None = None) -> None:
+    def __init__(self, tiers: Tiers, weights: StreamsWeights | None = None) -> None:
         self._hosts = [store for store in tiers.stores if store.is_host_memory]
         self._disks: list[Store] = [store for store in tiers.stores if not store.is_host_memory]
         self._weights = weights
 
-    @classmethod
-    def of(cls, tiers: Tiers, weights: PlacesWeights | None = None) -> DiskBelow | None:
-        """Return the disks among *tiers*, and that of *weights*; None if there is none."""
-        found = cls(tiers, weights)
-        return found if found._disks or (weights is not None and weights.has_disk) else None
-
     @property
-    def capacity_bytes(self) -> int:
-        """Most bytes of saved tensors on them."""
-        return sum(disk.capacity_bytes for disk in self._disks)
+    def has_disk(self) -> bool:
+        """Whether there is a disk, for saved tensors or for weights."""
+        return bool(self._disks) or (self._weights is not None and self._weights.has_disk)
 
     @property
     def host_bytes(self) -> int:
-        """Most bytes in the host's memory."""
-        return sum(host.capacity_bytes for host in self._hosts)
+        """Host memory that saved tensors and the streamed weights of layers may take together."""
+        taken = 0 if self._weights is None else self._weights.taken_bytes
+        return sum(host.capacity_bytes for host in self._hosts) + taken
+
+    @property
+    def disk_bytes(self) -> int:
+        """Most bytes of saved tensors on disks."""
+        return sum(disk.capacity_bytes for disk in self._disks)
 
     @property
     def placed_weights(self) -> PlacedWeights | None:
         """The streamed weights that lie on a disk; None: none do."""
         return None if self._weights is None else self._weights.placed_on_disk
 
-    def model(self) -> DiskModel | None:
-        """Return the speeds; None while they are not known."""
+    def disk(self) -> DiskModel | None:
+        """Return the speeds of disks; None while they are not known."""
         speeds = [disk.speeds() for disk in self._disks]
         known = [speed for speed in speeds if speed is not None]
         of_weights = None if self._weights is None else self._weights.disk_read_gib_per_s
