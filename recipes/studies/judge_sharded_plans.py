@@ -1,11 +1,12 @@
-"""Judge the planner on steps that FSDP2 shards: with collectives, against simpler ways.
+"""Judge the planner on steps that FSDP2 or ZeRO-3 shards: with collectives, against simpler ways.
 
-    python recipes/studies/judge_sharded_plans.py               an hour on two cores
-    python recipes/studies/judge_sharded_plans.py --model opt --result FILE.json
-    python recipes/studies/judge_sharded_plans.py --smoke       two points of one model
+    python recipes/studies/judge_sharded_plans.py --result recipes/results/judged_sharded_plans.json
+    python recipes/studies/judge_sharded_plans.py --model opt --engine zero3
+    python recipes/studies/judge_sharded_plans.py --smoke       two points of each engine
 
-Each step is one of eight ranks', in bfloat16, each layer a unit. It is recorded on fake tensors and
-a fake process group, so its all-gathers and reduce-scatters are in it. The chosen plan is held
+Each step is one of eight ranks', in bfloat16: under FSDP2 each layer is a unit, and ZeRO-3 has
+DeepSpeed's defaults and overlap_comm. It is recorded on fake tensors, with all-gathers and
+reductions. The chosen plan is held
 against keeping everything, checkpointing, offloading layer inputs, offloading everything, and
 either of the first layers alone, where those fit. Interconnects are as fast as NVLink's, and so
 slow that compute waits for collectives most of the time. Times come from a replay, whose clock
@@ -20,37 +21,39 @@ import itertools
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from tqdm import tqdm
 
-from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.predict.predict import operation_times_ms
 from hf_pyao.plan.predict.speed_range import MEASURED
-from hf_pyao.plan.solve.planner import CHECKPOINT, KEEP_ALL, LAYER_INPUTS, OFFLOAD_ALL, Planner
+from hf_pyao.plan.solve.planner import (
+    CHECKPOINT,
+    KEEP_ALL,
+    LAYER_INPUTS,
+    OFFLOAD_ALL,
+    Candidate,
+    NoPlanFitsError,
+    Planner,
+)
 from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.plan.step.step_program import StepProgram
-from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.model_sizes import build_config, find_size
-from hf_pyao.tools.estimate.recorded_step import record_step
-from hf_pyao.training_engines import local_part
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from result_file import write_result
+from studies import sharded_steps
 from studies.judged_steps import SIZES, WINDOW_BYTES, link_of, replayed
+from studies.sharded_steps import ENGINES, NUM_RANKS
 
-SCHEMA_VERSION = 1
-NUM_RANKS = 8
+SCHEMA_VERSION = 2
 SEQUENCE_LENGTH = 512
 MICRO_BATCH = 4
 CARDS = {"rtx4070": (12.5, (4.0, 12.0)), "h200": (50.0, (40.0, 400.0))}
@@ -64,6 +67,7 @@ SIMPLE = (KEEP_ALL, CHECKPOINT, LAYER_INPUTS, OFFLOAD_ALL)
 class ShardedPoint:
     """One step of a rank, within one limit."""
 
+    engine: str
     model: str
     card: str
     link_gb_per_s: float
@@ -87,50 +91,15 @@ class ShardedPoint:
         return self.chosen_ms / self.best_ms - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardedTraining(FakeTraining):
-    """A rank of FSDP2's: each layer is a unit, and the rest is one; states of AdamW are divided."""
-
-    @contextmanager
-    def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
-        """Build the model, and shard it over ranks that are not there."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        with super().model() as (model, fake_mode):
-            with unset_fake_temporarily():
-                mesh = init_device_mesh("cpu", (NUM_RANKS,))
-            for _, layer in find_layers(model).layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            yield model, fake_mode
-
-    def state_bytes(self, model: nn.Module) -> int:
-        """Return the bytes of this rank's part of the optimizer's states."""
-        return self.optimizer_bytes * sum(local_part(p).numel() for p in model.parameters())
-
-
-@contextmanager
-def ranks() -> Iterator[None]:
-    """Be the first of eight ranks, of which there are no others: nothing is sent."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @cache
-def program_of(model: str, micro_batch: int, length: int) -> StepProgram:
-    """Return the recorded step of a rank."""
+def programs_of(engine: str, model: str, micro_batch: int, length: int) -> list[StepProgram]:
+    """Return the recorded step of a rank; under ZeRO-3 also one whose layers run again."""
     config = build_config(model, find_size(model, SIZES[model]))
-    return record_step(ShardedTraining(config=config, training_state="device"), micro_batch, length)
+    return sharded_steps.programs_of(engine, config, micro_batch, length)
 
 
 def points_of(
+    engine: str,
     model: str,
     card: str,
     collective_gb_per_s: float,
@@ -139,8 +108,9 @@ def points_of(
     length: int = SEQUENCE_LENGTH,
 ) -> Iterator[ShardedPoint]:
     """Judge a step at several limits."""
-    program = program_of(model, micro_batch, length)
-    assert sum(each.collective is not None for each in program.operations) > program.num_layers
+    programs = programs_of(engine, model, micro_batch, length)
+    for each in programs:
+        assert sum(one.collective is not None for one in each.operations) > each.num_layers
     link_gb_per_s = CARDS[card][0]
     link = link_of(card, link_gb_per_s, find_hardware(card).link.copy_engines)
     device = dataclasses.replace(
@@ -148,20 +118,24 @@ def points_of(
     )
     # As after measuring, which a run of several ranks always does.
     conditions = Conditions(link=link, window_bytes=WINDOW_BYTES, speed_ratios=MEASURED)
-    planner = Planner(program, operation_times_ms(program, device), conditions)
-    simple = planner.simple()
+    planners = [Planner(each, operation_times_ms(each, device), conditions) for each in programs]
+    simple: dict[str, Any] = {**planners[0].simple()}
+    for planner in planners[1:]:
+        again = planner.simple()
+        simple |= {CHECKPOINT: again[KEEP_ALL], LAYER_INPUTS: again[OFFLOAD_ALL]}
     peaks = [each.peak_bytes for each in simple.values()]
     for share in shares:
         limit = min(peaks) + share * (max(peaks) - min(peaks))
-        chosen = planner.best(limit)
-        rivals: dict[str, Any] = {
-            name: simple[name] for name in SIMPLE if simple[name].peak_bytes <= limit
-        }
-        rivals |= {each.name: each for each in planner.first_layers_fitting(limit)}
+        fitting = [each for each in (best_of(one, limit) for one in planners) if each is not None]
+        chosen = min(fitting, key=lambda each: each.step_ms)
+        rivals = {name: simple[name] for name in SIMPLE if simple[name].peak_bytes <= limit}
+        for planner in planners:
+            rivals |= {each.name: each for each in planner.first_layers_fitting(limit)}
         times = {name: replayed(each, link).step_ms for name, each in rivals.items()}
         best = min(times, key=lambda name: times[name])
         timed = chosen.timed
         yield ShardedPoint(
+            engine=engine,
             model=model,
             card=card,
             link_gb_per_s=link_gb_per_s,
@@ -178,28 +152,38 @@ def points_of(
         )
 
 
+def best_of(planner: Planner, limit_bytes: float) -> Candidate | None:
+    """Return the fastest plan; None if none fits."""
+    try:
+        return planner.best(limit_bytes)
+    except NoPlanFitsError:
+        return None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=SIZES, action="append", help="(default: all three)")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="(default: both)")
     parser.add_argument("--smoke", action="store_true", help="two points, to see that it runs")
     parser.add_argument("--result", type=Path, metavar="FILE.json", help="write the figures")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    engines = args.engine or ENGINES
     cells = [
-        (model, card, speed)
-        for model, card in itertools.product(args.model or SIZES, CARDS)
+        (engine, model, card, speed)
+        for engine, model, card in itertools.product(engines, args.model or SIZES, CARDS)
         for speed in CARDS[card][1]
     ]
     points: list[ShardedPoint] = []
-    with ranks():
-        if args.smoke:
-            points += points_of("opt", "rtx4070", 12.0, SHARES[::2], micro_batch=1, length=64)
-        else:
-            for cell in tqdm(cells, unit="step", leave=False):
-                points += points_of(*cell)
+    if args.smoke:
+        for engine in engines:
+            points += points_of(engine, "opt", "rtx4070", 12.0, SHARES[::2], 1, 64)
+    else:
+        for cell in tqdm(cells, unit="step", leave=False):
+            points += points_of(*cell)
     show(points)
     if args.result is not None:
         write_result(
@@ -217,8 +201,8 @@ def show(points: Sequence[ShardedPoint]) -> None:
     """Print each point, and what they come to."""
     for point in sorted(points, key=lambda each: -each.gap):
         print(
-            f"{point.model}, {point.card}, link {point.link_gb_per_s:g} GB/s, interconnect "
-            f"{point.collective_gb_per_s:g} GB/s, {point.limit_bytes / GIB:.2f} GiB: "
+            f"{point.engine}, {point.model}, {point.card}, link {point.link_gb_per_s:g} GB/s, "
+            f"interconnect {point.collective_gb_per_s:g} GB/s, {point.limit_bytes / GIB:.2f} GiB: "
             f"{point.chosen_ms:.1f} ms ({point.waits_for_collectives_ms:.1f} of waiting for "
             f"collectives), {100 * point.gap:+.2f} % against {point.best!r}"
         )

@@ -16,7 +16,7 @@ RESULT = REPOSITORY / "recipes" / "results" / "judged_sharded_plans.json"
 def test_smoke(capsys: pytest.CaptureFixture[str]) -> None:
     judge_sharded_plans.main(["--smoke"])
     found = capsys.readouterr().out
-    assert "2 points" in found
+    assert "4 points" in found
     assert "+0.00 % at worst" in found
 
 
