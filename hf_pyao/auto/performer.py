@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import torch
 
 from hf_pyao.auto.machine import actions as do
 from hf_pyao.auto.machine import events as on
-from hf_pyao.auto.machine.states import Mode, Purpose, Ready, SetState, Source, State
+from hf_pyao.auto.machine.states import Mode, Purpose, SetState, Source, State
 from hf_pyao.auto.measuring import num_bare
 from hf_pyao.auto.plans.batch_fit import LARGER, ready_of
 from hf_pyao.auto.plans.correction import LEAST_TIMED, beside, find_off
@@ -23,14 +22,14 @@ from hf_pyao.auto.plans.plan_timing import NUM_UNCOUNTED, PlanCheck, TimedMicroB
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.trained import mark_of
-from hf_pyao.auto.ranks.plan_rounds import Proposer
+from hf_pyao.auto.ranks.agreement import Agreement
 from hf_pyao.auto.recording.lever_recording import LeverRecorder
 from hf_pyao.auto.recording.model_copy import CopiedStep, CopyError
 from hf_pyao.auto.recording.step_recording import record_fake_step
 from hf_pyao.auto.view import ModelView
 from hf_pyao.engine.runtime.engine import OffloadEngine
 from hf_pyao.errors import warn
-from hf_pyao.plan.documents.plan import KEEP, Plan
+from hf_pyao.plan.documents.plan import KEEP
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.text import describe_error
 
@@ -59,6 +58,7 @@ class AutoActions:
         maker: makes plans.
         files: where the plan is kept.
         view: what is seen of the model.
+        agreement: on plans, with other processes.
         measurer: measures micro-batches.
         num_sampled: as :class:`PlanCheck` takes it.
     """
@@ -71,6 +71,7 @@ class AutoActions:
         maker: PlanMaker,
         files: PlanFiles,
         view: ModelView,
+        agreement: Agreement,
         measurer: Measurer,
         num_sampled: Callable[[], int],
     ) -> None:
@@ -81,28 +82,33 @@ class AutoActions:
         self._maker = maker
         self._files = files
         self._view = view
+        self._agreement = agreement
         self._measurer = measurer
         self._check: PlanCheck | None = None
-        self._proposer: Proposer | None = None
-        """Asks other processes whether they can follow a plan; None where there are none."""
-        self._number = 0
-        """Of the micro-batch that is about to run."""
-        self._held: on.Event | None = None
-        """An answer that leads to another plan, until the others have said that they follow it."""
-        self._agreed: Plan | None = None
-        """The plan that they have agreed to last."""
-        self.recorded_key: bytes | None = None
+        self._recorded_key: bytes | None = None
         """Which parameters were trained when the step of the newest profile was recorded."""
         self.say: Callable[[str], None] = lambda line: logger.info("%s", line)
         """Shows a line to the user."""
+
+    def show_on(self, say: Callable[[str], None]) -> None:
+        """Show what is decided by *say*; it is logged otherwise."""
+        self.say = say
+
+    def note_recorded(self) -> None:
+        """Note that the newest profile's step was recorded now."""
+        self._recorded_key = self._view.key_now()
 
     def perform(self, action: do.Action, state: State) -> on.Event | None:
         """Perform *action*; return the event that answers it, if there is one."""
         if isinstance(action, do.MakePlan):
             answer = self._make_plan(action.purpose, state)
-            return answer if self._needs_at_once(action.purpose) else self._if_all_follow(answer)
+            return (
+                answer
+                if self._needs_at_once(action.purpose)
+                else self._agreement.if_all_follow(answer)
+            )
         if isinstance(action, do.Judge):
-            return self._if_all_follow(self._judge(state.now))
+            return self._agreement.if_all_follow(self._judge(state.now))
         if isinstance(action, do.TimeMicroBatches):
             self._time(is_of_plan=action.is_of_plan)
         elif isinstance(action, do.StopTiming):
@@ -114,7 +120,7 @@ class AutoActions:
         elif isinstance(action, do.ForgetForward):
             self._view.forget_forward()
         elif isinstance(action, do.Tell):
-            self._tell(action.ready)
+            self._agreement.tell(action.ready)
         elif isinstance(action, do.Keep):
             self._files.keep(action.ready.plan)
         elif isinstance(action, do.Say):
@@ -127,14 +133,6 @@ class AutoActions:
         """Say whether this process's next micro-batch needs the plan."""
         is_for_others = purpose is Purpose.LARGER and self._view.others_have_largest
         return purpose in _AT_ONCE and not is_for_others
-
-    def ask_others(self, proposer: Proposer) -> None:
-        """Have other processes asked whether they can follow a plan."""
-        self._proposer = proposer
-
-    def note_number(self, number: int) -> None:
-        """Note the number of the micro-batch that is about to run, from 1 on."""
-        self._number = number
 
     # ---- timing --------------------------------------------------------------------------------
 
@@ -216,7 +214,7 @@ class AutoActions:
         """Plan for the largest batch so far: with dynamic padding the first is one of many."""
         view, profile, cap_bytes = self._view, state.now.profile, state.now.cap_bytes
         key = view.key_now()
-        if key != self.recorded_key:  # others are trained since the step was recorded
+        if key != self._recorded_key:  # others are trained since the step was recorded
             recorded = self._recorded(view.steps())
             profile = dataclasses.replace(profile, program=recorded.to_dict())
         draft = self._maker.plan(
@@ -324,58 +322,6 @@ class AutoActions:
 
     # ---- telling -------------------------------------------------------------------------------
 
-    @property
-    def asks(self) -> bool:
-        """True while a plan is proposed to other processes, and not decided on."""
-        return self._held is not None
-
-    def _if_all_follow(self, answer: on.Event) -> on.Event | None:
-        """Return *answer*; None where it leads to a plan that others are asked about first.
-
-        See [Note: One plan on all ranks] in ``plan_rounds``.
-        """
-        plan = _plan_of(answer)
-        if self._proposer is None or plan is None:
-            return answer
-        self._proposer.propose(json.dumps(plan.to_dict()), self._number)
-        self._held = answer
-        return None
-
-    def decided(self, state: State) -> on.Event | None:
-        """Return the answer that was held, or that its plan is not followed; None: not yet."""
-        held, proposer = self._held, self._proposer
-        if proposer is None:
-            return None
-        is_over = state.mode is not (
-            Mode.RECORDING if isinstance(held, on.Planned) else Mode.FOLLOWING
-        )
-        if held is not None and is_over:  # out of memory, or another plan was given meanwhile
-            self._held = None
-            proposer.withdraw("the first process does not follow it any more")
-            return None
-        why = proposer.decide(self._number)
-        if why is None or held is None:
-            return None
-        self._held = None
-        if why:
-            warn(
-                logger,
-                "plan-not-adopted",
-                "policy 'auto' keeps what it does, instead of another plan: %s.",
-                why,
-            )
-            self._view.forget_others_batch()  # else its plan would be proposed again at once
-            return on.Interrupted(why) if isinstance(held, on.Planned) else None
-        self._agreed = _plan_of(held)
-        return held
-
-    def _tell(self, ready: Ready | None) -> None:
-        """Tell other processes of a plan that is followed already, or that there is none."""
-        if self._proposer is None or (ready is not None and ready.plan is self._agreed):
-            return
-        text = "" if ready is None else json.dumps(ready.plan.to_dict())
-        self._proposer.propose(text, self._number)
-
     def _show(self, action: do.Say) -> None:
         if action.key:
             warn(logger, action.key, "%s", action.line)
@@ -387,19 +333,6 @@ _AT_ONCE = (Purpose.LARGER, Purpose.MEMORY, Purpose.ONCE)
 """Purposes of plans that this process needs for its next micro-batch: without the plan, that would
 not fit, or its result would be wrong. Plans for other purposes are followed by all processes
 together, two micro-batches later."""
-
-
-def _plan_of(answer: on.Event) -> Plan | None:
-    """Return the plan that *answer* leads to; None: it leads to no other."""
-    ready: Ready | None = None
-    if isinstance(answer, on.Planned):
-        ready = answer.ready
-    elif isinstance(answer, on.Judged):
-        if answer.lost is not None:
-            ready = answer.lost.ready
-        elif answer.corrected is not None and answer.corrected.is_another:
-            ready = answer.corrected.ready
-    return None if ready is None else ready.plan
 
 
 def _mark(key: bytes | None) -> int | None:

@@ -33,8 +33,8 @@ from hf_pyao.auto.plans.plan_timing import measured_figures
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.plans.trained import mark_of
-from hf_pyao.auto.ranks.plan_rounds import LATE, Listener, Proposer
-from hf_pyao.auto.ranks.rank_exchange import RankExchange, RankNews
+from hf_pyao.auto.ranks.agreement import Agreement
+from hf_pyao.auto.ranks.plan_rounds import LATE
 from hf_pyao.auto.recording.forward_watch import ForwardWatch
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.view import ModelView
@@ -97,19 +97,19 @@ class AutoPolicy:
         self._view = ModelView(settings, request.room, switch)
         parameters = self._view.parameters
         maker = PlanMaker(device, settings, request, identity, parameters, num_resident)
+        self._agreement = Agreement(LARGER, on_refused=self._view.forget_others_batch)
         self._actions = AutoActions(
-            engine, device, settings, maker, self._files, self._view, measurer, num_sampled
+            engine,
+            device,
+            settings,
+            maker,
+            self._files,
+            self._view,
+            self._agreement,
+            measurer,
+            num_sampled,
         )
         driver.perform_with(self._actions)
-        self._listener: Listener | None = None
-        """Hears the first process's plans; None in that process, and before the first forward."""
-        self._proposed: Ready | None = None
-        """The plan that was heard and agreed to, until it is decided on."""
-        self._batches: RankNews | None = None
-        """Where ranks tell each other of batches; None before the first forward, or for one."""
-        self._most_told = 0
-        """Elements of the largest batch that the others were told of."""
-        self._num_forwards = 0
 
     @property
     def plan(self) -> Plan | None:
@@ -130,7 +130,7 @@ class AutoPolicy:
 
     def show_on(self, say: Callable[[str], None]) -> None:
         """Show what is decided by *say*; it is logged otherwise."""
-        self._actions.say = say
+        self._actions.show_on(say)
 
     # ---- before the first forward --------------------------------------------------------------
 
@@ -185,8 +185,8 @@ class AutoPolicy:
         if process_rank().is_told:  # the first process plans
             self._send(on.Profiled(None, is_recorded=False, is_first_rank=False))
             return
-        self._actions.recorded_key = self._view.key_now()
-        self._actions.note_number(self._num_forwards + 1)
+        self._actions.note_recorded()
+        self._agreement.is_before_next()
         is_recorded = profile is not None and profile.program is not None
         self._send(on.Profiled(profile, is_recorded))
 
@@ -204,16 +204,13 @@ class AutoPolicy:
 
     def _before_forward(self, seen: SeenForward, *, is_first: bool) -> None:
         num_elements = self._view.note_batch(is_first=is_first)
-        self._num_forwards += 1
-        self._actions.note_number(self._num_forwards)
-        if self._num_forwards == 1:
-            self._meet_others()
-        if self._batches is not None:
-            self._exchange_batches(self._batches, num_elements)
-        decided = self._actions.decided(self.driver.state)
+        self._agreement.begin()
+        for other in self._agreement.batches_of_others(num_elements, self._view.newest_sizes):
+            self._view.note_others_batch(*other)
+        decided = self._agreement.decided(self.driver.state.mode)
         if decided is not None:
             self._send(decided)
-        if self._actions.asks:
+        if self._agreement.is_pending:
             return  # all goes on as it was, until others have answered
         if self.driver.state.mode is Mode.RECORDING:
             self._send(on.Interrupted())
@@ -227,16 +224,15 @@ class AutoPolicy:
 
     def _leave(self) -> None:
         self._view.end()
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.leave()
+        self._agreement.leave()
 
     def _tell_of_forward(self, num_elements: int) -> None:
         driver = self.driver
         self._tell_of_parameters()
         self._actions.note_size(num_elements)
-        if self._listener is not None:
-            self._hear_of_plan(self._listener)
+        heard = self._agreement.hear(self._judged)
+        if heard is not None:
+            driver.send(heard)
         self._tell_of_size(num_elements)
         timed = self._actions.timed(driver.state)
         if timed is not None:
@@ -263,51 +259,6 @@ class AutoPolicy:
         if plan is None or key is None or plan.facts.trained is None:
             return True
         return plan.facts.trained == mark_of(key)
-
-    def _meet_others(self) -> None:
-        """Make what tells of plans, or hears of them; the first forward of each rank does."""
-        if process_rank().num_ranks == 1:
-            return
-        exchange = RankExchange("plans")
-        if exchange.num_ranks == 1:  # no store to tell each other in: each for itself
-            return
-        name = f"plan {exchange.number}"
-        self._batches = RankNews(f"{name} batches")
-        if process_rank().is_first:
-            self._actions.ask_others(Proposer(name))
-        else:
-            self._listener = Listener(name)
-
-    def _exchange_batches(self, batches: RankNews, num_elements: int) -> None:
-        """Tell the first process of a batch that is larger than those before, or hear of them."""
-        if process_rank().is_first:
-            for text in batches.news():
-                self._view.note_others_batch(*json.loads(text))
-        elif num_elements > LARGER * self._most_told:
-            self._most_told = num_elements
-            batches.tell(json.dumps([num_elements, self._view.newest_sizes()]))
-
-    def _hear_of_plan(self, listener: Listener) -> None:
-        """Answer a plan that the first process proposes, and follow it if all can."""
-        text = listener.hear(self._num_forwards)
-        if text == "":
-            self.driver.send(on.Heard(None))
-        elif text is not None:
-            self._proposed, why = self._judged(text)
-            listener.answer(why)
-        why_not = listener.decided(self._num_forwards)
-        if why_not is None:
-            return
-        ready, self._proposed = self._proposed, None
-        if why_not or ready is None:
-            warn(
-                logger,
-                "plan-not-adopted",
-                "policy 'auto' keeps what it does, instead of a plan: %s.",
-                why_not,
-            )
-            return
-        self.driver.send(on.Heard(ready))
 
     def _judged(self, text: str) -> tuple[Ready | None, str]:
         """Return a plan as one that may be followed here, or why it cannot be."""

@@ -16,6 +16,7 @@ from hf_pyao.auto import policy as auto_policy
 from hf_pyao.auto.machine.states import Mode
 from hf_pyao.auto.plans.planning import PlanMaker
 from hf_pyao.auto.plans.trained import TrainedParameters
+from hf_pyao.auto.ranks import agreement
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.plan_facts import PlanError
 from hf_pyao.plan.documents.profile import Profile
@@ -122,7 +123,7 @@ def test_a_plan_that_is_refused_or_not_found_leaves_no_trace(
         asked = SimpleNamespace(
             propose=lambda text, number: begun.append(text), decide=lambda number: None
         )
-        monkeypatch.setattr(auto._actions, "_proposer", asked)
+        monkeypatch.setattr(auto._agreement, "_proposer", asked)
         monkeypatch.setattr(PlanMaker, "larger", lambda *_, **__: 1 / 0)
         run_larger = step(model, batch_of(16), offloader)
         assert not begun, "the other ranks would wait for it"
@@ -136,16 +137,17 @@ def test_a_plan_that_is_refused_or_not_found_leaves_no_trace(
 def test_another_process_says_that_the_first_one_has_no_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auto_policy, "process_rank", lambda: ProcessRank(1, 2))
+    for module in (auto_policy, agreement):
+        monkeypatch.setattr(module, "process_rank", lambda: ProcessRank(1, 2))
     monkeypatch.setattr(
-        auto_policy, "RankExchange", lambda name: SimpleNamespace(number=1, num_ranks=2)
+        agreement, "RankExchange", lambda name: SimpleNamespace(number=1, num_ranks=2)
     )
     silent = SimpleNamespace(
         hear=lambda number: "" if number == NUM_MEASURED else None,
         decided=lambda number: None,
         leave=lambda: None,
     )
-    monkeypatch.setattr(auto_policy, "Listener", lambda name: silent)
+    monkeypatch.setattr(agreement, "Listener", lambda name: silent)
     model = llama(num_frozen=0)
     with attached(model) as offloader:
         auto = offloader.auto
