@@ -20,7 +20,6 @@ from hf_pyao.auto.recording.quantised_copies import tensors_beside
 from hf_pyao.auto.recording.shrunk_model import remove_equal_layers
 from hf_pyao.auto.recording.streamable_tensors import streamable_tensors
 from hf_pyao.config import PyAOConfig
-from hf_pyao.engine.stores import HostPool
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.levers import NO_LEVERS, Levers, LeversRefusedError
 from hf_pyao.model.fake_cuda.quiet import quiet_fake_tensors
@@ -33,12 +32,15 @@ from hf_pyao.plan.policies.by_name import make_policy
 from hf_pyao.plan.policies.plan_policy import PlanPolicy
 from hf_pyao.plan.step.collectives import Exchanged
 from hf_pyao.plan.step.recorded_step import RecordedStep
-from hf_pyao.plan.step.recording_mode import RECORDING, RecordingMode, RecordingTransport
+from hf_pyao.plan.step.recording_mode import (
+    RECORDING,
+    RecordingMode,
+    RecordingStore,
+    RecordingTransport,
+)
 from hf_pyao.plan.step.resizes import sees_resizes
 from hf_pyao.plan.step.step_recorder import StepRecorder
 from hf_pyao.training_engines import compiled_part, local_part, stays_whole
-
-UNLIMITED_BYTES = 2**60
 
 Parameters = ParamSpec("Parameters")
 
@@ -157,8 +159,8 @@ def record_fake_step(
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
         recorder = StepRecorder(fake_mode, step.kernels, step.device)
-        pool = HostPool(UNLIMITED_BYTES, pin=False)
-        link = LinkContext(RecordingTransport(recorder), pool, 0)
+        store = RecordingStore()
+        link = LinkContext(RecordingTransport(recorder), store, 0)
         found = find_layers(model, layers)
         policy = make_policy(config) if plan is None else PlanPolicy(_all_leaves(plan))
         fixed = FixedSettings(
@@ -180,7 +182,7 @@ def record_fake_step(
             # Nor inside of compiled code.
             has_graph = not levers.checkpoint_every and not compiles
             with_graph = has_graph and not is_sharded_by_zero(model)
-            recorder.begin(names, pool.owns, with_graph=with_graph)
+            recorder.begin(names, store.owns, with_graph=with_graph)
             engine.observe(recorder)
             resident_bytes = recorder.note_residents(
                 _named_tensors(model), streamable_tensors(model, found)

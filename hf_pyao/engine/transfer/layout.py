@@ -29,6 +29,9 @@ _num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _PLAIN_KINDS = frozenset({torch.Tensor, Parameter, FakeTensor})
 """Types of tensors that are no more than their bytes; of others a copy may lose something."""
 
+_BARE_KINDS = frozenset({torch.Tensor, FakeTensor})
+"""Types of tensors whose copies have no type but these."""
+
 PLAIN_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64})
 """The commonest dtypes; tensors of them are neither quantised nor conjugate."""
 
@@ -107,7 +110,7 @@ class TensorLayout:
         self.is_dense = _is_dense(self.size, self.stride)
         """True if its elements neither overlap nor leave gaps, in whatever order."""
         self.is_copied_as_it_is = (
-            type(tensor) is torch.Tensor
+            type(tensor) in _BARE_KINDS
             and tensor.dtype in _BITWISE_DTYPES
             and not self.offset
             and self.is_dense

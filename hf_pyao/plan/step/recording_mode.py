@@ -1,7 +1,8 @@
-"""What shows a step to a recorder: settings, a mode that sees operations, a transport of copies.
+"""What shows a step to a recorder: settings, a mode that sees operations, a transport, a store.
 
 The model is attached with :data:`RECORDING`, so that everything leaves at once, over a
-:class:`RecordingTransport`, and its step runs under a :class:`RecordingMode`.
+:class:`RecordingTransport` into a :class:`RecordingStore`, and its step runs under a
+:class:`RecordingMode`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_pyao.engine.runtime.slots import Slot
+from hf_pyao.engine.stores.store import Buffer, HostUse, Layout, QueuedCopy, Store
 from hf_pyao.engine.transfer.transport import BlockingTransport, DoneTicket, LinkTimes
 from hf_pyao.plan.step.step_recorder import StepRecorder
 
@@ -82,3 +84,62 @@ class RecordingTransport(BlockingTransport):
             return super()._copy(direction, src, dst, after, label, None)
         finally:
             recorder.is_paused = False
+
+
+class _RecordingBuffer(Buffer):
+    """Stands for bytes on the host that nothing reads."""
+
+    __slots__ = ()
+
+    def view_like(self, layout: Layout) -> torch.Tensor:
+        """Return the buffer as it is: only its bytes are counted."""
+        return self.data
+
+
+class RecordingStore(Store):
+    """Has room for all that leaves while a step is recorded.
+
+    Fake tensors have no bytes, so that one stands for all buffers of a size: of a recorded step
+    every third operation would be there to cut buffers out of a pool. Real tensors get memory.
+    """
+
+    name = "host memory"
+    capacity_bytes = 2**60
+
+    def __init__(self) -> None:
+        self._fake: dict[int, torch.Tensor] = {}
+        self._owned: set[int] = set()
+        self._is_making = False
+
+    def acquire(self, nbytes: int, use: HostUse | None = None) -> Buffer:
+        """Return a buffer of *nbytes*; it shares its tensor with others if that is fake."""
+        data = self._fake.get(nbytes)
+        if data is None:
+            data = self._made(nbytes)
+        self.used_bytes += nbytes
+        if not isinstance(data, FakeTensor):
+            return Buffer(data, nbytes)
+        return _RecordingBuffer(data, nbytes)
+
+    def _made(self, nbytes: int) -> torch.Tensor:
+        self._is_making = True
+        try:
+            data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        finally:
+            self._is_making = False
+        if isinstance(data, FakeTensor):
+            self._fake[nbytes] = data
+            self._owned.add(data.untyped_storage()._cdata)
+        return data
+
+    def release(self, buffer: Buffer, after: QueuedCopy | None = None) -> None:
+        """Count the bytes of *buffer* no longer."""
+        self.used_bytes -= buffer.reserved_bytes
+
+    def settle(self) -> int:
+        """Return the bytes in use."""
+        return self.used_bytes
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Say whether *storage* is a buffer's, or becomes one."""
+        return self._is_making or storage._cdata in self._owned
