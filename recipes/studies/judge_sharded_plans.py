@@ -4,9 +4,9 @@
     python recipes/studies/judge_sharded_plans.py --model opt --engine zero3
     python recipes/studies/judge_sharded_plans.py --smoke       two points of each engine
 
-Each step is one of eight ranks', in bfloat16: under FSDP2 each layer is a unit, and ZeRO-3 has
-DeepSpeed's defaults and overlap_comm. It is recorded on fake tensors, with all-gathers and
-reductions. The chosen plan is held
+Each step is one of eight ranks', in bfloat16: under FSDP2 each layer is a unit, and ZeRO-3 gathers
+beside compute (overlap_comm). It is recorded on fake tensors, with all-gathers and reductions. The
+chosen plan is held
 against keeping everything, checkpointing, offloading layer inputs, offloading everything, and
 either of the first layers alone, where those fit. Interconnects are as fast as NVLink's, and so
 slow that compute waits for collectives most of the time. Times come from a replay, whose clock

@@ -25,12 +25,9 @@ from hf_pyao.training_engines import ZERO_3, local_part
 
 NUM_RANKS = 8
 ENGINES = FSDP2, ZERO3 = ("fsdp2", "zero3")
-THRESHOLDS = Thresholds(50_000_000, 1_000_000_000, 1_000_000_000)
-"""DeepSpeed's defaults."""
-PERSISTENT_ELEMENTS = 100_000
-"""``stage3_param_persistence_threshold``, as by default."""
-BUCKET_ELEMENTS = 500_000_000
-"""``reduce_bucket_size``, as by default."""
+MOST_LIVE = 100_000_000
+"""``stage3_max_live_parameters`` and ``stage3_max_reuse_distance``: a tenth of the defaults, so
+that weights are gathered again in backward, as those of larger models are."""
 NUM_BESIDE = 3
 """Reductions that ZeRO-3 lets run beside compute (``overlap_comm``)."""
 
@@ -89,7 +86,10 @@ class ShardedTraining(FakeTraining):
 
 @dataclass
 class ZeroStep:
-    """A step of a rank of ZeRO-3's, with DeepSpeed's defaults and ``overlap_comm``."""
+    """A step of a rank of ZeRO-3's, with ``overlap_comm``.
+
+    Sizes of buckets and the persistence threshold are those that transformers puts for ``"auto"``.
+    """
 
     training: FakeTraining
     micro_batch: int
@@ -110,6 +110,9 @@ class ZeroStep:
     @contextmanager
     def model(self) -> Iterator[tuple[nn.Module, FakeTensorMode]]:
         """Build the model, and partition its parameters."""
+        hidden_size = self.training.config.hidden_size
+        bucket_elements = hidden_size**2
+        thresholds = Thresholds(int(0.9 * bucket_elements), MOST_LIVE, MOST_LIVE)
         with self.training.model() as (model, fake_mode):
             for number, parameter in enumerate(model.parameters()):
                 own = parameter.new_empty(ceil(parameter.numel() / NUM_RANKS)).detach()
@@ -120,11 +123,11 @@ class ZeroStep:
                     parameter.shape,
                     own,
                     number,
-                    persists=parameter.numel() < PERSISTENT_ELEMENTS,
+                    persists=parameter.numel() < 10 * hidden_size,
                     is_external=False,
                 )
             self._gathers = Gathers(
-                model, self._parts_of, THRESHOLDS, NUM_RANKS, lambda module: False, _refuse
+                model, self._parts_of, thresholds, NUM_RANKS, lambda module: False, _refuse
             )
             known = self._parts.values()
             for each in known:
@@ -133,7 +136,7 @@ class ZeroStep:
             self._gathers.install()
             dtype = next(iter(known)).part.dtype
             settings = BucketSettings(
-                num_elements=BUCKET_ELEMENTS,
+                num_elements=bucket_elements,
                 sent_dtype=dtype,
                 is_contiguous=True,
                 scatters=True,
@@ -142,7 +145,7 @@ class ZeroStep:
                 num_ranks=NUM_RANKS,
                 num_beside=NUM_BESIDE,
             )
-            bucket = torch.empty(BUCKET_ELEMENTS, dtype=dtype)
+            bucket = torch.empty(bucket_elements, dtype=dtype)
             self._buffers = [bucket, *(torch.empty_like(each.part) for each in known)]
             self._gradients = PartitionedGradients([*model.parameters()], settings, bucket)
             self._gradients.install()
