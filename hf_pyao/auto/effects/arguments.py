@@ -21,25 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_sequence_parallel(settings: object) -> None:
-    """Say that hf_pyao was not tried beside ring attention or Ulysses, where they are on.
+    """Say that hf_pyao was not tried beside ring attention, where it is on.
 
     Args:
         settings: training arguments, or Accelerate's state.
     """
-    config = getattr(settings, "parallelism_config", None)
-    for name, what in (("cp_size", "ring attention"), ("sp_size", "Ulysses")):
-        size = getattr(config, name, None) or 1
-        if size > 1:
-            warn(
-                logger,
-                "sequence-parallel-untried",
-                "%s=%d divides sequences among processes (%s). hf_pyao offloads what each process "
-                "saves; that was not tried with it. Compare the loss of the first steps with that "
-                "of a run without hf_pyao.",
-                name,
-                size,
-                what,
-            )
+    size = getattr(getattr(settings, "parallelism_config", None), "cp_size", None) or 1
+    if size > 1:
+        warn(
+            logger,
+            "sequence-parallel-untried",
+            "cp_size=%d divides sequences among processes (ring attention). hf_pyao offloads what "
+            "each process saves; that was not tried with it. Compare the loss of the first steps "
+            "with that of a run without hf_pyao, or take sp_size (Ulysses), which was tried.",
+            size,
+        )
 
 
 def look_at_arguments(args: object, config: PyAOConfig) -> Iterator[NoEffect]:

@@ -204,9 +204,10 @@ CHAPTER = Chapter(
         ),
         Entry(
             "sequence-parallel-untried",
-            "Accelerate's `cp_size` (ring attention) or `sp_size` (Ulysses) is above 1. hf_pyao "
-            "was not run beside them.",
-            "Compare the loss of the first steps with that of a run without hf_pyao.",
+            "Accelerate's `cp_size` (ring attention) is above 1. It needs a GPU, and hf_pyao was "
+            "not run beside it.",
+            "Compare the loss of the first steps with that of a run without hf_pyao, or divide "
+            "sequences by `sp_size` (Ulysses).",
         ),
         Entry(
             "levers-refused",
