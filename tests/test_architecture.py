@@ -211,44 +211,52 @@ def _walk(name: str, graph: dict[str, set[str]], path: list[str], done: set[str]
 
 # ---- one writer for each state -----------------------------------------------------------------------
 
-WRITTEN_AT_HOME = {
-    "engine/transfer/moved_bytes.py": {"MovedBytes"},
-    "engine/transfer/schedule.py": {"Window", "Schedule"},
-    "engine/transfer/window.py": {"OffloadWindow"},
-    "engine/transfer/compute_streams.py": {"ComputeStreams", "Home", "Lingering"},
-    "engine/runtime/tape.py": {
-        "SlotEntry",
-        "Layer",
-        "LayerCall",
-        "Tape",
-        "MicroBatch",
-        "StorageTable",
-    },
-    "engine/runtime/saved_tensor.py": {
-        "WatchedStorage",
-        "SavedStorage",
-        "SavedTensor",
-        "KeptTensor",
-    },
-    "engine/runtime/running.py": {"Running", "Token"},
-    "engine/recompute/trace_values.py": {"Value", "TensorSource"},
-    "engine/recompute/replay.py": {"DroppedStorage", "Replay"},
-    "engine/recompute/recomputer.py": {"CallRecomputation"},
-}
-"""Classes whose attributes no other file assigns."""
+HELD = ("engine", "plan", "model", "auto", "attachment", "hf")
+"""Floors whose classes are written at home alone: no other file of these floors assigns an attribute
+that one of their classes has."""
 
-FOREIGN = {"data", "requires_grad", "grad"}
+FIGURES = {
+    "engine/stores/disk_figures.py": {"DiskFigures"},
+    "engine/stores/store.py": {"DiskMeter"},
+    "engine/transfer/meter.py": {"Meter", "LinkMeter", "MoverMeter"},
+    "engine/transfer/transport.py": {"LinkTimes"},
+    "engine/weights/figures.py": {"UploadFigures", "OnDemandFigures"},
+    "metrics.py": {"MicroBatchStats"},
+}
+"""Classes that others count in; nothing is decided by their numbers."""
+
+HOLD_FIGURES = {"counts", "_counts", "figures", "meter", "stats", "times"}
+"""What objects of these classes are called where others count in them."""
+
+FOREIGN = {
+    *("data", "requires_grad", "grad", "forward"),
+    *("_parameters", "_buffers", "_modules"),
+}
 """Attributes of torch's that have the name of one of ours."""
 
 CHANGES = {"append", "extend", "add", "clear", "pop", "popleft", "remove", "discard", "update"}
 
-ALLOWED_CHANGES = {
+WRITTEN_ELSEWHERE = {
     # A set, a table and a dictionary that pack hooks write in the hottest path there is.
     ("engine/runtime/packing.py", "saved_shapes"),
     ("engine/runtime/packing.py", "entries"),
     ("engine/runtime/packing.py", "casts"),
     ("engine/runtime/packing.py", "table"),  # asked, by its own methods
+    ("engine/recompute/tracing.py", "outputs"),  # of an operation, each time that one has run
+    ("engine/stores/host_pool.py", "use"),  # of a buffer: whom the pool has lent it to
+    # What an inventory has found: the walk makes it and fills it.
+    *(("engine/rerun/walk.py", name) for name in ("holders", "empty", "parameters", "tensors")),
+    *(("engine/rerun/walk.py", name) for name in ("generators", "unknown", "hook_tables")),
+    # A dictionary for what users add to a report; it is public.
+    *((file, "report_extra") for file in ("auto/offloader.py", "hf/callback.py")),
+    ("plan/documents/run.py", "report_extra"),
+    # Objects of bitsandbytes and of numpy, and fields of a dataclass, that have such attributes.
+    ("model/weights/quantised.py", "state"),
+    ("model/weights/quantised.py", "tensors"),
+    ("engine/rerun/generators.py", "state"),
+    ("model/head/lazy_outputs.py", "name"),
 }
+"""Files that write an attribute of a class of another file all the same."""
 
 
 def attributes_of(tree: ast.Module, classes: set[str]) -> set[str]:
@@ -282,43 +290,78 @@ def targets_of(node: ast.AST) -> Iterator[ast.Attribute]:
             yield target
 
 
+def written_outside(
+    tree: ast.Module, elsewhere: set[str], own: set[str]
+) -> Iterator[tuple[ast.AST, ast.Attribute]]:
+    """Yield where *tree* writes attributes of *elsewhere* that are not its own classes' too."""
+    for node in ast.walk(tree):
+        written = list(targets_of(node))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in CHANGES and isinstance(node.func.value, ast.Attribute):
+                written = [node.func.value]
+        for target in written:
+            holder = ast.unparse(target.value).rpartition(".")[2]
+            is_own = isinstance(target.value, ast.Name) and holder in ("self", "cls", "ctx")
+            counts = holder in HOLD_FIGURES and target.attr in names_of_figures()
+            if target.attr in elsewhere - own and not is_own and not counts:
+                yield node, target
+
+
+@functools.cache
+def names_of_figures() -> frozenset[str]:
+    found = (_attributes_by_class(ROOT / path)[each] for path, of in FIGURES.items() for each in of)
+    return frozenset().union(*found)
+
+
 def test_state_is_written_at_home_alone() -> None:
-    homes = {home: ast.parse((ROOT / home).read_text()) for home in WRITTEN_AT_HOME}
-    attributes = {home: attributes_of(tree, WRITTEN_AT_HOME[home]) for home, tree in homes.items()}
-    for home, classes in WRITTEN_AT_HOME.items():
-        defined = {node.name for node in homes[home].body if isinstance(node, ast.ClassDef)}
-        assert classes <= defined, f"{home} does not define {classes - defined}"
-        assert attributes[home], home
-    for path in FILES:
-        file = path.relative_to(ROOT).as_posix()
-        if floor_of(path) not in ("engine", "model", "auto", "attachment", "hf"):
-            continue
-        elsewhere = {name for home, names in attributes.items() if home != file for name in names}
+    held = [path for path in FILES if floor_of(path) in HELD]
+    names = {path: path.relative_to(ROOT).as_posix() for path in held}
+    states = {path: attributes_of_all_classes(path, changeable=True) for path in held}
+    assert sum(map(bool, states.values())) > 200
+    used = set()
+    for path in held:
+        elsewhere = {name for home in held if home != path for name in states[home]}
         own = attributes_of_all_classes(path)
-        for node in ast.walk(tree_of(path)):
-            for target in targets_of(node):
-                is_own = isinstance(target.value, ast.Name) and target.value.id in (
-                    "self",
-                    "cls",
-                    "ctx",
-                )
-                if target.attr in elsewhere and not is_own and target.attr not in own:
-                    assert (file, target.attr) in ALLOWED_CHANGES, (
-                        f"{file}:{target.lineno} assigns {ast.unparse(target)}"
-                    )
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                changed = node.func.value
-                if node.func.attr in CHANGES and isinstance(changed, ast.Attribute):
-                    is_own = isinstance(changed.value, ast.Name) and changed.value.id == "self"
-                    if changed.attr in elsewhere and not is_own and changed.attr not in own:
-                        assert (file, changed.attr) in ALLOWED_CHANGES, (
-                            f"{file}:{node.lineno} changes {ast.unparse(changed)}"
-                        )
+        for node, target in written_outside(tree_of(path), elsewhere, own):
+            key = names[path], target.attr
+            assert key in WRITTEN_ELSEWHERE, (
+                f"{names[path]}:{node.lineno} writes {ast.unparse(target)}: "  # type: ignore[attr-defined]
+                "give its class a method that does it"
+            )
+            used.add(key)
+    assert used == WRITTEN_ELSEWHERE, "an exception that nothing needs"
 
 
-def attributes_of_all_classes(path: Path) -> set[str]:
+def test_a_writer_from_outside_is_found() -> None:
+    elsewhere = {"state", "items"}
+    for line in ("it.state = 1", "it.items.append(1)", "del it.state", "a, it.items[0] = 1, 2"):
+        assert len(list(written_outside(ast.parse(line), elsewhere, set()))) == 1, line
+    for line in ("self.state = 1", "it.other = 1", "it.items.index(1)", "state = 1"):
+        assert not list(written_outside(ast.parse(line), elsewhere, set())), line
+
+
+@functools.cache
+def _attributes_by_class(path: Path, *, changeable: bool = False) -> dict[str, set[str]]:
     tree = tree_of(path)
-    return attributes_of(tree, {n.name for n in tree.body if isinstance(n, ast.ClassDef)})
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {
+        node.name: attributes_of(tree, {node.name})
+        for node in classes
+        if not (changeable and is_frozen(node))
+    }
+
+
+def is_frozen(node: ast.ClassDef) -> bool:
+    """Say whether a class is a frozen dataclass or a named tuple, which Python itself protects."""
+    bases = {ast.unparse(base) for base in node.bases}
+    return "NamedTuple" in bases or any(
+        "frozen=True" in ast.unparse(d) for d in node.decorator_list
+    )
+
+
+def attributes_of_all_classes(path: Path, *, changeable: bool = False) -> set[str]:
+    """Return the attributes of the classes of a file; of those that may change, if *changeable*."""
+    return set().union(*_attributes_by_class(path, changeable=changeable).values())
 
 
 # What torch forbids its own offloading to use: memory stays fragmented (record_stream), or the whole

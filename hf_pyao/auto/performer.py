@@ -139,7 +139,7 @@ class AutoActions:
     def note_size(self, num_elements: int) -> None:
         """Note the batch that is about to run, for what is timed."""
         if self._check is not None:
-            self._check.num_elements = num_elements
+            self._check.note_size(num_elements)
 
     def timed(self, state: State) -> on.Timed | None:
         """Return what was timed, once there is enough of it."""

@@ -45,23 +45,38 @@ class PyAOCallback(TrainerCallback):
     Args:
         config: what to offload and how; None for what the flags in the training arguments say, if
             ``activation_offload`` is among them and on, else the defaults.
+        trainer_chooses_micro_batch: the Trainer makes the choice that ``auto_micro_batch`` asks
+            for; its mixin gives this.
     """
 
-    def __init__(self, config: PyAOConfig | None = None) -> None:
+    def __init__(
+        self, config: PyAOConfig | None = None, *, trainer_chooses_micro_batch: bool = False
+    ) -> None:
         self.config = config
         self.offloader: Offloader | None = None
         self._last_totals: dict[str, float] = {}
         self._state: TrainerState | None = None
         self._is_attached_early = False
         """True from an attachment before training until training begins."""
-        self.resumed_from: str | None = None
+        self._trainer_chooses_micro_batch = trainer_chooses_micro_batch
+        self._resumed_from: str | None = None
         """The checkpoint that training goes on from, if it does."""
-        self.trainer_chooses_micro_batch = False
-        """True if the Trainer makes the choice that ``auto_micro_batch`` asks for."""
-        self.disk_bytes: int | None = None
+        self._disk_bytes: int | None = None
         """Predicted bytes that a micro-batch writes to the disk; None: not known."""
-        self.first_plan: Plan | None = None
+        self._first_plan: Plan | None = None
         """What policy ``auto`` is to follow from the start; None: it measures, and plans itself."""
+
+    def go_on_from(self, checkpoint: str | None) -> None:
+        """Take up the plan in *checkpoint* as training begins; None: it goes on from none."""
+        self._resumed_from = checkpoint
+
+    def begin_with(self, plan: Plan | None) -> None:
+        """Have policy ``auto`` follow *plan* from the start; None: it makes one itself."""
+        self._first_plan = plan
+
+    def expect_disk_writes(self, micro_batch_bytes: int | None) -> None:
+        """Check what a micro-batch writes to the disk as training begins; None: not known."""
+        self._disk_bytes = micro_batch_bytes
 
     @property
     def totals(self) -> dict[str, float]:
@@ -138,9 +153,9 @@ class PyAOCallback(TrainerCallback):
             self.detach(UNKNOWN)
         config = self._checked_config(args)
         assert model is not None, "Trainer passes the model to every event"
-        if self.disk_bytes is not None:
+        if self._disk_bytes is not None:
             num_steps = state.max_steps - state.global_step
-            check_disk_writes(self.disk_bytes, args.gradient_accumulation_steps, num_steps, config)
+            check_disk_writes(self._disk_bytes, args.gradient_accumulation_steps, num_steps, config)
         self._state = state
         self.offloader = attach(model, config, device=args.device)
         warn_of_sequence_parallel(args)
@@ -148,10 +163,10 @@ class PyAOCallback(TrainerCallback):
             self.offloader.engine.effects.note(fact)
         if self.offloader.auto is not None:
             self.offloader.auto.show_on(lambda line: log_and_show(line, args, state))
-            if self.resumed_from is not None:
-                self.offloader.auto.resume(Path(self.resumed_from) / PLAN_FILE)
-            if self.first_plan is not None and self.offloader.auto.plan is None:
-                self.offloader.auto.follow(self.first_plan, "the plan for this micro-batch")
+            if self._resumed_from is not None:
+                self.offloader.auto.resume(Path(self._resumed_from) / PLAN_FILE)
+            if self._first_plan is not None and self.offloader.auto.plan is None:
+                self.offloader.auto.follow(self._first_plan, "the plan for this micro-batch")
         _show(self.offloader.describe(), args, state)
         if line := said_of_accumulation(self.offloader, args.gradient_accumulation_steps):
             log_and_show(line, args, state)
@@ -203,7 +218,7 @@ class PyAOCallback(TrainerCallback):
         """Return what is to be done, after a look whether *args* allow it."""
         config = self.config or _config_of(args)
         check_training_arguments(args)
-        if not self.trainer_chooses_micro_batch:
+        if not self._trainer_chooses_micro_batch:
             refuse_without_trainer(config, "a callback")
         check_checkpointing_arguments(args, config.effective().checkpoint_every)
         return config

@@ -210,7 +210,7 @@ class PyAOPlugin(PluginFields):
         if index and self.report is not None:
             path = Path(self.report)
             name = f"{path.stem}.model{index}{path.suffix}"
-            offloader.record.report_path = str(path.with_name(name))
+            offloader.record.write_to(str(path.with_name(name)))
         self.offloaders.append(offloader)
         if self._accelerator is not None:
             warn_of_sequence_parallel(self._accelerator.state)

@@ -91,8 +91,7 @@ class PyAOTrainerMixin(_TrainerBase):
             _check_streaming(config, training_args, args, kwargs)
         super().__init__(*args, **kwargs)
         if config is not None:
-            self._pyao_callback = PyAOCallback(config)
-            self._pyao_callback.trainer_chooses_micro_batch = True
+            self._pyao_callback = PyAOCallback(config, trainer_chooses_micro_batch=True)
             self.add_callback(self._pyao_callback)
             self._pyao_callback.on_init_end(self.args, self.state, self.control)
 
@@ -115,7 +114,7 @@ class PyAOTrainerMixin(_TrainerBase):
         """Train as the base class does; whatever happens, the model is detached afterwards."""
         if self._pyao_callback is not None:
             resume = args[0] if args else kwargs.get("resume_from_checkpoint")
-            self._pyao_callback.resumed_from = _checkpoint_of(resume, self.args.output_dir)
+            self._pyao_callback.go_on_from(_checkpoint_of(resume, self.args.output_dir))
         try:
             result = super().train(*args, **kwargs)
         except BaseException as error:
@@ -155,10 +154,10 @@ class PyAOTrainerMixin(_TrainerBase):
             check_auto_micro_batch(self.args, config)
             chosen = choose_batch(self, config)
             batch_size = take_batch(self, chosen.micro_batch, chosen.accumulation)
-            callback.first_plan = chosen.plan
+            callback.begin_with(chosen.plan)
             log_and_show(chosen.words, self.args, self.state)
         if callback is not None and config is not None:
-            callback.disk_bytes = predicted_disk_bytes(self, config)
+            callback.expect_disk_writes(predicted_disk_bytes(self, config))
         if callback is not None and self._pyao_streams and self.model is not None:
             callback.attach_before_training(self.model, self.args)
         return super()._inner_training_loop(batch_size, *args, **kwargs)

@@ -444,7 +444,7 @@ def micro_batch(engine: Clock, check: PlanCheck, *, ends: bool = True) -> None:
 def test_a_forward_that_failed_is_not_timed() -> None:
     engine: Any = Clock()
     check = PlanCheck(engine, torch.device("cpu"), 3)
-    check.num_elements = 7
+    check.note_size(7)
     for _ in range(3):
         micro_batch(engine, check, ends=False)
         engine.now += 1000

@@ -102,8 +102,8 @@ def disk_tier(
         is_done=transport.is_done,
         await_copy=transport.await_on_host,
         reserve_bytes=RESERVE_BYTES if settings.gib is None else 0,
+        limit_origin=origin,
     )
-    store.limit_origin = origin
     return Tier(store, DiskTransport(transport, store))
 
 

@@ -54,7 +54,7 @@ class LayerBytesWatch(Observer):
         """Listen to the next micro-batch, and to some of those after it."""
         engine = self._engine()
         if engine is not None:
-            engine.figures.on_counted = weakly(self._micro_batch_counted, None)
+            engine.figures.tell_when_counted(weakly(self._micro_batch_counted, None))
             self._listen()
 
     def _micro_batch_counted(self, num_counted: int) -> None:

@@ -80,6 +80,10 @@ class RunRecord:
         if sentence:
             self._levers_description += f" {sentence}."
 
+    def write_to(self, path: str) -> None:
+        """Write the report to *path*, and not to the one that was configured."""
+        self.report_path = path
+
     def watch_layers(self, streamed_bytes: Callable[[], Mapping[str, int]]) -> None:
         """Hear what becomes of each layer's saved tensors, if there is a report to write.
 

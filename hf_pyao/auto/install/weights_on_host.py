@@ -112,7 +112,7 @@ class WeightsOnHost:
             masters.move_to(memory, self._mapped_files.let_go)
         converted = masters.converted
         if converted is not None and converted.memory is None:
-            converted.memory = self._store.reserve(converted.nbytes, in_place_of_bytes=0)
+            converted.take_memory(self._store.reserve(converted.nbytes, in_place_of_bytes=0))
             if converted.memory is None:
                 self.give_back(masters)
                 return False

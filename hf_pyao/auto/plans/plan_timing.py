@@ -84,10 +84,14 @@ class PlanCheck(Observer):
         self._spans: list[_Span] = []
         self._stalls_ms = engine.upload_stalls_ms()
         """Waits for streamed weights until the newest micro-batch's end."""
-        self.num_elements = 0
-        """Of the batch that runs; set by the code that sees the batch."""
+        self._num_elements = 0
+        """Of the batch that runs."""
         self.is_done = False
         """True when enough were timed."""
+
+    def note_size(self, num_elements: int) -> None:
+        """Note the elements of the batch that is about to run."""
+        self._num_elements = num_elements
 
     def start(self) -> None:
         """Begin, with the next layer call."""
@@ -135,7 +139,7 @@ class PlanCheck(Observer):
         self._num_sampled_before = num_sampled
         if start is None or end is None or is_sampled:
             return
-        self._spans.append(_Span(self.num_elements, start, turn, end, stats, uploads_ms))
+        self._spans.append(_Span(self._num_elements, start, turn, end, stats, uploads_ms))
         self._num_left -= 1
         self.is_done = self._num_left <= 0
 

@@ -100,7 +100,7 @@ def _shown(run: Sequence[Part], recorder: StepRecorder) -> Iterator[Part]:
         return
     yield run[0]
     outside = recorder.num_runs
-    recorder.num_runs = outside * (len(run) - 2)
+    recorder.count_as(outside * (len(run) - 2))
     yield run[1]
-    recorder.num_runs = outside
+    recorder.count_as(outside)
     yield run[-1]

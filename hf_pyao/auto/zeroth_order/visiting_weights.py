@@ -131,11 +131,16 @@ class VisitingWeights:
         self._check_room()
         self.turns = LockStep(device)
         self.visits = _visits_of(trained)(
-            self.blocks, trained, self._link, device, num_slots, self.turns.hand_over
+            self.blocks,
+            trained,
+            self._link,
+            device,
+            num_slots,
+            self.turns.hand_over,
+            read_later={id(parameter) for _, parameter in after},
         )
         if isinstance(self.visits, PackedVisits):
-            self.visits.rounded_too = _packed_ids(model, layers, trained)
-        self.visits.read_later = {id(parameter) for _, parameter in after}
+            self.visits.round_too(_packed_ids(model, layers, trained))
         self._handles: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._owners: list[weakref.ref[nn.Module]] = []
         self._states: list[torch.Tensor] = []
@@ -212,7 +217,8 @@ class VisitingWeights:
         trained = self.visits.trained
         for weight in trained.weights if trained.settings.momentum else ():
             if not self.visits.streams(weight.ref()):
-                weight.parts[0].state = torch.zeros(weight.num_elements, device=self._device)
+                state = torch.zeros(weight.num_elements, device=self._device)
+                weight.parts[0].give_state(state)
 
     def _reserved(self, nbytes: int, what: str) -> torch.Tensor:
         memory = self.store.reserve(nbytes)

@@ -88,6 +88,10 @@ class Part:
         self.noted: list[Noted] = []
         """What is known of the bits of what its calls save, where the forward is checked."""
 
+    def reach_to(self, stop: int) -> None:
+        """Have the calls up to before *stop*, one more than before."""
+        self.stop = stop
+
     def pack(self, segment: RunsAgain, layer: str, tensor: Tensor) -> PlaceHolder:
         """Return what stands for *tensor*, which its call of *layer* saves."""
         if segment.check is not None:

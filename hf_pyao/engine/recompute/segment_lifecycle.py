@@ -209,7 +209,7 @@ class SegmentLifecycle(Lifecycle):
                     OTHER_CHECKPOINTING.format(what=what, length=self.length),
                     key="other-checkpointing",
                 )
-            self.engine.passed_over = reason
+            self.engine.note_passed_over(reason)
             return None
         state = self._admission.admit(module, layer, args, kwargs, is_compiling=is_compiling)
         if state is None:

@@ -146,7 +146,7 @@ class Segment:
         self._num_packed_before = len(self._parts[-1].place_holders)
         self._layer_calls.append(call)
         self.calls.append(recorded)
-        self._parts[-1].stop = len(self.calls)
+        self._parts[-1].reach_to(len(self.calls))
 
     def made_by(self, tensor: Tensor, *, last_only: bool = False) -> MadeBefore | None:
         """Return which of its layers returned *tensor*, if one did and it was not changed since."""

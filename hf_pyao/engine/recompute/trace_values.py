@@ -277,6 +277,20 @@ class Operation:
         self.is_mask = False
         """True if it stands for the mask alone that it draws."""
 
+    def draws_from(self, generator: torch.Generator | None) -> None:
+        """Note whose numbers it is about to draw; None: it is not known, and cannot run again."""
+        self.generator = generator
+        if generator is None:
+            self.is_repeatable = False
+        else:
+            self.state = generator.get_state()
+
+    def mask_alone(self) -> Operation:
+        """Return an operation that stands for the mask that this one, a dropout, draws."""
+        mask = Operation(self.func, self.rule, self.args, self.kwargs, self.path, self.settings)
+        mask.generator, mask.state, mask.is_mask = self.generator, self.state, True
+        return mask
+
     @property
     def refs(self) -> Iterator[Ref]:
         """Yield the tensor arguments."""

@@ -200,16 +200,7 @@ class Trace(RemovableMode):
 
     def _mask_of(self, dropout: Operation) -> Operation:
         """Note an operation that stands for a dropout's mask, which does not need its input."""
-        mask = Operation(
-            dropout.func,
-            dropout.rule,
-            dropout.args,
-            dropout.kwargs,
-            dropout.path,
-            dropout.settings,
-        )
-        mask.generator, mask.state = dropout.generator, dropout.state
-        mask.is_mask = True
+        mask = dropout.mask_alone()
         self.operations.append(mask)
         return mask
 
@@ -300,7 +291,7 @@ class Trace(RemovableMode):
         if isinstance(tensor, FakeTensor) or not self.may_replay(operation):
             return
         if may_be_disturbed():
-            operation.is_repeatable = False
+            operation.draws_from(None)
             return
         position = operation.rule.dropout_at
         if position is not None:
@@ -309,11 +300,7 @@ class Trace(RemovableMode):
                 return
         device = torch.device(kwargs.get("device") or "cpu") if tensor is None else tensor.device
         given = next((arg for arg in args if isinstance(arg, torch.Generator)), None)
-        operation.generator = generator_for(device, kwargs.get("generator") or given)
-        if operation.generator is None:
-            operation.is_repeatable = False
-        else:
-            operation.state = operation.generator.get_state()
+        operation.draws_from(generator_for(device, kwargs.get("generator") or given))
 
     def _run_opaque(
         self, run: Callable[..., Any], rule: Rule, args: Any, kwargs: dict[str, Any]

@@ -76,7 +76,7 @@ class OffloadEngine:
         self.effects = EffectLedger()
         """Settings that turned out to do nothing."""
         self.idle_warnings = IdleWarnings(self.effects)
-        self.passed_over = ""
+        self._passed_over = ""
         """Why hooks stayed off, in the last layer call in which they did; empty if in none."""
         self.observer: Observer | None = None
         """Hears what happens; see :meth:`observe`."""
@@ -149,8 +149,8 @@ class OffloadEngine:
     def stream(self, weights: StreamedWeights | None) -> None:
         """Recognise what layers save of *weights*, from the next forward on; None: of none."""
         self._weights = weights
-        self.packer.weights = weights
-        self.unpacker.weights = weights
+        self.packer.recognise(weights)
+        self.unpacker.recognise(weights)
         self._look_whether_to_rest()
 
     def _expect_codecs_of(self, policy: Policy) -> None:
@@ -201,9 +201,9 @@ class OffloadEngine:
         observers = (*self._lasting_observers, *self._observers)
         observer = Observers(observers) if len(observers) > 1 else next(iter(observers), None)
         self.observer = observer
-        self.packer.observer = observer
-        self.unpacker.observer = observer
-        self.mover.watcher = observer
+        self.packer.tell(observer)
+        self.unpacker.tell(observer)
+        self.mover.tell(observer)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class OffloadEngine:
         here = self._here
         here.tape = tape
         here.waiting = (*here.waiting, weakref.ref(tape))
-        self.packer.buffer_keys = self._find_buffer_keys()
+        self.packer.expect_buffers(self._find_buffer_keys())
 
     def forward_start(
         self,
@@ -479,10 +479,14 @@ class OffloadEngine:
         """Let go of device copies that have left; for moments in which nothing else would."""
         self.link.offloads.release_done()
 
+    def note_passed_over(self, reason: str) -> None:
+        """Note why hooks stayed off in a layer call."""
+        self._passed_over = reason
+
     def warn_idle(self) -> None:
         """Warn, once, that a step went by in which nothing was packed."""
         if self.rests:
             return
         self.idle_warnings.nothing_packed(
-            have_layers_run=self.num_layer_calls > 0, passed_over=self.passed_over
+            have_layers_run=self.num_layer_calls > 0, passed_over=self._passed_over
         )

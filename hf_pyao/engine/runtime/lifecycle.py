@@ -257,7 +257,7 @@ class Lifecycle:
             return None
         reason = reason_to_pass_over()
         if reason is not None:
-            self.engine.passed_over = reason
+            self.engine.note_passed_over(reason)
             return None
         if tokens:
             if tokens[-1].is_checkpointed and tokens[-1].module is module:

@@ -88,6 +88,18 @@ class Packer:
         self._movable_layouts: set[TensorLayout] = set()
         """Those of tensors that were moved: not empty, and on a device that is handled."""
 
+    def tell(self, observer: Observer | None) -> None:
+        """Tell *observer* of what is packed from here on; None: nobody."""
+        self.observer = observer
+
+    def recognise(self, weights: StreamedWeights | None) -> None:
+        """Recognise *weights*, which are streamed; None: all are on the device."""
+        self.weights = weights
+
+    def expect_buffers(self, buffer_keys: Container[int]) -> None:
+        """Leave the storages with *buffer_keys* where they are, as a forward begins."""
+        self.buffer_keys = buffer_keys
+
     def note_shapes(self) -> None:
         """Note what calls save from here on: a lossy codec is going to be asked for."""
         self._notes_shapes = True

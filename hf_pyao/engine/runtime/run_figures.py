@@ -26,11 +26,14 @@ class RunFigures:
         self.totals = RunTotals()
         self.last: MicroBatchStats | None = None
         """Figures of the last micro-batch that was counted; None before the first."""
-        self.on_counted: Callable[[int], None] | None = None
-        """Is told of each micro-batch that was counted: how many there are by now."""
+        self._on_counted: Callable[[int], None] | None = None
         self._late_times: deque[tuple[MicroBatchStats, LinkTimes]] = deque(maxlen=_MOST_LATE)
         """Micro-batches that were counted, some of whose copies may not be timed yet."""
         self._lock = threading.RLock()  # backwards may run on several threads
+
+    def tell_when_counted(self, listener: Callable[[int], None]) -> None:
+        """Tell *listener* of each micro-batch that is counted: how many there are by now."""
+        self._on_counted = listener
 
     def count(self, stats: MicroBatchStats) -> None:
         """Add a micro-batch whose backward is over."""
@@ -40,8 +43,8 @@ class RunFigures:
             self.last = stats
             self.totals.add(stats)
             self._late_times.append((stats, times))
-        if self.on_counted is not None:
-            self.on_counted(self.totals.num_micro_batches)
+        if self._on_counted is not None:
+            self._on_counted(self.totals.num_micro_batches)
 
     def settle_times(self) -> None:
         """Add the durations of copies that are known by now to the newest micro-batches.

@@ -69,6 +69,14 @@ class Unpacker:
         """Id of the newest graph task that came to a layer."""
         self._running_call: LayerCall | None = None
 
+    def tell(self, observer: Observer | None) -> None:
+        """Tell *observer* of what is unpacked from here on; None: nobody."""
+        self.observer = observer
+
+    def recognise(self, weights: StreamedWeights | None) -> None:
+        """Recognise *weights*, which are streamed; None: all are on the device."""
+        self.weights = weights
+
     @property
     def running_call(self) -> LayerCall | None:
         """The layer call whose backward runs, or was the last to run in one that failed."""

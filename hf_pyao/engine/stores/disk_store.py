@@ -69,6 +69,7 @@ class DiskStore(Store):
         memory_bytes: size of the host memory, a multiple of 4096.
         reserve_bytes: what is left free on the disk, whoever fills it.
         lanes: run what takes time; threads if None.
+        limit_origin: says how the capacity came about; empty where the user gave it.
     """
 
     name: ClassVar[str] = "disk"
@@ -86,8 +87,10 @@ class DiskStore(Store):
         memory_bytes: int = MEMORY_BYTES,
         reserve_bytes: int = 0,
         lanes: DiskLanes | None = None,
+        limit_origin: str = "",
     ) -> None:
         self.file = file
+        self.limit_origin = limit_origin
         self.capacity_bytes = capacity_bytes
         self.limit = limit
         self._collected = DiskFigures()

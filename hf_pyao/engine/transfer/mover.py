@@ -61,6 +61,10 @@ class Mover(ReloadSchedule):
         self._streams = link.streams
         self._bytes = ByteViews()
 
+    def tell(self, watcher: CopyWatcher | None) -> None:
+        """Tell *watcher* of copies and codecs from here on; None: nobody."""
+        self.watcher = watcher
+
     def look_for_watchers(self) -> None:
         """Look whether a profiler runs, for what follows: too dear to be asked for each tensor."""
         self.is_watched = self.watcher is not None or is_profiling()

@@ -59,6 +59,10 @@ class ConvertedWeights:
         """Note that the weights may hold something else than before."""
         self._is_stale = True
 
+    def take_memory(self, memory: torch.Tensor | None) -> None:
+        """Write the copies to *memory*; None: there is none for them."""
+        self.memory = memory
+
     def go_on_from(self, held: ConvertedWeights) -> None:
         """Have the memory of *held*, which has the same weights."""
         self.memory, self._is_stale = held.memory, True

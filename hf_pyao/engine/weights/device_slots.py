@@ -78,6 +78,11 @@ class DeviceSlot:
         self.views.clear()
         self.parts.clear()
 
+    def hand_out(self, view: SlotView) -> SlotView:
+        """Note *view*, which a module gets; return it."""
+        self.views[view.weight.offset] = view
+        return view
+
     def written(self) -> str | None:
         """Return the name of a weight that a layer has written into; None if it has not."""
         names = [view.weight.name for view in self.views.values() if view.was_written]

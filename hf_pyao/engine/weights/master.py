@@ -30,3 +30,11 @@ class Master:
         self.nbytes = parameter.numel() * parameter.element_size()
         self.home = home
         """The device that the parameter goes back to."""
+
+    def stand_for(self, parameter: torch.Tensor | None) -> None:
+        """Be the master of *parameter*, held weakly; None: of none any more."""
+        self.ref = _gone if parameter is None else weakref.ref(parameter)
+
+
+def _gone() -> None:
+    """Return None: the weight has left the memory."""

@@ -7,7 +7,6 @@ weights as before. The copy on the host is the only one that lasts: nothing is c
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -193,7 +192,7 @@ class Masters(HostBytes):
         with torch.no_grad():
             for (master, parameter), copied in zip(self._living(), copies, strict=True):
                 _exchange(master, parameter, copied)
-                master.ref = _gone
+                master.stand_for(None)
 
     def refuse_thawed(self) -> None:
         """Check that no weight requires gradients by now.
@@ -230,11 +229,7 @@ def _exchange(master: Master, parameter: torch.Tensor, data: torch.Tensor) -> No
     if torch._has_compatible_shallow_copy_type(parameter, data):
         parameter.data = data
         return
-    master.ref = _gone  # tensors with weak references cannot be swapped
+    master.stand_for(None)  # tensors with weak references cannot be swapped
     other = torch.nn.Parameter(data, parameter.requires_grad)
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
-    master.ref = weakref.ref(parameter)
-
-
-def _gone() -> None:
-    """Return None: the weight has left the memory."""
+    master.stand_for(parameter)

@@ -54,6 +54,10 @@ class WeightsInFile:
         self.may_be_in_memory = False
         """Whether someone may have read the parameters, so that the kernel keeps pages of them."""
 
+    def note_reader(self) -> None:
+        """Note that someone may read the parameters now."""
+        self.may_be_in_memory = True
+
     def was_written(self) -> bool:
         """Say whether the weights were changed since they were mapped, however that was done.
 

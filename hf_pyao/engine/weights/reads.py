@@ -115,7 +115,7 @@ class WeightReads(RingSchedule):
                 assert slot.storage is not None
                 plain = weight.view_of(slot.storage, self._blank(weight.dtype))
                 on_write = functools.partial(self._refuse_write, weakref.ref(slot), weight.block)
-                view = slot.views[weight.offset] = SlotView.over(plain, weight, on_write)
+                view = slot.hand_out(SlotView.over(plain, weight, on_write))
             slot.meet()
             return view
 

@@ -162,7 +162,7 @@ class WeightRing(WeightReads):
             for part in weight.groups or (weight,):
                 self.forget(part.block)
                 if (in_file := self.blocks[part.block].masters.in_file) is not None:
-                    in_file.may_be_in_memory = True
+                    in_file.note_reader()
         return parameter
 
     def _read_parts(self, parts: _InParts, parameter: torch.Tensor | None) -> torch.Tensor | None:

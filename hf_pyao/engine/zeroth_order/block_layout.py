@@ -59,7 +59,7 @@ class VisitBlock(Block):
         """Let the momentum live in *memory*, from zero on."""
         self.state_memory = memory.zero_()
         for place, (_, part) in enumerate(self.trained):
-            part.state = self._state_in(memory, place, 0)
+            part.give_state(self._state_in(memory, place, 0))
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what an upload copies: first byte in the slot, and uint8 bytes on the host."""

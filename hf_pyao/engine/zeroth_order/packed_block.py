@@ -75,6 +75,14 @@ class PackedBlock(VisitBlock):
         """Note that weights, frozen ones too, may be others than the memory has."""
         self.is_filled = self._has_frozen = False
 
+    def note_update(self) -> None:
+        """Note that trained weights are updated on the host: the memory has them as before."""
+        self.is_filled = False
+
+    def note_noise(self, step: int | None) -> None:
+        """Note that the memory has noise, or is to have it: that of *step*; None: a part of it."""
+        self.is_filled, self.noise_step = False, step
+
     def fill(self) -> None:
         """Write to the memory what it does not have yet. No copy may read or write it."""
         self.is_filled, self.noise_step = False, None

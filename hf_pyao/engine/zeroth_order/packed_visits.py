@@ -34,12 +34,15 @@ class PackedVisits(WeightVisits):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.rounded_too: Collection[int] = frozenset()
-        """By ``id``, matrices of layers that stay: they are read as if they had travelled."""
+        self._rounded_too: Collection[int] = frozenset()
         self._noise_in_slot: dict[int, int] = {}
         """By block, the step whose noise is in its slot."""
         self._uploads: dict[int, list[Any]] = {}
         """By block, the tickets of its newest upload."""
+
+    def round_too(self, matrices: Collection[int]) -> None:
+        """Read *matrices*, by ``id``, as if they had travelled: those of layers that stay."""
+        self._rounded_too = matrices
 
     def _packed(self, block: int) -> PackedBlock | None:
         found = self.blocks[block]
@@ -52,7 +55,7 @@ class PackedVisits(WeightVisits):
     ) -> torch.Tensor:
         meant = None if streamed is None else self._packed(streamed.block)
         trained = self.trained.of(parameter)
-        if streamed is None and id(parameter) in self.rounded_too:
+        if streamed is None and id(parameter) in self._rounded_too:
             self._update_in_place(parameter)
             assert self.trained.format is not None
             data = self.trained.format.rounded(parameter.detach())
@@ -123,7 +126,7 @@ class PackedVisits(WeightVisits):
                 z = self.trained.draw(part.key, step, first, end, self.device)
                 form.pack_noise(z, memory[size * first : size * end])
         self._noise_in_slot[block] = step
-        meant.is_filled, meant.noise_step = False, None
+        meant.note_noise(None)
         try:
             self._copy_back(block, number, slot)
         except BaseException:
@@ -131,7 +134,7 @@ class PackedVisits(WeightVisits):
             self._transport.retire_all()
             self._copy_back(block, number, slot)
             raise
-        meant.noise_step = step
+        meant.note_noise(step)
 
     def upload(self, block: int, slot: int) -> None:
         """Update the masters of *block*, pack them, and queue the copy into *slot*."""
@@ -162,7 +165,7 @@ class PackedVisits(WeightVisits):
         if not behind:
             return
         self._wait_for_memory(meant.index)
-        meant.is_filled = False
+        meant.note_update()
         for weight, _ in behind:
             parameter = weight.ref()
             if parameter is not None:

@@ -42,6 +42,14 @@ class TrainedPart:
         """The momentum, float32, shape (num_elements,), where the weight lives; None without
         momentum, and before it is given memory."""
 
+    def give_state(self, state: torch.Tensor) -> None:
+        """Let the momentum be *state*, as the attribute."""
+        self.state = state
+
+    def note_applied(self, num_steps: int) -> None:
+        """Note that the elements have been updated by *num_steps* steps in all."""
+        self.num_applied = num_steps
+
 
 class TrainedWeight:
     """One parameter that is trained, however many modules have it.

@@ -69,6 +69,7 @@ class WeightVisits(RingSchedule):
         device: where compute runs.
         num_slots: slots of the ring.
         hand_over: called between two pieces of a weight that is read by rows.
+        read_later: by ``id``, embeddings' weights that the head reads at the end of the forward.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class WeightVisits(RingSchedule):
         device: torch.device,
         num_slots: int = NUM_SLOTS,
         hand_over: Callable[[], None] = lambda: None,
+        read_later: Collection[int] = frozenset(),
     ) -> None:
         super().__init__(len(blocks), num_slots)
         self.device = device
@@ -91,8 +93,7 @@ class WeightVisits(RingSchedule):
         """Bytes that they copied."""
         self.link = link
         self._hand_over = hand_over
-        self.read_later: Collection[int] = frozenset()
-        """By ``id``, embeddings' weights that the head reads at the end of the forward."""
+        self.read_later = read_later
         self._transport = link.transport
         self._slots = DeviceSlots(blocks, num_slots, link, device, self.counts)
         self._weights = weights_by_parameter(blocks)

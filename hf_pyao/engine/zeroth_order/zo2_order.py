@@ -135,7 +135,7 @@ class WeightsInVisitingOrder(TrainedWeights):
                 has_changed = True
 
         def note() -> None:
-            part.num_applied = num_steps
+            part.note_applied(num_steps)
 
         if not has_changed:
             note()

@@ -182,7 +182,7 @@ class HeadForward:
         inner: Any = call.head.inner
         if run.smoothing is not None and not request.label_smoothing:
             request = dataclasses.replace(request, label_smoothing=run.smoothing.epsilon)
-            run.smoothing.applied = True
+            run.smoothing.note_applied()
         if self._use_liger and call.head.is_linear and liger_can(request):
             return liger_loss(hidden, inner.weight, inner.bias, request)
         chunk_tokens = self._plan(call, hidden, request)

@@ -17,6 +17,10 @@ class Smoothing:
     applied: bool = False
     """Whether a loss has had it."""
 
+    def note_applied(self) -> None:
+        """Note that a loss has it."""
+        self.applied = True
+
 
 class Smoothings:
     """The smoothing that each thread has asked for.

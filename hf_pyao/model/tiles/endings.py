@@ -52,6 +52,10 @@ class Ending:
     """Which of its linear layers, counted from 1, is the last, and may be left out; 0: none may.
     None: it did not run yet."""
 
+    def leave_out_none(self) -> None:
+        """Compute all products from now on: something asked for one that was left out."""
+        self.last = 0
+
 
 def is_linear(func: Callable[..., Any]) -> bool:
     """Say whether *func* is what linear layers call."""

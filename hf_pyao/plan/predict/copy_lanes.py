@@ -48,6 +48,10 @@ class Copy:
     end_ms: float = math.inf
     """Infinite until it is known."""
 
+    def wait_until(self, ready_ms: float) -> None:
+        """Start at *ready_ms* at the earliest."""
+        self.ready_ms = ready_ms
+
     @property
     def queue(self) -> str:
         """Of copies to the device those from the disk wait by themselves, and let others pass."""

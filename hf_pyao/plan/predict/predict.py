@@ -419,7 +419,7 @@ class StepWalk:
                 self._offloads.layer_end()
             elif self._plan.gradient_bytes:
                 self._clock.book(Copy(GRADIENT, self._plan.gradient_bytes, self._clock.now_ms))
-        self._clock.phase = segment.phase
+        self._clock.enter(segment.phase)
         self._uploads.enter(segment)
         if segment.phase == BACKWARD and segment.layer != OUTSIDE:
             # What the layer itself asks for comes before the weights of the next one.

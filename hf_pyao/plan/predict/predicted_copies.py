@@ -225,7 +225,7 @@ class PredictedReloads(Schedule):
         copy = Copy(RELOAD, nbytes, self._clock.now_ms, needs=needs, slot=item)
         disk = self._offloads.disk
         if disk is not None and disk.has(item):
-            copy.ready_ms = disk.reload(item, copy)
+            copy.wait_until(disk.reload(item, copy))
         self.copies[item] = copy
         key = ENCODED if item in self._offloads.coded else RELOADED
         self._memory.allocate((key, item), nbytes)

@@ -115,8 +115,14 @@ class PredictedUploads(RingSchedule):
         if self._clock is None:
             return
         staging_bytes = self._staging_bytes if layer in self._on_disk else 0
-        copy = Copy(RELOAD, nbytes, self._clock.now_ms, layer=layer, staging_bytes=staging_bytes)
-        copy.slower = self._slower.get(self._phase, 1.0)
+        copy = Copy(
+            RELOAD,
+            nbytes,
+            self._clock.now_ms,
+            layer=layer,
+            staging_bytes=staging_bytes,
+            slower=self._slower.get(self._phase, 1.0),
+        )
         self._clock.book(copy)
         self._under_way[block] = copy
         self.copies.append(copy)

@@ -17,6 +17,10 @@ class StepClock(abc.ABC):
     phase = FORWARD
     """Whose waits are counted."""
 
+    def enter(self, phase: str) -> None:
+        """Count the waits of *phase* from now on."""
+        self.phase = phase
+
     @property
     @abc.abstractmethod
     def now_ms(self) -> float:

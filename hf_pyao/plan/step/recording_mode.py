@@ -79,11 +79,8 @@ class RecordingTransport(BlockingTransport):
             recorder.came_back(label, dst)
         if isinstance(src, FakeTensor):
             return DoneTicket(src.nbytes)  # there is nothing to copy
-        recorder.is_paused = True
-        try:
+        with recorder.paused():
             return super()._copy(direction, src, dst, after, label, None)
-        finally:
-            recorder.is_paused = False
 
 
 class _RecordingBuffer(Buffer):

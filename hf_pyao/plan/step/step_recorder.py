@@ -7,7 +7,8 @@ mode and the transport of ``recording_mode``. It takes real tensors and fake one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -156,7 +157,20 @@ class StepRecorder(Observer):
         if with_graph:
             self._graph = GraphRecorder(min(1, len(self._layer_names) - 1))
         self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
-        self._storages.is_host = is_host
+        self._storages.leave_out(is_host)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Open a context in which no operation is recorded."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+    def count_as(self, num_runs: int) -> None:
+        """Let what is seen from now on stand for *num_runs* runs of it."""
+        self.num_runs = num_runs
 
     # ---- storages and operations ---------------------------------------------------------------
 

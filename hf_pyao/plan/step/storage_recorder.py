@@ -30,7 +30,7 @@ class StorageRecorder:
     """
 
     def __init__(self, device: torch.device | None, *, is_fake: bool) -> None:
-        self.is_host: Callable[[torch.UntypedStorage], bool] = lambda storage: False
+        self._is_host: Callable[[torch.UntypedStorage], bool] = lambda storage: False
         """Says which storages are the host's."""
         self.residents: list[Resident] = []
         """What the model has on the device before the step."""
@@ -49,6 +49,10 @@ class StorageRecorder:
         self._gathered: set[int] = set()
         """Storages of parameters that are there for a call, see :meth:`note_gathered`."""
         self._free_weak_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+
+    def leave_out(self, is_host: Callable[[torch.UntypedStorage], bool]) -> None:
+        """Record nothing of storages of which *is_host* says that they are the host's."""
+        self._is_host = is_host
 
     def note_residents(
         self, tensors: Iterable[tuple[int, torch.Tensor]], streamable: StreamableTensors
@@ -90,7 +94,7 @@ class StorageRecorder:
                 continue
             storage = tensor.untyped_storage()
             is_new = storage._cdata not in self._alive and storage.nbytes() > 0
-            if is_new and not self.is_host(storage):
+            if is_new and not self._is_host(storage):
                 found[storage._cdata] = storage
         return list(found.values())
 

@@ -175,7 +175,7 @@ def test_a_plan_that_must_not_be_measured_for_is_followed_from_the_start(tmp_pat
     chosen = choose_batch(trainer, config)
     assert chosen.plan is not None
     trainer.train()
-    assert trainer._pyao_callback.first_plan == chosen.plan
+    assert trainer._pyao_callback._first_plan == chosen.plan
     assert logged(trainer, "pyao/recomputed_bytes")[-1] > 0
 
 
