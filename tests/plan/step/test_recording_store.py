@@ -23,7 +23,7 @@ MODELS = (
 )
 CASES: dict[str, tuple[Levers, tuple[str, ...]]] = {
     "plain": (NO_LEVERS, ()),
-    "recomputed": (NO_LEVERS, ("mlp", "fc1")),
+    "recomputed": (NO_LEVERS, ("mlp_act",)),
     "levers": (Levers(head_loss="chunked", checkpoint_every=1, save_attention=True), ()),
 }
 
