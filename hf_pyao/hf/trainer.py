@@ -13,6 +13,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_pyao.auto.install.conflicts import (
     check_checkpointing_arguments,
     check_engine_of_streaming,
+    check_modules,
+    check_other_checkpointing,
     check_training_arguments,
 )
 from hf_pyao.auto.install.streaming_checks import check_can_stream
@@ -85,10 +87,15 @@ class PyAOTrainerMixin(_TrainerBase):
             check_training_arguments(training_args)
             check_auto_micro_batch(training_args, config)
             check_checkpointing_arguments(training_args, config.effective().checkpoint_every)
+        model = next((v for v in (*args, kwargs.get("model")) if isinstance(v, nn.Module)), None)
+        if config is not None and model is not None:
+            check_modules(model)
+            if length := config.effective().checkpoint_every:
+                check_other_checkpointing(model, length)
         self._pyao_streams = config is not None and config.stream_weights != "off"
         if self._pyao_streams:
             assert config is not None
-            _check_streaming(config, training_args, args, kwargs)
+            _check_streaming(config, training_args, model, kwargs)
         super().__init__(*args, **kwargs)
         if config is not None:
             self._pyao_callback = PyAOCallback(config, trainer_chooses_micro_batch=True)
@@ -192,13 +199,15 @@ class PyAOTrainer(PyAOTrainerMixin, Trainer):
 
 
 def _check_streaming(
-    config: PyAOConfig, training_args: TrainingArguments | None, args: Any, kwargs: Any
+    config: PyAOConfig,
+    training_args: TrainingArguments | None,
+    model: nn.Module | None,
+    kwargs: Any,
 ) -> None:
     """Refuse, before data is prepared, what cannot go together with streamed weights."""
     label = config.label("stream_weights")
     if training_args is not None:
         check_engine_of_streaming(training_args, label)
-    model = next((v for v in (*args, kwargs.get("model")) if isinstance(v, nn.Module)), None)
     if model is not None:  # with `peft_config`, TRL adds the adapters itself
         has_adapters_to_come = kwargs.get("peft_config") is not None
         check_can_stream(model, config, will_be_frozen=has_adapters_to_come)

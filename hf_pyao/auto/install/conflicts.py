@@ -18,6 +18,7 @@ from hf_pyao.engine.recompute.segment_lifecycle import OTHER_CHECKPOINTING
 from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.engine.zeroth_order.visits import SOURCES
 from hf_pyao.errors import ConflictError
+from hf_pyao.model.map.wrappers import unwrap_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -208,6 +209,17 @@ def check_model(model: nn.Module) -> None:
         )
     if any(parameter.device.type == "mps" for parameter in model.parameters()):
         raise ConflictError(_UNIFIED_MEMORY, key="unified-memory")
+    check_modules(model)
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse what :func:`check_model` does, as far as *model* itself tells.
+
+    Raises:
+        ConflictError: a layer is wrapped in another offloader, weights are trained by zeroth order,
+            noise is written after it was saved, or the model is in an ``nn.DataParallel``.
+    """
+    unwrap_model(model)
     for name, module in model.named_modules():
         table = module._parameters
         if isinstance(table, StreamedTable) and isinstance(table.source, SOURCES):

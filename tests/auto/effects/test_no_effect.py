@@ -16,6 +16,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -34,7 +35,7 @@ from hf_pyao.auto.effects.arguments import (
     look_at_arguments,
     warn_of_sequence_parallel,
 )
-from hf_pyao.errors import ConflictError, PyAOError
+from hf_pyao.errors import ConfigError, ConflictError, PyAOError
 from hf_pyao.metrics import MicroBatchStats
 from hf_pyao.no_effect import OFFLOADING, EffectLedger, NoEffect
 from hf_pyao.plan.documents.run import RunReport
@@ -373,32 +374,58 @@ def sft_arguments(folder: Path, cls: type = SFTConfig, **values: Any) -> Any:
     return cls(output_dir=str(folder), use_cpu=True, report_to=[], **values)
 
 
-REFUSED: dict[str, Callable[[Path], tuple[Any, PyAOConfig | None]]] = {
-    "TRL's activation_offloading": lambda folder: (
-        sft_arguments(folder, activation_offloading=True),
-        None,
+def with_noise() -> nn.Module:
+    model = llama()
+    model.model.layers[1].mlp.act_fn = nn.RReLU()
+    return model
+
+
+def with_torchs_offloader() -> nn.Module:
+    model = llama()
+    model.model.layers[1] = offload_wrapper(model.model.layers[1])
+    return model
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[], nn.Module]]] = {
+    "TRL's activation_offloading": ({"activation_offloading": True}, {}, llama),
+    "checkpointing's offload": (
+        {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"offload": True}},
+        {},
+        llama,
     ),
-    "the same, flags mixed in last": lambda folder: (
-        sft_arguments(folder, MixedInLast, activation_offloading=True, activation_offload=True),
-        None,
+    "torch's OffloadWrapper": ({}, {}, with_torchs_offloader),
+    "gradient checkpointing and checkpoint_every": (
+        {CHECKPOINTING: True},
+        {"checkpoint_every": 1},
+        llama,
     ),
-    "gradient checkpointing and checkpoint_every": lambda folder: (
-        sft_arguments(folder, **{CHECKPOINTING: True}),
-        PyAOConfig(checkpoint_every=1),
+    "the same, on the model": ({}, {"checkpoint_every": 1}, checkpointed),
+    "FSDP's checkpointing and checkpoint_every": (
+        {"fsdp_config": {"activation_checkpointing": True}},
+        {"checkpoint_every": 1},
+        llama,
     ),
-    "FSDP's checkpointing and checkpoint_every": lambda folder: (
-        sft_arguments(folder, fsdp_config={"activation_checkpointing": True}),
-        PyAOConfig(checkpoint_every=1),
+    "torch_compile and stream_weights": ({"torch_compile": True}, {"stream_weights": 1}, llama),
+    "auto_find_batch_size and auto_micro_batch": (
+        {"auto_find_batch_size": True},
+        {"auto_micro_batch": "fastest"},
+        llama,
     ),
-    "torch_compile and stream_weights": lambda folder: (
-        sft_arguments(folder, torch_compile=True),
-        PyAOConfig(stream_weights=1),
+    "split_batches and auto_micro_batch": (
+        {"accelerator_config": {"split_batches": True}},
+        {"auto_micro_batch": "fastest"},
+        llama,
     ),
-    "auto_find_batch_size and auto_micro_batch": lambda folder: (
-        sft_arguments(folder, auto_find_batch_size=True),
-        PyAOConfig(auto_micro_batch="fastest"),
+    "policy pyao and auto_micro_batch": (
+        {},
+        {"policy": "pyao", "auto_micro_batch": "fastest"},
+        llama,
     ),
+    "several devices in one process": ({"_n_gpu": 2}, {}, llama),
+    "nn.DataParallel": ({}, {}, lambda: nn.DataParallel(llama())),
+    "RReLU": ({}, {}, with_noise),
 }
+"""By name: training arguments, settings, and the model."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -406,9 +433,23 @@ REFUSED: dict[str, Callable[[Path], tuple[Any, PyAOConfig | None]]] = {
 def test_a_refused_combination_is_refused_before_data_is_prepared(
     name: str, tmp_path: Path
 ) -> None:
-    args, config = REFUSED[name](tmp_path)
-    with pytest.raises(ConflictError):
-        OurSFTTrainer(model=llama(), args=args, train_dataset=Untouched(), pyao_config=config)
+    given, settings, make = REFUSED[name]
+    num_devices = given.get("_n_gpu", 0)
+    args = sft_arguments(tmp_path, **{k: v for k, v in given.items() if k != "_n_gpu"})
+    args._n_gpu = num_devices
+    with pytest.raises((ConflictError, ConfigError)):
+        OurSFTTrainer(
+            model=make(),
+            args=args,
+            train_dataset=Untouched(),
+            pyao_config=PyAOConfig(**settings),
+        )
+
+
+def test_flags_that_were_mixed_in_last_are_checked_before_data_are_prepared(tmp_path: Path) -> None:
+    args = sft_arguments(tmp_path, MixedInLast, activation_offloading=True, activation_offload=True)
+    with pytest.raises(ConflictError, match="activation_offloading is on"):
+        OurSFTTrainer(model=llama(), args=args, train_dataset=Untouched())
 
 
 def test_a_callback_refuses_as_the_trainer_is_made(tmp_path: Path) -> None:
