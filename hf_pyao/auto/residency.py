@@ -19,7 +19,7 @@ from torch import nn
 from hf_pyao.auto.install.weights import StreamedLayers
 from hf_pyao.auto.plans.settings import AutoSettings
 from hf_pyao.auto.ranks.rank_exchange import RankExchange
-from hf_pyao.auto.recording.forward_watch import ForwardWatch
+from hf_pyao.auto.recording.forward_watch import ForwardWatch, Place
 from hf_pyao.auto.recording.model_copy import CopiedStep
 from hf_pyao.auto.recording.seen_forward import SeenForward
 from hf_pyao.auto.recording.step_recording import record_fake_step
@@ -114,7 +114,7 @@ class Residency:
     def start(self, model: nn.Module, owner: object) -> None:
         """Look at *model*'s first forward in training, unless a plan will say how many stay."""
         if self.num_resident < self._streaming.num_layers or self._policy != "auto":
-            self._watch = ForwardWatch(model, owner, self._before_forward)
+            self._watch = ForwardWatch(model, owner, self._before_forward, Place.FITS)
 
     def end(self) -> None:
         """Look no more. Twice is fine."""

@@ -180,15 +180,17 @@ def test_listeners_hear_of_a_forward_in_their_order() -> None:
         ForwardWatch(model, owner, telling("decides"), Place.DECIDES),
         ForwardWatch(model, owner, telling("measures"), Place.MEASURES),
         ForwardWatch(model, owner, telling("measures, newer"), Place.MEASURES),
+        ForwardWatch(model, owner, telling("fits"), Place.FITS),
     ]
     assert len(model._forward_pre_hooks) == 1
     model(torch.ones(1, 2))
-    assert told == [("measures, newer", True), ("measures", True), ("decides", True)]
+    first = ("measures, newer", "measures", "decides", "fits")
+    assert told == [(name, True) for name in first]
     told.clear()
     watches[1].remove()
     watches[0].forget()
     model(torch.ones(1, 2))
-    assert told == [("measures, newer", False), ("decides", True)]
+    assert told == [("measures, newer", False), ("decides", True), ("fits", False)]
     for watch in watches:
         watch.remove()
     assert not model._forward_pre_hooks

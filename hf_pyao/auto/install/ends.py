@@ -3,30 +3,22 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_pyao.auto.install.weight_readers import WeightReaders
 from hf_pyao.auto.install.weights_on_host import WeightsOnHost
 from hf_pyao.config import GIB
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weights.figures import OnDemandFigures
 from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.on_demand import WeightsOnDemand
-from hf_pyao.engine.weights.tables import put_on, take_off
-from hf_pyao.model.patching.lasting_forward import (
-    Args,
-    Kwargs,
-    LeftBehind,
-    Method,
-    exchange,
-    give_back,
-)
+from hf_pyao.model.patching.lasting_forward import Args, Kwargs, LeftBehind, Method
 from hf_pyao.model.weights.ends import Ends, ends_of
-from hf_pyao.model.weights.places import ComputeDevice, StayingParameters
+from hf_pyao.model.weights.places import ComputeDevice
 
 _KEY = "_pyao_ends"
 
@@ -65,9 +57,7 @@ class HostEnds:
         self.source: WeightsOnDemand | None = None
         """What the model reads them from while it is installed."""
         self._counts = OnDemandFigures()
-        self._owners: list[weakref.ref[nn.Module]] = []
-        self._runners: list[tuple[weakref.ref[nn.Module], EndsForward]] = []
-        self._staying: StayingParameters | None = None
+        self._readers = WeightReaders(self.has)
         self._compute_device = ComputeDevice(device)
 
     @property
@@ -121,32 +111,18 @@ class HostEnds:
         if self.source is None:
             self.source = WeightsOnDemand(self._link, self._device, on_forward, self._counts)
             for module in _containing(model, self._parts):
-                handle = EndsForward(self.source)
-                self._runners.append((weakref.ref(module), handle))
-                exchange(module, _KEY, handle)
-        if not self.masters or self._owners:
+                self._readers.exchange(module, _KEY, EndsForward(self.source))
+        if not self.masters or self._readers:
             return
-        self.source.take(self.masters)
-        self._staying = StayingParameters(self.has)
-        for module in model.modules():
-            if any(map(self.has, module._parameters.values())):
-                self._owners.append(weakref.ref(module))
-                self._staying.put_on(module)
-                put_on(module, self.source)
+        source = self.source
+        source.take(self.masters)
+        self._readers.put_on(model, self.has, lambda _: source)
         self._compute_device.put_on(model)
 
     def uninstall(self) -> None:
         """Let the model find its parameters as before. It may be called again."""
-        for ref, handle in self._runners:
-            if (module := ref()) is not None:
-                give_back(module, _KEY, handle)
-        for owner in self._owners:
-            if (module := owner()) is not None:
-                if self._staying is not None:
-                    self._staying.take_off(module)
-                take_off(module)
+        self._readers.take_off()
         self._compute_device.take_off()
-        self._runners, self._owners = [], []
         if self.source is not None:
             self.source.figures()
             self.source.stop()
@@ -169,7 +145,7 @@ class HostEnds:
 
     def describe(self) -> str:
         """Say in a phrase what is on the host."""
-        if not self._owners:
+        if not self._readers:
             return ""
         phrase = f"embeddings and head ({self.nbytes / GIB:.3f} GiB) are on the host"
         if left := self._left_bytes:

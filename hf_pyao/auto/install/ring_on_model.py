@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from hf_pyao.auto.install.streamed_forwards import LayerForward, ModuleForward
+from hf_pyao.auto.install.weight_readers import WeightReaders
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block
 from hf_pyao.engine.weights.figures import UploadFigures
 from hf_pyao.engine.weights.read_ahead import ReadAhead
 from hf_pyao.engine.weights.ring import WeightRing
-from hf_pyao.engine.weights.tables import StreamedTable, put_on, take_off
-from hf_pyao.model.patching.lasting_forward import exchange, give_back
+from hf_pyao.engine.weights.tables import StreamedTable
 from hf_pyao.model.weights.experts import ExpertsInGroups
 from hf_pyao.model.weights.flattened import FlattenedWeight
-from hf_pyao.model.weights.places import StayingParameters
 from hf_pyao.model.weights.quantised import QuantisedForward, QuantisedWeight
 
 _LAYER = "_pyao_streamed_layer"
@@ -51,9 +49,7 @@ class RingOnModel:
         self._counts = counts
         self.ring: WeightRing | None = None
         """None while nothing is streamed."""
-        self._owners: list[weakref.ref[nn.Module]] = []
-        self._handles: list[tuple[weakref.ref[nn.Module], str, Any]] = []
-        self._staying: StayingParameters | None = None
+        self._readers = WeightReaders(self.has)
 
     def has(self, parameter: object) -> bool:
         """Say whether *parameter* is streamed now."""
@@ -98,32 +94,19 @@ class RingOnModel:
             self._put_on_quantised(weight, ring)
         for each in in_parts:
             ring.read_in_parts(each.ref, [tensor for _, tensor in each.tensors], each.of)
-        self._staying = StayingParameters(self.has)
-        for module in model.modules():
-            if any(map(self.has, module._parameters.values())):
-                self._owners.append(weakref.ref(module))
-                self._staying.put_on(module)
-                put_on(module, ring)
+        self._readers.put_on(model, self.has, lambda _: ring)
         for index, (_, ref) in enumerate(self._layers):
             if (layer := ref()) is None:
                 continue
             if len(of_layer[index]) > 1:
                 for module in layer.modules():
                     if isinstance(module._parameters, StreamedTable):
-                        self._exchange(module, _MODULE, ModuleForward(ring))
-            self._exchange(layer, _LAYER, LayerForward(ring, index))
+                        self._readers.exchange(module, _MODULE, ModuleForward(ring))
+            self._readers.exchange(layer, _LAYER, LayerForward(ring, index))
 
     def uninstall(self) -> None:
         """Let layers find their parameters as before. It may be called again."""
-        for ref, key, handle in self._handles:
-            if (module := ref()) is not None:
-                give_back(module, key, handle)
-        for owner in self._owners:
-            if (module := owner()) is not None:
-                if self._staying is not None:
-                    self._staying.take_off(module)
-                take_off(module)
-        self._handles, self._owners = [], []
+        self._readers.take_off()
         if self.ring is not None:
             self.ring.figures()
             self.ring.stop()
@@ -138,8 +121,4 @@ class RingOnModel:
         if module is not None and parameter is not None and streamed is not None:
             forward = QuantisedForward(ring, weight)
             streamed.is_read_as(weakly(forward.stand_in, None))
-            self._exchange(module, _QUANTISED, forward)
-
-    def _exchange(self, module: nn.Module, key: str, handle: Any) -> None:
-        self._handles.append((weakref.ref(module), key, handle))
-        exchange(module, key, handle)
+            self._readers.exchange(module, _QUANTISED, forward)

@@ -28,6 +28,8 @@ class Place(IntEnum):
     """Measures: what was measured before this forward is handed on first."""
     DECIDES = 1
     """Decides what this forward runs with."""
+    FITS = 2
+    """Makes it fit where no plan does: it looks whether there is one."""
 
 
 class BeforeForward(Protocol):

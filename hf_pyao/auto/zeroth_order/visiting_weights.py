@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_pyao.auto.install.links import pool_for
+from hf_pyao.auto.install.weight_readers import WeightReaders
 from hf_pyao.auto.zeroth_order.lock_step import LockStep
 from hf_pyao.config import GIB
 from hf_pyao.engine.stores import Store
@@ -20,16 +21,15 @@ from hf_pyao.engine.transfer.transport import Transport
 from hf_pyao.engine.weights.expert_groups import GROUP_BYTES
 from hf_pyao.engine.weights.host_bytes import ALIGNMENT_BYTES
 from hf_pyao.engine.weights.masters import Masters
-from hf_pyao.engine.weights.tables import put_on, take_off
 from hf_pyao.engine.zeroth_order.block_layout import VisitBlock
 from hf_pyao.engine.zeroth_order.packed_block import PackedBlock
 from hf_pyao.engine.zeroth_order.packed_visits import PackedVisits
 from hf_pyao.engine.zeroth_order.trained import TrainedWeights
 from hf_pyao.engine.zeroth_order.visits import AtPlace, WeightVisits
 from hf_pyao.errors import ConfigError
-from hf_pyao.model.patching.lasting_forward import LeftBehind, exchange, give_back
+from hf_pyao.model.patching.lasting_forward import LeftBehind
 from hf_pyao.model.weights.ends import ends_by_rows
-from hf_pyao.model.weights.places import ComputeDevice, StayingParameters, move_others
+from hf_pyao.model.weights.places import ComputeDevice, move_others
 from hf_pyao.model.weights.streamable import is_dense, is_tied, owners_by_storage
 
 _LAYER = "_pyao_zeroth_order_layer"
@@ -141,10 +141,8 @@ class VisitingWeights:
         )
         if isinstance(self.visits, PackedVisits):
             self.visits.round_too(_packed_ids(model, layers, trained))
-        self._handles: list[tuple[weakref.ref[nn.Module], str, Any]] = []
-        self._owners: list[weakref.ref[nn.Module]] = []
         self._states: list[torch.Tensor] = []
-        self._staying = StayingParameters(self.visits.streams)
+        self._readers = WeightReaders(self.visits.streams)
         self._compute_device = ComputeDevice(device)
 
     @property
@@ -184,23 +182,21 @@ class VisitingWeights:
         move_others(model, self.visits.streams, self._device)
         places = places_of(model, self._living_layers())
         needs_place = self.visits.trained.settings.zo2_order
-        for module in model.modules():
-            parameters = list(module._parameters.values())
-            if any(self._is_read(each) for each in parameters):
-                self._owners.append(weakref.ref(module))
-                self._staying.put_on(module)
-                at = AtPlace(self.visits, places[module]) if needs_place else self.visits
-                put_on(module, at)
+        self._readers.put_on(
+            model,
+            self._is_read,
+            lambda each: AtPlace(self.visits, places[each]) if needs_place else self.visits,
+        )
         self._compute_device.put_on(model)
         of_layer = {block.layer: block.index for block in self.blocks}
         for fqn, layer in self._living_layers():
             call = _LayerCall(self.visits, self.turns, fqn, of_layer.get(fqn))
-            self._exchange(layer, _LAYER, call)
+            self._readers.exchange(layer, _LAYER, call)
         outside = _OutsideCall(self.visits)
         for module in model.modules():
             has_forward = type(module).forward is not nn.Module.forward
             if has_forward and any(map(self._is_read, module.parameters())):
-                self._exchange(module, _OUTSIDE, outside)
+                self._readers.exchange(module, _OUTSIDE, outside)
 
     def _living_layers(self) -> list[tuple[str, nn.Module]]:
         return [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
@@ -233,20 +229,9 @@ class VisitingWeights:
     def _is_read(self, parameter: object) -> bool:
         return self.visits.streams(parameter) or self.visits.trained.of(parameter) is not None
 
-    def _exchange(self, module: nn.Module, key: str, handle: Any) -> None:
-        self._handles.append((weakref.ref(module), key, handle))
-        exchange(module, key, handle)
-
     def take_off(self) -> None:
         """Give the model its weights back as they are. It may be called again."""
-        for ref, key, handle in self._handles:
-            if (module := ref()) is not None:
-                give_back(module, key, handle)
-        for owner in self._owners:
-            if (module := owner()) is not None:
-                self._staying.take_off(module)
-                take_off(module)
-        self._handles, self._owners = [], []
+        self._readers.take_off()
         self._compute_device.take_off()
         self.visits.stop()
         for masters in self._masters:
