@@ -71,12 +71,11 @@ class RecordingTransport(BlockingTransport):
     ) -> DoneTicket:
         assert isinstance(label, Slot)
         recorder = self._recorder
-        if not recorder.has_begun:  # a micro-batch before the one that is recorded
-            return super()._copy(direction, src, dst, after, label, None)
-        if direction == "offload":
-            recorder.left(label, src, dst.nbytes)
-        else:
-            recorder.came_back(label, dst)
+        if recorder.has_begun:  # else a micro-batch before the one that is recorded
+            if direction == "offload":
+                recorder.left(label, src, dst.nbytes)
+            else:
+                recorder.came_back(label, dst)
         if isinstance(src, FakeTensor):
             return DoneTicket(src.nbytes)  # there is nothing to copy
         with recorder.paused():
