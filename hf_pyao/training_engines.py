@@ -34,6 +34,7 @@ class Feature(Enum):
     SEGMENTS = "`checkpoint_every`"
     HEAD_LOSS = "`head_loss`"
     MLP_TILES = "`mlp_tiles`"
+    STREAMED_WEIGHTS = "`stream_weights`"
     MICRO_BATCH = "`auto_micro_batch`"
     RUN_AGAIN = "a second try after out-of-memory"
 
@@ -163,6 +164,12 @@ def _half_way(family: str) -> dict[Feature, Outcome]:
     )
 
 
+_STREAMS_NOTHING = _refused(
+    Feature.STREAMED_WEIGHTS,
+    "use DDP or one process, where each process has all weights",
+    "the engine holds the weights itself",
+)
+
 PLAIN = TrainingEngine(name="none: one device, no wrapper")
 
 DDP = TrainingEngine(
@@ -199,6 +206,7 @@ _FSDP_OUTCOMES = {
         "FSDP gathers parameters for the backward of one layer at a time",
     ),
     **_instead(Feature.MLP_TILES, "MLPs that are units of their own are left alone"),
+    **_STREAMS_NOTHING,
     **_divided_by("FSDP"),
     **_half_way("FSDP"),
 }
@@ -248,7 +256,7 @@ DEEPSPEED = TrainingEngine(
     zero_stages=frozenset({0}),
     inner_attribute="module",
     has_half_way_state=True,
-    outcomes=_half_way("DeepSpeed"),
+    outcomes={**_STREAMS_NOTHING, **_half_way("DeepSpeed")},
 )
 """The row of DeepSpeed's wrapper module too, which is of the same class with every ZeRO stage."""
 
@@ -258,7 +266,7 @@ ZERO_1_2 = TrainingEngine(
     zero_stages=frozenset({1, 2}),
     shards=Sharded.OPTIMIZER,
     has_half_way_state=True,
-    outcomes=_half_way("DeepSpeed"),
+    outcomes={**_STREAMS_NOTHING, **_half_way("DeepSpeed")},
 )
 
 ZERO_3 = TrainingEngine(
@@ -281,20 +289,22 @@ ZERO_3 = TrainingEngine(
             "MLPs are left alone",
             "ZeRO-3 gathers its weights for each call of each module inside",
         ),
+        **_STREAMS_NOTHING,
         **_divided_by("DeepSpeed's ZeRO-3"),
         **_half_way("DeepSpeed"),
     },
 )
-
-_BESIDE_OFFLOADING = frozenset(Feature) - {Feature.OFFLOADING}
 
 DTENSOR = TrainingEngine(
     name="tensor parallelism (`DTensor` weights)",
     family="tensor parallelism",
     parameter_attribute="full_tensor",
     shards=Sharded.WEIGHTS,
-    untried=_BESIDE_OFFLOADING - {Feature.PLANNING, Feature.HEAD_LOSS, Feature.MLP_TILES},
+    untried=frozenset(
+        {Feature.RECOMPUTATION, Feature.SEGMENTS, Feature.MICRO_BATCH, Feature.RUN_AGAIN}
+    ),
     outcomes={
+        **_STREAMS_NOTHING,
         **_instead(Feature.PLANNING, _ALL),
         **_instead(Feature.HEAD_LOSS, "with a parallel head, the model's own loss"),
         **_instead(
@@ -309,7 +319,7 @@ PIPELINE = TrainingEngine(
     name="pipeline stages (`torch.distributed.pipelining`)",
     family="a pipeline",
     source_path="/distributed/pipelining/",
-    untried=_BESIDE_OFFLOADING - {Feature.RUN_AGAIN},
+    untried=frozenset(Feature) - {Feature.OFFLOADING, Feature.RUN_AGAIN},
     outcomes=_refused(
         Feature.RUN_AGAIN, _ENDS, "other ranks have had results of it, or wait for them"
     ),
@@ -341,6 +351,11 @@ COMPILED = TrainingEngine(
         **_instead(Feature.SEGMENTS, "compiled layers run once and are offloaded"),
         **_instead(Feature.HEAD_LOSS, "with a model compiled as a whole, the model's own loss"),
         **_instead(Feature.MLP_TILES, "only MLPs that are compiled by themselves are tiled"),
+        **_refused(
+            Feature.STREAMED_WEIGHTS,
+            "leave the model uncompiled, or its weights on the device",
+            "compiled code holds the weights that it was compiled with",
+        ),
     },
 )
 

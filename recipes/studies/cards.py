@@ -98,10 +98,10 @@ def table(cells: Sequence[Cell], commit: str) -> str:
         lines.append(f"| {card} | {' | '.join(texts)} |")
     return "\n".join(lines) + (
         "\n\n*Largest micro-batch of 2,048 tokens: as it is → with gradient checkpointing → with "
-        "hf_pyao (– does not fit); the largest is rarely the fastest. bf16 weights, AdamW with "
-        "16-bit states, or LoRA of rank 16. "
-        f"Estimated, not measured: no figure is a GPU's yet. Commit `{commit[:7]}`, "
-        "[result file](recipes/results/cards.json) with the way and the command of each cell.*\n"
+        "hf_pyao's best setting (LoRA up to 24 GB: streamed weights and the chunked loss; "
+        "else mostly `long_context`); – does not fit. The largest is rarely the fastest. bf16, "
+        "AdamW with 16-bit states, or LoRA of rank 16. Estimated: no figure is a GPU's yet. "
+        f"Commit `{commit[:7]}`, [each cell](recipes/results/cards.json).*\n"
     )
 
 

@@ -39,8 +39,8 @@ CHAPTER = Chapter(
         ),
         Entry(
             "streaming-sharded",
-            "Weights are to be streamed, and another engine divides them among ranks (FSDP, "
-            "DeepSpeed ZeRO-3, tensor parallelism) or has not loaded them.",
+            "Weights are to be streamed, and another engine has them (FSDP, DeepSpeed, tensor "
+            "parallelism), or they are not loaded.",
             "Use DDP or one process, or set `stream_weights='off'`.",
         ),
         Entry(

@@ -40,7 +40,8 @@ CHAPTER = Chapter(
             "head-loss-left",
             "The model keeps its own loss, and its logits take their full memory. The chunked loss "
             "does not understand this head, or something else has changed its forward.",
-            "The message has the reason. With another head, set `head_loss='off'`; compile layers "
+            "The message has the reason. A fused head (TRL's, Liger's) makes no logits: lower "
+            "what layers save instead. With another head, set `head_loss='off'`; compile layers "
             "instead of the whole model.",
         ),
         Entry(

@@ -147,17 +147,25 @@ def _code(text: str) -> str:
     return f"<code>{_text(text)}</code>"
 
 
+MOST_NARROW_COLUMNS = 4
+"""Columns of a table beside each other on a narrow screen; of others each row is a list."""
+
+
 def _html_table(table: Table) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
         tags = [f'{tag} class="text"'] * table.num_text_columns + [tag] * len(cells)
+        if tag == "td":
+            names = (f' data-name="{_text(name)}"' for name in table.header)
+            tags = [f"{start}{name}" for start, name in zip(tags, names, strict=False)]
         marked = [
             f"<{start}>{_text(cell)}</{tag}>" for start, cell in zip(tags, cells, strict=False)
         ]
         return "<tr>" + "".join(marked) + "</tr>"
 
     body = "\n".join(line(row, "td") for row in table.rows)
+    many = ' class="many"' if len(table.header) > MOST_NARROW_COLUMNS else ""
     return (
-        f'<div class="wide"><table>\n<thead>{line(table.header, "th")}</thead>\n'
+        f'<div class="wide"><table{many}>\n<thead>{line(table.header, "th")}</thead>\n'
         f"<tbody>\n{body}\n</tbody>\n</table></div>"
     )
 
@@ -191,6 +199,15 @@ tbody tr:nth-child(odd) { background: var(--band); }
   body { margin: 1rem auto; padding: 0 .75rem; }
   table { font-size: .8rem; } th, td { padding: .3rem .4rem; }
   td.text { min-width: 5.5rem; max-width: 9.5rem; overflow-wrap: anywhere; }
+}
+@media screen and (max-width: 640px) {
+  .many, .many tbody, .many tr, .many td { display: block; }
+  .many thead { display: none; }
+  .many tr { padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  .many td, .many td.text { display: flex; justify-content: space-between; gap: 1rem; border: 0;
+    max-width: none; padding: .1rem .4rem; text-align: right; white-space: normal; }
+  .many td::before { content: attr(data-name); color: var(--soft); text-align: left; flex: none; }
+  .many td:first-child { font-weight: 600; } .many td:empty { display: none; }
 }
 @media print {
   :root { --ink: #000000; --soft: #444444; --line: #bbbbbb; --back: #ffffff; --band: #ffffff; }

@@ -102,7 +102,16 @@ def test_without_matplotlib_the_remedy_is_named(
         write_page([make_bench()], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
     (path,) = write_page([make_bench()], tmp_path / "out.html", with_plots=False)
-    assert "<table>" in path.read_text(encoding="utf-8")
+    assert "<table" in path.read_text(encoding="utf-8")
+
+
+def test_each_cell_has_its_columns_name_for_narrow_screens() -> None:
+    page = html_page([make_bench()])
+    for table in re.findall(r"<table.*?</table>", page, re.DOTALL):
+        names = re.findall(r'<th(?: class="text")?>(.*?)</th>', table)
+        for row in re.findall(r"<tr><td.*?</tr>", table):
+            assert re.findall(r'<td[^>]* data-name="(.*?)">', row) == names
+        assert ('class="many"' in table) == (len(names) > 4)
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
