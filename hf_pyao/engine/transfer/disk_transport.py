@@ -12,7 +12,7 @@ from hf_pyao.engine.stores.disk_range import DiskRange
 from hf_pyao.engine.stores.disk_store import DiskStore
 from hf_pyao.engine.transfer.graph_task import is_in_backward
 from hf_pyao.engine.transfer.meter import LinkMeter
-from hf_pyao.engine.transfer.transport import Bandwidth, HostReleased, LinkTimes, Transport
+from hf_pyao.engine.transfer.transport import HostReleased, LinkTimes, Transport
 
 
 class DiskTransport:
@@ -34,10 +34,11 @@ class DiskTransport:
         self.inner = inner
         self.store = store
         self.needs_pinned_memory = inner.needs_pinned_memory
-
-    def handles(self, device: torch.device) -> bool:
-        """Take what *inner* takes."""
-        return self.inner.handles(device)
+        # Tickets, marks and speeds are those of *inner*, which answers for them.
+        self.handles, self.bandwidth = inner.handles, inner.bandwidth
+        self.wait, self.await_on_host, self.is_done = inner.wait, inner.await_on_host, inner.is_done
+        self.retire, self.retire_all = inner.retire, inner.retire_all
+        self.mark, self.span_of, self.elapsed_ms = inner.mark, inner.span_of, inner.elapsed_ms
 
     def offload(
         self,
@@ -94,44 +95,8 @@ class DiskTransport:
             self.store.copied(held, ticket)
         return ticket
 
-    def wait(self, ticket: Any) -> None:
-        """Order the ticket's compute stream behind the copy."""
-        self.inner.wait(ticket)
-
-    def retire(self, ticket: Any) -> None:
-        """Order whatever reuses the memory of a reload's target behind the copy."""
-        self.inner.retire(ticket)
-
-    def retire_all(self) -> None:
-        """Order the current stream of each device behind all copies."""
-        self.inner.retire_all()
-
-    def await_on_host(self, ticket: Any) -> None:
-        """Stop the calling thread until the copy has finished."""
-        self.inner.await_on_host(ticket)
-
-    def is_done(self, ticket: Any) -> bool:
-        """Say whether the copy between device and host has finished."""
-        return self.inner.is_done(ticket)
-
     def collect(self, meter: LinkMeter, times: LinkTimes) -> None:
         """Do nothing: *inner* measured its copies, and the store counts what the disk does."""
-
-    def bandwidth(self) -> Bandwidth:
-        """Return the speed of the link between device and host."""
-        return self.inner.bandwidth()
-
-    def mark(self, device: torch.device) -> Any:
-        """Note where compute on *device* has got to."""
-        return self.inner.mark(device)
-
-    def span_of(self, ticket: Any) -> tuple[Any, Any] | None:
-        """Return the marks between which the copy between device and host ran."""
-        return self.inner.span_of(ticket)
-
-    def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Return the time between two marks."""
-        return self.inner.elapsed_ms(start, end)
 
 
 def _view_of(held: DiskRange, stand_in: torch.Tensor) -> torch.Tensor:
