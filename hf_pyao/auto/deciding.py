@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -96,16 +97,8 @@ class Deciding:
         )
         self.switch = LeverSwitch(levers)
         """Changes segments and tiles between forwards."""
-        keeps_places = streaming is not None and streaming.placed_on_disk is not None
-        request = parts.binds.on(
-            recomputed_paths=fixed.recomputed_paths,
-            window=link.offloads,
-            below=MeasuredHostAndDisk(link.tiers, streaming),
-            allocator=allocator_settings(device),
-            stream_weights=_stream_weights(parts, streaming),
-            ends_on_host=streaming is not None and streaming.ends_leave,
-            converts_weights=streaming is not None and parts.streaming.converts,
-        )
+        keeps_places = streaming is not None and streaming.places.placed_on_disk is not None
+        request = _request(parts, fixed, link, device, streaming)
         state = _first_state(parts, policy, fixed, levers)
         policies = _policies(self.engine, found, request, device, fixed, is_auto=named == "auto")
         residency: Residency | None = None
@@ -230,11 +223,29 @@ class Deciding:
         return {"transitions": transitions} if transitions else {}
 
 
-def _stream_weights(parts: Parts, streaming: StreamedLayers | None) -> int | str:
-    """Return how many layers stay in plans, or that they may choose it."""
+def _request(
+    parts: Parts,
+    fixed: FixedSlots,
+    link: LinkContext,
+    device: torch.device,
+    streaming: StreamedLayers | None,
+) -> PlanRequest:
+    """Return what binds plans for the model on this machine."""
+    bound = parts.binds.on(
+        recomputed_paths=fixed.recomputed_paths,
+        window=link.offloads,
+        below=MeasuredHostAndDisk(link.tiers, None if streaming is None else streaming.places),
+        allocator=allocator_settings(device),
+    )
     if streaming is None:
-        return "off"
-    return parts.streaming.value if streaming.placed_on_disk is None else streaming.num_resident
+        return bound
+    keeps_places = streaming.places.placed_on_disk is not None
+    return dataclasses.replace(
+        bound,
+        stream_weights=streaming.num_resident if keeps_places else parts.streaming.value,
+        ends_on_host=streaming.ends_leave,
+        converts_weights=parts.streaming.converts,
+    )
 
 
 def _first_state(parts: Parts, policy: Policy, fixed: FixedSlots, levers: Levers) -> State:

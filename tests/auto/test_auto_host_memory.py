@@ -52,8 +52,8 @@ def test_streamed_weights_are_among_what_the_host_has_room_for() -> None:
     model = tiny_lora("llama", num_hidden_layers=4).train()
     config = PyAOConfig(policy="off", stream_weights=2, host_memory_gib=0.1)
     with attach(model, config) as offloader:
-        below = MeasuredHostAndDisk(offloader.link.tiers, offloader.weights)
         assert offloader.weights is not None
+        below = MeasuredHostAndDisk(offloader.link.tiers, offloader.weights.places)
         found = []
         for num_resident in (2, 0, 3):
             offloader.weights.ask_for(num_resident)

@@ -125,7 +125,7 @@ def streaming_of(
         disk_label=settings.disk_label,
     )
     stay = streamed.num_resident - streamed.least_resident
-    if settings.value == "auto" and stay and streamed.placed_on_disk is not None:
+    if settings.value == "auto" and stay and streamed.places.placed_on_disk is not None:
         warn(
             logger,
             "weights-keep-places",
@@ -133,7 +133,7 @@ def streaming_of(
             "on the device for as long as the model is attached, since layers keep their places "
             "then. If memory runs out, give %s=0.",
             label,
-            len(streamed.placed_on_disk.layers),
+            len(streamed.places.placed_on_disk.layers),
             stay,
             label,
         )

@@ -7,43 +7,37 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_pyao.auto.install.ends import HostEnds
+from hf_pyao.auto.install.layer_weights import LayerWeights
 from hf_pyao.auto.install.ring_on_model import RingOnModel
 from hf_pyao.auto.install.streaming_checks import (
     check_can_convert,
     check_model,
     nothing_frozen,
 )
-from hf_pyao.auto.install.weights_on_disk import WeightsOnDisk
-from hf_pyao.auto.install.weights_on_host import WeightsOnHost
 from hf_pyao.config import GIB
 from hf_pyao.engine.runtime.engine import OffloadEngine
-from hf_pyao.engine.stores import Store
 from hf_pyao.engine.transfer.link import LinkContext
 from hf_pyao.engine.transfer.ring_schedule import resident_layers
 from hf_pyao.engine.weak_calls import weakly
 from hf_pyao.engine.weights.blocks import Block, blocks_of
-from hf_pyao.engine.weights.converted import ComputeDtype
 from hf_pyao.engine.weights.figures import UploadFigures
-from hf_pyao.engine.weights.masters import Masters
 from hf_pyao.engine.weights.ring import WeightRing, compiled_by_now
-from hf_pyao.errors import ConfigError, DiskError, warn
+from hf_pyao.errors import ConfigError, warn
 from hf_pyao.model.map.module_map import FoundLayers
 from hf_pyao.model.weights.places import move_others
 from hf_pyao.model.weights.quantised import QuantisedWeight, move_state
-from hf_pyao.model.weights.shared_weights import shared_weights_of
 from hf_pyao.model.weights.streamable import (
     StreamableLayer,
     largest_block_bytes,
     streamable_layers,
 )
-from hf_pyao.plan.step.disk_share import PlacedWeights
 from hf_pyao.training_engines import compiled_part
 
 logger = logging.getLogger(__name__)
@@ -92,14 +86,6 @@ class StreamedLayers:
         check_model(model, label)
         self._model = weakref.ref(model)
         self.device = device
-        self._link = link
-        self._store: Store = link.tiers.stores[0]
-        self._on_host = on_host = WeightsOnHost(self._store, shared_weights_of(model))
-        self._on_disk: WeightsOnDisk | None = None
-        if disk_path is not None:
-            self._on_disk = WeightsOnDisk(
-                disk_path, disk_label, self._store, link.transport, on_host.let_go
-            )
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in found.layers]
         self._engine: weakref.ref[OffloadEngine] | None = None
         self._counts = UploadFigures()
@@ -110,34 +96,33 @@ class StreamedLayers:
         if not any(layer.nbytes for layer in layers):
             raise nothing_frozen(label, num_resident, layers)
         self._num_streamable = sum(bool(layer.tensors) for layer in layers)
-        self._homes = [layer.tensors[0][1].device if layer.tensors else device for layer in layers]
-        """Where each layer's frozen weights were before."""
         self._quantised: list[QuantisedWeight] = []
-        self._held: dict[int, Masters] = {}
-        """By layer, the memory that its weights are in now."""
+        self.places = LayerWeights(
+            model,
+            layers,
+            link,
+            device,
+            converts=converts,
+            disk_path=disk_path,
+            disk_label=disk_label,
+        )
+        """Where the weights of layers are."""
         self._wanted: int | None = num_resident
-        self._compute = ComputeDtype() if converts else None
         streamed = self._to_stream(layers, num_resident)
         if converts:
             check_can_convert([layers[number] for number in streamed])
         self.ends_leave = ends_leave
         """Whether embeddings and head are on the host, now or from :meth:`put_on` on."""
-        self._ends = HostEnds(self._on_host, link, device)
+        self._ends = HostEnds(self.places.on_host, link, device)
         self._ends_may_leave = ends_may_leave and self._ends.find(model, found.layers).nbytes > 0
         self._ends_are_asked_for = False
         if ends_leave:
             self._ends.prepare(model, found.layers)
-        if self._on_disk is not None:
-            self._choose_for_disk(self._on_disk, layers, streamed, self._ends.masters)
-        self._masters = self._masters_of(layers, streamed)
+        self.places.choose_for_disk(layers, streamed, self._ends.masters)
+        self._masters = self.places.masters_of(layers, streamed)
         self.blocks: list[Block] = self._blocks_of([layers[number] for number in streamed])
         """What is uploaded: layers, or groups of experts and what else their layers have."""
-        numbers = self._numbers(self._masters)
-        staying = [
-            m for n, m in zip(numbers, self._masters, strict=True) if not self._is_for_disk(n)
-        ]
-        staging_bytes = 0 if self._on_disk is None else self._on_disk.share.reserved_bytes
-        self._on_host.check_room(label, staying, self._ends.masters, staging_bytes)
+        self.places.check_room(label, self._masters, self._ends.masters)
 
     @property
     def nbytes(self) -> int:
@@ -169,30 +154,6 @@ class StreamedLayers:
         """Layers that stay from the next forward on."""
         return self.num_resident if self._wanted is None else self._wanted
 
-    @property
-    def has_disk(self) -> bool:
-        """Whether weights may lie on a disk."""
-        return self._on_disk is not None
-
-    @property
-    def placed_on_disk(self) -> PlacedWeights | None:
-        """The layers that lie on the disk, and what they are read into; None while none do.
-
-        While there are some, all layers keep their places.
-        """
-        return None if self._on_disk is None else self._on_disk.placed
-
-    @property
-    def disk_read_gib_per_s(self) -> float | None:
-        """Speed at which the disk was read so far, in GiB/s; None: it was not."""
-        return None if self._on_disk is None else self._on_disk.read_gib_per_s
-
-    @property
-    def taken_bytes(self) -> int:
-        """What the weights of layers take of the capacity of the host's store now."""
-        of_reads = 0 if self._on_disk is None else self._on_disk.taken_bytes
-        return self._on_host.taken_bytes(self._held.values()) + of_reads
-
     def parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters."""
         model = self._model()
@@ -207,47 +168,6 @@ class StreamedLayers:
         """Return which layers are streamed where *num_resident* stay."""
         stay = resident_layers(len(layers), num_resident)
         return [n for n, layer in enumerate(layers) if n not in stay and layer.tensors]
-
-    def _choose_for_disk(
-        self,
-        on_disk: WeightsOnDisk,
-        layers: Sequence[StreamableLayer],
-        streamed: Sequence[int],
-        ends: Sequence[Masters] = (),
-    ) -> None:
-        """Choose which of the *streamed* layers lie on the disk, beside *ends* on the host."""
-        found = self._masters_of(layers, streamed)
-        room = self._on_host.room_for([*found, *ends]) - sum(each.nbytes for each in ends)
-        sizes = {n: m.all_nbytes for n, m in zip(sorted(streamed), found, strict=True)}
-        on_disk.choose(sizes, room)
-
-    def _is_for_disk(self, layer: int) -> bool:
-        """Say whether a layer is on the disk, or is to be when it is streamed."""
-        if (held := self._held.get(layer)) is not None:
-            return held.in_file is not None
-        return self._on_disk is not None and self._on_disk.is_chosen(layer)
-
-    def _masters_of(
-        self, layers: Sequence[StreamableLayer], streamed: Collection[int]
-    ) -> list[Masters]:
-        """Return the masters of the *streamed* layers; those that are held keep their memory."""
-        found: list[Masters] = []
-        for layer in sorted(streamed):
-            tensors = layers[layer].tensors
-            is_for_disk = self._is_for_disk(layer)
-            masters = Masters(
-                layers[layer].fqn,
-                tensors,
-                home=self._homes[layer],
-                convertible=() if is_for_disk else layers[layer].convertible,
-                compute=self._compute,
-                lie_in_order=is_for_disk,
-            )
-            held = self._held.get(layer)
-            if held is not None and held.has(tensors):
-                masters.go_on_from(held)
-            found.append(masters)
-        return found
 
     def _blocks_of(self, layers: Sequence[StreamableLayer]) -> list[Block]:
         """Return the blocks of :attr:`_masters`, which are those of *layers*."""
@@ -270,8 +190,8 @@ class StreamedLayers:
         if model is None:
             return
         layers = self._streamable(model)
-        for layer, masters in zip(self._numbers(self._masters), self._masters, strict=True):
-            if not self._move_off_device(layer, masters, layers):
+        for masters in self._masters:
+            if not self.places.move_off_device(masters, layers, is_new=self.ring is None):
                 raise ConfigError(
                     f"the machine refused {masters.nbytes / GIB:.3f} GiB of host memory for the "
                     f"weights of layer {masters.layer!r}. Let more layers stay on the device.",
@@ -307,7 +227,7 @@ class StreamedLayers:
         where there is none. Once weights lie on a disk, all layers keep their places.
         """
         wanted, self._wanted = self._wanted, None
-        if self.placed_on_disk is not None:
+        if self.places.placed_on_disk is not None:
             # Reads that other graphs need may be under way, and the file may be older than weights
             # that were changed on the device: layers keep their places.
             wanted = None
@@ -317,24 +237,22 @@ class StreamedLayers:
         if wanted is None or model is None or engine is None:
             return
         layers = self._streamable(model)
-        streamed = self._to_stream(layers, wanted)
+        streamed, held = self._to_stream(layers, wanted), self.places.held
         if self.device.type != "cpu":  # an object made of parts does not change its own device
-            fixed = [number for number in self._held if layers[number].flattened]
+            fixed = [number for number in held if layers[number].flattened]
             streamed = sorted({*streamed, *fixed})
-        if streamed == sorted(self._held) and not ends_leave:
+        if streamed == sorted(held) and not ends_leave:
             return
         quantised = self._quantised
         self._uninstall(engine)
         try:
             if ends_leave:
                 self._let_ends_leave(model)
-            if self._on_disk is not None:
-                self._put_on_disk(
-                    self._on_disk, layers, [each for each in streamed if each not in self._held]
-                )
-            for masters in self._masters_of(layers, streamed):
-                layer = self._numbers([masters])[0]
-                if masters.memory is None and not self._move_off_device(layer, masters, layers):
+            self.places.move_to_disk(layers, [each for each in streamed if each not in held])
+            for masters in self.places.masters_of(layers, streamed):
+                if masters.memory is None and not self.places.move_off_device(
+                    masters, layers, is_new=self.ring is None
+                ):
                     warn(
                         logger,
                         "weights-stay",
@@ -343,45 +261,19 @@ class StreamedLayers:
                         masters.layer,
                         masters.nbytes / GIB,
                     )
-            for layer in [each for each in self._held if each not in streamed]:
-                if not self._move_to_device(layer):
+            for layer in [each for each in held if each not in streamed]:
+                if not self.places.move_to_device(layer, self.device):
                     warn(
                         logger,
                         "weights-streamed-late",
                         "the device has no room for the weights of layer %r: they are streamed "
                         "(%.3f GiB).",
-                        self._held[layer].layer,
-                        self._held[layer].nbytes / GIB,
+                        held[layer].layer,
+                        held[layer].nbytes / GIB,
                     )
         finally:
             self._follow(quantised)
             self._install(model, self._streamable(model), engine)
-
-    def _put_on_disk(
-        self, on_disk: WeightsOnDisk, layers: Sequence[StreamableLayer], new: Sequence[int]
-    ) -> None:
-        """Put those of the *new* layers on the disk for which the host has no room.
-
-        Those that the disk does not take stay where they are.
-        """
-        self._choose_for_disk(on_disk, layers, new)
-        for masters in self._masters_of(layers, [each for each in new if self._is_for_disk(each)]):
-            layer = self._numbers([masters])[0]
-            try:
-                if on_disk.take(masters, layers, is_new=True):
-                    self._held[layer] = masters
-            except (ConfigError, DiskError) as error:
-                if not any(held.in_file is not None for held in self._held.values()):
-                    on_disk.forget()
-                warn(
-                    logger,
-                    "weights-stay",
-                    "the weights of layer %r do not go to the disk, for which the host has no "
-                    "room: they stay on the device (%s).",
-                    masters.layer,
-                    error,
-                )
-                return
 
     def _let_ends_leave(self, model: nn.Module) -> None:
         layers = [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
@@ -409,47 +301,12 @@ class StreamedLayers:
         layers = [(fqn, layer) for fqn, ref in self._layers if (layer := ref()) is not None]
         return streamable_layers(model, layers)
 
-    def _numbers(self, masters: Sequence[Masters]) -> list[int]:
-        numbers = {fqn: number for number, (fqn, _) in enumerate(self._layers)}
-        return [numbers[each.layer] for each in masters]
-
-    def _move_off_device(
-        self, layer: int, masters: Masters, layers: Sequence[StreamableLayer]
-    ) -> bool:
-        """Let *masters* lie on the disk or have memory on the host; False if there is none."""
-        is_for_disk = self._is_for_disk(layer)
-        self._release(layer)
-        is_taken = False
-        if is_for_disk and self._on_disk is not None:
-            is_taken = self._on_disk.take(masters, layers, is_new=self.ring is None)
-        if not is_taken and not self._on_host.take(masters):
-            return False
-        self._held[layer] = masters
-        return True
-
-    def _move_to_device(self, layer: int) -> bool:
-        """Let the weights of a streamed layer stay on the device; False if there is no room."""
-        masters = self._held[layer]
-        try:
-            copies = masters.copies_on(self.device)
-        except torch.OutOfMemoryError:
-            return False
-        self._release(layer)
-        masters.leave_for(copies)
-        return True
-
-    def _release(self, layer: int) -> None:
-        """Give the host memory of a layer back to the store, whoever still reads it."""
-        if (held := self._held.pop(layer, None)) is not None:
-            self._on_host.give_back(held)
-
     def _install(
         self, model: nn.Module, layers: Sequence[StreamableLayer], engine: OffloadEngine
     ) -> None:
         """Let layers find the weights that are held on the host, and move the rest."""
-        self._masters = self._masters_of(layers, self._held)
-        numbers = self._numbers(self._masters)
-        self._held = dict(zip(numbers, self._masters, strict=True))
+        self._masters = self.places.find_again(layers)
+        numbers = [self.places.position_of(masters) for masters in self._masters]
         self.blocks = self._blocks_of([layers[number] for number in numbers])
         streamed = {id(p): p for b in self.blocks for w in b.weights if (p := w.ref()) is not None}
         in_parts = [weight for n in numbers for _, weight in layers[n].flattened]
@@ -467,9 +324,7 @@ class StreamedLayers:
             self._quantised,
             in_parts,
             weakly(self._before_layers, None),
-            None
-            if self._on_disk is None
-            else self._on_disk.read_ahead(self._masters, self._counts),
+            self.places.read_ahead(self._masters, self._counts),
         )
         names = [n for n, p in model.named_parameters() if id(p) in streamed]
         names += self._ends.names(model)
@@ -524,8 +379,7 @@ class StreamedLayers:
         self._ends.move_back()
         for weight in self._quantised:
             weight.follow()
-        if self._on_disk is not None:
-            self._on_disk.release()
+        self.places.release_reads()
 
     def streamed_bytes(self) -> dict[str, int]:
         """Return the bytes of the weights that are streamed, by the layer's qualified name."""
@@ -554,7 +408,7 @@ class StreamedLayers:
             f"stream_weights: the frozen weights of {len(self._masters)} of {num_layers} layers "
             f"({nbytes / GIB:.2f} GiB) are on the host and come layer by layer"
         )
-        if self._on_disk is not None and (phrase := self._on_disk.describe(self._masters)):
+        if phrase := self.places.describe_disk(self._masters):
             sentence += f"; {phrase}"
         if self.converted_nbytes:
             more = self.converted_nbytes / GIB
@@ -562,7 +416,7 @@ class StreamedLayers:
         num_groups = len(self.blocks) - len(self._masters)
         if num_groups:
             sentence += f", their experts in {num_groups} groups"
-        if (num_processes := self._on_host.num_processes(self._masters)) > 1:
+        if (num_processes := self.places.on_host.num_processes(self._masters)) > 1:
             sentence += f", in one copy for {num_processes} processes"
         left = {reason: nbytes for reason, nbytes in self.left_bytes.items() if nbytes}
         if left:

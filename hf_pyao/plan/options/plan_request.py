@@ -143,13 +143,10 @@ class PlanRequest:
         window: WindowOwner | None = None,
         below: HostAndDisk | None = None,
         allocator: AllocatorSettings | None = None,
-        stream_weights: int | str = "off",
-        ends_on_host: bool = False,
-        converts_weights: bool = False,
     ) -> PlanRequest:
         """Return the same for one model on one machine; arguments as of :meth:`of_config`.
 
-        *below*, *stream_weights*, *ends_on_host* and *converts_weights* are as the attributes.
+        *below* is as the attribute.
         """
         return dataclasses.replace(
             self,
@@ -158,9 +155,6 @@ class PlanRequest:
             window=window,
             below=below,
             allocator=allocator,
-            stream_weights=stream_weights,
-            ends_on_host=ends_on_host,
-            converts_weights=converts_weights,
         )
 
     @classmethod
