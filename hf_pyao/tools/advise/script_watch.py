@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import runpy
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,11 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_pyao.auto.recording.seen_forward import SeenForward, seen_forward
 from hf_pyao.engine.torch_hooks.layer_inputs import tensors_in
 from hf_pyao.engine.torch_hooks.passing_over import is_recomputing
-from hf_pyao.errors import ConfigError, NoLayersFoundError, PyAOError
+from hf_pyao.errors import NoLayersFoundError, PyAOError
 from hf_pyao.hf.micro_batch.trial_step import is_out_of_memory
 from hf_pyao.model.map.module_map import find_layers
 from hf_pyao.model.map.wrappers import unwrap_parallel
 from hf_pyao.text import echo
+from hf_pyao.tools.run_script import check_script, run_script
 
 
 class EnoughSeen(SystemExit):
@@ -155,20 +153,11 @@ def watched(
         PyAOError: it ended, or trains no model with layers. What the script itself raises is
             raised again, except an out-of-memory error after the model was called.
     """
-    if not is_module and not Path(script).is_file():
-        raise ConfigError(
-            f"there is no script {echo(script)}. Give a Python file, or -m MODULE.",
-            key="file-unreadable",
-        )
+    check_script(script, is_module=is_module)
     watch = ScriptWatch(num_micro_batches)
-    with mock.patch.object(sys, "argv", [script, *arguments]), watch:
+    with watch:
         try:
-            if is_module:
-                sys.path.insert(0, "")
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, str(Path(script).resolve().parent))
-                runpy.run_path(script, run_name="__main__")
+            run_script(script, arguments, is_module=is_module)
         except EnoughSeen:
             pass
         except SystemExit as error:

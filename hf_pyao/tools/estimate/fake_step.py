@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from hf_pyao.attachment import attach
 from hf_pyao.auto.offloader import Offloader
 from hf_pyao.config import PyAOConfig
-from hf_pyao.errors import ConfigError
+from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.model.fake_cuda.cuda_choices import answers_without_values, choices_of_cuda
 from hf_pyao.model.fake_cuda.cuda_operations import operations_of_cuda, replaced
 from hf_pyao.model.map.module_map import find_layers
@@ -38,6 +38,25 @@ BUCKET_BYTES = zero_bucket().nbytes
 """What ZeRO-2 reduces gradients in: 5e8 elements of half precision."""
 
 UNLIMITED_HOST_GIB = 2.0**20
+
+
+@contextmanager
+def runs_without_values(model_type: str) -> Iterator[None]:
+    """Say of an error of the model's own code that fake tensors have no values.
+
+    Raises:
+        ConfigError: the model cannot be run on fake tensors.
+    """
+    try:
+        yield
+    except PyAOError:
+        raise
+    except Exception as error:  # of the model's own code, which may look at values
+        raise ConfigError(
+            f"the model {model_type} cannot be run on fake tensors, which have no values: "
+            f"{describe_error(error)}",
+            key="model-not-run",
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from hf_pyao.levers import Levers, or_refuse
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.solve.collections_paused import few_collections
 from hf_pyao.plan.weights.base_names import described
-from hf_pyao.text import describe_error
 from hf_pyao.tools.answers import answered
 from hf_pyao.tools.estimate.command import DEFAULT_LENGTH
 from hf_pyao.tools.estimate.common_arguments import (
@@ -398,6 +397,7 @@ def _recorder(
     args: argparse.Namespace, training: FakeTraining
 ) -> Callable[[int, int, Levers], Any]:
     """Return what records the step at a micro-batch and a length, with certain levers."""
+    from hf_pyao.tools.estimate.fake_step import runs_without_values
     from hf_pyao.tools.estimate.recorded_step import record_step
 
     configured = levers_of(args)
@@ -411,16 +411,8 @@ def _recorder(
                         training, micro_batch, length, levers=levers, must_run_again=True
                     )
                 )
-        try:
+        with runs_without_values(training.config.model_type):
             return record_step(training, micro_batch, length, levers=levers)
-        except ConfigError:
-            raise
-        except Exception as error:  # of the model's own code, which may look at values
-            raise ConfigError(
-                f"the model {training.config.model_type} cannot be run on fake tensors, which "
-                f"have no values: {describe_error(error)}",
-                key="model-not-run",
-            ) from error
 
     return record
 

@@ -19,8 +19,8 @@ from hf_pyao.errors import ConfigError
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.solve.collections_paused import COLLECTION_THRESHOLDS, few_collections
-from hf_pyao.text import describe_error
 from hf_pyao.tools.estimate.estimate import Estimator
+from hf_pyao.tools.estimate.fake_step import runs_without_values
 from hf_pyao.tools.estimate.ways import ALL_WAYS, LONG_CONTEXT, STREAMED, Way
 
 POLL_SECONDS = 1.0
@@ -64,23 +64,18 @@ class Job:
         rows = []
         for way, head_loss in self.cases:
             try:
-                row = estimator.row(
-                    way,
-                    head_loss,
-                    micro_batch=self.micro_batch,
-                    with_longest=self.with_longest,
-                )
-            except ConfigError:
-                if head_loss == "off":
+                with runs_without_values(self.config.model_type):
+                    row = estimator.row(
+                        way,
+                        head_loss,
+                        micro_batch=self.micro_batch,
+                        with_longest=self.with_longest,
+                    )
+            except ConfigError as error:
+                if head_loss == "off" or error.key == "model-not-run":
                     raise
                 on_done(way.name_with(head_loss))
                 continue
-            except Exception as error:  # of the model's own code, which may look at values
-                raise ConfigError(
-                    f"the model {self.config.model_type} cannot be run on fake tensors, which have "
-                    f"no values: {describe_error(error)}",
-                    key="model-not-run",
-                ) from error
             rows.append(row)
             on_done(row.method)
         return rows, estimator.num_recordings

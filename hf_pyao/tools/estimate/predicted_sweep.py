@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 from hf_pyao.config import EffectiveConfig, PyAOConfig
-from hf_pyao.errors import ConfigError, PyAOError
 from hf_pyao.levers import Levers
 from hf_pyao.plan.documents.bench import OK, OUT_OF_MEMORY
 from hf_pyao.plan.documents.provenance import collect_provenance
@@ -22,11 +21,10 @@ from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.predict import predict
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.settings.sizes import Size
-from hf_pyao.text import describe_error
 from hf_pyao.tools.estimate.assumptions import ASSUMPTIONS
 from hf_pyao.tools.estimate.card_memory import card_memory
 from hf_pyao.tools.estimate.common_arguments import training_fields
-from hf_pyao.tools.estimate.fake_step import FakeTraining
+from hf_pyao.tools.estimate.fake_step import FakeTraining, runs_without_values
 from hf_pyao.tools.estimate.model_specs import ModelSpec, check_sequence_length, config_of
 from hf_pyao.tools.estimate.recorded_step import record_step
 
@@ -131,16 +129,8 @@ def _record(
     Raises:
         ConfigError: the model cannot be run on fake tensors.
     """
-    try:
+    with runs_without_values(training.config.model_type):
         return record_step(training, micro_batch, sequence_length, levers=levers)
-    except PyAOError:
-        raise
-    except Exception as error:  # of the model's own code, which may look at values
-        raise ConfigError(
-            f"the model {training.config.model_type} cannot be run on fake tensors, which have no "
-            f"values: {describe_error(error)}",
-            key="model-not-run",
-        ) from error
 
 
 def predict_points(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import runpy
-import sys
 from pathlib import Path
 
 from hf_pyao.errors import ConfigError, PyAOError
@@ -14,6 +12,7 @@ from hf_pyao.text import echo, one_line, say
 from hf_pyao.tools.estimate.common_arguments import add_training_arguments
 from hf_pyao.tools.estimate.lever_arguments import add_lever_arguments, given_levers, levers_of
 from hf_pyao.tools.report.kinds import Document
+from hf_pyao.tools.run_script import check_script, run_script
 
 DESCRIPTION = """\
 Measure the first steps of a training script: the time of each part of a layer, forward and
@@ -140,21 +139,11 @@ def _measured(args: argparse.Namespace) -> Profile | None:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     script = args.script
-    if not args.module and not Path(script).is_file():
-        raise ConfigError(
-            f"there is no script {echo(script)}. Give a Python file, or -m MODULE.",
-            key="file-unreadable",
-        )
-    sys.argv = [script, *args.arguments]
+    check_script(script, is_module=args.module)
     profiler = ScriptProfiler(args.output, args.steps, stops=not args.keep_running)
     with profiler:
         try:
-            if args.module:
-                sys.path.insert(0, "")
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, str(Path(script).resolve().parent))
-                runpy.run_path(script, run_name="__main__")
+            run_script(script, args.arguments, is_module=args.module)
         except ProfileIsDone:
             pass
         except SystemExit as error:
