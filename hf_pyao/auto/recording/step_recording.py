@@ -151,11 +151,14 @@ def record_fake_step(
         compiles = compiled_part(model) is not None
         # Of the layers that stand for others, the one behind them runs the same.
         recomputes = bool(recompute_modules) or plan is not None
-        # So are segments of one layer; those of several end where the model says.
-        runs_all = is_whole or bool(layers) or levers.checkpoint_every > 1
-        runs_all = runs_all or step.runs_all_layers
-        runs_all = runs_all or (recomputes and keep_last_layers > 1)
-        runs_all = runs_all or isinstance(levers.activation_memory_budget, tuple)
+        runs_all = (
+            is_whole
+            or step.runs_all_layers
+            or bool(layers)
+            or levers.checkpoint_every > 1  # longer segments end where the model says
+            or (recomputes and keep_last_layers > 1)
+            or isinstance(levers.activation_memory_budget, tuple)
+        )
         removed = None if runs_all else remove_equal_layers(model)
         step.let_gradients_go(model)
         recorder = StepRecorder(fake_mode, step.kernels, step.device)

@@ -94,15 +94,9 @@ class ZerothOrder:
                 raise ConfigError(
                     f"{what} is {echo(given)}; expected a {kind.__name__}.", key="wrong-argument"
                 )
-        if num_resident is not None:
-            Count("layers").check("num_resident", num_resident)
-        Gibibytes().check("host_memory_gib", host_memory_gib)
+        _check_given(self.settings, num_resident, host_memory_gib, stream_embeddings, head_loss)
         root = unwrap_model(model)
         self.device = device_of(root) if device is None else torch.device(device)
-        if stream_embeddings not in ("on", "off"):
-            raise unknown_name("stream_embeddings", stream_embeddings, ("on", "off"))
-        if head_loss not in ("off", "auto", "chunked"):
-            raise unknown_name("head_loss", head_loss, ("off", "auto", "chunked"))
         check_model(root)
         found = find_layers(root, layers)
         parameters = [
@@ -113,12 +107,6 @@ class ZerothOrder:
                 "no parameter of the model requires gradients, so zeroth order has nothing to "
                 "train. Call model.requires_grad_(True), or add adapters.",
                 key="zeroth-order-untrained",
-            )
-        if self.settings.zo2_order and stream_embeddings == "on":
-            raise ConfigError(
-                "stream_embeddings is 'on' and zo2_order is on: ZO2 keeps embeddings and head on "
-                "the device. Give 'off'.",
-                key="settings-contradict",
             )
         self._trained = TrainedWeights(parameters, self.settings)
         if self.settings.zo2_order:
@@ -377,6 +365,29 @@ class ZerothOrder:
             anything.register_state_dict_pre_hook(flush),
             anything.register_load_state_dict_pre_hook(flush),
         ]
+
+
+def _check_given(
+    settings: ZerothOrderSettings,
+    num_resident: int | None,
+    host_memory_gib: float | None,
+    stream_embeddings: str,
+    head_loss: str,
+) -> None:
+    """Refuse arguments of :class:`ZerothOrder` that are out of range, or contradict."""
+    if num_resident is not None:
+        Count("layers").check("num_resident", num_resident)
+    Gibibytes().check("host_memory_gib", host_memory_gib)
+    if stream_embeddings not in ("on", "off"):
+        raise unknown_name("stream_embeddings", stream_embeddings, ("on", "off"))
+    if head_loss not in ("off", "auto", "chunked"):
+        raise unknown_name("head_loss", head_loss, ("off", "auto", "chunked"))
+    if settings.zo2_order and stream_embeddings == "on":
+        raise ConfigError(
+            "stream_embeddings is 'on' and zo2_order is on: ZO2 keeps embeddings and head on the "
+            "device. Give 'off'.",
+            key="settings-contradict",
+        )
 
 
 def zeroth_order_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,76 +130,120 @@ def streamable_layers(
         model: the whole model: what is tied with a parameter outside of its layer stays.
         layers: qualified name and module, in forward order.
     """
-    owners = owners_by_storage(model)
-    wrapped = wrapped_by_peft(model)
-    adapters = parameters_of_adapters(model)
-    by_dora = _read_by_dora(model)
-    holders = _holders(model)
+    surroundings = _Surroundings(
+        owners=owners_by_storage(model),
+        wrapped=wrapped_by_peft(model),
+        adapters=parameters_of_adapters(model),
+        by_dora=_read_by_dora(model),
+        holders=_holders(model),
+    )
     found = []
     for fqn, layer in layers:
-        inside = {id(module) for module in layer.modules()}
-        parameters: dict[int, tuple[str, Parameter]] = {}
-        packed: list[tuple[str, QuantisedWeight]] = []
-        convertible: set[str] = set()
-        in_parts: dict[int, tuple[str, FlattenedWeight]] = {}
-        fused: list[tuple[str, FusedExperts]] = []
-        left: Counter[str] = Counter()
+        search = _LayerSearch(fqn, layer, surroundings)
         for path, module in layer.named_modules():
-            experts = fused_experts(module)
-            if experts is not None:
-                fused.append((".".join(part for part in (fqn, path) if part), experts))
-            for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in parameters:
-                    continue
-                if id(parameter) in in_parts:
-                    continue
-                weight = quantised(module, parameter)
-                parts = _parts_of(parameter) if weight is None else None
-                is_known = weight is not None or parts is not None
-                reason = reason_to_stay(module, parameter, is_known=is_known)
-                if not reason and id(parameter) in adapters:
-                    reason = ADAPTER
-                if not reason and experts is not None and name in experts.biases:
-                    reason = VECTOR
-                if not reason and (id(module), name) in wrapped:
-                    reason = PARAMETRIZED
-                if not reason and is_tied(parameter, owners, inside):
-                    reason = TIED
-                if not reason and parts is not None and not holders[id(parameter)] <= inside:
-                    reason = TIED
-                if reason:
-                    is_strided = parameter.layout is torch.strided
-                    left[reason] += parameter.nbytes if is_strided else 0
-                    continue
-                whole = ".".join(part for part in (fqn, path, name) if part)
-                if parts is not None:
-                    in_parts[id(parameter)] = whole, parts
-                else:
-                    parameters[id(parameter)] = whole, parameter
-                    if id(module) not in by_dora and _is_convertible(module, parameter, experts):
-                        convertible.add(whole)
-                    if weight is not None:
-                        packed.append((whole, weight))
-        names = {name for name, _ in parameters.values()}
+            search.look_at(path, module)
+        found.append(search.found())
+    return found
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What of the whole model decides whether a weight of a layer may be streamed."""
+
+    owners: Owners
+    wrapped: Collection[tuple[int, str]]
+    adapters: Collection[int]
+    by_dora: Collection[int]
+    holders: Mapping[int, Set[int]]
+
+
+class _LayerSearch:
+    """Looks for the weights of one layer that may be streamed."""
+
+    def __init__(self, fqn: str, layer: nn.Module, surroundings: _Surroundings) -> None:
+        self._fqn = fqn
+        self._inside = {id(module) for module in layer.modules()}
+        self._around = surroundings
+        self._parameters: dict[int, tuple[str, Parameter]] = {}
+        self._packed: list[tuple[str, QuantisedWeight]] = []
+        self._convertible: set[str] = set()
+        self._in_parts: dict[int, tuple[str, FlattenedWeight]] = {}
+        self._fused: list[tuple[str, FusedExperts]] = []
+        self._left: Counter[str] = Counter()
+
+    def look_at(self, path: str, module: nn.Module) -> None:
+        """Note the parameters that *module*, at *path* in the layer, has itself."""
+        experts = fused_experts(module)
+        if experts is not None:
+            self._fused.append((self._name_of(path), experts))
+        for name, parameter in module._parameters.items():
+            key = id(parameter)
+            if parameter is None or key in self._parameters or key in self._in_parts:
+                continue
+            weight = quantised(module, parameter)
+            parts = _parts_of(parameter) if weight is None else None
+            is_known = weight is not None or parts is not None
+            reason = reason_to_stay(module, parameter, is_known=is_known)
+            reason = reason or self._reason(module, name, parameter, experts, parts)
+            if reason:
+                is_strided = parameter.layout is torch.strided
+                self._left[reason] += parameter.nbytes if is_strided else 0
+                continue
+            whole = self._name_of(path, name)
+            if parts is not None:
+                self._in_parts[key] = whole, parts
+                continue
+            self._parameters[key] = whole, parameter
+            is_read_by_dora = id(module) in self._around.by_dora
+            if not is_read_by_dora and _is_convertible(module, parameter, experts):
+                self._convertible.add(whole)
+            if weight is not None:
+                self._packed.append((whole, weight))
+
+    def _name_of(self, *path: str) -> str:
+        return ".".join(part for part in (self._fqn, *path) if part)
+
+    def _reason(
+        self,
+        module: nn.Module,
+        name: str,
+        parameter: Parameter,
+        experts: FusedExperts | None,
+        parts: FlattenedWeight | None,
+    ) -> str:
+        """Return why a parameter stays on the device, for what is around it; empty: it need not."""
+        around = self._around
+        if id(parameter) in around.adapters:
+            return ADAPTER
+        if experts is not None and name in experts.biases:
+            return VECTOR
+        if (id(module), name) in around.wrapped:
+            return PARAMETRIZED
+        if is_tied(parameter, around.owners, self._inside):
+            return TIED
+        is_held_outside = parts is not None and not around.holders[id(parameter)] <= self._inside
+        return TIED if is_held_outside else ""
+
+    def found(self) -> StreamableLayer:
+        """Return what may be streamed of the layer."""
+        names = {name for name, _ in self._parameters.values()}
         whole_experts = [
             (path, experts)
-            for path, experts in fused
+            for path, experts in self._fused
             if all(f"{path}.{name}" in names for name in experts.names)
         ]
         of_experts = {f"{path}.{name}" for path, each in whole_experts for name in each.names}
-        found.append(
-            StreamableLayer(
-                fqn=fqn,
-                # Experts last: what else a layer has lies together, for one copy.
-                parameters=tuple(sorted(parameters.values(), key=lambda p: p[0] in of_experts)),
-                experts=tuple(whole_experts),
-                quantised=tuple(packed),
-                flattened=tuple(in_parts.values()),
-                left_bytes=left,
-                convertible=frozenset(convertible),
-            )
+        # Experts last: what else a layer has lies together, for one copy.
+        parameters = sorted(self._parameters.values(), key=lambda each: each[0] in of_experts)
+        return StreamableLayer(
+            fqn=self._fqn,
+            parameters=tuple(parameters),
+            experts=tuple(whole_experts),
+            quantised=tuple(self._packed),
+            flattened=tuple(self._in_parts.values()),
+            left_bytes=self._left,
+            convertible=frozenset(self._convertible),
         )
-    return found
 
 
 def reason_to_stay(module: nn.Module, parameter: Parameter, *, is_known: bool = False) -> str:
