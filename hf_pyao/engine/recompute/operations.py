@@ -137,6 +137,9 @@ SHAPE_ONLY = frozenset({"full_like", "ones_like", "rand_like", "randn_like", "ze
 REINTERPRETING = frozenset({"_conj", "_neg_view", "resize_", "set_", "view_as_complex"})
 """Names of operations behind which a storage's bytes alone no longer say what a tensor holds."""
 
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+"""Namespaces of operations that return before what they write is there."""
+
 
 NOTHING = slice(0, 0)
 """No arguments."""
@@ -156,6 +159,8 @@ class Rule:
     """True if it changes an argument, as its schema says."""
     unannotated: slice
     """Positions of arguments that it changes though its schema does not say so."""
+    ends_later: bool
+    """True if what it changes may change after it has returned: a collective."""
     is_shape_only: bool
     """True if it reads the shape of its first argument alone."""
     has_mask: bool
@@ -177,7 +182,8 @@ class Rules(dict[Any, Rule]):
             is_random=torch.Tag.nondeterministic_seeded in func.tags,
             dropout_at=_position_of("dropout_p", func._schema),
             is_mutable=func._schema.is_mutable,
-            unannotated=_running_statistics(func._schema),
+            unannotated=unannotated_writes(func),
+            ends_later=func.namespace in COLLECTIVES,
             is_shape_only=name in SHAPE_ONLY,
             has_mask=name == "native_dropout",
             is_reinterpreting=name in REINTERPRETING,
@@ -238,12 +244,19 @@ def _takes_tensor(schema: Any) -> bool:
     return bool(schema.arguments) and str(schema.arguments[0].type) == "Tensor"
 
 
-def _running_statistics(schema: Any) -> slice:
-    """Return the positions of batch norm's running mean and variance, which it updates."""
-    position = _position_of("running_mean", schema)
-    if position is None or schema.is_mutable:
+def unannotated_writes(func: Any) -> slice:
+    """Return the positions of arguments that *func* changes though its schema does not say so.
+
+    These are batch norm's running mean and variance, and what a collective of
+    ``torch.distributed`` writes (``c10d::allreduce_``): its first argument.
+    """
+    schema = func._schema
+    if schema.is_mutable:
         return NOTHING
-    return slice(position, position + 2)
+    if func.namespace == "c10d":
+        return slice(0, 1) if schema.name.endswith("_") else NOTHING
+    position = _position_of("running_mean", schema)
+    return NOTHING if position is None else slice(position, position + 2)
 
 
 def _changes_first_argument_alone(schema: Any) -> bool:

@@ -310,13 +310,14 @@ class Trace(RemovableMode):
         self._keep_content(changed)
         out = run(*args, **kwargs)
         for tensor in _traceable(changed):
-            self._forget(tensor, is_changed=True)
+            self._forget(tensor, is_changed=True, may_copy=not rule.ends_later)
         is_empty = rule.kind is Kind.EMPTY
         has_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        is_constant = not (is_empty or has_gradient or rule.ends_later)
         for tensor in _traceable(out):
             value = self.values.get(tensor.untyped_storage()._cdata)
             if value is None:
-                value = self._made(tensor, is_constant=not (is_empty or has_gradient))
+                value = self._made(tensor, is_constant=is_constant)
             if is_empty:
                 value.overwritten()  # by whom is not seen
             if rule.is_reinterpreting or tensor.dtype.is_complex:
@@ -331,19 +332,23 @@ class Trace(RemovableMode):
         if is_changed:
             self._keep_content((args, kwargs))
         out = run(*args, **kwargs)
+        may_copy = not rule.ends_later
         for tensor in _traceable((args, kwargs)):
-            self._forget(tensor, is_changed=is_changed)
+            self._forget(tensor, is_changed=is_changed, may_copy=may_copy)
         for tensor in _traceable(out):
             if tensor.untyped_storage()._cdata in self.values:
-                value = self._forget(tensor, is_changed=is_changed)
+                value = self._forget(tensor, is_changed=is_changed, may_copy=may_copy)
             else:  # what fills it may not be seen
                 value = self._made(tensor, is_constant=False)
             if rule.is_reinterpreting:
                 value.block()
         return out
 
-    def _forget(self, tensor: torch.Tensor, *, is_changed: bool) -> Value:
-        """Make *tensor*'s storage one of unknown origin; return its value."""
+    def _forget(self, tensor: torch.Tensor, *, is_changed: bool, may_copy: bool = True) -> Value:
+        """Make *tensor*'s storage one of unknown origin; return its value.
+
+        *may_copy*: its content is there, and does not change once more.
+        """
         storage = tensor.untyped_storage()
         known = self.values.get(storage._cdata)
         if known is None:
@@ -356,7 +361,7 @@ class Trace(RemovableMode):
         value.be_like(known)
         if is_changed:
             known.overwritten()
-            is_small = value.nbytes <= MAX_COPIED_BYTES
+            is_small = may_copy and value.nbytes <= MAX_COPIED_BYTES
             if is_small and not tensor.requires_grad and has_bytes(tensor):
                 value.is_found_in(copied_source(storage, tensor.device))
         self.values[storage._cdata] = value

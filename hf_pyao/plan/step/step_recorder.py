@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_pyao.engine.codecs.row_statistics import is_row_statistic
+from hf_pyao.engine.recompute.operations import unannotated_writes
 from hf_pyao.engine.runtime.observer import Observer, Result
 from hf_pyao.engine.runtime.policy import Decision
 from hf_pyao.engine.runtime.slots import Slot
@@ -303,6 +304,7 @@ class StepRecorder(Observer):
             if argument.alias_info is not None and argument.alias_info.is_write
             for value in values_of(tensors_in((given,)))
         ]
+        written += values_of(tensors_in(args[unannotated_writes(func)]))
         reads = values_of(tensors_in((args, kwargs)))
         if not torch.is_grad_enabled():
             # As the engine's trace sees it: an unseen kernel may have written whatever is touched.

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.distributed._functional_collectives as functional_collectives
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_pyao import PyAOConfig, attach
 from tests.helpers import EVERY_LAYER, autocasting, tiny_batch, tiny_model
@@ -32,6 +34,7 @@ NAMED_SETS = {
     "llama": (("attn_norm", "mlp_norm"), ("mlp",)),
 }
 """One of them after the other, alone under one wrapper and beside offloading under the next."""
+COLLECTIVES = ("", "async", "functional")
 AUTOCASTS = (None, torch.bfloat16)
 
 
@@ -77,10 +80,54 @@ def two_steps(
     return [*seen, torch.get_rng_state()], metrics
 
 
+def compared(
+    found: list[Tensor], expected: list[Tensor], metrics: dict[str, float]
+) -> dict[str, Any]:
+    """Return what differs, and what was done."""
+    pairs = zip(found, expected, strict=True)
+    return {
+        "different": [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)],
+        "num_tensors": len(expected),
+        "recomputed_bytes": metrics["recomputed_bytes"],
+    }
+
+
+class _Summing(LlamaMLP):
+    """An MLP that scales by a mean over all ranks."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        mean = y.detach().abs().mean().reshape(1)
+        if self.how == "functional":
+            mean = functional_collectives.all_reduce(mean, "sum", dist.group.WORLD)
+        else:
+            work = dist.all_reduce(mean, async_op=self.how == "async")
+            if work is not None:
+                work.wait()
+        return y * (1 + mean / (1 + mean))
+
+
+def summing(how: str) -> nn.Module:
+    """Return a model whose MLPs run a collective; *how*: ``""``, ``"async"``, ``"functional"``."""
+    model = tiny_model("llama")
+    for module in model.modules():
+        if isinstance(module, LlamaMLP):
+            module.__class__ = _Summing
+            module.how = how
+    return model
+
+
 def main(folder: Path) -> None:
     """Compare every wrapper and model; write what differs."""
     join_group(folder, timeout_s=60)
     results: dict[str, Any] = {}
+    for how in COLLECTIVES:
+        origin = summing(how)
+        expected, _ = two_steps(origin, "ddp", None, None)
+        found, metrics = two_steps(origin, "ddp", None, replace(ALONE, recompute_modules=("*",)))
+        results[f"collective, {how}"] = compared(found, expected, metrics)
     for index, (wrapper, model_type) in enumerate(itertools.product(WRAPPERS, MODELS)):
         names, autocast = SETS[(index + index // 3) % 3], AUTOCASTS[index % 2]
         origin = tiny_model(model_type, dropout=0.1)
@@ -92,12 +139,7 @@ def main(folder: Path) -> None:
             config = replace(base, recompute_modules=selected)
             found, metrics = two_steps(origin, wrapper, autocast, config)
             key = f"{wrapper}, {model_type}, {selected}, {autocast}, {base.policy}"
-            pairs = zip(found, expected, strict=True)
-            results[key] = {
-                "different": [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)],
-                "num_tensors": len(expected),
-                "recomputed_bytes": metrics["recomputed_bytes"],
-            }
+            results[key] = compared(found, expected, metrics)
     write_result(folder, results)
     dist.barrier()
 
