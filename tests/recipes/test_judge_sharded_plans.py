@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
-from studies import judge_sharded_plans
+from studies import judge_sharded_plans, judged_steps, sharded_steps
 from tests.recipes.conftest import REPOSITORY
 
 RESULT = REPOSITORY / "recipes" / "results" / "judged_sharded_plans.json"
@@ -22,8 +23,10 @@ def test_smoke(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_point_of_the_result_file_is_worse() -> None:
     points = json.loads(RESULT.read_text())["points"]
-    assert len(points) >= 16
-    assert max(p["chosen_ms"] / p["best_ms"] - 1 for p in points) <= 0.01
+    cases = {(p["engine"], p["model"]) for p in points}
+    assert cases == set(itertools.product(sharded_steps.ENGINES, judged_steps.SIZES))
+    assert len(points) == 16 * len(cases)
+    assert max(p["chosen_ms"] / p["best_ms"] - 1 for p in points) <= 0.005
     assert all(p["predicted_ms"] == pytest.approx(p["chosen_ms"]) for p in points)
     waits = [p["waits_for_collectives_ms"] / p["chosen_ms"] for p in points]
     assert min(waits) < 0.05
