@@ -77,6 +77,10 @@ class TrainedWeight:
             for first, end in zip(firsts, ends, strict=True)
         ]
 
+    def take_parts(self, parts: Sequence[TrainedPart]) -> None:
+        """Update the elements by *parts*, in place of those before."""
+        self.parts = list(parts)
+
     def part_from(self, first: int) -> TrainedPart:
         """Return the part that begins with element *first*."""
         return next(part for part in self.parts if part.first == first)

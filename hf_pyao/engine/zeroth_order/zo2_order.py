@@ -63,14 +63,15 @@ class WeightsInVisitingOrder(TrainedWeights):
         self._seeds = np.random.RandomState(settings.seed % 2**32)
         self._drawn_seeds: list[int] = []
         self._modules: dict[str, list[VisitedPart]] = {}
-        for weight in self.weights:
-            weight.parts = []
+        parts: dict[TrainedWeight, list[TrainedPart]] = {weight: [] for weight in self.weights}
         for module, own in modules.items():
             places = self._modules[module] = []
             for parameter in own:
                 if (known := self.of(parameter)) is not None:
                     places.append(VisitedPart(known, module, 0))
-                    known.parts.append(places[-1])
+                    parts[known].append(places[-1])
+        for weight, found in parts.items():
+            weight.take_parts(found)
         self._states: dict[int, dict[TrainedPart, torch.Tensor]] = {}
         """By step, the generator's state before each draw, in the order of the visits."""
         self._next: dict[int, torch.Tensor] = {}
