@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 from hf_pyao.errors import ConfigError
 from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostModel
 from hf_pyao.plan.hardware.speeds import DeviceModel, LinkModel
 from hf_pyao.plan.predict.copy_lanes import GRADIENT, Copy, Lanes, LateLanes, TimedLanes
 from hf_pyao.plan.predict.disk_demand import DiskDemand
+from hf_pyao.plan.predict.kept_slots import KeptSlots
 from hf_pyao.plan.predict.predicted_copies import PredictedOffloads, PredictedReloads
 from hf_pyao.plan.predict.predicted_disk import PredictedDisk
-from hf_pyao.plan.predict.predicted_memory import PredictedMemory
+from hf_pyao.plan.predict.predicted_memory import Event, PredictedMemory
 from hf_pyao.plan.predict.predicted_uploads import PredictedUploads
 from hf_pyao.plan.predict.step_clock import LanesClock, StepClock
 from hf_pyao.plan.step.collectives import with_collectives
@@ -268,6 +271,7 @@ class StepWalk:
         """Buffers that are not there just from birth to death: reloaded ones, and rebuilt ones."""
         for rebuild in plan.rebuilds.values():
             self._made_again.update(made for each in rebuild.operations for made in each.makes)
+        self._kept = KeptSlots(program, self._leaves, plan.rebuilds, self._made_again)
 
     # ---- what happens when ---------------------------------------------------------------------
 
@@ -281,11 +285,15 @@ class StepWalk:
         pack, unpack, enter = self._pack, self._unpack, self._enter
         first_packs: list[tuple[int, int]] = []
         asked: list[tuple[int, int, int]] = []
-        program = self._program
+        program, kept = self._program, self._kept.slots
+        none_leaves = not any(self._leaves)
         begun = {(each.layer, each.start) for each in program.segments if each.phase == FORWARD}
         for number, slot in enumerate(program.slots):
+            if number in kept:
+                continue
             if slot.link_bytes == 0:
-                asked += ((moment, slot.unpack_rank, number) for moment in slot.asked_again)
+                if not none_leaves:  # else there is nothing to bring back
+                    asked += ((moment, slot.unpack_rank, number) for moment in slot.asked_again)
                 continue
             if (slot.layer, slot.left_at) in begun:
                 first_packs.append((slot.left_at, number))
@@ -305,41 +313,47 @@ class StepWalk:
     def _ends(self) -> _Events:
         """Return what ends with each operation, besides what was there from birth to death."""
         events: _Events = defaultdict(list)
-        buffers = self._program.buffers
-        end, free = self._slot_ends, self._free_rebuilt
+        buffers, kept = self._program.buffers, self._kept
+        end, free, let_go = self._slot_ends, self._free_rebuilt, self._memory.die
         for number, slot in enumerate(self._program.slots):
-            if slot.link_bytes and slot.reloaded >= 0:
+            if number in kept.last:
+                events[buffers[slot.reloaded].death].append((let_go, kept.last[number]))
+            elif slot.link_bytes and slot.reloaded >= 0 and number not in kept.slots:
                 events[buffers[slot.reloaded].death].append((end, number))
         for rebuild in self._plan.rebuilds.values():
             for number in (made for each in rebuild.operations for made in each.makes):
                 events[buffers[number].death].append((free, number))
+        # Buffers of kept slots alone go as those whose operations are over.
+        for moment in [m for m, found in events.items() if all(e is let_go for e, _ in found)]:
+            self._memory.end_with(moment, [buffer for _, buffer in events.pop(moment)])
         return events
-
-    def _births_and_deaths(self) -> tuple[_Numbers, _Numbers]:
-        """Return which buffers each operation makes and ends, except those that are made again."""
-        births: _Numbers = defaultdict(list)
-        deaths: _Numbers = defaultdict(list)
-        made_again = self._made_again
-        for number, buffer in enumerate(self._program.buffers):
-            if number not in made_again:
-                births[buffer.birth].append(number)
-                deaths[buffer.death].append(number)
-        return births, deaths
 
     def run(self) -> Prediction:
         """Walk; waits are counted by the clock."""
         program, memory, clock, times_ms = self._program, self._memory, self._clock, self._times_ms
-        before, ends = self._events_before(), self._ends()
-        births, deaths = self._births_and_deaths()
-        read_by = self._uploads.read_by
-        peaks: list[int] = []
+        operations, num_operations = program.operations, program.num_operations
+        memory.plan(self._made_again, set(self._kept.last.values()))
+        before, ends, read_by = self._events_before(), self._ends(), self._uploads.read_by
+        stops = {number for number, each in enumerate(operations) if each.collective or each.awaits}
+        stops.update(before, ends, read_by)
         start_ms: list[float] = []
         compute_ms = 0.0
-        for number, operation in enumerate(program.operations):
-            memory.begin(number)
-            if number in before:
-                for event, subject in before[number]:
-                    event(subject)
+        done = 0
+        for number in sorted(stops):
+            if number >= num_operations:
+                break
+            if done < number:
+                # Nothing but kernels, and buffers that come and go with them.
+                memory.run(done, number)
+                if times_ms is not None:
+                    elapsed = times_ms[done:number]
+                    start_ms += clock.run_kernels(elapsed)
+                    compute_ms = reduce(add, elapsed, compute_ms)
+            done = number + 1
+            memory.operation = number
+            for event, subject in before.get(number, ()):
+                event(subject)
+            operation = operations[number]
             elapsed_ms = 0.0 if times_ms is None else times_ms[number]
             if operation.awaits:
                 clock.await_collective(operation.awaits)
@@ -353,18 +367,16 @@ class StepWalk:
             if times_ms is not None:
                 start_ms.append(started_ms)
                 compute_ms += elapsed_ms
-            if number in deaths:
-                memory.die(deaths[number])
-            if number in ends:
-                for event, subject in ends[number]:
-                    event(subject)
-            if number in births:
-                memory.make(births[number])
-            if operation.workspace_bytes:
-                self._allocate_inside(number, operation.workspace_bytes)
-            peaks.append(memory.peak_bytes)
-        memory.begin(program.num_operations)
-        for event, subject in before.get(program.num_operations, ()):
+            memory.run(number, done, ends.get(number, ()))
+        if done < num_operations:
+            memory.run(done, num_operations)
+            if times_ms is not None:
+                elapsed = times_ms[done:]
+                start_ms += clock.run_kernels(elapsed)
+                compute_ms = reduce(add, elapsed, compute_ms)
+        peaks = memory.peaks
+        memory.operation = num_operations
+        for event, subject in before.get(num_operations, ()):
             event(subject)
         clock.await_collective(0)
         self._offloads.release(list(self._offloads.waiting))  # as the engine when backward ends
@@ -482,8 +494,5 @@ class StepWalk:
             self._memory.end_lifetime(buffer, start)
 
 
-_Numbers = defaultdict[int, list[int]]
-"""By number of operation: numbers of buffers."""
-
-_Events = defaultdict[int, list[tuple[Callable[[int], None], int]]]
-"""By number of operation: what happens, and to which slot, buffer or segment."""
+_Events = defaultdict[int, list[Event]]
+"""By number of operation."""

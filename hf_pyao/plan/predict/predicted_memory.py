@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Container, Sequence, Set
 
-from hf_pyao.plan.step.prediction import FREED, Lifetime, MemoryEvent, MemoryKey
+from hf_pyao.plan.step.prediction import FREED, WORKSPACE, Lifetime, MemoryEvent, MemoryKey
 from hf_pyao.plan.step.step_program import StepProgram
+
+Event = tuple[Callable[[int], None], int]
+"""What happens, and to which slot, buffer or segment."""
 
 
 class PredictedMemory:
@@ -22,24 +25,80 @@ class PredictedMemory:
         self.live_bytes = program.resident_bytes
         self.operation = 0
         """The operation that is predicted."""
+        self.peaks: list[int] = []
+        """By operation, the most bytes since the one before."""
         self.events: list[MemoryEvent] = []
         self.lifetimes: list[Lifetime] = []
+        self._operations = program.operations
         self._buffers = program.buffers
+        self._births: list[list[int]] = [[] for _ in program.operations]
+        self._deaths: list[list[int]] = [[] for _ in program.operations]
         self._peak_bytes = 0
         self._allocated: dict[MemoryKey, int] = {}
         """What is there and is no buffer of the program."""
         self._num_holders = [0] * len(program.buffers)
         self._is_dead = [False] * len(program.buffers)
 
-    def begin(self, operation: int) -> None:
-        """Go on to *operation*: a peak is looked for anew."""
-        self.operation = operation
-        self._peak_bytes = 0
+    def plan(self, made_again: Container[int], kept: Container[int]) -> None:
+        """Say which buffers :meth:`run` neither makes nor lets go, and which it makes alone."""
+        births, deaths = self._births, self._deaths
+        num_operations = len(births)
+        for number, (_, birth, death) in enumerate(self._buffers):
+            if number not in made_again:
+                if 0 <= birth < num_operations:
+                    births[birth].append(number)
+                if 0 <= death < num_operations and number not in kept:
+                    deaths[death].append(number)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes since :meth:`begin`."""
-        return max(self._peak_bytes, self.live_bytes)
+    def end_with(self, operation: int, buffers: Sequence[int]) -> None:
+        """Let *buffers* go with *operation*, behind all others."""
+        if 0 <= operation < len(self._deaths):
+            self._deaths[operation] += buffers
+        else:
+            for buffer in buffers:
+                self.hold(buffer)  # until the step ends
+
+    def run(self, first: int, end: int, between: Sequence[Event] = ()) -> None:
+        """Run operations, and note the peak of each since the one before.
+
+        Args:
+            first: number of the first.
+            end: of the one behind the last.
+            between: what happens, and to what, where the first has let buffers go, and not made
+                others yet.
+        """
+        births, deaths, operations = self._births, self._deaths, self._operations
+        buffers, is_dead, num_holders = self._buffers, self._is_dead, self._num_holders
+        events, lifetimes, peaks = self.events, self.lifetimes, self.peaks
+        live_bytes, peak_bytes = self.live_bytes, self._peak_bytes
+        for number in range(first, end):
+            for buffer in deaths[number]:
+                is_dead[buffer] = True
+                if not num_holders[buffer]:
+                    nbytes, birth, _ = buffers[buffer]
+                    events.append((buffer, FREED))
+                    live_bytes -= nbytes
+                    lifetimes.append((buffer, birth, number))
+            if between:
+                self.live_bytes = live_bytes
+                for event, subject in between:
+                    event(subject)
+                live_bytes, peak_bytes = self.live_bytes, self._peak_bytes
+                between = ()
+            for buffer in births[number]:
+                nbytes = buffers[buffer][0]
+                events.append((buffer, nbytes))
+                live_bytes += nbytes
+                if live_bytes > peak_bytes:
+                    peak_bytes = live_bytes
+            if inside_bytes := operations[number].workspace_bytes:
+                events.append(((WORKSPACE, number), inside_bytes))
+                events.append(((WORKSPACE, number), FREED))
+                if live_bytes + inside_bytes > peak_bytes:
+                    peak_bytes = live_bytes + inside_bytes
+            peaks.append(peak_bytes if peak_bytes > live_bytes else live_bytes)
+            peak_bytes = 0
+        self.live_bytes, self._peak_bytes = live_bytes, 0
 
     def allocate(self, key: MemoryKey, nbytes: int) -> None:
         """Allocate *nbytes* for *key*, which is no buffer of the program."""
@@ -72,17 +131,13 @@ class PredictedMemory:
             return
         self._num_holders[buffer] -= 1
         if self._is_dead[buffer] and not self._num_holders[buffer]:
-            self._free_buffers((buffer,))
+            self.die(buffer)
 
-    def die(self, buffers: Sequence[int]) -> None:
-        """End the operations of *buffers*, one after the other."""
-        is_dead, num_holders = self._is_dead, self._num_holders
-        free = []
-        for buffer in buffers:
-            is_dead[buffer] = True
-            if not num_holders[buffer]:
-                free.append(buffer)
-        self._free_buffers(free)
+    def die(self, buffer: int) -> None:
+        """Free *buffer*, whose operations are over, and which nothing holds."""
+        self.events.append((buffer, FREED))
+        self.live_bytes -= self._buffers[buffer].nbytes
+        self.end_lifetime(buffer, self._buffers[buffer].birth)
 
     def end_lifetime(self, buffer: int, start: int) -> None:
         """Note that *buffer* was there from operation *start* until now."""
@@ -105,10 +160,3 @@ class PredictedMemory:
         live_bytes = self.live_bytes = self.live_bytes + nbytes
         if live_bytes > self._peak_bytes:
             self._peak_bytes = live_bytes
-
-    def _free_buffers(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            buffer = self._buffers[number]
-            self.events.append((number, FREED))
-            self.live_bytes -= buffer.nbytes
-            self.lifetimes.append((number, buffer.birth, self.operation))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
+from itertools import accumulate
 
-from hf_pyao.plan.hardware.host_model import FAR_AHEAD, HostClock, HostModel
+from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostClock, HostModel
 from hf_pyao.plan.predict.collective_lane import CollectiveLane
 from hf_pyao.plan.predict.copy_lanes import OFFLOAD, Copy, Lanes
 from hf_pyao.plan.step.prediction import Stall
@@ -29,6 +31,10 @@ class StepClock(abc.ABC):
     @abc.abstractmethod
     def run_kernel(self, elapsed_ms: float) -> float:
         """Run a kernel that the host queues; return when it starts."""
+
+    def run_kernels(self, elapsed_ms: Sequence[float]) -> list[float]:
+        """Run kernels one after the other; return when each starts. 0 ms stand for no kernel."""
+        return [self.run_kernel(each) if each else self.now_ms for each in elapsed_ms]
 
     @abc.abstractmethod
     def advance(self, elapsed_ms: float) -> None:
@@ -74,7 +80,7 @@ class LanesClock(StepClock):
         self.collective_wait_ms = {FORWARD: 0.0, BACKWARD: 0.0}
         """How long compute has waited for collectives."""
         self._host = HostClock(host)
-        self._is_far_ahead = host == FAR_AHEAD
+        self._host_takes_no_time = host in (FAR_AHEAD, IN_STEP)
         self._awaited_order = -1
         """The newest copy to the host that was waited for."""
         self.late_differs = False
@@ -89,7 +95,7 @@ class LanesClock(StepClock):
 
     def run_kernel(self, elapsed_ms: float) -> float:
         """Run a kernel that the host queues; return when it starts."""
-        if self._is_far_ahead:  # it takes no time, and never waits
+        if self._host_takes_no_time:  # it never keeps the device waiting
             start_ms = self._now_ms
             self._now_ms += elapsed_ms
             return start_ms
@@ -97,6 +103,14 @@ class LanesClock(StepClock):
         self._now_ms = start_ms + elapsed_ms
         self._host.ends(self._now_ms)
         return start_ms
+
+    def run_kernels(self, elapsed_ms: Sequence[float]) -> list[float]:
+        """Run kernels one after the other; return when each starts. 0 ms stand for no kernel."""
+        if not self._host_takes_no_time:
+            return super().run_kernels(elapsed_ms)
+        starts_ms = list(accumulate(elapsed_ms, initial=self._now_ms))
+        self._now_ms = starts_ms.pop()
+        return starts_ms
 
     def advance(self, elapsed_ms: float) -> None:
         """Let compute go on for *elapsed_ms*."""

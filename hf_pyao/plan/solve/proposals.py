@@ -13,12 +13,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from hf_pyao.plan.documents.plan import KEEP, OFFLOAD, RECOMPUTE
 from hf_pyao.plan.documents.plan_facts import KEEP_EVERYTHING
-from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
 from hf_pyao.plan.hardware.host_model import IN_STEP
 from hf_pyao.plan.paper.pyao_plan import paths_of
 from hf_pyao.plan.predict.allocator_replay import StepMemory
@@ -72,10 +72,10 @@ class Candidate:
     """With the link's speed."""
     late: Prediction
     """With copies that are never early: its peak holds on every link."""
-    early: Callable[[], Prediction] | None = None
+    early: Callable[[], Prediction] | None
     """As in :class:`~hf_pyao.plan.predict.allocator_replay.StepMemory`."""
-    allocator: AllocatorSettings | None = None
-    """As :attr:`~hf_pyao.plan.solve.step_problem.Conditions.allocator`."""
+    memory: StepMemory
+    """What the device's allocator reserves for it, and whether that fits."""
     problem: PlanProblem | None = None
     """What was solved, if anything was."""
     choice: PlanChoice | None = None
@@ -90,15 +90,13 @@ class Candidate:
         """Predicted peak of what is allocated on the device."""
         return self.late.peak_bytes
 
-    @cached_property
-    def memory(self) -> StepMemory:
-        """What the device's allocator reserves for it, and whether that fits."""
-        return StepMemory(self.step.program, self.late, self.early, self.allocator)
-
     @property
     def host_bytes(self) -> int:
         """Predicted peak on the host, with the masters of streamed weights."""
         return self.late.host_peak_bytes + self.step.program.streamed.host_bytes
+
+
+_OUTCOME = ("step", "timed", "late", "early", "memory")
 
 
 class Proposals:
@@ -135,6 +133,8 @@ class Proposals:
         self._proposals: dict[tuple[int, Conditions], Candidate | None] = {}
         self._simple: dict[str, Candidate] | None = None
         self._first_layers: dict[tuple[str, int], Candidate | None] = {}
+        self._alike: WeakValueDictionary[tuple[object, ...], Candidate] = WeakValueDictionary()
+        """By what they do: several searches come to plans that do the same."""
         self._elsewhere_ms: dict[tuple[int, float], float] = {}
         self._candidates_elsewhere: list[Candidate] = []
         self.num_solved = 0
@@ -293,6 +293,39 @@ class Proposals:
         num_slots = len(self.program.slots)
         if otherwise is None:
             otherwise = [OFFLOAD if conditions.may_offload else KEEP] * num_slots
+        codecs = tuple(codecs or [None] * num_slots)
+        # Without slots to rebuild, the rest says nothing.
+        rebuilt = (frozenset(products), tuple(otherwise)) if RECOMPUTE in actions else ()
+        key = (tuple(actions), codecs, rebuilt, conditions.window_bytes)
+        known = self._alike.get(key)
+        if known is None:
+            outcome = self._outcome(actions, products, otherwise, codecs, conditions)
+        else:
+            outcome = {name: getattr(known, name) for name in _OUTCOME}
+        found = Candidate(
+            name=name,
+            actions=tuple(actions),
+            otherwise=tuple(otherwise),
+            codecs=codecs,
+            products=frozenset(products),
+            keep_last_layers=conditions.keep_last_layers,
+            window_bytes=conditions.window_bytes,
+            problem=problem,
+            choice=choice,
+            **outcome,
+        )
+        self._alike[key] = found
+        return found
+
+    def _outcome(
+        self,
+        actions: Sequence[str],
+        products: Collection[str],
+        otherwise: Sequence[str],
+        codecs: Sequence[str | None],
+        conditions: Conditions,
+    ) -> dict[str, Any]:
+        """Return what a plan comes to, as fields of :class:`Candidate`."""
         step = self.stepper.plan(actions, products, otherwise, self._coded(actions, codecs))
         given: Any = {
             "window_bytes": conditions.window_bytes,
@@ -306,33 +339,18 @@ class Proposals:
         predict_early = partial(predict, step.program, step.leaves, **given, host=IN_STEP)
         if conditions.is_blocking:
             timed = with_blocking_copies(timed, conditions.link, step.program)
-        return Candidate(
-            name=name,
-            actions=tuple(actions),
-            otherwise=tuple(otherwise),
-            codecs=tuple(codecs or [None] * num_slots),
-            products=frozenset(products),
-            keep_last_layers=conditions.keep_last_layers,
-            window_bytes=conditions.window_bytes,
-            step=step,
-            timed=timed,
-            late=late,
-            early=None if conditions.is_blocking else predict_early,
-            allocator=conditions.allocator,
-            problem=problem,
-            choice=choice,
-        )
+        early = None if conditions.is_blocking else predict_early
+        memory = StepMemory(step.program, late, early, conditions.allocator)
+        return dict(zip(_OUTCOME, (step, timed, late, early, memory), strict=True))
 
-    def _coded(
-        self, actions: Sequence[str], codecs: Sequence[str | None] | None
-    ) -> dict[int, Coded]:
+    def _coded(self, actions: Sequence[str], codecs: Sequence[str | None]) -> dict[int, Coded]:
         """Return the slots that are written smaller, by number."""
         coding = self._coding
         if coding is None:
             return {}
         found = {}
         for number, slot in enumerate(self.program.slots):
-            coded = coding.coded(slot, None if codecs is None else codecs[number])
+            coded = coding.coded(slot, codecs[number])
             if actions[number] == OFFLOAD and coded is not None:
                 found[number] = coded
         return found
