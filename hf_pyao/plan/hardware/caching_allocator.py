@@ -246,7 +246,14 @@ class CachingAllocator:
         Raises:
             DeviceFullError: it does not fit.
         """
-        size = rounded(nbytes)
+        return self.serve(rounded(nbytes), stream)
+
+    def serve(self, size: int, stream: int = 0) -> Block:
+        """Allocate *size* bytes, which :func:`rounded` returned, on a stream.
+
+        Raises:
+            DeviceFullError: it does not fit.
+        """
         pool = self._pools.get((stream, size <= SMALL_BYTES)) or self._pool(stream, size)
         block = pool.take_best(size) or self._reserve(pool, size)
         if block is None and self._release_oversized(pool, size):
@@ -257,7 +264,7 @@ class CachingAllocator:
             block = self._reserve(pool, size)
         if block is None:
             raise DeviceFullError(
-                f"{nbytes} bytes were asked for; {self.allocated_bytes} are allocated and "
+                f"{size} bytes were asked for; {self.allocated_bytes} are allocated and "
                 f"{self.reserved_bytes} reserved of {self.limit_bytes:.0f}."
             )
         if block.size - size >= pool.least_rest_bytes and size < pool.least_whole_bytes:

@@ -26,6 +26,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy
+
 from hf_pyao.plan.hardware.caching_allocator import (
     MIN_BLOCK_BYTES,
     AllocatorSettings,
@@ -34,7 +36,7 @@ from hf_pyao.plan.hardware.caching_allocator import (
     DeviceFullError,
     rounded,
 )
-from hf_pyao.plan.step.prediction import FREED, MemoryEvent, MemoryKey, Prediction
+from hf_pyao.plan.step.prediction import Prediction, Trace
 from hf_pyao.plan.step.step_program import StepProgram
 
 NUM_STEPS = 3
@@ -211,14 +213,14 @@ class StepMemory:
     @cached_property
     def _last(self) -> _Events:
         """The step whose copies are late."""
-        return _compact(self._late.memory)
+        return _requests(self._late.trace)
 
     @cached_property
     def _cases(self) -> Sequence[_Case]:
         """What may come before a step whose copies are late."""
         firsts = [self._last]
         if self._early is not None:
-            early = _compact(self._early().memory)
+            early = _requests(self._early().trace)
             if early != self._last:
                 firsts.append(early)
         tied: list[Sequence[int]] = [[], self._tied] if self._tied else [[]]
@@ -262,9 +264,8 @@ class StepMemory:
 class _Events(NamedTuple):
     """What a step allocates and frees."""
 
-    events: Sequence[tuple[int, int]]
-    """Number of an allocation, and its bytes; :data:`FREED` where it ends."""
-    num_allocations: int
+    events: Sequence[int]
+    """Bytes of an allocation, rounded up; or ``~number`` where the one of that number ends."""
     most_bytes: int
     """Most bytes that are asked for at once, each request rounded up."""
 
@@ -278,39 +279,38 @@ class _Case(NamedTuple):
     """What was allocated behind the weights, in bytes, and freed before the first step."""
 
 
-def _compact(memory: Sequence[MemoryEvent]) -> _Events:
-    """Number the allocations of a step; what takes no bytes is left out."""
-    numbers: dict[MemoryKey, tuple[int, int]] = {}
-    found = []
-    count = live_bytes = most_bytes = 0
-    for key, nbytes in memory:
-        if nbytes > 0:
-            size = rounded(nbytes)
-            numbers[key] = (count, size)
-            found.append((count, nbytes))
-            count += 1
-            live_bytes += size
-            if live_bytes > most_bytes:
-                most_bytes = live_bytes
-        elif nbytes == FREED and key in numbers:
-            number, size = numbers.pop(key)
-            live_bytes -= size
-            found.append((number, FREED))
-    return _Events(found, count, most_bytes)
+def _requests(trace: Trace) -> _Events:
+    """Return what the allocator is asked for in a step; what takes no bytes is left out."""
+    keys, sizes = trace.columns()
+    keys, sizes = keys[sizes != 0], sizes[sizes != 0]
+    is_made = sizes > 0
+    sizes = -(-sizes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+    by_key = numpy.argsort(keys, kind="stable")
+    before, after = by_key[:-1], by_key[1:]
+    is_end = (keys[before] == keys[after]) & is_made[before] & ~is_made[after]
+    before, after = before[is_end], after[is_end]
+    numbers = numpy.cumsum(is_made) - 1
+    events, changes = sizes.copy(), numpy.where(is_made, sizes, 0)
+    events[after] = ~numbers[before]
+    changes[after] = -sizes[before]
+    is_there = is_made.copy()
+    is_there[after] = True
+    most_bytes = int(numpy.cumsum(changes).max(initial=0))
+    return _Events(events[is_there].tolist(), most_bytes)
 
 
 def _run(step: _Events, allocator: CachingAllocator) -> None:
     """Run one step; what it does not free ends with it."""
-    live: list[Block | None] = [None] * step.num_allocations
-    allocate, free = allocator.allocate, allocator.free
-    for number, nbytes in step.events:
-        if nbytes == FREED:
-            block = live[number]
+    live: list[Block | None] = []
+    serve, free, note = allocator.serve, allocator.free, live.append
+    for each in step.events:
+        if each > 0:
+            note(serve(each))
+        else:
+            block = live[~each]
             assert block is not None
             free(block)
-            live[number] = None
-        else:
-            live[number] = allocate(nbytes)
+            live[~each] = None
     for block in live:
         if block is not None:
             free(block)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -26,7 +26,7 @@ from hf_pyao.plan.predict.disk_demand import DiskDemand
 from hf_pyao.plan.predict.kept_slots import KeptSlots
 from hf_pyao.plan.predict.predicted_copies import PredictedOffloads, PredictedReloads
 from hf_pyao.plan.predict.predicted_disk import PredictedDisk
-from hf_pyao.plan.predict.predicted_memory import Event, PredictedMemory
+from hf_pyao.plan.predict.predicted_memory import PredictedMemory
 from hf_pyao.plan.predict.predicted_uploads import PredictedUploads
 from hf_pyao.plan.predict.step_clock import LanesClock, StepClock
 from hf_pyao.plan.step.collectives import with_collectives
@@ -252,8 +252,15 @@ class StepWalk:
         self._plan = plan
         self._times_ms = times_ms
         self._clock = clock
-        self._memory = memory = PredictedMemory(program)
+        self._made_again = {slot.reloaded for slot in slots if slot.reloaded >= 0}
+        """Buffers that are not there just from birth to death: reloaded ones, and rebuilt ones."""
+        for rebuild in plan.rebuilds.values():
+            self._made_again.update(made for each in rebuild.operations for made in each.makes)
         self._leaves = leaving_slots(program, plan)
+        self._kept = kept = KeptSlots(program, self._leaves, plan.rebuilds, self._made_again)
+        self._memory = memory = PredictedMemory(
+            program, self._made_again, kept.held, kept.last.values()
+        )
         by_layer: defaultdict[int, list[int]] = defaultdict(list)
         for number in reversed(range(len(slots))):  # backward asks for the newest first
             if self._leaves[number]:
@@ -267,11 +274,6 @@ class StepWalk:
         self._is_rebuilt: set[int] = set()
         self._rebuilt_at: dict[int, int] = {}
         """Buffers that were rebuilt and are there, and since which operation."""
-        self._made_again = {slot.reloaded for slot in slots if slot.reloaded >= 0}
-        """Buffers that are not there just from birth to death: reloaded ones, and rebuilt ones."""
-        for rebuild in plan.rebuilds.values():
-            self._made_again.update(made for each in rebuild.operations for made in each.makes)
-        self._kept = KeptSlots(program, self._leaves, plan.rebuilds, self._made_again)
 
     # ---- what happens when ---------------------------------------------------------------------
 
@@ -325,14 +327,14 @@ class StepWalk:
                 events[buffers[number].death].append((free, number))
         # Buffers of kept slots alone go as those whose operations are over.
         for moment in [m for m, found in events.items() if all(e is let_go for e, _ in found)]:
-            self._memory.end_with(moment, [buffer for _, buffer in events.pop(moment)])
+            for rank, (_, buffer) in enumerate(events.pop(moment)):
+                self._memory.end_with(moment, rank, buffer)
         return events
 
     def run(self) -> Prediction:
         """Walk; waits are counted by the clock."""
         program, memory, clock, times_ms = self._program, self._memory, self._clock, self._times_ms
         operations, num_operations = program.operations, program.num_operations
-        memory.plan(self._made_again, set(self._kept.last.values()))
         before, ends, read_by = self._events_before(), self._ends(), self._uploads.read_by
         stops = {number for number, each in enumerate(operations) if each.collective or each.awaits}
         stops.update(before, ends, read_by)
@@ -342,15 +344,12 @@ class StepWalk:
         for number in sorted(stops):
             if number >= num_operations:
                 break
-            if done < number:
-                # Nothing but kernels, and buffers that come and go with them.
-                memory.run(done, number)
-                if times_ms is not None:
-                    elapsed = times_ms[done:number]
-                    start_ms += clock.run_kernels(elapsed)
-                    compute_ms = reduce(add, elapsed, compute_ms)
+            if done < number and times_ms is not None:
+                elapsed = times_ms[done:number]
+                start_ms += clock.run_kernels(elapsed)
+                compute_ms = reduce(add, elapsed, compute_ms)
             done = number + 1
-            memory.operation = number
+            memory.begin(number)
             for event, subject in before.get(number, ()):
                 event(subject)
             operation = operations[number]
@@ -367,37 +366,34 @@ class StepWalk:
             if times_ms is not None:
                 start_ms.append(started_ms)
                 compute_ms += elapsed_ms
-            memory.run(number, done, ends.get(number, ()))
-        if done < num_operations:
-            memory.run(done, num_operations)
-            if times_ms is not None:
-                elapsed = times_ms[done:]
-                start_ms += clock.run_kernels(elapsed)
-                compute_ms = reduce(add, elapsed, compute_ms)
-        peaks = memory.peaks
-        memory.operation = num_operations
+            if number in ends:
+                memory.end(number)
+                for event, subject in ends[number]:
+                    event(subject)
+        if done < num_operations and times_ms is not None:
+            elapsed = times_ms[done:]
+            start_ms += clock.run_kernels(elapsed)
+            compute_ms = reduce(add, elapsed, compute_ms)
+        memory.begin(num_operations)
         for event, subject in before.get(num_operations, ()):
             event(subject)
         clock.await_collective(0)
         self._offloads.release(list(self._offloads.waiting))  # as the engine when backward ends
-        memory.finish(self._made_again)
-        peak_bytes = max(peaks, default=program.resident_bytes)
+        trace = memory.finish()
         compute_ms = compute_ms + self._rebuild_ms + self._offloads.coding_ms
         return Prediction(
             step_ms=math.nan if times_ms is None else clock.now_ms,
             compute_ms=math.nan if times_ms is None else compute_ms,
             stall_forward_ms=math.nan,
             stall_backward_ms=math.nan,
-            peak_bytes=peak_bytes,
-            peak_at=peaks.index(peak_bytes) if peaks else 0,
-            live_bytes=tuple(peaks),
+            peak_bytes=trace.peak_bytes,
+            peak_at=trace.peak_at,
             host_peak_bytes=self._offloads.host_peak_bytes,
             offloaded_bytes=self._offloads.offloaded_bytes,
             read_in_place_bytes=self._reloads.read_in_place_bytes,
             uploaded_bytes=self._uploads.uploaded_bytes,
             num_uploads=len(self._uploads.copies),
-            lifetimes=memory.lifetimes,
-            memory=memory.events,
+            trace=trace,
             start_ms=tuple(start_ms),
         )
 
@@ -494,5 +490,5 @@ class StepWalk:
             self._memory.end_lifetime(buffer, start)
 
 
-_Events = defaultdict[int, list[Event]]
-"""By number of operation."""
+_Events = defaultdict[int, list[tuple[Callable[[int], None], int]]]
+"""By number of operation: what happens, and to which slot, buffer or segment."""

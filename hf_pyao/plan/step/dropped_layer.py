@@ -20,6 +20,8 @@ class Draft:
     def __init__(self, program: StepProgram, otherwise: Sequence[str]) -> None:
         self.slots = list(program.slots)
         self.buffers = list(program.buffers)
+        self.changed: set[int] = set()
+        """Numbers of buffers that are not as in the recorded step."""
         self.labels = dict(program.labels)
         self.otherwise = otherwise
         self.rebuilds: dict[int, Rebuild] = {}
@@ -31,15 +33,22 @@ class Draft:
 
     def new_buffer(self, nbytes: int, birth: int, death: int, label: str = "") -> int:
         """Add a buffer; return its number."""
+        number = len(self.buffers)
         self.buffers.append(Buffer(nbytes, birth, death))
+        self.changed.add(number)
         if label:
-            self.labels[len(self.buffers) - 1] = label
-        return len(self.buffers) - 1
+            self.labels[number] = label
+        return number
+
+    def change(self, number: int, buffer: Buffer) -> None:
+        """Put *buffer* in place of another."""
+        self.buffers[number] = buffer
+        self.changed.add(number)
 
     def extend(self, buffer: int, death: int) -> None:
         """Have a buffer live until *death* at least."""
         if self.buffers[buffer].death < death:
-            self.buffers[buffer] = self.buffers[buffer]._replace(death=death)
+            self.change(buffer, self.buffers[buffer]._replace(death=death))
 
 
 class DroppedLayer:
@@ -115,7 +124,7 @@ class DroppedLayer:
         slot = search.graph.values[value].slot
         if slot in self.recipe.reaches and draft.slots[self.by_name[slot]].reloaded >= 0:
             buffer = draft.slots[self.by_name[slot]].reloaded
-            draft.buffers[buffer] = Buffer(nbytes, birth, death)
+            draft.change(buffer, Buffer(nbytes, birth, death))
             return buffer
         maker = self.makers[value]
         name = self.layers.program.operations[maker.number].name

@@ -94,10 +94,13 @@ class StepPlanner(StepLayers):
                 all_coded[len(slots)] = coded[number]
             slots.append(slot)
             all_leaves.append(leaves)
+        planned = dataclasses.replace(
+            program, slots=tuple(slots), buffers=tuple(draft.buffers), labels=draft.labels
+        )
+        changed = {number: draft.buffers[number] for number in draft.changed}
+        vars(planned)["table"] = program.table.with_buffers(changed)  # sooner than all anew
         return PlannedStep(
-            dataclasses.replace(
-                program, slots=tuple(slots), buffers=tuple(draft.buffers), labels=draft.labels
-            ),
+            planned,
             all_leaves,
             rebuilds,
             self.times_ms,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy
 
 from hf_pyao.engine.transfer.layout import RANGE_ALIGNMENT_BYTES
 
@@ -29,9 +31,6 @@ class Prediction:
     """Most bytes on the device."""
     peak_at: int
     """The operation after which they are there."""
-    live_bytes: tuple[int, ...]
-    """Bytes on the device by operation: most since the operation before, with what its kernel
-    allocates inside."""
     host_peak_bytes: int
     """Most bytes of the host pool in use at once."""
     offloaded_bytes: int
@@ -42,17 +41,48 @@ class Prediction:
     """Streamed weights that cross the link to the device."""
     num_uploads: int = 0
     """Blocks that they are uploaded in."""
-    lifetimes: Sequence[Lifetime]
-    """When each buffer is on the device under the plan."""
-    memory: Sequence[MemoryEvent] = ()
-    """What is allocated and freed on the device, in order; what is not freed lives until the step
-    ends."""
+    trace: Trace
+    """What is on the device when."""
     start_ms: tuple[float, ...] = ()
     """When each operation starts; empty where no times are predicted."""
     copies: tuple[PredictedCopy, ...] = ()
     """When copies run, by start; empty without times, or without a link."""
     stalls: tuple[Stall, ...] = ()
     """When compute waits for copies, in order; empty without times, or without a link."""
+
+    @property
+    def live_bytes(self) -> tuple[int, ...]:
+        """Bytes on the device by operation: most since the operation before, with what its kernel
+        allocates inside."""
+        return self.trace.live_bytes
+
+    @property
+    def lifetimes(self) -> Sequence[Lifetime]:
+        """When each buffer is on the device under the plan."""
+        return self.trace.lifetimes
+
+    @property
+    def memory(self) -> Sequence[MemoryEvent]:
+        """What is allocated and freed on the device, in order; what is not freed lives until the
+        step ends."""
+        return self.trace.events
+
+
+class Trace(Protocol):
+    """What is on the device when; fields as the properties of :class:`Prediction`."""
+
+    @property
+    def live_bytes(self) -> tuple[int, ...]: ...
+
+    @property
+    def lifetimes(self) -> Sequence[Lifetime]: ...
+
+    @property
+    def events(self) -> Sequence[MemoryEvent]: ...
+
+    def columns(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Return :attr:`events` as two columns: numbers in place of keys, and bytes."""
+        ...
 
 
 Lifetime = tuple[int, int, int]

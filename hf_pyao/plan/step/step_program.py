@@ -11,7 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
+
+import numpy
 
 from hf_pyao.plan.hardware.kernel_settings import ANY_DEVICE, KernelSettings
 from hf_pyao.plan.hardware.kernel_workspaces import KernelCall, workspace_of
@@ -92,6 +96,44 @@ class Buffer(NamedTuple):
     """Operation after which it is there."""
     death: int
     """First operation after which it is no longer there; the number of operations if it stays."""
+
+
+class BufferTable(NamedTuple):
+    """Buffers of a step as columns of 64-bit integers, for arithmetic over all of them at once.
+
+    The first three have an entry for each buffer.
+    """
+
+    nbytes: numpy.ndarray
+    births: numpy.ndarray
+    deaths: numpy.ndarray
+    workspaces: numpy.ndarray
+    """Numbers of the operations whose kernels allocate inside."""
+    workspace_bytes: numpy.ndarray
+    """What each of them allocates."""
+
+    @classmethod
+    def of(cls, buffers: Sequence[Buffer], operations: Sequence[Operation]) -> BufferTable:
+        """Return the table of a step."""
+        columns = numpy.fromiter(chain.from_iterable(buffers), numpy.int64).reshape(-1, 3).T
+        inside = [(n, each.workspace_bytes) for n, each in enumerate(operations)]
+        found = numpy.array([each for each in inside if each[1]], dtype=numpy.int64).reshape(-1, 2)
+        return cls(columns[0], columns[1], columns[2], found[:, 0], found[:, 1])
+
+    def with_buffers(self, buffers: Mapping[int, Buffer]) -> BufferTable:
+        """Return the table with other buffers in place of those of these numbers, or behind all."""
+        if not buffers:
+            return self
+        size = max(len(self.nbytes), max(buffers) + 1)
+        numbers = list(buffers)
+        columns = []
+        values = numpy.array([buffers[number] for number in numbers], dtype=numpy.int64)
+        for before, there in zip(self[:3], values.T, strict=True):
+            column = numpy.empty(size, dtype=numpy.int64)
+            column[: len(before)] = before
+            column[numbers] = there
+            columns.append(column)
+        return self._replace(nbytes=columns[0], births=columns[1], deaths=columns[2])
 
 
 class SlotUse(NamedTuple):
@@ -235,6 +277,11 @@ class StepProgram:
     def num_operations(self) -> int:
         """Operations of the step."""
         return len(self.operations)
+
+    @cached_property
+    def table(self) -> BufferTable:
+        """Its buffers as columns."""
+        return BufferTable.of(self.buffers, self.operations)
 
     def with_kernels(self, kernels: KernelSettings) -> StepProgram:
         """Return the step with what its kernels allocate inside on another device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from math import ceil
 
@@ -80,11 +81,8 @@ def test_every_layer_of_a_recorded_step_has_its_workspace() -> None:
 def program_peaks(program: StepProgram) -> set[int]:
     """Return how far the live bytes go up for each operation with a workspace, and come down."""
     live = predict(program, [False] * len(program.slots), window_bytes=0).live_bytes
-    bare = StepProgram(
-        **{
-            **vars(program),
-            "operations": [each._replace(workspace_bytes=0) for each in program.operations],
-        }
+    bare = dataclasses.replace(
+        program, operations=[each._replace(workspace_bytes=0) for each in program.operations]
     )
     without = predict(bare, [False] * len(program.slots), window_bytes=0).live_bytes
     return {more - less for more, less in zip(live, without, strict=True)}
