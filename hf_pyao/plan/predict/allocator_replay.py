@@ -21,7 +21,7 @@ Two things are not known, and differ from run to run. All cases are replayed, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -125,9 +125,7 @@ class StepMemory:
             return Reserved(self.peak_bytes, self.peak_bytes, 0, self.peak_bytes <= limit_bytes)
         if limit_bytes not in self._known:
             found = []
-            numbers = list(range(len(self._cases)))
-            numbers.insert(0, numbers.pop(self._first_tried))
-            for number in numbers:
+            for number in self._numbers():
                 found.append(self._reserved(number, self.settings, limit_bytes))
                 if not found[-1].fits:
                     self._first_tried = number
@@ -140,6 +138,11 @@ class StepMemory:
             )
         return self._known[limit_bytes]
 
+    def _numbers(self) -> Iterator[int]:
+        """Yield the numbers of the cases; the others are only made if the first one fits."""
+        yield self._first_tried
+        yield from (each for each in range(len(self._cases)) if each != self._first_tried)
+
     def _reserved(self, number: int, settings: AllocatorSettings, limit_bytes: float) -> Reserved:
         """Return what is reserved in a case: replayed, where that is not known already.
 
@@ -149,7 +152,7 @@ class StepMemory:
         unbound = self._unbound.get(number)
         if unbound is not None and unbound.reserved_bytes <= limit_bytes:
             return unbound
-        case = self._cases[number]
+        case = self._cases[number] if number else _Case(self._last, ())
         if self._requested_bytes(case) > limit_bytes:
             return Reserved(self._requested_bytes(case), self._requested_bytes(case), 0, False)
         found, is_unbound = self._replay(case, settings, limit_bytes)
