@@ -127,8 +127,8 @@ class BufferTable(NamedTuple):
         size = max(len(self.nbytes), max(buffers) + 1)
         numbers = list(buffers)
         columns = []
-        values = numpy.array([buffers[number] for number in numbers], dtype=numpy.int64)
-        for before, there in zip(self[:3], values.T, strict=True):
+        values = numpy.fromiter(chain.from_iterable(buffers.values()), numpy.int64)
+        for before, there in zip(self[:3], values.reshape(-1, 3).T, strict=True):
             column = numpy.empty(size, dtype=numpy.int64)
             column[: len(before)] = before
             column[numbers] = there
