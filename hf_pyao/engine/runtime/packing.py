@@ -19,7 +19,7 @@ from hf_pyao.engine.codecs import Codec, get_codec
 from hf_pyao.engine.codecs.row_statistics import is_row_statistic
 from hf_pyao.engine.runtime.equal_casts import cast_key
 from hf_pyao.engine.runtime.flattened_tensor import flatten
-from hf_pyao.engine.runtime.observer import Observer
+from hf_pyao.engine.runtime.hook_side import HookSide
 from hf_pyao.engine.runtime.parameters import is_parameter, makes_new_tensors
 from hf_pyao.engine.runtime.policy import Decision, Keep, Offload, Recompute, Situation
 from hf_pyao.engine.runtime.recomputation import Anchor, Refused
@@ -34,7 +34,7 @@ from hf_pyao.engine.runtime.saved_tensor import (
     whole_source,
 )
 from hf_pyao.engine.runtime.slots import Slot
-from hf_pyao.engine.runtime.streamed_weights import StreamedTensor, StreamedWeights
+from hf_pyao.engine.runtime.streamed_weights import StreamedTensor
 from hf_pyao.engine.runtime.tape import Entries, Entry, LayerCall, SlotEntry, Tape
 from hf_pyao.engine.transfer.layout import (
     PLAIN_DTYPES,
@@ -56,7 +56,7 @@ DUPLICATE = "equal to another"
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
 
 
-class Packer:
+class Packer(HookSide):
     """Takes over what autograd saves: keeps it, moves it to the host, or drops it.
 
     Args:
@@ -65,11 +65,9 @@ class Packer:
     """
 
     def __init__(self, *, codec: Codec, mover: Mover) -> None:
-        self.observer: Observer | None = None
+        super().__init__()
         self.buffer_keys: Container[int] = frozenset()
         """Storages of the model's buffers, which never move."""
-        self.weights: StreamedWeights | None = None
-        """Weights that are streamed; None: all are on the device."""
         self._codec = codec
         self._exact = get_codec("identity")
         self._notes_shapes = not codec.is_lossless
@@ -87,14 +85,6 @@ class Packer:
         self._handled: dict[torch.device, bool] = {}
         self._movable_layouts: set[TensorLayout] = set()
         """Those of tensors that were moved: not empty, and on a device that is handled."""
-
-    def tell(self, observer: Observer | None) -> None:
-        """Tell *observer* of what is packed from here on; None: nobody."""
-        self.observer = observer
-
-    def recognise(self, weights: StreamedWeights | None) -> None:
-        """Recognise *weights*, which are streamed; None: all are on the device."""
-        self.weights = weights
 
     def expect_buffers(self, buffer_keys: Container[int]) -> None:
         """Leave the storages with *buffer_keys* where they are, as a forward begins."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hf_pyao.engine.runtime.backward_order import BackwardOrder, calls_after
-from hf_pyao.engine.runtime.observer import Observer
+from hf_pyao.engine.runtime.hook_side import HookSide
 from hf_pyao.engine.runtime.saved_tensor import (
     FlattenedTensor,
     Handle,
@@ -36,7 +36,7 @@ from hf_pyao.engine.transfer.profiler_ranges import named_range
 from hf_pyao.engine.transfer.reload_schedule import Group
 
 
-class Unpacker:
+class Unpacker(HookSide):
     """Gives saved tensors back to autograd.
 
     Args:
@@ -54,9 +54,7 @@ class Unpacker:
         waiting: Callable[[], Sequence[Tape]],
         on_tapes_done: Callable[[Sequence[Tape]], None],
     ) -> None:
-        self.observer: Observer | None = None
-        self.weights: StreamedWeights | None = None
-        """Weights that are streamed; None: all are on the device."""
+        super().__init__()
         self._mover = mover
         self._offloads = mover.link.offloads
         self._order = order
@@ -68,14 +66,6 @@ class Unpacker:
         self.newest_task = NO_TASK
         """Id of the newest graph task that came to a layer."""
         self._running_call: LayerCall | None = None
-
-    def tell(self, observer: Observer | None) -> None:
-        """Tell *observer* of what is unpacked from here on; None: nobody."""
-        self.observer = observer
-
-    def recognise(self, weights: StreamedWeights | None) -> None:
-        """Recognise *weights*, which are streamed; None: all are on the device."""
-        self.weights = weights
 
     @property
     def running_call(self) -> LayerCall | None:
