@@ -1,4 +1,4 @@
-"""One of two ranks that train with policy auto: ``python -m tests.distributed.auto_worker``."""
+"""A rank that trains with policy auto: ``python -m tests.distributed.auto_worker``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,9 +32,13 @@ def train(wrapper: str, model: nn.Module, config: PyAOConfig | None) -> dict[str
     if wrapper == "ddp":
         wrapped: nn.Module = DistributedDataParallel(model)
     else:
+        units: dict[str, Any] = {}
+        if wrapper == "hsdp":
+            units["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+        resharded = {"reshard_after_forward": 2} if wrapper == "fewer ranks" else {}
         for layer in layers_of(model, "llama"):
-            fully_shard(layer)
-        wrapped = fully_shard(model)
+            fully_shard(layer, **units, **resharded)
+        wrapped = fully_shard(model, **units)
     bits = []
     for step in range(NUM_STEPS):
         torch.manual_seed(step)

@@ -49,27 +49,31 @@ def run_ranks(
     module: str,
     folder: Path,
     *arguments: object,
-    waits_for: Sequence[int] = (0, 1),
-    codes: Sequence[int] = (0, 0),
+    num_ranks: int = 2,
+    waits_for: Sequence[int] | None = None,
+    codes: Sequence[int] | None = None,
     timeout_s: int = TIMEOUT_S,
 ) -> list[Any]:
-    """Run two ranks; return what each wrote.
+    """Run the ranks; return what each wrote.
 
     Args:
         module: what each rank runs.
         folder: for results, logs and the rendezvous; also the first argument of the module.
         arguments: further arguments of the module.
-        waits_for: ranks that have to end by themselves.
-        codes: exit codes of these.
+        num_ranks: how many.
+        waits_for: ranks that have to end by themselves; all by default.
+        codes: exit codes of these; 0 by default.
         timeout_s: how long each may take.
     """
-    ranks = start_ranks(module, folder, *arguments)
+    ranks = start_ranks(module, folder, *arguments, num_ranks=num_ranks)
+    waits_for = range(num_ranks) if waits_for is None else waits_for
     try:
         found = [ranks[rank].wait(timeout_s) for rank in waits_for]
     finally:
         end_ranks(ranks)
-    assert tuple(found) == tuple(codes)[: len(found)], logs_of(folder)
-    return read_results(folder)
+    expected = [0] * len(found) if codes is None else [*codes][: len(found)]
+    assert found == expected, logs_of(folder)
+    return read_results(folder, num_ranks)
 
 
 def slots_of(plan: Plan | None) -> list[dict[str, Any]] | None:
@@ -82,9 +86,9 @@ def slots_of(plan: Plan | None) -> list[dict[str, Any]] | None:
     return [{**slot, "reason": ""} for slot in plan.to_dict()["slots"]]
 
 
-def read_results(folder: Path) -> list[Any]:
-    """Return what each of two ranks wrote."""
-    paths = [folder / f"rank{rank}.json" for rank in range(2)]
+def read_results(folder: Path, num_ranks: int = 2) -> list[Any]:
+    """Return what each rank wrote."""
+    paths = [folder / f"rank{rank}.json" for rank in range(num_ranks)]
     assert all(path.exists() for path in paths), f"no results\n{logs_of(folder)}"
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
