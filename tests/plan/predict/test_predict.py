@@ -22,7 +22,7 @@ from hf_pyao.plan.predict.predict import (
     predict,
     predict_timed_and_late,
 )
-from hf_pyao.plan.step.prediction import Prediction
+from hf_pyao.plan.step.prediction import FREED, MemoryKey, Prediction
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.tools.estimate.estimate import Estimator
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
@@ -374,6 +374,18 @@ def check_lifetimes(program: StepProgram, predicted: Prediction, least_share: fl
     assert all(ours <= theirs for ours, theirs in zip(live, predicted.live_bytes, strict=True))
     same = sum(ours == theirs for ours, theirs in zip(live, predicted.live_bytes, strict=True))
     assert same > least_share * len(live)
+    assert predicted.peak_at == predicted.live_bytes.index(max(predicted.live_bytes))
+    # What is allocated and freed, one after the other, comes to the same peak.
+    there: dict[MemoryKey, int] = {}
+    now_bytes = most_bytes = program.resident_bytes
+    for key, nbytes in predicted.memory:
+        if nbytes == FREED:
+            now_bytes -= there.pop(key)
+        else:
+            there[key] = nbytes
+            now_bytes += nbytes
+        most_bytes = max(most_bytes, now_bytes)
+    assert most_bytes == max(predicted.live_bytes) == predicted.peak_bytes
 
 
 def test_lifetimes_add_up_to_what_is_alive() -> None:

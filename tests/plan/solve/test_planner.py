@@ -15,6 +15,7 @@ from hf_pyao.plan.paper.pyao_plan import paths_of
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
 from hf_pyao.plan.solve.planner import (
     CHECKPOINT,
+    FIRST_OFFLOADED,
     KEEP_ALL,
     OFFLOAD_ALL,
     Candidate,
@@ -176,6 +177,20 @@ def test_when_everything_fits_nothing_is_done() -> None:
     assert plan.otherwise == "keep"
     assert {slot.reason for slot in plan.slots} == {"everything fits"}
     assert planner.num_solved == 0
+
+
+def test_plans_that_do_the_same_are_predicted_once() -> None:
+    planner = planner_of("llama")
+    whole = planner.simple()[OFFLOAD_ALL]
+    same = planner.of_first_layers(FIRST_OFFLOADED, planner.num_open_layers)
+    fewer = planner.of_first_layers(FIRST_OFFLOADED, 1)
+    assert same is not None
+    assert fewer is not None
+    assert same.name != whole.name
+    assert same.timed is whole.timed
+    assert same.memory is whole.memory
+    assert fewer.timed is not whole.timed
+    assert fewer.timed.offloaded_bytes < whole.timed.offloaded_bytes
 
 
 @pytest.mark.thorough
