@@ -96,6 +96,7 @@ class Case:
             save_attention=self.save_attention,
             min_bytes=4096,
             host_memory_gib=2.0**20,
+            verify_recompute="off",  # fingerprints are no part of a plan
         )
 
     @property
@@ -331,6 +332,7 @@ def test_each_policy_of_the_papers_models(
         plan=tmp_path / "plan.json" if way.is_pyao else None,
         budget=None if budget_bytes is None else f"{budget_bytes}B",
         host_memory_gib=2.0**20,
+        verify_recompute="off",
     )
     training = FakeTraining(config=config, checkpointing=way.checkpointing)
     simulated = simulate_step(training, settings, hardware, 4, 512)

@@ -13,6 +13,7 @@ from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.options.auto_plan import plan_of
 from hf_pyao.plan.paper.pyao_plan import paths_of
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
+from hf_pyao.plan.predict.speed_range import MEASURED
 from hf_pyao.plan.solve.planner import (
     CHECKPOINT,
     FIRST_OFFLOADED,
@@ -151,7 +152,8 @@ def test_everything_evicted_costs_little_as_the_simulation_judges_it(architectur
 
 @pytest.mark.thorough
 def test_caps_are_kept_and_peaks_fall_with_them() -> None:
-    planner = planner_of("gpt2")
+    # Over a range of speeds the plan that loses least may be slower at the speeds as given.
+    planner = planner_of("gpt2", speed_ratios=MEASURED)
     most, least = planner.simple()[KEEP_ALL].peak_bytes, planner.proposal(0)
     assert least is not None
     last: Candidate | None = None
@@ -196,7 +198,7 @@ def test_plans_that_do_the_same_are_predicted_once() -> None:
 @pytest.mark.thorough
 def test_what_cannot_be_had_is_named_with_the_least_possible() -> None:
     planner = planner_of("llama")
-    with pytest.raises(NoPlanFitsError, match=r"within 0\.93 GiB; the lowest is .* more") as caught:
+    with pytest.raises(NoPlanFitsError, match=r"fits 0\.93 GiB; the least is .* more") as caught:
         planner.best(1e9)
     assert planner.best(caught.value.least_peak_bytes).peak_bytes == caught.value.least_peak_bytes
     least = min(planner.all_known(), key=lambda each: each.peak_bytes)
