@@ -167,7 +167,9 @@ class PredictedReloads(Schedule):
         def others() -> Iterator[Sequence[int]]:
             upload()
             for each in range(layer - 1, -1, -1):
-                yield self._by_layer.get(each, ())
+                group = self._by_layer.get(each, ())
+                # As the engine: what was brought back already is not listed again.
+                yield [number for number in group if number not in self.copies]
 
         self.start(self._by_layer.get(layer, ()), others())
 
