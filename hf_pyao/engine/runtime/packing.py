@@ -316,6 +316,8 @@ class Packer(HookSide):
         slot: Slot,
     ) -> SavedTensor | None:
         """Let *tensor*'s storage go, to be rebuilt; None if it cannot be."""
+        if not has_bytes(tensor):  # nothing could be compared with what is rebuilt
+            return None
         recomputation = call.recomputation
         assert recomputation is not None
         layout = self._layouts.of(tensor)

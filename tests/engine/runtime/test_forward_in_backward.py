@@ -30,7 +30,7 @@ CONFIGS = {
     "layer": EVERY_LAYER,
     "bytes": replace(EVERY_LAYER, window=2048),
     "nothing ahead": replace(EVERY_LAYER, window=0),
-    "recompute": replace(EVERY_LAYER, recompute_modules=("pointwise", "*"), window=2**20),
+    "recompute": replace(EVERY_LAYER, recompute_modules=("pointwise", "*"), window=2048),
 }
 IDS = tiny_batch(0)["input_ids"]
 
