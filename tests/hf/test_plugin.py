@@ -7,14 +7,12 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
@@ -28,24 +26,6 @@ from tests.helpers import VOCAB, assert_same_parameters, num_hooks, tiny_model
 
 SMALL: dict[str, Any] = {"policy": "all", "min_bytes": 0, "host_memory_gib": 0.25}
 """Tiny models save tiny tensors: offload those too."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps process-wide state, and Trainers leave settings for it in the environment.
-
-    Every test begins and ends without either.
-    """
-    for variable in [name for name in os.environ if name.startswith(("PYAO_", "ACCELERATE_"))]:
-        monkeypatch.delenv(variable)
-    reset_accelerate()
-    yield
-    reset_accelerate()
-
-
-def reset_accelerate() -> None:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def tiny_llama(num_layers: int = 3) -> PreTrainedModel:

@@ -148,15 +148,13 @@ def test_deepspeed_is_refused() -> None:
         check_engine_of_streaming(SimpleNamespace(deepspeed="zero3.json"), "stream_weights")
 
 
-def test_the_plugin_refuses_fsdp_before_anything_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_refuses_fsdp_before_anything_is_moved() -> None:
     """On a CPU Accelerate ignores its FSDP plugin, so it is put where a launch would have it."""
     accelerator = Accelerator(cpu=True)
     model = tiny_lora("llama")
     PyAOPlugin(stream_weights=0, host_memory_gib=HOST_GIB).bind(accelerator)
-    monkeypatch.setattr(
-        accelerator.state, "fsdp_plugin", FullyShardedDataParallelPlugin(), raising=False
-    )
-    monkeypatch.setattr(accelerator.state, "distributed_type", "FSDP")
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    accelerator.state.distributed_type = "FSDP"
     with pytest.raises(PyAOError, match="FSDP"):
         accelerator.prepare(model)
     assert not is_streamed(model)

@@ -335,11 +335,12 @@ def test_the_report_has_the_facts(tmp_path: Path) -> None:
 def test_zero_packs_after_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that was compiled before, and is not forgotten, runs without our hooks."""
     monkeypatch.setattr("hf_pyao.auto.offloader.forget_compiled_code", lambda: None)
-    monkeypatch.setattr("torch._dynamo.config.skip_nnmodule_hook_guards", True)
     model = llama()
-    compiled = torch.compile(model, backend="eager")
-    step(compiled)
-    found = facts_of(compiled)
+    # Not by monkeypatch, which would delete the setting when it puts it back.
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
+        compiled = torch.compile(model, backend="eager")
+        step(compiled)
+        found = facts_of(compiled)
     torch._dynamo.reset()
     assert [fact.setting for fact in found] == [OFFLOADING]
     assert "compiled code" in found[0].reason

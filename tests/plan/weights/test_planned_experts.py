@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_pyao import PyAOConfig, attach
@@ -71,7 +72,10 @@ def recorded(
         training_state="device",
         checkpointing=checkpointing,
     )
-    return record_step(training, 8, 32)
+    try:
+        return record_step(training, 8, 32)
+    except DynamicOutputShapeException:
+        pytest.skip(f"this release's {model_type} reads values in its forward")
 
 
 @pytest.fixture
