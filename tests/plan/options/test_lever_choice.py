@@ -420,6 +420,7 @@ def assert_it_comes_to_what_it_says(plan: Plan, path: Path, chosen: ChosenLevers
     plan.to_json_file(path)
     candidate = chosen.candidate
     settings = PyAOConfig(
+        verify_recompute="off",  # fingerprints are no part of a plan
         policy="plan",
         plan=str(path),
         keep_last_layers=candidate.keep_last_layers,

@@ -44,7 +44,12 @@ def program_of(levers: Levers) -> StepProgram:
 
 
 def config_with(levers: Levers, **settings: object) -> PyAOConfig:
-    given = {"min_bytes": 4096, "window": 2**15, "host_memory_gib": 2.0**20}
+    given = {
+        "min_bytes": 4096,
+        "window": 2**15,
+        "host_memory_gib": 2.0**20,
+        "verify_recompute": "off",  # fingerprints are no part of a plan
+    }
     return PyAOConfig.from_dict({**given, **settings, **levers.settings()})
 
 
