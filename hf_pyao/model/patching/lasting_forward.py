@@ -118,10 +118,11 @@ def _make(name: str, own: inspect.Signature, previous: Method | None) -> Method:
     before, keys = _PREVIOUS + name, _KEYS + name
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        wrapped = self.__dict__.get(before)
+        attributes = self.__dict__
+        wrapped = attributes.get(before)
         # In these few lines compilers follow; compiled code runs what was there before.
-        present = () if torch.compiler.is_compiling() else self.__dict__.get(keys, ())
-        handles = [each for key in present if (each := self.__dict__.get(key)) is not None]
+        present = () if torch.compiler.is_compiling() else attributes.get(keys, ())
+        handles = [attributes[key] for key in present if attributes.get(key) is not None]
         if handles:
             own_method = wrapped or types.MethodType(getattr(type(self), name), self)
             for handle in handles[:-1]:

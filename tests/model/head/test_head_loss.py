@@ -408,7 +408,6 @@ def test_a_fused_head_of_trl_is_left_alone() -> None:
     assert "TRL's fused LM head" in handle.describe()
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("order", ["install first", "compile first"])
 def test_compiled_models_keep_their_own_loss(order: str) -> None:
