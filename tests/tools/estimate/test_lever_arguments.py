@@ -62,11 +62,11 @@ def setting(document: Any) -> Levers:
         (("--long-context",), LONG_CONTEXT),
         (
             ("--long-context", "--head-loss", "off", "--mlp-tiles", "off", "--no-save-attention"),
-            Levers(checkpoint_every=1),
+            Levers(checkpoint_every=1, attention_groups="auto"),
         ),
         (
             ("--long-context", "--checkpoint-every", "0"),
-            Levers(head_loss="chunked", mlp_tiles="auto"),
+            Levers(head_loss="chunked", mlp_tiles="auto", attention_groups="auto"),
         ),
     ],
 )

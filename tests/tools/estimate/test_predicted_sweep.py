@@ -94,7 +94,7 @@ def test_the_same_inputs_of_segments_leave(every: int) -> None:
             parse_budgets(str(budget)),
             HARDWARE["rtx4070"],
             tokens=BATCH * LENGTH,
-            settings=settings,
+            settings=settings.effective(),
         )
         assert [point.offloaded_bytes for point in points if point.budget == budget] == found[-1:]
     nbytes = program.slots[0].nbytes
