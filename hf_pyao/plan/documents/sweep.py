@@ -44,8 +44,6 @@ class SweepPoint:
     """Why the status is what it is."""
     memory_bytes: int | None = None
     """What :attr:`SweepReport.memory_is` says."""
-    bound_bytes: int | None = None
-    """Predicted: the peak if no copy is done before something waits for it, as on a slow link."""
     host_bytes: int | None = None
     """Measured: most resident host memory above what the process had before its first step.
     Predicted: activations on the host at once."""
@@ -100,8 +98,6 @@ class SweepRow:
     reason: str = ""
     """Why a point of it was not."""
     memory_bytes: Spread | None = None
-    bound_bytes: int | None = None
-    """Most of its points."""
     host_bytes: Spread | None = None
     offloaded_bytes: int | None = None
     """Most of its points."""
@@ -168,7 +164,6 @@ def _row(budget: int, points: Sequence[SweepPoint]) -> SweepRow:
         status=OK if measured else points[0].status,
         reason=f"{failed[0].status}{count}: {failed[0].reason}" if failed else "",
         memory_bytes=Spread.of(point.memory_bytes for point in measured),
-        bound_bytes=_most(point.bound_bytes for point in measured),
         host_bytes=Spread.of(point.host_bytes for point in measured),
         offloaded_bytes=_most(point.offloaded_bytes for point in measured),
         step_ms=Spread.of(point.step_ms for point in measured),

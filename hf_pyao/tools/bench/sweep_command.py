@@ -87,6 +87,12 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--keep-last-layers", type=int, metavar="N", help="last layers that are kept (default: 1)"
     )
+    what.add_argument(
+        "--window",
+        metavar="SIZE",
+        help="bytes in flight, or 'layer': with a window, a budget that is smaller frees nothing "
+        "while the host runs ahead (default: 256MiB)",
+    )
     add_lever_arguments(parser.add_argument_group("what changes the step itself"))
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -251,8 +257,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     from hf_pyao.config import SETTINGS
 
     found = levers_of(args).given()
-    if args.min_bytes is not None:
-        found["min_bytes"] = SETTINGS["min_bytes"].kind.check("--min-bytes", args.min_bytes)
+    for name in ("min_bytes", "window"):
+        if (given := getattr(args, name)) is not None:
+            found[name] = SETTINGS[name].kind.check(_flag(name), given)
     if args.keep_last_layers is not None:
         found["keep_last_layers"] = args.keep_last_layers
     return found

@@ -28,7 +28,7 @@ from hf_pyao.tools.estimate.fake_step import FakeTraining, runs_without_values
 from hf_pyao.tools.estimate.model_specs import ModelSpec, check_sequence_length, config_of
 from hf_pyao.tools.estimate.recorded_step import record_step
 
-PEAK = "predicted peak of device memory, with copies at the link's speed"
+PEAK = "predicted peak of device memory, on any link, with a host that is far ahead of the device"
 
 
 def predict_sweep(
@@ -200,8 +200,7 @@ def _predict(
         if fits
         else f"the allocator may reserve {reserved_bytes / GIB:.2f} GiB, and "
         f"{limit_bytes / GIB:.2f} GiB of {hardware.name} can be used",
-        memory_bytes=timed.peak_bytes,
-        bound_bytes=late.peak_bytes,
+        memory_bytes=late.peak_bytes,
         host_bytes=timed.host_peak_bytes,
         offloaded_bytes=timed.offloaded_bytes,
         step_ms=timed.step_ms,

@@ -289,12 +289,12 @@ PREDICT = [
 def test_a_sweep_is_predicted(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "sweep.json"
     argv = [*PREDICT, "--budgets", "0,1,2,99", "--device", "h100", "--json", "--output", str(path)]
-    assert cli.main(argv) == 0
+    assert cli.main([*argv, "--window", "layer"]) == 0
     printed = json.loads(capsys.readouterr().out)
     report = read_document(path)
     assert isinstance(report, SweepReport)
     assert report.to_dict() == printed
-    assert not report.is_measured
+    assert not report.is_measured and report.setup["window"] == "layer"
     assert [point.budget for point in report.points] == [0, 1, 2, 99]
     offloaded = [point.offloaded_bytes or 0 for point in report.points]
     assert offloaded == sorted(offloaded)
@@ -330,6 +330,7 @@ def test_a_card_that_is_too_small_is_said(capsys: Any) -> None:
         (["--predict", "--micro-batch", "0"], "--micro-batch is 0; expected 1 or more"),
         (["--predict", "--sequence-length", "65"], "the model has 64 positions"),
         (["--predict", "--min-bytes", "few"], "--min-bytes is 'few'"),
+        (["--predict", "--window", "wide"], "--window is 'wide'"),
         (["--min-bytes", "few", "--device", "cpu"], "--min-bytes is 'few'"),
     ],
 )

@@ -172,6 +172,8 @@ def test_what_long_context_implies_is_chosen(
         "checkpoint_every": 0,
         "checkpoint_nested": False,
         "save_attention": False,
+        "attention_groups": "auto",
+        "activation_memory_budget": "off",
     }
     out = capsys.readouterr().out
     assert "layers do not run again as a whole" in out and "levers that were looked at" in out

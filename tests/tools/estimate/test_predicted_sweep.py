@@ -105,24 +105,16 @@ def test_the_same_inputs_of_segments_leave(every: int) -> None:
 def test_what_does_not_fit_is_a_row_with_its_figures() -> None:
     config = config_of(parse_model("llama:" + _of("llama")))
     program = record_step(FakeTraining(config=config), BATCH, LENGTH)
-    card = HARDWARE["rtx4070"]
+    card, settings = HARDWARE["rtx4070"], PyAOConfig(policy="all").effective()
     points = predict_points(
-        program,
-        parse_budgets("0,3"),
-        card,
-        tokens=BATCH * LENGTH,
-        settings=PyAOConfig(policy="all"),
+        program, parse_budgets("0,3"), card, tokens=BATCH * LENGTH, settings=settings
     )
     assert {point.status for point in points} == {OK}
     small = type(card)(
         name="small", device=card.device, link=card.link, memory_gib=1e-6, source="made up"
     )
     points = predict_points(
-        program,
-        parse_budgets("0,3"),
-        small,
-        tokens=BATCH * LENGTH,
-        settings=PyAOConfig(policy="all"),
+        program, parse_budgets("0,3"), small, tokens=BATCH * LENGTH, settings=settings
     )
     assert {point.status for point in points} == {OUT_OF_MEMORY}
     assert all("of small can be used" in point.reason for point in points)
@@ -130,8 +122,12 @@ def test_what_does_not_fit_is_a_row_with_its_figures() -> None:
 
 
 @pytest.mark.thorough
-def test_neurocache_s_memory_falls_by_its_18_mib_a_tensor() -> None:
-    """Its section 4.1 and Table 2: 97.93 M parameters, checkpointing, 16-bit moments of Adam."""
+@pytest.mark.parametrize("window", ["layer", "64MiB", None])
+def test_neurocache_s_memory_falls_by_its_18_mib_a_tensor(window: str | None) -> None:
+    """Its section 4.1 and Table 2: 97.93 M parameters, checkpointing, 16-bit moments of Adam.
+
+    What may be in flight in the window counts: no host is sure to see that it has left.
+    """
     report = predict_sweep(
         parse_model(
             "gpt2:vocab_size=16000,n_positions=768,n_embd=768,n_layer=12,n_head=12,resid_pdrop=0.0,"
@@ -143,9 +139,12 @@ def test_neurocache_s_memory_falls_by_its_18_mib_a_tensor() -> None:
         sequence_length=768,
         dtype="float32",
         checkpointing=True,
+        settings=PyAOConfig(window=window),
     )
+    in_flight = {"layer": 0, "64MiB": 64 // 18, None: 256 // 18}[window]
     peaks = {row.budget: row.memory_bytes.mean / MIB for row in report.rows if row.memory_bytes}
-    assert all(peaks[0] - peaks[k] == pytest.approx(18 * k, abs=0.01) for k in peaks)
+    saved = {k: 18 * max(0, k - in_flight) for k in peaks}
+    assert {k: peaks[0] - peaks[k] for k in peaks} == pytest.approx(saved, abs=0.01)
     assert peaks[0] == pytest.approx(2545.6, rel=0.02)
     assert report.knee is None
 

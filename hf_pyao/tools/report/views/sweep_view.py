@@ -67,7 +67,6 @@ def sweep_table(report: SweepReport) -> Table:
         ("result", [_result(row, is_measured=report.is_measured) for row in rows]),
         ("leaves, MiB", [_mib(row.offloaded_bytes) for row in rows]),
         ("memory, MiB", [_spread(row.memory_bytes, MIB) for row in rows]),
-        ("on any link, MiB", [_mib(row.bound_bytes) for row in rows]),
         ("saved", [_saved(row, rows[0]) for row in rows]),
         (f"{host}, MiB", [_spread(row.host_bytes, MIB) for row in rows]),
         ("step, ms", [_spread(row.step_ms) for row in rows]),
