@@ -114,7 +114,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"stream_weights": 1.5}, r"stream_weights is 1\.5; expected 'off', 'auto', or a whole number"),
     ({"stream_weights": "aut"}, r"stream_weights is 'aut'; did you mean 'auto'\?"),
     ({"stream_weights": False}, r"stream_weights is False; did you mean 'off'\?"),
-    ({"stream_embeddings": "yes"}, r"stream_embeddings is 'yes'; expected one of"),
+    ({"stream_embeddings": "yes"}, r"stream_embeddings is 'yes'; known: auto, on, off"),
     (
         {"stream_embeddings": "on"},
         r"stream_embeddings is 'on', which has no effect while stream_weights is 'off'\. Give",

@@ -57,9 +57,11 @@ def test_every_test_for_a_device_was_tried(smoke: Path) -> None:
         path.read_text(encoding="utf-8").count("\ndef test_")
         for path in (REPOSITORY / "tests" / "gpu").glob("test_*.py")
     )
-    assert document.facts["outcome"] == "passed"
-    assert document.facts["num_passed"] == num_tests > 10
-    assert document.facts["is_dry_run"] is True
+    facts = document.facts
+    assert facts["outcome"] == "passed"
+    assert facts["num_passed"] + facts["num_skipped"] == num_tests > 10
+    assert facts["num_skipped"] == 4, "flash attention and the allocator have no stand-in"
+    assert facts["is_dry_run"] is True
 
 
 @pytest.mark.thorough

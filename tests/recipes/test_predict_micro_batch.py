@@ -155,7 +155,18 @@ def real_peak_bytes(method: Method, micro_batch: int) -> int:
 def test_the_ledger_agrees_with_the_allocator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The operations of a CPU on both sides: only there can real tensors be counted.
     own: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(cuda_operations, "_flash_attention", own)
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        return own(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True)
+
+    monkeypatch.setattr(cuda_operations, "_flash_attention", attention)
     monkeypatch.setattr(cuda_choices, "can_trace_wide_products", lambda: False)
     predicted = peak_of_step(
         "llama", "micro", BY_NAME[name], 2, sequence_length=128, training_state="device"

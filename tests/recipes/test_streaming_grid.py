@@ -7,10 +7,6 @@ import pytest
 from studies.streaming_grid import CLOCK_LAYERS, GRID_LAYERS, MODELS, clock_rows, grid_rows, step_of
 from tests.helpers.lora_steps import lora_step
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated"  # read by peft
-)
-
 SIZE = (2, 1024)
 LINKS = (3.0, 12.0, 50.0)
 

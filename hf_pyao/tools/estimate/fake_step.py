@@ -7,6 +7,7 @@ place (``hf_pyao/model/fake_cuda``). So no GPU is needed, and none is measured.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -311,7 +312,9 @@ def build_lora_model(
     names = targets if targets == ALL_LINEAR else targets.split(",")
     lora = LoraConfig(r=rank, target_modules=names, task_type="CAUSAL_LM")
     # On the meta device first: peft moves parameters, which fake ones do not take.
-    with unset_fake_temporarily(), torch.device("meta"):
+    with unset_fake_temporarily(), torch.device("meta"), warnings.catch_warnings():
+        for about in ("fan_in_fan_out is set to", "`is_gradient_checkpointing` is deprecated"):
+            warnings.filterwarnings("ignore", about)  # of PEFT: nobody here can heed them
         model = build_model(config, checkpointing=checkpointing)
         quantise_linear_layers(model, base)
         # A checkpoint's first input has to carry a gradient, where the embedding is frozen.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,7 +125,9 @@ def test_methods_whose_package_is_missing_refuse(bench: Bench, nothing_installed
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_pyao.tools.bench import peers
 
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    # In that module alone: others look for packages too while a trial runs.
+    util = SimpleNamespace(find_spec=lambda name: None)
+    monkeypatch.setattr(peers, "importlib", SimpleNamespace(util=util))
 
 
 @pytest.mark.thorough

@@ -309,7 +309,7 @@ def test_a_sweep_is_predicted(tmp_path: Path, capsys: Any) -> None:
 def test_a_card_that_is_too_small_is_said(capsys: Any) -> None:
     argv = [*PREDICT, "--budgets", "0,1", "--device-memory", "1KiB"]
     assert cli.main(argv) == 1
-    assert "the peak may be" in capsys.readouterr().out
+    assert "the allocator may reserve" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
