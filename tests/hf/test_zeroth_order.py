@@ -32,12 +32,13 @@ class PlainTrainer(Trainer):
         if not hasattr(self, "mezo"):
             self.mezo = PlainMeZO(model, EPSILON, seed=5)
         inputs = self._prepare_inputs(inputs)
+        num_items = args[0] if args else kwargs.get("num_items_in_batch")  # as Trainer counts them
 
         class Losses:
             batches = (inputs,)
 
             def __call__(_, model: nn.Module) -> list[torch.Tensor]:
-                return [self.compute_loss(model, dict(inputs))]
+                return [self.compute_loss(model, dict(inputs), num_items_in_batch=num_items)]
 
         self.mezo.step(Losses(), self._get_learning_rate())
         return torch.tensor(0.0)
