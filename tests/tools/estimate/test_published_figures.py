@@ -127,9 +127,10 @@ def test_alsts_first_rung(steps: Steps) -> None:
 
 @pytest.mark.thorough
 def test_alsts_other_rungs_are_those_of_ligers_kernels(steps: Steps) -> None:
-    outside = check(list(alst(steps)))
-    assert [each.published for each in outside] == [135.0, 126.8, 136.2]
-    assert outside[-1].ours < outside[-1].published
+    rows = list(alst(steps))
+    # PUBLISHED.md: the second and the third rung need Liger's kernels for their figure.
+    assert [each.published for each in rows] == [137.4, 135.0, 126.8, 136.2]
+    assert check(rows) == rows[1:3]
 
 
 @pytest.mark.thorough
@@ -150,7 +151,7 @@ def test_smoke(capsys: pytest.CaptureFixture[str]) -> None:
     compare_published.main(["--smoke"])
     output = capsys.readouterr().out
     assert "23 of 23 within what is allowed" in output
-    assert "| GPT-2 0.8B, a layer, every pack | 39.37 MB | 39.37 MB | -0.0 % |" in output
+    assert "| GPT-2 0.8B, a layer, every pack | 39.37 MB | 39.37 MB | +0.0 % |" in output
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
