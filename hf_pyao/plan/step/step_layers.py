@@ -116,11 +116,15 @@ class StepLayers:
         return self._search.graph.values[value].nbytes
 
     def buffer_of(self, layer: int, value: int) -> int:
-        """Return the buffer that holds a value in *layer*; -1 if there is no telling."""
+        """Return the buffer that holds a value in *layer*; -1 if there is no telling.
+
+        Of a value that several layers get it is one that *layer* may get: see
+        :meth:`shared_buffers`.
+        """
         assert self._search is not None
         graph, program = self._search.graph, self.program
         known = graph.values[value].buffer
-        if layer == graph.layer or known < 0:
+        if layer == graph.layer or known < 0 or value in self._search.shared:
             return known
         buffer = program.buffers[known]
         place = self._births[buffer.birth].index(known)
@@ -140,14 +144,24 @@ class StepLayers:
         """
         assert self._search is not None
         known = self._search.graph.values[value].buffer
-        if layer == self._search.graph.layer:
-            return [known]
+        return [known] if layer == self._search.graph.layer else self._like(known)
+
+    def _like(self, shared: int) -> list[int]:
+        """Return the buffers given to several layers that are like one of them."""
 
         def kind(buffer: int) -> tuple[int, str]:
             nbytes, birth, _ = self.program.buffers[buffer]
             return nbytes, self.program.operations[birth].name
 
-        return [number for number in self._given_to_layers if kind(number) == kind(known)]
+        return [number for number in self._given_to_layers if kind(number) == kind(shared)]
+
+    @cached_property
+    def _shared(self) -> frozenset[int]:
+        """Buffers that several layers get, or may get."""
+        assert self._search is not None
+        values = self._search.graph.values
+        known = {values[value].buffer for value in self._search.shared}
+        return frozenset(number for each in known for number in (each, *self._like(each)))
 
     @cached_property
     def _given_to_layers(self) -> list[int]:
@@ -161,13 +175,17 @@ class StepLayers:
         ]
 
     def _newest(self, nbytes: int, start: int) -> int:
-        """Return the newest buffer of that size which is there when a layer begins; -1: none."""
+        """Return the newest buffer of that size which is there when a layer begins; -1: none.
+
+        What several layers get is left out: a mask may be as large as a layer's input.
+        """
         found = [
             number
             for birth in range(start)
             for number in self._births.get(birth, [])
             if self.program.buffers[number].nbytes == nbytes
             and self.program.buffers[number].death > start
+            and number not in self._shared
         ]
         return found[-1] if found else -1
 

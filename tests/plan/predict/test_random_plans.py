@@ -21,7 +21,7 @@ from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.replayed_step import replay_step
-from tests.plan.predict.test_architectures import SHAPES
+from tests.plan.predict.test_architectures import SHAPES, WIDTH
 from tests.plan.predict.test_predict import check_lifetimes
 
 MICRO_BATCH, LENGTH = 2, 32
@@ -100,6 +100,23 @@ def test_peaks_are_the_engines_to_the_byte(architecture: str, tmp_path: Path) ->
         else:
             assert drawn.peak_bytes == ran
     assert num_rebuilt
+
+
+def test_a_mask_as_large_as_a_layers_input_is_not_taken_for_it(tmp_path: Path) -> None:
+    """The first layer's input is stored though no operation of the layer saves it."""
+    config = AutoConfig.for_model("gemma2", **{**SHAPES["gemma2"], "num_hidden_layers": 3})
+    training = FakeTraining(config=config, training_state="device", optimizer_bytes=0)
+    planner = planner_of(training)
+    assert LENGTH == WIDTH
+    conditions = dataclasses.replace(planner.conditions, keep_last_layers=0, window_bytes=2**12)
+    drawn = planner._candidate(
+        "drawn",
+        [RECOMPUTE if slot.nbytes >= MIN_BYTES else KEEP for slot in planner.program.slots],
+        ["self_attn", "self_attn.k_proj", "self_attn.v_proj"],
+        otherwise=[KEEP] * len(planner.program.slots),
+        conditions=conditions,
+    )
+    assert ran_bytes(training, planner, drawn, tmp_path / "plan.json") == drawn.peak_bytes
 
 
 def test_attention_that_runs_again_holds_nothing_of_what_it_reads(tmp_path: Path) -> None:
