@@ -117,10 +117,13 @@ class RingSchedule(abc.ABC):
             block: what compute reads next.
             in_backward: a backward pass runs; what runs a second time in it is meant too.
         """
+        turns = in_backward and not self._has_run_back
         self._has_run_back |= in_backward
         if block != self.current or not self._recorded:
             self._record(block)
             self.current = block
+        elif turns:
+            self._turn(block)
         if block in self.slots:
             return self.slots.index(block)
         self.num_late_uploads += 1
@@ -174,6 +177,15 @@ class RingSchedule(abc.ABC):
             if order[place] == block:
                 self._position = place + 1
                 return
+
+    def _turn(self, block: int) -> None:
+        """Note that backward begins with the block that forward ended with.
+
+        That is one use, for which an order that was not recorded has two places.
+        """
+        order = self._orders[self._trains]
+        if self._position < len(order) and order[self._position] == block:
+            self._position += 1
 
     def _upcoming(self) -> Iterator[int]:
         """Yield the blocks in the order in which they are expected: this cycle's, then the next's.
