@@ -443,12 +443,13 @@ class StepWalk:
             self._memory.hold(slot.source)
 
     def _unpack(self, number: int) -> None:
-        if self._program.slots[number].link_bytes == 0:
+        slot = self._program.slots[number]
+        if slot.link_bytes == 0:
             self._reloads.prefetch()  # it was rebuilt
         elif number in self._plan.rebuilds:
             self._rebuild(number, self._plan.rebuilds[number])
         elif self._leaves[number]:
-            self._reloads.use(number)
+            self._reloads.use(number, is_read=slot.is_read_first)
 
     def _slot_ends(self, number: int) -> None:
         """Backward is done with a slot."""

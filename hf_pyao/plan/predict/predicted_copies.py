@@ -173,12 +173,19 @@ class PredictedReloads(Schedule):
 
         self.start(self._by_layer.get(layer, ()), others())
 
-    def use(self, number: int) -> None:
-        """Ask for a slot that has left, or waits to."""
+    def use(self, number: int, *, is_read: bool = False) -> None:
+        """Ask for a slot that has left, or waits to.
+
+        Args:
+            number: of the slot.
+            is_read: it is read to rebuild another if it was not asked for before. As in the engine,
+                room for what comes next is asked for behind the rebuild.
+        """
         if number in self._used:
             return
+        is_first = number not in self._in_place
         if number in self.window.waiting:
-            if number not in self._in_place:
+            if is_first:
                 if not self._decode(number):
                     self._memory.hold(self._program.slots[number].source)
                 self._in_place.add(number)
@@ -191,7 +198,7 @@ class PredictedReloads(Schedule):
                 self._memory.free((ENCODED, number))
             self._used.add(number)
             self.note_use(number)
-        if not self.is_exhausted:
+        if not self.is_exhausted and not (is_read and is_first):
             self.prefetch()
 
     def end(self, number: int) -> None:

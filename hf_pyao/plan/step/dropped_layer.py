@@ -147,12 +147,16 @@ class DroppedLayer:
         at, rank = asker.unpacked_at, asker.unpack_rank
         if slot.reloaded < 0:
             buffer = self.draft.new_buffer(slot.link_bytes, at, until)
-            return slot._replace(reloaded=buffer, unpacked_at=at, unpack_rank=rank - 1)
+            return slot._replace(
+                reloaded=buffer, unpacked_at=at, unpack_rank=rank - 1, is_read_first=True
+            )
         self.draft.extend(slot.reloaded, until)
         if (slot.unpacked_at, slot.unpack_rank) <= (at, rank):
             return slot
         asked_again = (slot.unpacked_at, *slot.asked_again)
-        return slot._replace(unpacked_at=at, unpack_rank=rank - 1, asked_again=asked_again)
+        return slot._replace(
+            unpacked_at=at, unpack_rank=rank - 1, asked_again=asked_again, is_read_first=True
+        )
 
     def _anchor(self, position: int, value: int, name: str) -> None:
         """Store a value for the slot *name*, which is dropped."""

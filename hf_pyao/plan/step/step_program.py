@@ -167,6 +167,8 @@ class SlotUse(NamedTuple):
     row_values: int = 0
     """Elements of a row, which codecs give one scale: the contiguous dimension of what was saved;
     0 if that is not known; :data:`ROW_STATISTIC` for what no lossy codec takes."""
+    is_read_first: bool = False
+    """True if it is asked for first to rebuild another slot, not by autograd."""
 
 
 class Pack(NamedTuple):

@@ -69,6 +69,7 @@ class _OpenSlot:
         self.asked_again: list[int] = []
         self.is_rebuilt = False
         """It neither stayed nor left, but was recomputed."""
+        self.is_read_first = False
 
     def use(self) -> SlotUse:
         """Return what is known of it now."""
@@ -86,6 +87,7 @@ class _OpenSlot:
             tuple(self.asked_again),
             self.unpack_rank,
             self.row_values,
+            self.is_read_first,
         )
 
 
@@ -118,6 +120,8 @@ class StepRecorder(Observer):
         self._slots: list[_OpenSlot] = []
         self._segments: list[tuple[str, int, int]] = [(FORWARD, OUTSIDE, 0)]
         self._num_unpacks = 0
+        self._is_rebuilding = False
+        """True while a dropped slot is rebuilt."""
         self._packs: list[Pack] = []
         self._packed_buffers: list[int] = []
         self._shapes: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
@@ -391,6 +395,7 @@ class StepRecorder(Observer):
         used.reloaded = self._storages.buffer_of(target)
         used.unpacked_at = self.now
         used.unpack_rank = self._num_unpacks
+        used.is_read_first = self._is_rebuilding
         self._num_unpacks += 1
 
     def on_unpack(self, slot: Slot) -> None:
@@ -401,7 +406,12 @@ class StepRecorder(Observer):
 
     def around(self, what: str, label: object, work: Callable[[], Result]) -> Result:
         """Record that a dropped slot was rebuilt because it was asked for."""
-        result = work()
+        was_rebuilding = self._is_rebuilding
+        self._is_rebuilding |= what == "recompute"
+        try:
+            result = work()
+        finally:
+            self._is_rebuilding = was_rebuilding
         used = self._open.get((label.layer_index, label.name)) if isinstance(label, Slot) else None
         if what == "recompute" and used is not None:
             if used.is_rebuilt:

@@ -344,10 +344,7 @@ def test_each_policy_of_the_papers_models(
         link=hardware.link,
     )
     assert predicted.offloaded_bytes == simulated.offloaded_bytes
-    # What is first read to rebuild another tensor asks for room before that is rebuilt, and in the
-    # engine behind it: where compute waits for room, the predicted step is a little longer.
-    above = 3e-3 if way.is_pyao else 1e-6
-    assert -1e-6 <= predicted.step_ms / simulated.step_ms - 1 <= above
+    assert predicted.step_ms == pytest.approx(simulated.step_ms, rel=1e-6)
     assert predicted.peak_bytes == simulated.peak_bytes
 
 
