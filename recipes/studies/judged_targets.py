@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from hf_pyao.plan.hardware.presets import find_hardware
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
-from hf_pyao.plan.solve.optimal import solve
+from hf_pyao.plan.solve.optimal import bound_ms, solve
 from hf_pyao.plan.solve.plan_problem import LayerGroup, PlanProblem, RebuildStep, SlotChoice, Way
 from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL
 from hf_pyao.tools.estimate.recorded_step import record_step
@@ -216,5 +216,5 @@ def solver_time(num_layers: int = 80, num_slots: int = 40) -> SolverTime:
         num_layers=num_layers,
         num_slots=num_slots,
         elapsed_s=statistics.median(elapsed),
-        above_bound=(plain_ms + found.overhead_ms) / (plain_ms + found.bound_ms) - 1,
+        above_bound=(plain_ms + found.overhead_ms) / (plain_ms + bound_ms(problem)) - 1,
     )

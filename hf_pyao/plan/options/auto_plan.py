@@ -21,6 +21,7 @@ from hf_pyao.plan.documents.plan import (
 )
 from hf_pyao.plan.documents.plan_facts import NO_FACTS, PlanFacts
 from hf_pyao.plan.options.chosen_levers import ChosenLevers
+from hf_pyao.plan.solve.optimal import bound_ms
 from hf_pyao.plan.solve.planner import KEEP_ALL, PLANNED, Candidate, Planner
 from hf_pyao.plan.solve.step_problem import Conditions, chosen_slots
 
@@ -172,8 +173,8 @@ def _figures(chosen: Candidate, configured: Planner) -> dict[str, float]:
         "offloaded_bytes": float(timed.offloaded_bytes),
         "keep_last_layers": float(chosen.keep_last_layers),
     }
-    if chosen.choice is not None:
-        found["bound_overhead_ms"] = chosen.choice.bound_ms
+    if chosen.problem is not None:
+        found["bound_overhead_ms"] = bound_ms(chosen.problem)
     for name, candidate in configured.simple().items():
         if name != KEEP_ALL:  # that one is a fact
             found[f"step_ms/{name}"] = candidate.step_ms

@@ -52,6 +52,14 @@ def solve(problem: PlanProblem, relative_gap: float = RELATIVE_GAP) -> PlanChoic
     return _Program(problem).solve(relative_gap)
 
 
+def bound_ms(problem: PlanProblem) -> float:
+    """Return the overhead below which no choice is: the least with fractions of layers.
+
+    Negative infinity if nothing holds within the limits.
+    """
+    return _Program(problem).bound_ms()
+
+
 class _Program:
     """The columns and rows of the integer program."""
 
@@ -132,6 +140,20 @@ class _Program:
     # ---- solving -------------------------------------------------------------------------------
 
     def solve(self, relative_gap: float) -> PlanChoice:
+        found = self._run(self.is_integer, relative_gap)
+        if found.x is None:
+            raise InfeasibleError(
+                f"no plan keeps at most {self.problem.kept_bytes:.4g} bytes on the device and "
+                f"{self.problem.host_bytes:.4g} on the host."
+            )
+        groups = tuple(group.choice(found.x) for group in self.groups)
+        return PlanChoice(groups=groups, overhead_ms=overhead_ms(self.problem, groups))
+
+    def bound_ms(self) -> float:
+        relaxed = self._run([False] * len(self.costs), RELATIVE_GAP)
+        return float("-inf") if relaxed.x is None else float(relaxed.fun)
+
+    def _run(self, integrality: Sequence[bool], relative_gap: float) -> Any:
         import numpy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -149,28 +171,12 @@ class _Program:
         )
         lower = numpy.array([least for least, _ in self.row_bounds], dtype=float)
         upper = numpy.array([most for _, most in self.row_bounds], dtype=float)
-
-        def run(integrality: Any) -> Any:
-            return milp(
-                c=numpy.array(self.costs, dtype=float),
-                constraints=LinearConstraint(matrix, lower, upper),
-                bounds=Bounds(0, numpy.array(self.uppers, dtype=float)),
-                integrality=integrality,
-                options={"mip_rel_gap": relative_gap, "time_limit": TIME_LIMIT_S},
-            )
-
-        relaxed = run(numpy.zeros(len(self.costs)))
-        found = run(numpy.array(self.is_integer, dtype=int))
-        if found.x is None:
-            raise InfeasibleError(
-                f"no plan keeps at most {self.problem.kept_bytes:.4g} bytes on the device and "
-                f"{self.problem.host_bytes:.4g} on the host."
-            )
-        groups = tuple(group.choice(found.x) for group in self.groups)
-        return PlanChoice(
-            groups=groups,
-            overhead_ms=overhead_ms(self.problem, groups),
-            bound_ms=float("-inf") if relaxed.x is None else float(relaxed.fun),
+        return milp(
+            c=numpy.array(self.costs, dtype=float),
+            constraints=LinearConstraint(matrix, lower, upper),
+            bounds=Bounds(0, numpy.array(self.uppers, dtype=float)),
+            integrality=numpy.array(integrality, dtype=int),
+            options={"mip_rel_gap": relative_gap, "time_limit": TIME_LIMIT_S},
         )
 
 

@@ -142,8 +142,6 @@ class PlanChoice:
     groups: tuple[GroupChoice, ...]
     overhead_ms: float
     """Rebuilding, coding and waiting, by the problem's own estimate."""
-    bound_ms: float
-    """No choice takes less: the best with fractions of layers."""
 
     def products(self, problem: PlanProblem) -> frozenset[str]:
         """Return the sub-modules whose matrix products run again somewhere."""
