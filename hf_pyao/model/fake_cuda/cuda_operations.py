@@ -17,6 +17,7 @@ from hf_pyao.engine.codecs import bitmask, grouped
 from hf_pyao.model.attention import kernels as group_kernels
 from hf_pyao.model.attention.kernels import AttentionSettings, Kernel, NoKernel, flash_kernel_of
 from hf_pyao.model.fake_cuda.codec_kernels import kernels_for
+from hf_pyao.model.fake_cuda.quick_results import quick_result
 from hf_pyao.plan.hardware.attention_kernels import (
     CUDNN,
     FLASH,
@@ -102,12 +103,16 @@ def can_trace_wide_products() -> bool:
 
 
 class _ResultsOfCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives results the dtypes that they have on CUDA."""
+    """Gives results the dtypes that they have on CUDA, and those of common operations at once."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        quick = quick_result(func, args, kwargs)
+        if quick is not None:
+            return quick
+        result = func(*args, **kwargs)
         if func is torch.ops.aten.native_layer_norm.default and args[0].dtype.itemsize == 2:
             wide = (torch.empty_like(each, dtype=torch.float32) for each in result[1:])
             result = (result[0], *wide)

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 from hf_pyao.errors import PyAOError
 from hf_pyao.plan.hardware.caching_allocator import EXPANDABLE_SEGMENTS
@@ -85,6 +86,11 @@ class Planner(Proposals):
         """Of the same step, over a link that is faster or slower, by the factor."""
         return {}
 
+    @cached_property
+    def _streaming(self) -> WeakValueDictionary[tuple[object, ...], Planner]:
+        """Of the same step, with weights streamed: what one search has found another one uses."""
+        return WeakValueDictionary()
+
     def streaming(
         self, layers: Collection[int], speed_ratios: tuple[float, ...] | None = None
     ) -> Planner:
@@ -97,6 +103,13 @@ class Planner(Proposals):
         ratios = self.conditions.speed_ratios if speed_ratios is None else speed_ratios
         if not layers and ratios == self.conditions.speed_ratios:
             return self
+        key = (*layers, ratios)
+        found = self._streaming.get(key)
+        if found is None:
+            self._streaming[key] = found = self._with_streamed(layers, ratios)
+        return found
+
+    def _with_streamed(self, layers: Collection[int], ratios: tuple[float, ...]) -> Planner:
         program = with_streamed_blocks(self.program, layers)
         disk, placed = self.conditions.link.disk, self.conditions.placed_weights
         if placed is not None:

@@ -1,0 +1,205 @@
+"""Operations that are answered without torch's detour say what torch says."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from hf_pyao.model.fake_cuda.quick_results import quick_result
+
+aten: Any = torch.ops.aten
+
+
+def _tensors(random_numbers: random.Random) -> Iterator[Tensor]:
+    """Yield tensors of all sorts of layouts and dtypes, three dimensions each."""
+    dtypes = [torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
+    for dtype in dtypes:
+        sizes = [random_numbers.randint(1, 5) for _ in range(3)]
+        whole = torch.empty(*sizes, dtype=dtype)
+        yield whole
+        yield whole.transpose(0, 2)
+        yield whole[:, ::2]
+        yield whole[:1].expand(4, -1, -1)
+        yield torch.empty(0, 3, 2, dtype=dtype)
+        yield torch.empty(1, 1, 1, dtype=dtype)
+
+
+def _matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty(7, dtype=dtype),
+        torch.empty(5, 3, dtype=dtype),
+        torch.empty(7, 3, dtype=dtype).t(),
+    )
+
+
+CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
+    "detach": lambda x: (aten.detach.default, (x,), {}),
+    "expand": lambda x: (aten.expand.default, (x, [2, *x.shape]), {}),
+    "permute": lambda x: (aten.permute.default, (x, [2, 0, 1]), {}),
+    "select": lambda x: (aten.select.int, (x, 2, 0), {}),
+    "slice": lambda x: (aten.slice.Tensor, (x, 1, 1, 9, 2), {}),
+    "squeeze": lambda x: (aten.squeeze.dim, (x, 0), {}),
+    "t": lambda x: (aten.t.default, (x[0],), {}),
+    "transpose": lambda x: (aten.transpose.int, (x, 0, -1), {}),
+    "unsqueeze": lambda x: (aten.unsqueeze.default, (x, 1), {}),
+    "view": lambda x: (aten.view.default, (x, [-1, x.shape[2]]), {}),
+    "view of a dtype": lambda x: (aten.view.dtype, (x, torch.uint8), {}),
+    "copy to": lambda x: (aten._to_copy.default, (x,), {"dtype": torch.float32}),
+    "copy": lambda x: (aten.copy_.default, (x, torch.empty(x.shape, dtype=torch.float32)), {}),
+    "add in place": lambda x: (aten.add_.Tensor, (x, x), {"alpha": 2}),
+    "clone": lambda x: (aten.clone.default, (x,), {"memory_format": torch.contiguous_format}),
+    "bmm": lambda x: (aten.bmm.default, (x, x.transpose(1, 2)), {}),
+    "new_empty": lambda x: (aten.new_empty.default, (x, [3, 2]), {"dtype": torch.int8}),
+    "new_empty_strided": lambda x: (aten.new_empty_strided.default, (x, [3, 2], [1, 4]), {}),
+    "sum": lambda x: (aten.sum.dim_IntList, (x, [0, 1], True), {}),
+    "add": lambda x: (aten.add.Tensor, (x, x), {"alpha": 2}),
+    "add of rows": lambda x: (aten.add.Tensor, (x, x[:, :1]), {}),
+    "add of dtypes": lambda x: (aten.add.Tensor, (x, x.to(torch.float32)), {}),
+    "multiply": lambda x: (aten.mul.Tensor, (x, 0.5), {}),
+    "multiply complex": lambda x: (aten.mul.Tensor, (x, 1j), {}),
+    "divide": lambda x: (aten.div.Tensor, (x, x), {}),
+    "negate": lambda x: (aten.neg.default, (x,), {}),
+    "subtract": lambda x: (aten.sub.Tensor, (x, x), {}),
+    "relu": lambda x: (aten.relu.default, (x,), {}),
+    "gelu": lambda x: (aten.gelu.default, (x,), {"approximate": "tanh"}),
+    "gelu back": lambda x: (aten.gelu_backward.default, (x, x), {}),
+    "silu": lambda x: (aten.silu.default, (x,), {}),
+    "silu back": lambda x: (aten.silu_backward.default, (x, x), {}),
+    "threshold back": lambda x: (aten.threshold_backward.default, (x, x, 0), {}),
+    "dropout": lambda x: (aten.native_dropout.default, (x, 0.1, True), {}),
+    "dropout back": lambda x: (aten.native_dropout_backward.default, (x, x > 0, 1.1), {}),
+    "set": lambda x: (
+        aten.set_.source_Storage_storage_offset,
+        (torch.empty(0, dtype=x.dtype), torch.empty_like(x).untyped_storage(), 0, [1, 1], [1, 1]),
+        {},
+    ),
+    "empty": lambda x: (
+        aten.empty.memory_format,
+        ([2, 3],),
+        {"dtype": x.dtype, "device": torch.device("cpu"), "pin_memory": False},
+    ),
+}
+"""Each with a tensor of any layout and dtype; many are refused by torch for some."""
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    """Return what is told of a result: layouts, dtypes, whose memory; or that it fails."""
+    try:
+        found = call()
+    except Exception as error:  # torch's words for what it refuses differ
+        return f"refused: {type(error).__name__}"
+    if found is None:
+        return None
+    results = found if isinstance(found, tuple | list) else (found,)
+    return [_told(each) for each in results]
+
+
+def _told(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    assert type(tensor) is FakeTensor
+    # The stride of a dimension of one element says nothing.
+    strides = [
+        stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ]
+    return (
+        tensor.shape,
+        strides if tensor.numel() else [],
+        tensor.dtype,
+        tensor.storage_offset(),
+        tensor.device,
+        tensor.untyped_storage().nbytes(),
+    )
+
+
+@pytest.mark.sampled(every=1)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_is_torch_s(name: str) -> None:
+    num_answered = 0
+    with FakeTensorMode(), torch.no_grad():
+        for tensor in _tensors(random.Random(name)):
+            try:
+                func, args, kwargs = CALLS[name](tensor)
+                others = CALLS[name](tensor)
+            except Exception:  # the arguments cannot be made of this one
+                continue
+            quick = _outcome(lambda: quick_result(func, args, kwargs))
+            if quick is None:
+                continue
+            func, args, kwargs = others
+            usual = _outcome(lambda: func(*args, **kwargs))
+            if isinstance(quick, str):
+                assert isinstance(usual, str), (tensor.shape, tensor.stride(), quick, usual)
+                continue
+            assert quick == usual, (tensor.shape, tensor.stride(), tensor.dtype)
+            num_answered += 1
+    assert num_answered >= 1 or name in ("add of rows", "add of dtypes", "multiply complex")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_are_torch_s(dtype: torch.dtype) -> None:
+    with FakeTensorMode(), torch.no_grad():
+        bias, left, right = _matrices(dtype)
+        for func, args in (
+            (aten.mm.default, (left, right)),
+            (aten.addmm.default, (bias, left, right)),
+        ):
+            assert _outcome(lambda: quick_result(func, args, {})) == _outcome(lambda: func(*args))
+
+
+def test_a_view_shares_its_memory_and_a_write_returns_what_was_written() -> None:
+    with FakeTensorMode(), torch.no_grad():
+        source = torch.empty(3, 4)
+        view = quick_result(aten.slice.Tensor, (source, 0, 1, 2), {})
+        assert view.untyped_storage()._cdata == source.untyped_storage()._cdata
+        assert quick_result(aten.copy_.default, (source, torch.empty(4)), {}) is source
+        new = quick_result(aten.mul.Tensor, (source, 2.0), {})
+        assert new.untyped_storage()._cdata != source.untyped_storage()._cdata
+
+
+def test_wrong_shapes_are_refused_as_ever() -> None:
+    with FakeTensorMode(), torch.no_grad():
+        left, right = torch.empty(5, 3), torch.empty(4, 7)
+        assert quick_result(aten.addmm.default, (torch.empty(7), left, right), {}) is None
+        with pytest.raises(RuntimeError):
+            quick_result(aten.view.default, (left, [4, 4]), {})
+
+
+def test_what_is_not_plain_goes_the_usual_way() -> None:
+    real = torch.ones(3)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        constant = torch.tensor(2.0)  # its value is known
+        fake = torch.empty(3)
+        assert constant.constant is not None
+        for args in ((constant, 2.0), (fake, constant), (fake, real), (real, 2.0)):
+            assert quick_result(aten.mul.Tensor, args, {}) is None
+        other = FakeTensorMode().from_tensor(real)
+        assert quick_result(aten.mul.Tensor, (fake, other), {}) is None
+        cuda = FakeTensor(mode, torch.empty(3, device="meta"), torch.device("cuda:0"))
+        assert quick_result(aten.mul.Tensor, (fake, cuda), {}) is None
+        moved = quick_result(aten._to_copy.default, (fake,), {"device": torch.device("cuda:0")})
+        assert moved is None
+        assert quick_result(aten.sin.default, (fake,), {}) is None
+    assert quick_result(aten.empty.memory_format, ([3],), {}) is None, "of real tensors"
+
+
+def test_layer_normalization_has_its_statistics_in_float32() -> None:
+    kinds = itertools.product((torch.bfloat16, torch.float16, torch.float32), ([4], [3, 4]))
+    with FakeTensorMode(), torch.no_grad():
+        for dtype, shape in kinds:
+            x, weight = torch.empty(2, 3, 4, dtype=dtype), torch.empty(shape, dtype=dtype)
+            args = (x, shape, weight, None, 1e-5)
+            found = quick_result(aten.native_layer_norm.default, args, {})
+            usual = aten.native_layer_norm.default(*args)
+            assert [each.shape for each in found] == [each.shape for each in usual]
+            assert [each.dtype for each in found] == [dtype, torch.float32, torch.float32]
+            more = (x, x, shape, *found[1:], weight, None, [True, True, False])
+            back = quick_result(aten.native_layer_norm_backward.default, more, {})
+            assert [_told(each) for each in back] == [_told(x), _told(weight), None]
