@@ -23,7 +23,6 @@ def test_the_overlap_table_at_what_its_own_figures_imply() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 def test_a_faster_link_and_more_tokens_cost_less() -> None:
     rows = [row for row in pays("llama:tiny", (64, 128)) if not row.checkpointing]
     overhead = {(row.tokens, row.link_gb_per_s): row.streamed_ms / row.resident_ms for row in rows}

@@ -34,10 +34,6 @@ from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.replayed_step import replay_step
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated"  # read by peft
-)
-
 UNIT = 512
 """Weights start at multiples of so many bytes."""
 

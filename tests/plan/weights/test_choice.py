@@ -22,10 +22,6 @@ from hf_pyao.plan.weights.hiding import tokens_by_clock, tokens_by_formula
 from hf_pyao.tools.estimate.replayed_step import replay_step
 from tests.helpers.lora_steps import lora_step
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated"  # read by peft
-)
-
 DEVICE = find_hardware("rtx4070").device
 WINDOW = 2**28
 

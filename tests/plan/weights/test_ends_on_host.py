@@ -16,10 +16,6 @@ from hf_pyao.plan.step.streamed_step import with_streamed_blocks
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated"  # read by peft
-)
-
 VOCAB, WIDTH, POSITIONS = 128, 64, 32
 TABLE = VOCAB * WIDTH * 2
 """Bytes of an embedding or a head in 16 bits."""

@@ -152,7 +152,6 @@ def test_the_command_prints_a_table_and_writes_json(
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
 @pytest.mark.parametrize("engine", ["plain", "zero2"])
 def test_lora_trains_adapters_alone(engine: str) -> None:
     config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)

@@ -17,10 +17,6 @@ from hf_pyao.tools.estimate.jobs import all_jobs
 from hf_pyao.tools.estimate.ways import STREAMED, WAYS
 from tests.helpers.lora_steps import lora_config, lora_step
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated"  # read by peft
-)
-
 LARGE = "llama:hidden_size=1024,intermediate_size=2816,num_hidden_layers=12,vocab_size=4096,num_attention_heads=16"
 """294 MB of weights in layers."""
 
