@@ -270,6 +270,14 @@ class StepWalk:
         )
         self._reloads = PredictedReloads(self._offloads, program, by_layer, clock, memory)
         self._uploads = PredictedUploads(program, clock, is_first_step=is_first_step, slower=slower)
+        self._read_inside = {
+            number
+            for rebuild in plan.rebuilds.values()
+            for each in rebuild.operations
+            for number in each.reads
+            if slots[number].is_read_first
+        }
+        """Slots that are asked for first while another is rebuilt."""
         self._rebuild_ms = 0.0
         self._is_rebuilt: set[int] = set()
         self._rebuilt_at: dict[int, int] = {}
@@ -303,6 +311,8 @@ class StepWalk:
                 events[slot.left_at].append((pack, number))
             if slot.reloaded >= 0:
                 moments = (slot.unpacked_at, *slot.asked_again)
+                if number in self._read_inside:
+                    moments = slot.asked_again
                 asked += ((moment, slot.unpack_rank, number) for moment in moments)
         for number, segment in enumerate(program.segments):
             events[segment.start].append((enter, number))
@@ -462,9 +472,18 @@ class StepWalk:
         """Run again what makes a dropped slot, when it is asked for first."""
         if number not in self._is_rebuilt:
             self._is_rebuilt.add(number)
+            is_timed = self._times_ms is not None
+            done_ms = 0.0
             for again in rebuild.operations:
-                for block in self._uploads.read_by.get(again.operation, ()):
+                blocks = self._uploads.read_by.get(again.operation, ())
+                reads = [each for each in again.reads if self._leaves[each]]
+                if (blocks or reads) and is_timed:
+                    self._clock.advance(done_ms)
+                    done_ms = 0.0
+                for block in blocks:
                     self._uploads.read(block)
+                for each in reads:
+                    self._reloads.use(each, is_read=True)
                 self._memory.make(again.makes)
                 for buffer in again.makes:
                     self._rebuilt_at[buffer] = self._memory.operation
@@ -473,8 +492,9 @@ class StepWalk:
                     self._allocate_inside(number, inside_bytes)
                 for buffer in again.frees:
                     self._free_rebuilt(buffer)
-            if self._times_ms is not None:
-                self._clock.advance(rebuild.elapsed_ms)
+                done_ms += again.elapsed_ms
+            if is_timed:
+                self._clock.advance(done_ms)
                 self._rebuild_ms += rebuild.elapsed_ms
         self._reloads.prefetch()
 

@@ -26,8 +26,9 @@ class Draft:
         self.otherwise = otherwise
         self.rebuilds: dict[int, Rebuild] = {}
         """By slot that is dropped."""
-        self.anchors: dict[int, list[tuple[SlotUse, bool]]] = defaultdict(list)
-        """By slot that is dropped: what is stored for it, and whether that leaves."""
+        self.anchors: dict[int, list[tuple[int, SlotUse, bool]]] = defaultdict(list)
+        """By slot that is dropped: what is stored for it, and whether that leaves; first what
+        :attr:`Replayed.reads` of the draft calls it."""
         self.is_anchor: set[int] = set()
         """Slots that are saved after they were stored for another."""
 
@@ -104,16 +105,26 @@ class DroppedLayer:
         elapsed_ms = 0.0
         found = []
         for making, makes, frees in operations:
-            elapsed_ms += layers.operation_ms(making.number, layer)
+            operation_ms = layers.operation_ms(making.number, layer)
+            elapsed_ms += operation_ms
             found.append(
                 Replayed(
                     layers.operation_in(making.number, layer),
                     tuple(buffers[value] for value in makes),
                     tuple(buffers[value] for value in frees),
                     sum(layers.nbytes_of(layer, value) for value in making.beside),
+                    # As in the engine: its first argument last.
+                    tuple(map(self._key, (*making.reads[1:], *making.reads[:1]))),
+                    operation_ms,
                 )
             )
         return Rebuild(elapsed_ms, tuple(found))
+
+    def _key(self, value: int) -> int:
+        """Return the number of a value's slot in the program; below 0 where it has none."""
+        values = self.search.graph.values
+        other = -1 - self.layer * len(values) - value
+        return self.by_name.get(values[value].slot, other)
 
     def _buffer(self, value: int) -> int:
         """Return the buffer of a value that is made again."""
@@ -188,4 +199,4 @@ class DroppedLayer:
         number = self.by_name[name]
         action = layers.stored(draft.otherwise[number], slot.nbytes)
         anchor = self._read_earlier(slot, self.recipe.read_for[value], until)
-        draft.anchors[number].append((anchor, action == OFFLOAD))
+        draft.anchors[number].append((self._key(value), anchor, action == OFFLOAD))

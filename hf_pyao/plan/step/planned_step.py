@@ -78,8 +78,10 @@ class StepPlanner(StepLayers):
         all_leaves: list[bool] = []
         rebuilds: dict[int, Rebuild] = {}
         all_coded: dict[int, Coded] = {}
+        stored: dict[int, int] = {}
         for number, slot in enumerate(draft.slots):
-            for anchor, anchor_leaves in draft.anchors.get(number, ()):
+            for key, anchor, anchor_leaves in draft.anchors.get(number, ()):
+                stored[key] = len(slots)
                 slots.append(anchor)
                 all_leaves.append(anchor_leaves)
             if number in draft.is_anchor:
@@ -87,8 +89,10 @@ class StepPlanner(StepLayers):
             action = actions[number]
             if number in draft.rebuilds:
                 rebuilds[len(slots)] = draft.rebuilds[number]
-            elif action == RECOMPUTE:
-                action = self.stored(draft.otherwise[number], slot.nbytes)
+            else:
+                stored[number] = len(slots)
+                if action == RECOMPUTE:
+                    action = self.stored(draft.otherwise[number], slot.nbytes)
             leaves = action == OFFLOAD and slot.stays is None
             if leaves and coded and number in coded:
                 all_coded[len(slots)] = coded[number]
@@ -102,8 +106,17 @@ class StepPlanner(StepLayers):
         return PlannedStep(
             planned,
             all_leaves,
-            rebuilds,
+            {number: _reading(rebuild, stored) for number, rebuild in rebuilds.items()},
             self.times_ms,
             all_coded,
             {layer: names for layer, names in refused.items() if names},
         )
+
+
+def _reading(rebuild: Rebuild, stored: Mapping[int, int]) -> Rebuild:
+    """Return *rebuild* with what it reads by numbers of the planned step."""
+    operations = [
+        each._replace(reads=tuple(stored[key] for key in each.reads if key in stored))
+        for each in rebuild.operations
+    ]
+    return rebuild._replace(operations=tuple(operations))

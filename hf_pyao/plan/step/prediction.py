@@ -120,6 +120,9 @@ class Replayed(NamedTuple):
     """Buffers that are freed when it is done."""
     beside_bytes: int = 0
     """What it allocates beside, and frees before it is done."""
+    reads: tuple[int, ...] = ()
+    """Slots that are stored and that it reads, in order."""
+    elapsed_ms: float = 0.0
 
 
 class Rebuild(NamedTuple):
