@@ -278,6 +278,15 @@ class StepWalk:
             if slots[number].is_read_first
         }
         """Slots that are asked for first while another is rebuilt."""
+        self._ends_early = {
+            number
+            for number, slot in enumerate(slots)
+            if self._leaves[number]
+            and slot.reloaded >= 0
+            and max(slot.unpacked_at, *slot.asked_again, -1)
+            < program.buffers[slot.reloaded].death
+            < program.num_operations
+        }
         self._rebuild_ms = 0.0
         self._is_rebuilt: set[int] = set()
         self._rebuilt_at: dict[int, int] = {}
@@ -288,10 +297,14 @@ class StepWalk:
     def _events_before(self) -> _Events:
         """Return what happens before each operation, in order.
 
-        That is what the layer before saves last, the ends and starts of layers, what the layer
-        saves before its first operation, and what backward asks for.
+        That is the end of slots that were asked for before (autograd lets go of what an operation's
+        backward has saved before it goes on), what the layer before saves last, the ends and starts
+        of layers, what the layer saves before its first operation, and what backward asks for.
         """
         events: _Events = defaultdict(list)
+        for number in self._ends_early:
+            reloaded = self._program.slots[number].reloaded
+            events[self._program.buffers[reloaded].death].append((self._slot_ends, number))
         pack, unpack, enter = self._pack, self._unpack, self._enter
         first_packs: list[tuple[int, int]] = []
         asked: list[tuple[int, int, int]] = []
@@ -330,6 +343,8 @@ class StepWalk:
         for number, slot in enumerate(self._program.slots):
             if number in kept.last:
                 events[buffers[slot.reloaded].death].append((let_go, kept.last[number]))
+            elif number in self._ends_early:
+                continue
             elif slot.link_bytes and slot.reloaded >= 0 and number not in kept.slots:
                 events[buffers[slot.reloaded].death].append((end, number))
         for rebuild in self._plan.rebuilds.values():

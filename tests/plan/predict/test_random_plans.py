@@ -21,8 +21,10 @@ from hf_pyao.plan.solve.step_problem import Conditions
 from hf_pyao.tools.estimate.fake_step import FakeTraining, peak_of
 from hf_pyao.tools.estimate.recorded_step import record_step
 from hf_pyao.tools.estimate.replayed_step import replay_step
+from hf_pyao.tools.estimate.simulated_step import simulate_step
 from tests.plan.predict.test_architectures import SHAPES, WIDTH
 from tests.plan.predict.test_predict import check_lifetimes
+from tests.plan.solve.test_lossy_plans import hardware_of
 
 MICRO_BATCH, LENGTH = 2, 32
 MIN_BYTES = 1024
@@ -71,7 +73,11 @@ def random_plan(planner: Planner, random: Random) -> Candidate:
 
 def ran_bytes(training: FakeTraining, planner: Planner, drawn: Candidate, path: Path) -> int:
     plan_of(planner, drawn).to_json_file(path)
-    settings = PyAOConfig(
+    return peak_of(training, settings_of(drawn, path), MICRO_BATCH, LENGTH).peak_bytes
+
+
+def settings_of(drawn: Candidate, path: Path) -> PyAOConfig:
+    return PyAOConfig(
         policy="plan",
         plan=path,
         window=drawn.window_bytes,
@@ -80,7 +86,6 @@ def ran_bytes(training: FakeTraining, planner: Planner, drawn: Candidate, path: 
         verify_recompute="off",  # fingerprints take some tens of KiB in the steps that are checked
         host_memory_gib=2.0**20,
     )
-    return peak_of(training, settings, MICRO_BATCH, LENGTH).peak_bytes
 
 
 @pytest.mark.parametrize("architecture", SHAPES)
@@ -117,6 +122,35 @@ def test_a_mask_as_large_as_a_layers_input_is_not_taken_for_it(tmp_path: Path) -
         conditions=conditions,
     )
     assert ran_bytes(training, planner, drawn, tmp_path / "plan.json") == drawn.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("architecture", "gib_per_s", "num_plans"),
+    [
+        ("opt", 0.2, 9),
+        pytest.param("bloom", 0.02, 9, marks=pytest.mark.thorough),
+        pytest.param("phi3", 0.1, 9, marks=pytest.mark.thorough),
+        pytest.param("qwen3", 0.05, 9, marks=pytest.mark.thorough),
+    ],
+)
+def test_times_are_the_engines(
+    architecture: str, gib_per_s: float, num_plans: int, tmp_path: Path
+) -> None:
+    """On the virtual clock. In some of these plans compute waits for what a rebuild reads, or for
+    room behind one."""
+    hardware = hardware_of(gib_per_s, copy_engines=2)
+    config = AutoConfig.for_model(architecture, **SHAPES[architecture])
+    training = FakeTraining(config=config)
+    program = record_step(training, MICRO_BATCH, LENGTH)
+    conditions = Conditions(link=hardware.link, window_bytes=2**20, min_bytes=MIN_BYTES)
+    planner = Planner(program, operation_times_ms(program, hardware.device), conditions)
+    random = Random(f"{architecture}{gib_per_s}x")
+    for _ in range(num_plans):
+        drawn = random_plan(planner, random)
+        plan_of(planner, drawn).to_json_file(tmp_path / "plan.json")
+        settings = settings_of(drawn, tmp_path / "plan.json")
+        ran = simulate_step(training, settings, hardware, MICRO_BATCH, LENGTH)
+        assert drawn.step_ms == pytest.approx(ran.step_ms, rel=1e-9)
 
 
 def test_attention_that_runs_again_holds_nothing_of_what_it_reads(tmp_path: Path) -> None:
