@@ -27,11 +27,11 @@ from hf_pyao.plan.predict.kept_slots import KeptSlots
 from hf_pyao.plan.predict.predicted_copies import PredictedOffloads, PredictedReloads
 from hf_pyao.plan.predict.predicted_disk import PredictedDisk
 from hf_pyao.plan.predict.predicted_memory import PredictedMemory
+from hf_pyao.plan.predict.predicted_rebuilds import PredictedRebuilds
 from hf_pyao.plan.predict.predicted_uploads import PredictedUploads
 from hf_pyao.plan.predict.step_clock import LanesClock, StepClock
 from hf_pyao.plan.step.collectives import with_collectives
 from hf_pyao.plan.step.prediction import (
-    WORKSPACE,
     Coded,
     PredictedCopy,
     Prediction,
@@ -270,14 +270,6 @@ class StepWalk:
         )
         self._reloads = PredictedReloads(self._offloads, program, by_layer, clock, memory)
         self._uploads = PredictedUploads(program, clock, is_first_step=is_first_step, slower=slower)
-        self._read_inside = {
-            number
-            for rebuild in plan.rebuilds.values()
-            for each in rebuild.operations
-            for number in each.reads
-            if slots[number].is_read_first
-        }
-        """Slots that are asked for first while another is rebuilt."""
         self._ends_early = {
             number
             for number, slot in enumerate(slots)
@@ -287,10 +279,10 @@ class StepWalk:
             < program.buffers[slot.reloaded].death
             < program.num_operations
         }
-        self._rebuild_ms = 0.0
-        self._is_rebuilt: set[int] = set()
-        self._rebuilt_at: dict[int, int] = {}
-        """Buffers that were rebuilt and are there, and since which operation."""
+        timed = None if times_ms is None else clock
+        self._rebuilds = PredictedRebuilds(
+            program, plan.rebuilds, self._leaves, timed, memory, self._reloads, self._uploads
+        )
 
     # ---- what happens when ---------------------------------------------------------------------
 
@@ -324,7 +316,7 @@ class StepWalk:
                 events[slot.left_at].append((pack, number))
             if slot.reloaded >= 0:
                 moments = (slot.unpacked_at, *slot.asked_again)
-                if number in self._read_inside:
+                if number in self._rebuilds.read_first:
                     moments = slot.asked_again
                 asked += ((moment, slot.unpack_rank, number) for moment in moments)
         for number, segment in enumerate(program.segments):
@@ -339,7 +331,7 @@ class StepWalk:
         """Return what ends with each operation, besides what was there from birth to death."""
         events: _Events = defaultdict(list)
         buffers, kept = self._program.buffers, self._kept
-        end, free, let_go = self._slot_ends, self._free_rebuilt, self._memory.die
+        end, free, let_go = self._slot_ends, self._rebuilds.free, self._memory.die
         for number, slot in enumerate(self._program.slots):
             if number in kept.last:
                 events[buffers[slot.reloaded].death].append((let_go, kept.last[number]))
@@ -405,7 +397,7 @@ class StepWalk:
         clock.await_collective(0)
         self._offloads.release(list(self._offloads.waiting))  # as the engine when backward ends
         trace = memory.finish()
-        compute_ms = compute_ms + self._rebuild_ms + self._offloads.coding_ms
+        compute_ms = compute_ms + self._rebuilds.elapsed_ms + self._offloads.coding_ms
         return Prediction(
             step_ms=math.nan if times_ms is None else clock.now_ms,
             compute_ms=math.nan if times_ms is None else compute_ms,
@@ -472,7 +464,7 @@ class StepWalk:
         if slot.link_bytes == 0:
             self._reloads.prefetch()  # it was rebuilt
         elif number in self._plan.rebuilds:
-            self._rebuild(number, self._plan.rebuilds[number])
+            self._rebuilds.use(number)
         elif self._leaves[number]:
             self._reloads.use(number, is_read=slot.is_read_first)
 
@@ -482,48 +474,6 @@ class StepWalk:
             self._reloads.end(number)
         elif number not in self._plan.rebuilds:
             self._memory.let_go(self._program.slots[number].source)
-
-    def _rebuild(self, number: int, rebuild: Rebuild) -> None:
-        """Run again what makes a dropped slot, when it is asked for first."""
-        if number not in self._is_rebuilt:
-            self._is_rebuilt.add(number)
-            is_timed = self._times_ms is not None
-            done_ms = 0.0
-            for again in rebuild.operations:
-                blocks = self._uploads.read_by.get(again.operation, ())
-                reads = [each for each in again.reads if self._leaves[each]]
-                if (blocks or reads) and is_timed:
-                    self._clock.advance(done_ms)
-                    done_ms = 0.0
-                for block in blocks:
-                    self._uploads.read(block)
-                for each in reads:
-                    self._reloads.use(each, is_read=True)
-                self._memory.make(again.makes)
-                for buffer in again.makes:
-                    self._rebuilt_at[buffer] = self._memory.operation
-                workspace_bytes = self._program.operations[again.operation].workspace_bytes
-                if inside_bytes := again.beside_bytes + workspace_bytes:
-                    self._allocate_inside(number, inside_bytes)
-                for buffer in again.frees:
-                    self._free_rebuilt(buffer)
-                done_ms += again.elapsed_ms
-            if is_timed:
-                self._clock.advance(done_ms)
-                self._rebuild_ms += rebuild.elapsed_ms
-        self._reloads.prefetch()
-
-    def _allocate_inside(self, number: int, nbytes: int) -> None:
-        """Allocate and free *nbytes* within one operation."""
-        self._memory.allocate((WORKSPACE, number), nbytes)
-        self._memory.free((WORKSPACE, number))
-
-    def _free_rebuilt(self, buffer: int) -> None:
-        """Free a buffer that was rebuilt, unless that was done when an operation had read it."""
-        start = self._rebuilt_at.pop(buffer, None)
-        if start is not None:
-            self._memory.unmake(buffer)
-            self._memory.end_lifetime(buffer, start)
 
 
 _Events = defaultdict[int, list[tuple[Callable[[int], None], int]]]

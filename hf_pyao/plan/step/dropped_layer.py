@@ -102,11 +102,8 @@ class DroppedLayer:
 
     def _rebuild(self, operations: Sequence[Replaying], buffers: Mapping[int, int]) -> Rebuild:
         layers, layer = self.layers, self.layer
-        elapsed_ms = 0.0
         found = []
         for making, makes, frees in operations:
-            operation_ms = layers.operation_ms(making.number, layer)
-            elapsed_ms += operation_ms
             found.append(
                 Replayed(
                     layers.operation_in(making.number, layer),
@@ -115,10 +112,10 @@ class DroppedLayer:
                     sum(layers.nbytes_of(layer, value) for value in making.beside),
                     # As in the engine: its first argument last.
                     tuple(map(self._key, (*making.reads[1:], *making.reads[:1]))),
-                    operation_ms,
+                    layers.operation_ms(making.number, layer),
                 )
             )
-        return Rebuild(elapsed_ms, tuple(found))
+        return Rebuild(tuple(found))
 
     def _key(self, value: int) -> int:
         """Return the number of a value's slot in the program; below 0 where it has none."""

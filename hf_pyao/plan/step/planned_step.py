@@ -115,8 +115,9 @@ class StepPlanner(StepLayers):
 
 def _reading(rebuild: Rebuild, stored: Mapping[int, int]) -> Rebuild:
     """Return *rebuild* with what it reads by numbers of the planned step."""
-    operations = [
-        each._replace(reads=tuple(stored[key] for key in each.reads if key in stored))
-        for each in rebuild.operations
-    ]
-    return rebuild._replace(operations=tuple(operations))
+    return Rebuild(
+        tuple(
+            each._replace(reads=tuple(stored[key] for key in each.reads if key in stored))
+            for each in rebuild.operations
+        )
+    )

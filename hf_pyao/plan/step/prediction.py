@@ -128,10 +128,14 @@ class Replayed(NamedTuple):
 class Rebuild(NamedTuple):
     """What it takes to rebuild a slot that was dropped, when backward first asks for it."""
 
-    elapsed_ms: float
-    """Of the operations that run again for it, and did not run for a slot before it."""
     operations: tuple[Replayed, ...]
-    """These operations, in order. What none of them frees is freed when its buffer dies."""
+    """What runs again for it, and did not run for a slot before it, in order. What none of these
+    operations frees is freed when its buffer dies."""
+
+    @property
+    def elapsed_ms(self) -> float:
+        """What the operations take."""
+        return sum(each.elapsed_ms for each in self.operations)
 
 
 class Coded(NamedTuple):

@@ -35,6 +35,7 @@ from hf_pyao.plan.solve.planner import (
     Planner,
 )
 from hf_pyao.plan.solve.step_problem import Conditions
+from hf_pyao.plan.step.prediction import Rebuild
 from hf_pyao.tools.estimate.fake_step import FakeTraining
 from hf_pyao.tools.estimate.recorded_step import record_step
 
@@ -81,7 +82,12 @@ def ms(candidate: Candidate, link: float, compute: float) -> float:
         times_ms=[each / compute for each in step.times_ms],
         link=CARD.with_link(8.0 * link).link,
         rebuilds={
-            number: each._replace(elapsed_ms=each.elapsed_ms / compute)
+            number: Rebuild(
+                tuple(
+                    again._replace(elapsed_ms=again.elapsed_ms / compute)
+                    for again in each.operations
+                )
+            )
             for number, each in step.rebuilds.items()
         },
     ).step_ms
