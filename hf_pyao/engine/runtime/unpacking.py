@@ -111,6 +111,7 @@ class Unpacker(HookSide):
         if phase is OFFLOADING:
             tensor = handle.layout.view_of(*mover.read_payload(moved))
             if self._task == NO_TASK:
+                moved.forget_decoded()  # looked at outside a backward pass
                 return tensor
             if not mover.is_exhausted:
                 mover.prefetch()

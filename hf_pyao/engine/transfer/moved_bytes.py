@@ -253,6 +253,8 @@ class MovedBytes:
         else:
             self.to(AWAY)
         self.payload = ()
+        if self.decoded is not None:
+            self.decoded = None
         self.source.data = self.layout.blank  # as let_go_of_source does
 
     def let_go_of_source(self) -> None:
@@ -301,10 +303,14 @@ class MovedBytes:
         return buffer
 
     def decoded_as(self, storage: torch.UntypedStorage, start: int) -> None:
-        """Take the bytes themselves in place of the payload that was brought back."""
+        """Take the bytes themselves; what was brought back of the payload may go."""
         self.decoded_start = start
         self.decoded = storage
         self.buffer = None
+
+    def forget_decoded(self) -> None:
+        """Let go of the bytes themselves; the payload is there yet."""
+        self.decoded = None
 
     def drop_device_copy(self) -> None:
         """Forget the device copy; the host still has the bytes."""

@@ -258,15 +258,19 @@ class Mover(ReloadSchedule):
         return storage, moved.decoded_start
 
     def read_payload(self, moved: MovedBytes) -> tuple[torch.UntypedStorage, int]:
-        """Read the device copy, which has not been let go yet.
+        """Read the device copy, which has not been let go yet. What is encoded is decoded once.
 
         Returns:
             A storage, and which byte of the original one is its first.
         """
         if moved.codec is None:
             return moved.payload[0].untyped_storage(), 0
-        decoded = self._decode(moved, moved.codec, moved.payload)
-        return decoded.untyped_storage(), moved.start - byte_offset(decoded)
+        decoded = moved.decoded
+        if decoded is None:
+            tensor = self._decode(moved, moved.codec, moved.payload)
+            decoded = tensor.untyped_storage()
+            moved.decoded_as(decoded, moved.start - byte_offset(tensor))
+        return decoded, moved.decoded_start
 
     def device_storage(self, moved: MovedBytes) -> torch.UntypedStorage:
         """Return the bytes on the device, decoding them first if need be.

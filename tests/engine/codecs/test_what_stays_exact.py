@@ -11,6 +11,7 @@ import torch
 from hf_pyao import attach
 from hf_pyao.engine.codecs import Encoded
 from hf_pyao.engine.codecs.int8 import Int8Codec
+from hf_pyao.tools.simulation.late_transport import LateTransport
 from studies.study_codecs import study_codec
 from tests.helpers import EVERY_LAYER, NUM_LAYERS, autocasting, tiny_batch, tiny_model
 
@@ -23,10 +24,15 @@ class Spy(Int8Codec):
     def __init__(self) -> None:
         super().__init__("row")
         self.seen: list[torch.Tensor] = []
+        self.num_decoded = 0
 
     def encode(self, tensor: torch.Tensor) -> Encoded:
         self.seen.append(tensor.clone())
         return super().encode(tensor)
+
+    def decode(self, payload: tuple[torch.Tensor, ...], spec: Any) -> torch.Tensor:
+        self.num_decoded += 1
+        return super().decode(payload, spec)
 
 
 def step(
@@ -91,3 +97,15 @@ def test_the_forward_is_not_touched(name: str) -> None:
     with attach(model, replace(EVERY_LAYER, codec=study_codec(name))):
         assert torch.equal(model(**batch, use_cache=False).loss, exact)
     assert not study_codec(name).is_lossless
+
+
+@pytest.mark.parametrize("window", [0, 2**30])
+def test_what_several_nodes_saved_is_decoded_once(window: int) -> None:
+    """In OPT the activation's result and the next product's input. With a large window nothing has
+    left when backward asks for it."""
+    model, spy = tiny_model("opt", dropout=0), Spy()
+    config = replace(EVERY_LAYER, codec=spy, window=window, recompute_modules=())
+    with attach(model, config, transport=LateTransport()) as offloader:
+        model(**tiny_batch(size=BATCH, length=LENGTH), use_cache=False).loss.backward()
+        assert (offloader.metrics()["reloaded_bytes"] > 0) == (window == 0)
+    assert spy.num_decoded == len(spy.seen) > 0
