@@ -109,7 +109,7 @@ class Value:
         "source",
         "tensor",
         "uses",
-        "view",
+        "views",
     )
 
     def __init__(
@@ -127,8 +127,8 @@ class Value:
         self.device = device
         self.tensor = tensor
         """A tensor on the storage, while it lives."""
-        self.view: weakref.ref[torch.Tensor] | None = None
-        """The last view that was made of all of it, while it lives."""
+        self.views: tuple[weakref.ref[torch.Tensor], ...] = ()
+        """Views that were made of all of it; those that live, and some others."""
         self.is_readable = True
         """False if no tensor holds it: the memory was changed since, or allocated without being
         written (who writes it is not seen)."""
@@ -157,11 +157,17 @@ class Value:
     def live_tensor(self) -> torch.Tensor | None:
         """Return a tensor on the storage; None if none is known that lives."""
         tensor = self.tensor()
-        return self.view() if tensor is None and self.view is not None else tensor
+        if tensor is None and self.views:
+            live = (found for each in self.views if (found := each()) is not None)
+            tensor = next(live, None)
+        return tensor
 
     def is_viewed_by(self, view: weakref.ref[torch.Tensor]) -> None:
-        """Remember a view that was made of all of it."""
-        self.view = view
+        """Remember a view that was made of all of it.
+
+        The newest may be the first to go: attention repeats keys by views that no one holds.
+        """
+        self.views = (*(each for each in self.views if each() is not None), view)
 
     def overwritten(self) -> None:
         """Mark it unreadable: no tensor holds it any more, or its writer is not known."""
