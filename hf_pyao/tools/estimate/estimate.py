@@ -260,7 +260,7 @@ class Estimator:
             return most
         if is_computed:
             return largest_fitting(needed_at, limit_bytes, most=most, at_least=at_least)
-        return max(at_least, largest_on_a_line(needed_at, limit_bytes, most=most))
+        return largest_on_a_line(needed_at, limit_bytes, most=most, at_least=at_least)
 
     def _sized(self, way: Way, family: Family, micro_batch: int, length: int) -> SizedMemory:
         """Return the memory of a way to train at a size."""

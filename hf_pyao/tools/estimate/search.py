@@ -68,6 +68,7 @@ def largest_on_a_line(
 
     As :func:`largest_fitting`, for peaks that are dear: the size that is returned was asked for,
     and fits; that the next one does not is said by the line through the nearest peaks known.
+    Where *at_least* fits by other peaks alone, nothing beyond it is asked for.
     """
     fitting: list[tuple[int, int]] = []
     too_large: tuple[int, int] | None = None
@@ -79,18 +80,25 @@ def largest_on_a_line(
             fitting.append((guess, peak))
         else:
             too_large, end = (guess, peak), guess
-        if not fitting:
-            return 0
+        if not fitting or (too_large is not None and too_large[0] <= at_least):
+            return at_least
         left, left_peak = fitting[-1]
         if len(fitting) == 1 and too_large is None:
-            guess = 4
+            guess = max(4, at_least)
         else:
             failed = too_large if peak > limit_bytes else None
-            other, other_peak = failed or fitting[-2]
-            slope = max(1.0, (other_peak - left_peak) / (other - left))
+            slope = _slope(fitting[-1], failed or fitting[-2]) or _slope(fitting[-1], fitting[0])
             guess = min(
-                left + int((limit_bytes - left_peak) / slope), (4 if left < 16 else 32) * left
+                left + int((limit_bytes - left_peak) / (slope or 1.0)),
+                (4 if left < 16 else 32) * left,
             )
         if end is not None:
             guess = min(guess, end - 1)
     return fitting[-1][0]
+
+
+def _slope(one: tuple[int, int], other: tuple[int, int]) -> float:
+    """Return by how much a peak grows with each size; 0 where it does not."""
+    if one[0] == other[0]:
+        return 0.0
+    return max(0.0, (other[1] - one[1]) / (other[0] - one[0]))

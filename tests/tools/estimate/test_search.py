@@ -60,3 +60,37 @@ def test_a_size_that_is_known_to_fit_is_where_it_begins() -> None:
 
             assert largest_fitting(counted, limit, most=most, at_least=known) == found
             assert min(asked) >= known
+
+
+def test_a_size_that_fits_already_spares_peaks_that_are_dear() -> None:
+    for seed in range(300):
+        peak, limit, most = made_up_peak(seed)
+        found = largest_on_a_line(peak, limit, most=most)
+        for known in {found, max(0, found - 3), 0}:
+            asked: list[int] = []
+
+            def counted(size: int) -> int:
+                asked.append(size)
+                return peak(size)
+
+            again = largest_on_a_line(counted, limit, most=most, at_least=known)
+            assert known <= again
+            assert peak(again) <= limit or again == 0
+            assert abs(again - found) <= 1
+            assert all(size == 1 or size >= min(known, 4) for size in asked)
+        assert largest_on_a_line(lambda size: limit + 1, limit, most=most, at_least=5) == 5
+
+
+def test_a_peak_that_falls_once_does_not_send_the_search_far_away() -> None:
+    def peak(size: int) -> int:
+        return 1000 + 100 * size - (700 if size >= 152 else 0)
+
+    asked: list[int] = []
+
+    def counted(size: int) -> int:
+        asked.append(size)
+        return peak(size)
+
+    found = largest_on_a_line(counted, 17_000)
+    assert peak(found) <= 17_000 < peak(found + 2)
+    assert max(asked) < 2 * found
