@@ -28,7 +28,7 @@ from hf_pyao.plan.options.chosen_levers import FIXED, ChosenLevers, LeverRoom
 from hf_pyao.plan.options.plan_request import PlanRequest
 from hf_pyao.plan.predict.calibration import at_other_size
 from hf_pyao.plan.solve.correction import NO_CORRECTION, Correction
-from hf_pyao.plan.solve.planner import KEEP_ALL, Planner
+from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.step.recorded_step import RecordedStep
 from hf_pyao.plan.step.step_program import StepProgram
 from hf_pyao.plan.weights.choice import StreamingChoice
@@ -350,8 +350,8 @@ def _growth_exponent(before: Planner, now: Planner, ratio: float) -> float | Non
         ratio: of their elements.
     """
     resident_bytes = now.program.resident_bytes
-    before_bytes = before.simple()[KEEP_ALL].peak_bytes
-    now_bytes = now.simple()[KEEP_ALL].peak_bytes
+    before_bytes = before.kept.peak_bytes
+    now_bytes = now.kept.peak_bytes
     if ratio <= 1 or not now_bytes > before_bytes > resident_bytes:
         return None
     growth = (now_bytes - resident_bytes) / (before_bytes - resident_bytes)

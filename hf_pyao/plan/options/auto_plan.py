@@ -89,7 +89,7 @@ def plan_of(
         slots=slots,
         otherwise=_otherwise(chosen, conditions),
         replayed_modules=sorted(chosen.products),
-        facts=_facts(facts, chosen, limit_bytes, configured.simple()[KEEP_ALL]),
+        facts=_facts(facts, chosen, limit_bytes, configured.kept),
         figures={**_figures(chosen, configured), **(figures or {})},
         front=_front(planner, chosen, num_front_points),
         levers=levers.levers.settings() if levers else {},

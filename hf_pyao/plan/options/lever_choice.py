@@ -24,7 +24,7 @@ from hf_pyao.plan.options.chosen_levers import FIXED, ChosenLevers, LeverRoom, L
 from hf_pyao.plan.options.group_plan import TARGET_BYTES as GROUP_BYTES
 from hf_pyao.plan.options.tile_plan import MIN_TILE_TOKENS
 from hf_pyao.plan.solve.collections_paused import collections_paused
-from hf_pyao.plan.solve.planner import KEEP_ALL, OFFLOAD_ALL, Candidate, NoPlanFitsError, Planner
+from hf_pyao.plan.solve.planner import OFFLOAD_ALL, Candidate, NoPlanFitsError, Planner
 from hf_pyao.plan.step.collectives import without_collectives
 from hf_pyao.plan.step.step_program import FORWARD, OUTSIDE, StepProgram
 
@@ -230,7 +230,7 @@ class _Search:
             again_ms = RUNS_AGAIN * forward_ms(
                 plain.program, plain.stepper.times_ms, without_attention=levers.save_attention
             )
-        kept = plain.simple()[KEEP_ALL]
+        kept = plain.kept
         # What runs again may run where compute would wait for collectives.
         return max(kept.step_ms, kept.timed.compute_ms + again_ms)
 
@@ -454,7 +454,7 @@ def _fewer_tiles(program: StepProgram) -> list[int]:
 
 def _kept_ms(planner: Planner) -> float:
     """Return what the step takes where nothing leaves: its compute."""
-    return planner.simple()[KEEP_ALL].step_ms
+    return planner.kept.step_ms
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

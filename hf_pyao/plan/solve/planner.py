@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from weakref import WeakValueDictionary
 
@@ -159,16 +159,16 @@ class Planner(Proposals):
 
     def _fastest(self, limit_bytes: float) -> Candidate:
         """Return the fastest plan within the limit, whatever it loses."""
-        kept = self.simple()[KEEP_ALL]
+        kept = self.kept
         if self._fits(kept, limit_bytes):
             return kept
         found, plain, first = self._found(limit_bytes)
         if set(self.conditions.speed_ratios) != {AS_GIVEN}:
-            found += self.best_elsewhere(limit_bytes)
+            found += self.best_elsewhere(limit_bytes, [*plain, *first])
             return self._steadiest(found, plain, first, limit_bytes)
         best = min(found, key=_rank)
         if best.step_ms > COSTLY * kept.step_ms and best.problem is not None:
-            slower = self._best_at(OFF_BY_30_PERCENT[0], limit_bytes)
+            slower = self._best_at(OFF_BY_30_PERCENT[0], limit_bytes, [*plain, *first])
             best = best if slower is None else min(best, slower, key=_rank)
         return best
 
@@ -179,17 +179,10 @@ class Planner(Proposals):
 
         Then those of them that do the same with all layers, and with the first layers alone.
         """
-        simple = self.simple()
-        plain = [each for each in simple.values() if self._fits(each, limit_bytes)]
+        plain = [each for each in self.simple().values() if self._fits(each, limit_bytes)]
         first = self.first_layers_fitting(limit_bytes)
         found = [*plain, *first]
-        for conditions in self._conditions():
-            proposal = self._fastest_fitting(conditions, limit_bytes)
-            if proposal is not None:
-                found.append(proposal)
-            # A tighter window leaves room to keep more: of use where memory costs time.
-            if found and min(map(_rank, found))[0] <= CHEAP * simple[KEEP_ALL].step_ms:
-                break
+        found += self._planned(limit_bytes, found)
         if not found:
             least = self.least()
             needed_bytes = least.memory.needed_within(limit_bytes)
@@ -201,6 +194,19 @@ class Planner(Proposals):
                 needed_bytes,
             )
         return found, plain, first
+
+    def _planned(self, limit_bytes: float, others: Sequence[Candidate]) -> list[Candidate]:
+        """Return the fastest proposal of each window that fits; *others* are known of."""
+        found: list[Candidate] = []
+        for conditions in self._conditions():
+            proposal = self._fastest_fitting(conditions, limit_bytes)
+            if proposal is not None:
+                found.append(proposal)
+            # A tighter window leaves room to keep more: of use where memory costs time.
+            known = [*others, *found]
+            if known and min(map(_rank, known))[0] <= CHEAP * self.kept.step_ms:
+                break
+        return found
 
     def _steadiest(
         self,
@@ -236,7 +242,7 @@ class Planner(Proposals):
             if worst_regret(chosen, ways, likely, ms) <= NEVER_SLOWER:
                 break
             between = math.sqrt(slow * fast)
-            made = self._best_at(between, limit_bytes)
+            made = self._best_at(between, limit_bytes, ways)
             if made is None:
                 break
             found.append(made)
@@ -251,7 +257,10 @@ class Planner(Proposals):
     def first_layers_fitting(self, limit_bytes: float) -> list[Candidate]:
         """Return checkpointing and offloading of as few of the first layers as fit."""
         found = []
-        for name in (FIRST_CHECKPOINTED, FIRST_OFFLOADED):
+        for name, of_all in ((FIRST_CHECKPOINTED, CHECKPOINT), (FIRST_OFFLOADED, OFFLOAD_ALL)):
+            whole = self.simple().get(of_all)
+            if whole is not None and not whole.memory.fits(limit_bytes):
+                continue  # nor do fewer layers
             too_few, enough = 0, self.num_open_layers
             best: Candidate | None = None
             while enough - too_few > 1:
@@ -267,13 +276,20 @@ class Planner(Proposals):
                 found.append(best)
         return found
 
-    def best_elsewhere(self, limit_bytes: float) -> list[Candidate]:
-        """Return the best plans for links that are faster or slower than given."""
+    def best_elsewhere(self, limit_bytes: float, ways: Sequence[Candidate] = ()) -> list[Candidate]:
+        """Return the best plans for links that are faster or slower than given.
+
+        Args:
+            limit_bytes: the limit within which they fit.
+            ways: those that need no solver and fit, over the given link.
+        """
         ratios = (ratio for ratio in self.conditions.speed_ratios if ratio != AS_GIVEN)
-        found = (self._best_at(ratio, limit_bytes) for ratio in ratios)
+        found = (self._best_at(ratio, limit_bytes, ways) for ratio in ratios)
         return [each for each in found if each is not None]
 
-    def _best_at(self, ratio: float, limit_bytes: float) -> Candidate | None:
+    def _best_at(
+        self, ratio: float, limit_bytes: float, ways: Sequence[Candidate]
+    ) -> Candidate | None:
         """Return the best plan for a link *ratio* times as fast, as it is over the given one.
 
         None if none fits, over that link or over the given one.
@@ -291,12 +307,29 @@ class Planner(Proposals):
                 forced=self._forced,
                 coding=self._coding,
             )
-        try:
-            found, *_ = self._elsewhere[ratio]._found(limit_bytes)
-        except NoPlanFitsError:
-            return None
-        candidate = self.again(min(found, key=_rank))
+        there = self._elsewhere[ratio]
+        best = there._best_planned(limit_bytes, ways) if ratio < AS_GIVEN else None
+        if best is None:
+            try:
+                found, *_ = there._found(limit_bytes)
+            except NoPlanFitsError:
+                return None
+            best = min(found, key=_rank)
+        candidate = self.again(best)
         return candidate if self._fits(candidate, limit_bytes) else None
+
+    def _best_planned(self, limit_bytes: float, ways: Sequence[Candidate]) -> Candidate | None:
+        """Return the best plan if a proposal is: without predicting anew what needs no solver.
+
+        Args:
+            limit_bytes: the limit within which it fits.
+            ways: those that need no solver and fit, over a faster link. They take no less here.
+        """
+        least_ms = min((each.step_ms for each in ways), default=0.0)
+        if least_ms <= CHEAP * self.kept.step_ms:
+            return None
+        best = min(self._planned(limit_bytes, ()), key=_rank, default=None)
+        return best if best is not None and best.step_ms < least_ms else None
 
     def least(self) -> Candidate:
         """Return the plan with the lowest peak that is known of, of those that the host holds."""
@@ -345,13 +378,13 @@ class Planner(Proposals):
         if least is None or not self._fits(least, limit_bytes):
             return None
         # The peak grows with what is kept, from this to keeping everything.
-        most_bytes = self.simple()[KEEP_ALL].peak_bytes
+        most_bytes = self.kept.peak_bytes
         share = (limit_bytes - least.peak_bytes) / max(1, most_bytes - least.peak_bytes)
         last = first + math.ceil(share * (NUM_BUDGETS - first)) + 1
         fitting = [least]
         num_below = 0
         for budget in range(min(NUM_BUDGETS, last), first, -1):
-            found = self.proposal(budget, conditions)
+            found = self.proposal(budget, conditions, limit_bytes)
             if found is not None and self._fits(found, limit_bytes):
                 fitting.append(found)
                 num_below += 1
@@ -373,7 +406,7 @@ class Planner(Proposals):
     def _find_front(self, num_points: int) -> None:
         for point in range(num_points):
             found_there = self.proposal(round(point * NUM_BUDGETS / (num_points - 1)))
-            if found_there and found_there.step_ms <= self.simple()[KEEP_ALL].step_ms * (1 + FREE):
+            if found_there and found_there.step_ms <= self.kept.step_ms * (1 + FREE):
                 break
 
     def front_so_far(self) -> list[Candidate]:

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -47,6 +47,9 @@ NUM_BUDGETS = 32
 
 NUM_REPAIRS = 3
 """How often the program is solved again with less time to hide copies under."""
+
+FAR_BEYOND = 1.01
+"""Times a limit: a proposal whose first try has a higher peak is given up."""
 
 LEAST_STALL = 5e-4
 """Share of a step below which waiting for copies is not worth another solution."""
@@ -131,6 +134,8 @@ class Proposals:
         self._forced = forced
         self._coding = coding
         self._proposals: dict[tuple[int, Conditions], Candidate | None] = {}
+        self._too_large: dict[tuple[int, Conditions], Candidate] = {}
+        """First tries of proposals that were far from fitting."""
         self._simple: dict[str, Candidate] | None = None
         self._first_layers: dict[tuple[str, int], Candidate | None] = {}
         self._alike: WeakValueDictionary[tuple[object, ...], Candidate] = WeakValueDictionary()
@@ -146,11 +151,16 @@ class Proposals:
 
     # ---- plans that need no solver -------------------------------------------------------------
 
+    @cached_property
+    def kept(self) -> Candidate:
+        """The plan that keeps everything."""
+        return self._candidate(KEEP_ALL, [KEEP] * len(self.program.slots))
+
     def simple(self) -> dict[str, Candidate]:
         """Return the plans that need no solver, by name."""
         if self._simple is None:
             num_slots = len(self.program.slots)
-            self._simple = {KEEP_ALL: self._candidate(KEEP_ALL, [KEEP] * num_slots)}
+            self._simple = {KEEP_ALL: self.kept}
             if self.conditions.may_recompute and self.stepper.search is not None:
                 products = frozenset({*paths_of(self.program), ""})
                 for name, inputs in ((CHECKPOINT, KEEP), (LAYER_INPUTS, OFFLOAD)):
@@ -212,18 +222,36 @@ class Proposals:
             for number in chosen_slots(self.stepper, layer, conditions)
         )
 
-    def proposal(self, budget: int, conditions: Conditions | None = None) -> Candidate | None:
+    def proposal(
+        self, budget: int, conditions: Conditions | None = None, limit_bytes: float = math.inf
+    ) -> Candidate | None:
         """Return the best plan that keeps at most ``budget / NUM_BUDGETS`` of the bytes.
 
         None if there is none.
+
+        Args:
+            budget: what it may keep, of :data:`NUM_BUDGETS`.
+            conditions: in place of the planner's.
+            limit_bytes: what it is to fit. A plan that is far from it is not made faster.
         """
         conditions = conditions or self.conditions
         key = (budget, conditions)
-        if key not in self._proposals:
-            self._proposals[key] = self._propose(budget, conditions)
-        return self._proposals[key]
+        if key in self._proposals:
+            return self._proposals[key]
+        first = self._too_large.get(key)
+        if first is not None and first.peak_bytes > FAR_BEYOND * limit_bytes:
+            return first
+        found, is_first = self._propose(budget, conditions, limit_bytes)
+        if is_first and found is not None:
+            self._too_large[key] = found
+        else:
+            self._proposals[key] = found
+        return found
 
-    def _propose(self, budget: int, conditions: Conditions) -> Candidate | None:
+    def _propose(
+        self, budget: int, conditions: Conditions, limit_bytes: float
+    ) -> tuple[Candidate | None, bool]:
+        """Return a proposal, and whether it is the first try, which is far from fitting."""
         coding = self._coding
         problem = problem_of(
             self.stepper,
@@ -234,7 +262,7 @@ class Proposals:
             is_forced=self._forced,
         )
         best: Candidate | None = None
-        kept = self.simple()[KEEP_ALL].timed
+        kept = self.kept.timed
         for _ in range(1 + NUM_REPAIRS):
             try:
                 choice = solve(problem)
@@ -242,6 +270,8 @@ class Proposals:
                 break
             self.num_solved += 1
             found = self._carried_out(problem, choice, conditions)
+            if best is None and found.peak_bytes > FAR_BEYOND * limit_bytes:
+                return found, True
             if best is None or found.step_ms < best.step_ms:
                 best = found
             timed = found.timed
@@ -256,7 +286,7 @@ class Proposals:
                 forward_ms=problem.forward_ms - forward_ms,
                 backward_ms=problem.backward_ms - backward_ms,
             )
-        return best
+        return best, False
 
     def _carried_out(
         self, problem: PlanProblem, choice: PlanChoice, conditions: Conditions
@@ -402,6 +432,7 @@ class Proposals:
     def all_known(self) -> list[Candidate]:
         """Return all plans that were looked at."""
         proposals = [each for each in self._proposals.values() if each is not None]
+        proposals += self._too_large.values()
         first = [each for each in self._first_layers.values() if each is not None]
         return [*self.simple().values(), *first, *proposals]
 

@@ -22,7 +22,7 @@ from hf_pyao.plan.options.chosen_levers import ChosenLevers
 from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.predict.speed_range import MEASURED
 from hf_pyao.plan.solve.collections_paused import collections_paused
-from hf_pyao.plan.solve.planner import KEEP_ALL, Candidate, NoPlanFitsError, Planner
+from hf_pyao.plan.solve.planner import Candidate, NoPlanFitsError, Planner
 from hf_pyao.plan.step.streamed_step import (
     block_bytes,
     streamed_blocks,
@@ -134,7 +134,7 @@ class StreamingChoice:
             if number not in found and number >= least_streamed:
                 planner = self._planner(levers, number)
                 # No plan is faster than the one that keeps all activations.
-                if _may_be_better(number, planner.simple()[KEEP_ALL].step_ms, found):
+                if _may_be_better(number, planner.kept.step_ms, found):
                     with suppress(NoPlanFitsError):
                         found[number] = planner.best(limit_bytes).step_ms
         number = _fewest_of_the_fastest(found) if found else most

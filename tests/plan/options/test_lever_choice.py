@@ -87,8 +87,12 @@ class Plans:
         within = [p for p in self.plans if p.host_bytes <= self.host_limit_bytes]
         return min(within, key=lambda p: p.peak_bytes)
 
+    @property
+    def kept(self) -> Any:
+        return self.plans[0]
+
     def simple(self) -> Any:
-        return {KEEP_ALL: self.plans[0], OFFLOAD_ALL: self.plans[-1]}
+        return {KEEP_ALL: self.kept, OFFLOAD_ALL: self.plans[-1]}
 
 
 def made_up(rng: random.Random, host_limit: float) -> dict[Levers, Plans]:

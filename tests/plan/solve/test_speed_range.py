@@ -218,7 +218,7 @@ def test_links_between_are_tried_where_every_plan_loses_somewhere(
     }
     asked = []
 
-    def made(ratio: float, limit_bytes: float) -> str:
+    def made(ratio: float, limit_bytes: float, ways: list[str]) -> str:
         asked.append(ratio)
         return "middle" if ratio == first_between else "best"
 
