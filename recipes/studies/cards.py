@@ -97,10 +97,11 @@ def table(cells: Sequence[Cell], commit: str) -> str:
         texts = [cell.text for cell in cells if cell.card == card]
         lines.append(f"| {card} | {' | '.join(texts)} |")
     return "\n".join(lines) + (
-        "\n\n*Largest micro-batch of 2,048 tokens: as it is → with gradient checkpointing → with "
-        "hf_pyao's best setting (LoRA up to 24 GB: streamed weights and the chunked loss; "
-        "else mostly `long_context`); – does not fit. The largest is rarely the fastest. bf16, "
-        "AdamW with 16-bit states, or LoRA of rank 16. Estimated: no figure is a GPU's yet. "
+        "\n\n*Most sequences of 2,048 tokens in a micro-batch: without anything → with gradient "
+        "checkpointing → with the setting of hf_pyao that takes most (LoRA on up to 24 GB: streamed "
+        "weights and the chunked loss; else mostly `long_context`); –: not one fits. The most are "
+        "rarely the fastest. bf16, AdamW with 16-bit states, or LoRA of rank 16. Estimated: nothing "
+        "was measured on a GPU yet. "
         f"Commit `{commit[:7]}`, [each cell](recipes/results/cards.json).*\n"
     )
 
