@@ -55,19 +55,23 @@ _WITH_META_KERNELS = frozenset(
 _ELEMENTWISE = frozenset(
     {
         _ATEN.add.Tensor,
+        _ATEN.div.Scalar,
         _ATEN.div.Tensor,
         _ATEN.gelu.default,
         _ATEN.gelu_backward.default,
+        _ATEN.mul.Scalar,
         _ATEN.mul.Tensor,
         _ATEN.neg.default,
+        _ATEN.pow.Tensor_Scalar,
         _ATEN.relu.default,
+        _ATEN.rsqrt.default,
         _ATEN.silu.default,
         _ATEN.silu_backward.default,
         _ATEN.sub.Tensor,
         _ATEN.threshold_backward.default,
     }
 )
-"""Operations whose result is like their first argument, if all tensors are alike, and floating."""
+"""Operations that compute element by element, in the dtype of their tensors if these have one."""
 
 
 def quick_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,16 +135,18 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 def _elementwise(first: torch.Tensor, *others: Any, **kwargs: Any) -> torch.Tensor | None:
-    if not first.dtype.is_floating_point or not first.is_contiguous():
+    shape = first.shape
+    if not first.dtype.is_floating_point or not first.is_contiguous() or not shape:
         return None
     for other in others:
         if isinstance(other, torch.Tensor):
-            is_alike = other.shape == first.shape and other.dtype == first.dtype
-            if not is_alike or not other.is_contiguous():
+            if other.dtype != first.dtype or not other.is_contiguous() or not other.shape:
                 return None
+            if other.shape != shape:
+                shape = torch.broadcast_shapes(shape, other.shape)  # type: ignore[no-untyped-call]
         elif isinstance(other, complex):
             return None
-    return _like(first)
+    return torch.empty(shape, dtype=first.dtype, device="meta")
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool | None) -> Any:
