@@ -98,8 +98,8 @@ def table(cells: Sequence[Cell], commit: str) -> str:
         lines.append(f"| {card} | {' | '.join(texts)} |")
     return "\n".join(lines) + (
         "\n\n*Most sequences of 2,048 tokens in a micro-batch: without anything → with gradient "
-        "checkpointing → with the setting of hf_pyao that takes most (LoRA on up to 24 GB: "
-        "streamed weights and the chunked loss; else mostly `long_context`); –: not one fits. The "
+        "checkpointing → with the setting of hf_pyao that takes most (LoRA on up to 12 GB: "
+        "streamed weights and the chunked loss; else `long_context`); –: not one fits. The "
         "most are rarely the fastest. bf16, AdamW with 16-bit states, or LoRA of rank 16. "
         "Estimated: nothing was measured on a GPU yet. "
         f"Commit `{commit[:7]}`, [each cell](recipes/results/cards.json).*\n"
