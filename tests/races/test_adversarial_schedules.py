@@ -2,7 +2,7 @@
 
 2,000 seeded schedules run here: models x one and two streams x windows x scenarios; a few of each by
 default, all of them among the thorough tests. A longer run is made, and taken up where it was cut
-off, by
+off on the same commit, by
 
     HF_PYAO_TEST_SCHEDULES=20000 HF_PYAO_TEST_SCHEDULES_RECORD=recipes/results/adversarial_schedules \\
         pytest -n 3 -m thorough tests/races/test_adversarial_schedules.py
@@ -48,7 +48,8 @@ class Record:
         self.num_copies = 0
         if self.path is not None and self.path.exists():
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            self.num_schedules, self.num_copies = found["num_schedules"], found["num_copies"]
+            if found["provenance"]["commit"] == self.provenance.commit:  # else of other code
+                self.num_schedules, self.num_copies = found["num_schedules"], found["num_copies"]
 
     def write(self) -> None:
         """Note that all schedules up to here gave the same gradients."""
