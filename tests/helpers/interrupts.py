@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ class Interrupter:
     after calls and jumps, none of which lies between the block's last step and its exit. (Tracing
     would raise there, and a lock would stay held that no signal can leave held.)
 
+    The collector of garbage stands still meanwhile: it would run finalizers of objects of earlier
+    tests anywhere, and Python only prints what is raised in those.
+
     Args:
         at: the line to raise at, counted from 0; None: nowhere.
         note: is given each line.
@@ -37,13 +41,18 @@ class Interrupter:
         self.count = 0
         self.has_raised = False
         self._last_lines: dict[FrameType, int] = {}
+        self._collects = True
 
     def __enter__(self) -> Interrupter:
+        self._collects = gc.isenabled()
+        gc.disable()
         sys.settrace(self._on_call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        if self._collects:
+            gc.enable()
         self._last_lines.clear()
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
