@@ -49,7 +49,7 @@ MOST_RETRIES = 4
 ACCURACY = 1 / 256
 """Of :attr:`StepMemory.needed_bytes`, as a share of it."""
 
-ROUGHLY = 1 / 48
+ROUGHLY = 1 / 128
 """The same in a search for the largest size."""
 
 

@@ -23,16 +23,16 @@ class PlanMemory:
     def __init__(
         self, program: StepProgram, late: Prediction, early: Callable[[], Prediction] | None
     ) -> None:
+        self.late = late
         self.peak_bytes = late.peak_bytes
         self._program = program
-        self._late = late
         self._early = None if early is None else cache(early)
         self._known: dict[AllocatorSettings, StepMemory] = {}
 
     def under(self, settings: AllocatorSettings) -> StepMemory:
         """Return the memory under *settings*."""
         if settings not in self._known:
-            self._known[settings] = StepMemory(self._program, self._late, self._early, settings)
+            self._known[settings] = StepMemory(self._program, self.late, self._early, settings)
         return self._known[settings]
 
 
@@ -48,17 +48,77 @@ class SizedMemory:
         self._plans = sorted(plans, key=lambda each: each.peak_bytes)
         self._later_bytes = later_bytes
 
-    def needed_within(
-        self, limit_bytes: float, settings: AllocatorSettings, *, roughly: bool = False
-    ) -> int:
-        """Return about what is needed, above *limit_bytes* if no plan fits.
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of tensors at the peak of the plan that takes the least, before any rounding."""
+        return max(self._plans[0].peak_bytes, self._later_bytes)
 
-        Args:
-            limit_bytes: what may be reserved.
-            settings: the allocator's.
-            roughly: what is reserved without giving anything back will do.
+    def fits(self, limit_bytes: float, settings: AllocatorSettings) -> bool:
+        """Say whether a plan fits where *limit_bytes* may be reserved."""
+        return self._later_bytes <= limit_bytes and any(
+            each.under(settings).fits(limit_bytes) for each in self._plans
+        )
+
+    def needed_within(self, limit_bytes: float, settings: AllocatorSettings) -> int:
+        """Return about what is needed, above *limit_bytes* if no plan fits."""
+        needed_bytes = self._first_fitting(limit_bytes, settings).needed_within(limit_bytes)
+        return max(needed_bytes, self._later_bytes)
+
+    def reserved_about(self, limit_bytes: float, settings: AllocatorSettings) -> int:
+        """Return what is reserved, above *limit_bytes* if no plan fits.
+
+        See :meth:`~hf_pyao.plan.predict.allocator_replay.StepMemory.reserved_about`.
         """
+        reserved_bytes = self._first_fitting(limit_bytes, settings).reserved_about(limit_bytes)
+        return max(reserved_bytes, self._later_bytes)
+
+    def _first_fitting(self, limit_bytes: float, settings: AllocatorSettings) -> StepMemory:
         memories = [each.under(settings) for each in self._plans]
-        memory = next((each for each in memories if each.fits(limit_bytes)), memories[0])
-        needed = memory.reserved_about if roughly else memory.needed_within
-        return max(needed(limit_bytes), self._later_bytes)
+        return next((each for each in memories if each.fits(limit_bytes)), memories[0])
+
+
+USUAL_SHARE = 17 / 16
+"""Bytes that the allocator usually needs for each byte of tensors at the peak."""
+
+NEAR = 1 / 32
+"""What is needed is replayed where it is at most this share of the limit below it."""
+
+
+class NeededAt:
+    """About what is needed at each size, by few replays.
+
+    Whether a size fits is always replayed. What the allocator needs beside the tensors is nearly
+    the same share of them at neighbouring sizes. So it is found at few sizes, by replays at several
+    limits: where the share that is known says otherwise than whether the size fits, and where the
+    size fits barely.
+
+    Args:
+        memory_at: the memory of a size.
+        limit_bytes: what may be reserved.
+        settings: the allocator's.
+        share: bytes needed for each byte of the peak, as far as is known.
+    """
+
+    def __init__(
+        self,
+        memory_at: Callable[[int], SizedMemory],
+        limit_bytes: int,
+        settings: AllocatorSettings,
+        share: float = USUAL_SHARE,
+    ) -> None:
+        self._memory_at = memory_at
+        self._limit_bytes = limit_bytes
+        self._settings = settings
+        self.share = share
+
+    def __call__(self, size: int) -> int:
+        """Return about what *size* needs, above the limit if it does not fit."""
+        memory, limit_bytes = self._memory_at(size), self._limit_bytes
+        peak_bytes = memory.peak_bytes
+        if peak_bytes > limit_bytes:
+            return int(self.share * peak_bytes)
+        beyond_bytes = self.share * peak_bytes - limit_bytes
+        fits = memory.fits(limit_bytes, self._settings)
+        if fits != (beyond_bytes <= 0) or (fits and beyond_bytes > -NEAR * limit_bytes):
+            self.share = memory.needed_within(limit_bytes, self._settings) / peak_bytes
+        return int(self.share * peak_bytes)

@@ -7,9 +7,10 @@ Steps are recorded on fake tensors at a few sizes (``recorded_step``), and compu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hf_pyao.config import (
@@ -23,7 +24,7 @@ from hf_pyao.model.fake_cuda.quiet import quiet
 from hf_pyao.plan.documents.estimate import EstimateRow
 from hf_pyao.plan.documents.plan import Plan
 from hf_pyao.plan.hardware.caching_allocator import AllocatorSettings
-from hf_pyao.plan.hardware.host_model import IN_STEP
+from hf_pyao.plan.hardware.host_model import FAR_AHEAD, IN_STEP, HostModel
 from hf_pyao.plan.hardware.presets import Hardware
 from hf_pyao.plan.hardware.speeds import GIB
 from hf_pyao.plan.measure.activation_throughput import by_pack_intervals
@@ -32,10 +33,9 @@ from hf_pyao.plan.options.lever_choice import LeverChoice
 from hf_pyao.plan.paper.iqr import find_outliers
 from hf_pyao.plan.paper.pyao_plan import plan_of_rule, saved_by
 from hf_pyao.plan.policies.budget import OffloadBudget, leaving
-from hf_pyao.plan.predict.allocator_replay import StepMemory
 from hf_pyao.plan.predict.peak_cause import largest_workspace, peak_cause
 from hf_pyao.plan.predict.predict import operation_times_ms, predict
-from hf_pyao.plan.predict.sized_memory import PlanMemory, SizedMemory
+from hf_pyao.plan.predict.sized_memory import USUAL_SHARE, NeededAt, PlanMemory, SizedMemory
 from hf_pyao.plan.predict.speed_range import MEASURED
 from hf_pyao.plan.solve.planner import Planner
 from hf_pyao.plan.solve.step_problem import Conditions
@@ -62,6 +62,13 @@ LONGEST = 2**24
 
 LENGTH_STEP = 64
 """Sequence lengths are looked for in multiples of this."""
+
+SLACK = 1 / 256
+"""Share of a size within which larger ones are not looked for, where each is recorded."""
+
+LIKELY_MICRO_BATCH = 64
+"""Asked for behind the first where each size is recorded: smaller ones tell little of larger ones,
+as tiles and chunks are as large as the rows that there are."""
 
 
 class Estimator:
@@ -104,8 +111,13 @@ class Estimator:
             config=config, training_state=training_state, kept=KeptModels(), **more
         )
         self._recorded: dict[tuple[Family, int, int], StepProgram] = {}
+        self._programs: dict[tuple[Family, int, int], StepProgram] = {}
+        """Recorded or computed."""
         self._memories: dict[tuple[Way, Family, int, int], SizedMemory] = {}
+        self._shared: dict[tuple[Family, int, int, tuple[bool, ...]], PlanMemory] = {}
         self._lines: dict[tuple[Family, str, int], Callable[[int], StepProgram] | None] = {}
+        self._shares: dict[AllocatorSettings, float] = {}
+        """What the allocator needed last for each byte of a peak."""
         self._flagged: tuple[str, ...] | None = None
         self._rule_plan: Plan | None = None
         positions = most_positions(config)
@@ -132,6 +144,7 @@ class Estimator:
             ConfigError: the model has no head that the chunked loss understands.
         """
         length = self.sequence_length
+        self._shares.clear()  # ways that offload the same come to the same
         largest = self.largest_micro_batch(way, head_loss, self.allocator)
         growing = None
         if not self.allocator.expandable_segments:
@@ -140,7 +153,8 @@ class Estimator:
         shown = micro_batch or max(largest, 1)
         predicted = self.predicted(way, head_loss, shown)
         prediction, late = predicted.timed, predicted.late
-        longest = self.longest_sequence(way, head_loss) if with_longest else None
+        tokens = largest * length
+        longest = self.longest_sequence(way, head_loss, likely=tokens) if with_longest else None
         transfer_ms = 2 * self.hardware.link.copy_ms("offload", prediction.offloaded_bytes)
         stall_ms = prediction.stall_forward_ms + prediction.stall_backward_ms
         hidden = max(0.0, 1 - stall_ms / transfer_ms) if prediction.offloaded_bytes else None
@@ -228,7 +242,18 @@ class Estimator:
         def memory_at(size: int) -> SizedMemory:
             return self._sized(way, family, size, self.sequence_length)
 
-        return self._largest(family.levers.scales, memory_at, allocator, at_least=at_least)
+        return self._largest(
+            family.levers.scales,
+            memory_at,
+            allocator,
+            at_least=at_least,
+            likely=() if at_least or family.levers.scales else self._likely_micro_batches(family),
+        )
+
+    def _likely_micro_batches(self, family: Family) -> Sequence[int]:
+        """Return the micro-batches to ask for first: what others like it came to is not far."""
+        first = self._first_on_line(family)
+        return (1, LIKELY_MICRO_BATCH if first is None else first)
 
     def _largest(
         self,
@@ -238,6 +263,7 @@ class Estimator:
         *,
         most: int | None = None,
         at_least: int = 0,
+        likely: Sequence[int] = (),
         is_positions: bool = False,
     ) -> int:
         """Return the largest size that fits.
@@ -248,19 +274,30 @@ class Estimator:
             allocator: settings of PyTorch's allocator.
             most: the largest size that there is; None: there is no such.
             at_least: a size that is known to fit.
+            likely: sizes to ask for first, where each one is recorded.
             is_positions: *most* is the model's, and as likely as not to fit.
         """
         limit_bytes = self.limit_bytes
-
-        def needed_at(size: int) -> int:
-            # Where each size is recorded, good guesses are worth more than what they take.
-            return memory_at(size).needed_within(limit_bytes, allocator, roughly=is_computed)
-
-        if is_positions and most is not None and needed_at(most) <= limit_bytes:
+        if is_positions and most is not None and memory_at(most).fits(limit_bytes, allocator):
             return most
         if is_computed:
-            return largest_fitting(needed_at, limit_bytes, most=most, at_least=at_least)
-        return largest_on_a_line(needed_at, limit_bytes, most=most, at_least=at_least)
+
+            def reserved_at(size: int) -> int:
+                return memory_at(size).reserved_about(limit_bytes, allocator)
+
+            return largest_fitting(reserved_at, limit_bytes, most=most, at_least=at_least)
+        share = self._shares.get(allocator, USUAL_SHARE)
+        needed_at = NeededAt(memory_at, limit_bytes, allocator, share)
+        found = largest_on_a_line(
+            needed_at,
+            limit_bytes,
+            most=most,
+            at_least=at_least,
+            likely=likely,
+            slack=SLACK,
+        )
+        self._shares[allocator] = needed_at.share
+        return found
 
     def _sized(self, way: Way, family: Family, micro_batch: int, length: int) -> SizedMemory:
         """Return the memory of a way to train at a size."""
@@ -276,10 +313,23 @@ class Estimator:
                 plans = self._planner(program, NO_LEVERS).simple().values()
                 found = [PlanMemory(each.step.program, each.late, each.early) for each in plans]
             else:
-                late = self._predict(way, program)
-                found = [PlanMemory(program, late, self._early(way, program))]
+                found = [self._memory_of(way, family, micro_batch, length)]
             self._memories[key] = SizedMemory(found, later_bytes)
         return self._memories[key]
+
+    def _memory_of(self, way: Way, family: Family, micro_batch: int, length: int) -> PlanMemory:
+        """Return the memory of *way*; ways that offload the same share it."""
+        program = self.program(family, micro_batch, length)
+        leaves = tuple(
+            each and slot.stays is None
+            for each, slot in zip(self.leaves(way, program), program.slots, strict=True)
+        )
+        key = (family, micro_batch, length, leaves)
+        if key not in self._shared:
+            late = predict(program, leaves, window_bytes=self.window_bytes)
+            early = partial(self._timed, program, leaves, host=IN_STEP)
+            self._shared[key] = PlanMemory(program, late, early)
+        return self._shared[key]
 
     def predicted(self, way: Way, head_loss: str, micro_batch: int) -> PredictedWay:
         """Predict one step.
@@ -306,9 +356,10 @@ class Estimator:
             return PredictedWay(
                 chosen.step.program, chosen.timed, chosen.late, chosen.memory, (), weights
             )
-        timed, late = self._predict(way, program, timed=True), self._predict(way, program)
-        memory = StepMemory(program, late, self._early(way, program), self.allocator)
-        return PredictedWay(program, timed, late, memory, self.flagged() if way.is_pyao else ())
+        timed = self._timed(program, self.leaves(way, program))
+        found = self._memory_of(way, family, micro_batch, self.sequence_length)
+        flagged = self.flagged() if way.is_pyao else ()
+        return PredictedWay(program, timed, found.late, found.under(self.allocator), flagged)
 
     def _family(self, way: Way, head_loss: str) -> Family:
         follows_rule = way.is_pyao and bool(self.rule_plan().slots)
@@ -334,8 +385,12 @@ class Estimator:
 
     def program(self, family: Family, micro_batch: int, length: int) -> StepProgram:
         """Return the step at a size: recorded there, or computed from recordings at others."""
-        if (family, micro_batch, length) in self._recorded:
-            return self._recorded[family, micro_batch, length]
+        key = (family, micro_batch, length)
+        if key not in self._programs:
+            self._programs[key] = self._recorded.get(key) or self._computed(*key)
+        return self._programs[key]
+
+    def _computed(self, family: Family, micro_batch: int, length: int) -> StepProgram:
         line = None
         is_many = micro_batch > 1
         if is_many and not family.levers.scales:
@@ -421,12 +476,13 @@ class Estimator:
     def _longest_multiple(self) -> int:
         return (self.most_length or LONGEST) // LENGTH_STEP
 
-    def longest_sequence(self, way: Way, head_loss: str) -> int:
+    def longest_sequence(self, way: Way, head_loss: str, *, likely: int = 0) -> int:
         """Return the longest sequence that fits at micro-batch 1, in steps of :data:`LENGTH_STEP`.
 
         Args:
             way: how it is trained.
             head_loss: ``PyAOConfig.head_loss``.
+            likely: tokens that fit in a micro-batch: about as many will in one sequence.
 
         Raises:
             ConfigError: the model has no head that the chunked loss understands.
@@ -443,6 +499,9 @@ class Estimator:
             memory_at,
             self.allocator,
             most=most,
+            likely=[
+                each for each in (self._recorded_multiple(family), likely // LENGTH_STEP) if each
+            ],
             is_positions=self.most_length is not None,
         )
         return multiple * LENGTH_STEP
@@ -476,24 +535,17 @@ class Estimator:
             program, times_ms, conditions, host_limit_bytes=self.hardware.host_limit_bytes
         )
 
-    def _predict(self, way: Way, program: StepProgram, *, timed: bool = False) -> Prediction:
+    def _timed(
+        self, program: StepProgram, leaves: Sequence[bool], *, host: HostModel = FAR_AHEAD
+    ) -> Prediction:
+        """Predict the step on the card and its link; *host*: when it sees copies done."""
         return predict(
             program,
-            self.leaves(way, program),
-            window_bytes=self.window_bytes,
-            device=self.hardware.device if timed else None,
-            link=self.hardware.link if timed else None,
-        )
-
-    def _early(self, way: Way, program: StepProgram) -> Callable[[], Prediction]:
-        """Return what predicts the step with a host that sees each copy as it is done."""
-        return lambda: predict(
-            program,
-            self.leaves(way, program),
+            leaves,
             window_bytes=self.window_bytes,
             device=self.hardware.device,
             link=self.hardware.link,
-            host=IN_STEP,
+            host=host,
         )
 
     def leaves(self, way: Way, program: StepProgram) -> list[bool]:

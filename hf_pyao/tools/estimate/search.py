@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def largest_fitting(
@@ -63,42 +63,67 @@ def largest_on_a_line(
     *,
     most: int | None = None,
     at_least: int = 0,
+    likely: Sequence[int] = (),
+    slack: float = 0.0,
 ) -> int:
     """Return the largest size whose peak is within *limit_bytes*, by as few peaks as will do.
 
     As :func:`largest_fitting`, for peaks that are dear: the size that is returned was asked for,
     and fits; that the next one does not is said by the line through the nearest peaks known.
     Where *at_least* fits by other peaks alone, nothing beyond it is asked for.
+
+    Args:
+        peak_bytes: the peak at a size. It is asked again for sizes that are known, as what it says
+            of them may have become better; whether they fit does not change.
+        limit_bytes: what it may be.
+        most: the largest size that there is; None: there is no such.
+        at_least: a size that is known to fit.
+        likely: sizes to ask for first, each if the one before it fits.
+        slack: share of a size that fits within which larger ones are not asked for.
     """
-    fitting: list[tuple[int, int]] = []
-    too_large: tuple[int, int] | None = None
-    end = None if most is None else most + 1
-    guess = 1
-    while guess > (fitting[-1][0] if fitting else 0):
-        peak = peak_bytes(guess)
-        if peak <= limit_bytes:
-            fitting.append((guess, peak))
+    fitting: list[int] = []
+    too_large = None
+    asked = iter(sorted({*likely} if likely else {1, max(4, at_least)}))
+    guess = next(asked) if most is None else min(next(asked), most)
+    while guess > (fitting[-1] if fitting else 0):
+        if peak_bytes(guess) <= limit_bytes:
+            fitting.append(guess)
         else:
-            too_large, end = (guess, peak), guess
-        if not fitting or (too_large is not None and too_large[0] <= at_least):
-            return at_least
-        left, left_peak = fitting[-1]
-        if len(fitting) == 1 and too_large is None:
-            guess = max(4, at_least)
+            too_large = guess
+        if too_large is not None and too_large <= at_least:
+            break
+        if not fitting:
+            guess = 1
+        elif too_large is None and (following := next(asked, 0)) > guess:
+            guess = following
         else:
-            failed = too_large if peak > limit_bytes else None
-            slope = _slope(fitting[-1], failed or fitting[-2]) or _slope(fitting[-1], fitting[0])
-            guess = min(
-                left + int((limit_bytes - left_peak) / (slope or 1.0)),
-                (4 if left < 16 else 32) * left,
-            )
-        if end is not None:
-            guess = min(guess, end - 1)
-    return fitting[-1][0]
+            guess = _on_the_line(peak_bytes, limit_bytes, fitting, too_large, slack)
+        if too_large is not None:
+            guess = min(guess, too_large - 1)
+        if most is not None:
+            guess = min(guess, most)
+    return max(fitting[-1], at_least) if fitting else at_least
 
 
-def _slope(one: tuple[int, int], other: tuple[int, int]) -> float:
-    """Return by how much a peak grows with each size; 0 where it does not."""
-    if one[0] == other[0]:
-        return 0.0
-    return max(0.0, (other[1] - one[1]) / (other[0] - one[0]))
+def _on_the_line(
+    peak_bytes: Callable[[int], int],
+    limit_bytes: int,
+    fitting: Sequence[int],
+    too_large: int | None,
+    slack: float,
+) -> int:
+    """Return where the line through the nearest peaks comes to the limit.
+
+    Where that is within *slack* of the largest size that fits, and the next one that does not is
+    far away or not known: a size a little beyond, since a single peak may be off the line.
+    """
+    left = fitting[-1]
+    others = fitting[-2::-1] if too_large is None else (too_large, *fitting[-2::-1])
+    left_bytes = peak_bytes(left)
+    slopes = ((peak_bytes(other) - left_bytes) / (other - left) for other in others)
+    slope = next((each for each in slopes if each > 0), 1.0)
+    guess = left + int((limit_bytes - left_bytes) / slope)
+    if guess - left <= int(slack * left):
+        is_far = too_large is None or too_large - left > left // 16
+        return left + max(1, left // 32) if is_far else left
+    return guess if too_large is not None else min(guess, (4 if left < 16 else 32) * left)

