@@ -10,6 +10,7 @@ same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,11 +134,45 @@ def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     with in_kernel_invocation_manager(mode):
         found = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
-    return FakeTensor(mode, found, device)
+    return new_fake(found, mode, device)
 
 
 def _faked(found: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     """Return *found* as a fake tensor, if it is a tensor and no fake one that was written."""
     if type(found) is FakeTensor or not isinstance(found, torch.Tensor):
         return found
-    return FakeTensor(mode, found, device)
+    return new_fake(found, mode, device)
+
+
+def new_fake(meta: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
+    """Return ``FakeTensor(mode, meta, device)``, for a tensor of the meta device.
+
+    torch sets twenty attributes one by one, half of them through descriptors. All but the mode are
+    the same for every new tensor of a device, and copied here.
+    """
+    if device.type != "cpu" and device == torch.device(device.type):
+        return FakeTensor(mode, meta, device)  # of the device that is the current one now
+    made: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor,
+        meta,
+        meta.requires_grad,
+        dispatch_device=True,
+        device_for_backend_keys=device,
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    made.__dict__.update(_attributes_of(device), fake_mode=mode)
+    return made
+
+
+@functools.cache
+def _attributes_of(device: torch.device) -> dict[str, Any]:
+    """Return the attributes of a new fake tensor of *device*, without its mode."""
+    mode = FakeTensorMode()
+    with in_kernel_invocation_manager(mode):
+        meta = torch.empty((), device="meta")
+    attributes = dict(FakeTensor(mode, meta, device).__dict__)
+    del attributes["fake_mode"]
+    return attributes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from hf_pyao.model.fake_cuda.quick_results import quick_result
+from hf_pyao.model.fake_cuda.quick_results import new_fake, quick_result
 
 aten: Any = torch.ops.aten
 
@@ -336,3 +336,18 @@ def test_layer_normalization_has_its_statistics_in_float32() -> None:
             more = (x, x, shape, *found[1:], weight, None, [True, True, False])
             back = quick_result(aten.native_layer_norm_backward.default, more, {})
             assert [_told(each) for each in back] == [_told(x), _told(weight), None]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_new_fake_tensor_is_as_torch_makes_it(device: str, needs_gradient: bool) -> None:
+    where = torch.device(device)
+    for mode in (FakeTensorMode(), FakeTensorMode()):
+        metas = [torch.empty(2, 3, device="meta", requires_grad=needs_gradient) for _ in range(2)]
+        found, expected = new_fake(metas[0], mode, where), FakeTensor(mode, metas[1], where)
+        assert found.__dict__ == expected.__dict__
+        assert found.fake_mode is mode and found.device == where
+        assert found.requires_grad == expected.requires_grad == needs_gradient
+        assert torch._C._dispatch_keys(found) == torch._C._dispatch_keys(expected)
+        assert found.untyped_storage()._cdata == metas[0].untyped_storage()._cdata
+        assert found._version == expected._version == 0
