@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from hf_pyao.errors import ConfigError, PyAOError
@@ -110,106 +112,95 @@ def _bad_setting(name: str, value: str, expected: str) -> ConfigError:
 
 
 class Block:
-    """A range of addresses: allocated, free, or (in an expandable segment) without memory."""
+    """A range of addresses: allocated, free, or (in an expandable segment) without memory.
 
-    __slots__ = ("address", "is_free", "is_mapped", "next", "pool", "previous", "size")
+    Made between two neighbours of the same segment, at lower and at higher addresses.
+    """
 
-    def __init__(self, address: int, size: int, pool: _Pool) -> None:
+    __slots__ = ("address", "key", "next", "pool", "previous", "size")
+
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        pool: _Pool,
+        key: int = 0,
+        previous: Block | None = None,
+        following: Block | None = None,
+    ) -> None:
         self.address = address
         self.size = size
         self.pool = pool
-        self.previous: Block | None = None
-        """The neighbour at lower addresses of the same segment."""
-        self.next: Block | None = None
-        self.is_free = True
-        self.is_mapped = True
-        """False for addresses without memory behind them."""
+        self.key = key
+        """Size and address as one number while it is free, and in its pool; 0: it is neither."""
+        self.previous = previous
+        self.next = following
+        if previous is not None:
+            previous.next = self
+        if following is not None:
+            following.previous = self
+
+    @property
+    def is_free(self) -> bool:
+        return self.key != 0
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether there is memory behind the addresses."""
+        return self.pool.is_mapped
 
 
 class _Pool:
     """Free blocks of one stream, either small or large ones (``BlockPool``)."""
 
-    def __init__(self, is_small: bool, settings: AllocatorSettings) -> None:
+    def __init__(
+        self, is_small: bool, settings: AllocatorSettings, page_bytes: int | None = None
+    ) -> None:
         self.settings = settings
-        self.page_bytes = SMALL_BUFFER_BYTES if is_small else LARGE_BUFFER_BYTES
+        self.page_bytes = page_bytes or (SMALL_BUFFER_BYTES if is_small else LARGE_BUFFER_BYTES)
         is_cut_finely = is_small or settings.expandable_segments
         self.least_rest_bytes = MIN_BLOCK_BYTES if is_cut_finely else SMALL_BYTES + 1
         """What has to be left of a block for it to become a block (``should_split``)."""
-        self.least_whole_bytes = math.inf if is_cut_finely else settings.max_split_bytes
+        is_cut_always = is_cut_finely or math.isinf(settings.max_split_bytes)
+        self.least_whole_bytes = _EVERYTHING if is_cut_always else int(settings.max_split_bytes)
         """Requests from this on are never served by a part of a block (``should_split``)."""
         self.keys: list[int] = []
-        """Size and address of each free block with memory as one number, in order."""
+        """Size and address of each free block as one number, in order."""
         self.blocks: list[Block] = []
         """The same blocks, in the same order."""
-        self.unmapped: list[int] = []
-        """Addresses of blocks without memory, in order."""
-        self.unmapped_blocks: list[Block] = []
+        self.is_mapped = True
+        self.reserved_bytes = 0
 
-    def insert(self, block: Block) -> None:
-        if block.is_mapped:
-            key = (block.size << _ADDRESS_BITS) + block.address
-            at = bisect_left(self.keys, key)
-            self.keys.insert(at, key)
-            self.blocks.insert(at, block)
-        else:
-            at = bisect_left(self.unmapped, block.address)
-            self.unmapped.insert(at, block.address)
-            self.unmapped_blocks.insert(at, block)
+    @cached_property
+    def unmapped(self) -> _Pool:
+        """Blocks without memory, which blocks with memory do not merge with."""
+        pool = _Pool(False, self.settings)
+        pool.is_mapped = False
+        return pool
 
     def remove(self, block: Block) -> None:
-        if block.is_mapped:
-            at = bisect_left(self.keys, (block.size << _ADDRESS_BITS) + block.address)
-            del self.keys[at], self.blocks[at]
-        else:
-            at = bisect_left(self.unmapped, block.address)
-            del self.unmapped[at], self.unmapped_blocks[at]
+        at = bisect_left(self.keys, block.key)
+        del self.keys[at], self.blocks[at]
+        block.key = 0
 
-    def take_best(self, size: int) -> Block | None:
-        """Take the smallest free block that holds *size* (``get_free_block``).
+    def best(self, at: int, size: int) -> int:
+        """Return which block serves *size* if *at* is the smallest that holds it; past the last
+        one, if none does (``get_free_block``).
 
         Of an expandable segment, a block counts with what it can grow to.
         """
-        keys, settings = self.keys, self.settings
-        at = bisect_left(keys, size << _ADDRESS_BITS)
-        if at == len(keys):
-            return None
+        settings, blocks = self.settings, self.blocks
         if settings.expandable_segments:
-            at = self._least_growing(at)
-        if settings.max_split_bytes != math.inf:
-            most, held = settings.max_split_bytes, self.blocks[at].size
-            if size < most <= held:
-                return None
-            if size >= most and held >= size + settings.max_non_split_rounding_bytes:
-                return None
-        del keys[at]
-        return self.blocks.pop(at)
-
-    def _least_growing(self, at: int) -> int:
-        """Return the first block from *at* on that the next one can grow beyond."""
-        blocks = self.blocks
-        grows_to = _can_grow_to(blocks[at])
-        for other in range(at + 1, len(blocks)):
-            others = _can_grow_to(blocks[other])
-            if others >= grows_to:
-                break
-            at, grows_to = other, others
+            grows_to = _can_grow_to(blocks[at])
+            while at + 1 < len(blocks) and _can_grow_to(blocks[at + 1]) < grows_to:
+                at += 1
+                grows_to = _can_grow_to(blocks[at])
+        most, held = settings.max_split_bytes, blocks[at].size
+        if size < most <= held:
+            return len(blocks)
+        if size >= most and held >= size + settings.max_non_split_rounding_bytes:
+            return len(blocks)
         return at
-
-    def merge(self, block: Block, other: Block | None) -> None:
-        """Join *block* with a neighbour that is free as it is (``try_merge_blocks``)."""
-        if other is None or not other.is_free or other.is_mapped != block.is_mapped:
-            return
-        self.remove(other)
-        if block.previous is other:
-            block.address = other.address
-            block.previous = other.previous
-            if block.previous is not None:
-                block.previous.next = block
-        else:
-            block.next = other.next
-            if block.next is not None:
-                block.next.previous = block
-        block.size += other.size
 
 
 class CachingAllocator:
@@ -218,10 +209,15 @@ class CachingAllocator:
     Args:
         settings: what the environment sets.
         limit_bytes: most that may be reserved: the device's memory less its context.
+        page_bytes: by which expandable segments grow; None: as PyTorch's do.
     """
 
     def __init__(
-        self, settings: AllocatorSettings | None = None, *, limit_bytes: float = math.inf
+        self,
+        settings: AllocatorSettings | None = None,
+        *,
+        limit_bytes: float = math.inf,
+        page_bytes: int | None = None,
     ) -> None:
         self.settings = settings or AllocatorSettings()
         self.limit_bytes = limit_bytes
@@ -232,7 +228,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = 0
         self.num_retries = 0
         """How often cached segments were given back since a request did not fit otherwise."""
-        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._page_bytes = page_bytes
+        self._pools: dict[int, tuple[_Pool, _Pool]] = {}
         self._next_address = LARGE_BUFFER_BYTES
 
     def reset_peaks(self) -> None:
@@ -246,16 +243,131 @@ class CachingAllocator:
         Raises:
             DeviceFullError: it does not fit.
         """
-        return self.serve(rounded(nbytes), stream)
+        return self.run([rounded(nbytes)], stream=stream)[0]
 
-    def serve(self, size: int, stream: int = 0) -> Block:
-        """Allocate *size* bytes, which :func:`rounded` returned, on a stream.
+    def free(self, block: Block) -> None:
+        """Give a block back to its pool (``free``)."""
+        self.run([~0], [block])
+
+    def run(
+        self, events: Iterable[int], blocks: list[Block] | None = None, *, stream: int = 0
+    ) -> list[Block]:
+        """Allocate on a stream (``malloc``) and free (``free_block``), in the order of *events*.
+
+        All is written out here, without calls, since a replay has thousands of events.
+
+        Args:
+            events: the bytes of an allocation, as :func:`rounded` returns them; or ``~number``,
+                where the block of that number is freed.
+            blocks: those that are there; what is allocated comes behind them. None: there are none.
+
+        Returns:
+            All blocks by number, with those that were freed.
 
         Raises:
-            DeviceFullError: it does not fit.
+            DeviceFullError: one does not fit.
         """
-        pool = self._pools.get((stream, size <= SMALL_BYTES)) or self._pool(stream, size)
-        block = pool.take_best(size) or self._reserve(pool, size)
+        small, large = self.pools(stream)
+        is_plain = not self.settings.expandable_segments and math.isinf(
+            self.settings.max_split_bytes
+        )
+        allocated, peak = self.allocated_bytes, self.peak_allocated_bytes
+        blocks = [] if blocks is None else blocks
+        for size in events:
+            if size > 0:
+                pool = small if size <= SMALL_BYTES else large  # get_pool
+                keys = pool.keys
+                at = bisect_left(keys, size << _ADDRESS_BITS)  # get_free_block
+                if not is_plain and at < len(keys):
+                    at = pool.best(at, size)
+                if at == len(keys):
+                    self.allocated_bytes, self.peak_allocated_bytes = allocated, peak
+                    at = self._make_room(pool, size)
+                block = pool.blocks[at]
+                rest = block.size - size
+                if rest < pool.least_rest_bytes or size >= pool.least_whole_bytes:  # should_split
+                    del keys[at], pool.blocks[at]
+                    size = block.size
+                else:
+                    address = block.address + size
+                    key = (rest << _ADDRESS_BITS) + address
+                    block.size = size
+                    part = Block(address, rest, pool, key, block, block.next)
+                    if at and key < keys[at - 1]:
+                        del keys[at], pool.blocks[at]
+                        at = bisect_left(keys, key, 0, at)
+                        keys.insert(at, key)
+                        pool.blocks.insert(at, part)
+                    else:
+                        keys[at] = key
+                        pool.blocks[at] = part
+                block.key = 0
+                allocated += size
+                if allocated > peak:
+                    peak = allocated
+                blocks.append(block)
+            else:
+                block = blocks[~size]
+                size = block.size
+                allocated -= size
+                pool = block.pool
+                keys = pool.keys
+                at = -1  # of a free neighbour, whose place it takes if that keeps the order
+                other = block.next
+                if other is not None and other.key and other.pool is pool:  # try_merge_blocks
+                    at = bisect_left(keys, other.key)
+                    size += other.size
+                    block.next = other = other.next
+                    if other is not None:
+                        other.previous = block
+                other = block.previous
+                if other is not None and other.key and other.pool is pool:
+                    if at >= 0:
+                        del keys[at], pool.blocks[at]
+                    at = bisect_left(keys, other.key)
+                    size += other.size
+                    block.address = other.address
+                    block.previous = other = other.previous
+                    if other is not None:
+                        other.next = block
+                block.size = size
+                block.key = key = (size << _ADDRESS_BITS) + block.address
+                if at >= 0:
+                    if at + 1 == len(keys) or key < keys[at + 1]:
+                        keys[at] = key
+                        pool.blocks[at] = block
+                        continue
+                    del keys[at], pool.blocks[at]
+                at = bisect_left(keys, key)
+                keys.insert(at, key)
+                pool.blocks.insert(at, block)
+        self.allocated_bytes, self.peak_allocated_bytes = allocated, peak
+        return blocks
+
+    def release_cached(self) -> None:
+        """Give back every segment, or page, that is wholly free (``release_cached_blocks``)."""
+        for block in list(self.free_blocks()):
+            if self.settings.expandable_segments:
+                self._unmap(block)
+            elif block.previous is None and block.next is None:
+                self._release(block)
+
+    def free_blocks(self) -> Iterator[Block]:
+        """Yield the free blocks that have memory."""
+        for pools in self._pools.values():
+            for pool in pools:
+                yield from pool.blocks
+
+    def pools(self, stream: int = 0) -> tuple[_Pool, _Pool]:
+        """Return a stream's pools of small and of large blocks."""
+        if stream not in self._pools:
+            small, large = (_Pool(each, self.settings, self._page_bytes) for each in (True, False))
+            self._pools[stream] = small, large
+        return self._pools[stream]
+
+    def _make_room(self, pool: _Pool, size: int) -> int:
+        """Reserve a block for *size* and return its place in the pool (``malloc``)."""
+        block = self._reserve(pool, size)
         if block is None and self._release_oversized(pool, size):
             block = self._reserve(pool, size)
         if block is None:
@@ -267,64 +379,36 @@ class CachingAllocator:
                 f"{size} bytes were asked for; {self.allocated_bytes} are allocated and "
                 f"{self.reserved_bytes} reserved of {self.limit_bytes:.0f}."
             )
-        if block.size - size >= pool.least_rest_bytes and size < pool.least_whole_bytes:
-            pool.insert(_cut(block, size))
-        block.is_free = False
+        return bisect_left(pool.keys, block.key)
+
+    def _set_free(self, block: Block, pool: _Pool) -> None:
+        """Put a block that was not in use into a pool, and merge it there."""
+        block.pool = pool
         self.allocated_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        return block
-
-    def free(self, block: Block) -> None:
-        """Give a block back to its pool (``free_block``)."""
-        self.allocated_bytes -= block.size
-        block.is_free = True
-        pool = block.pool
-        if block.previous is not None and block.previous.is_free:
-            pool.merge(block, block.previous)
-        if block.next is not None and block.next.is_free:
-            pool.merge(block, block.next)
-        pool.insert(block)
-
-    def release_cached(self) -> None:
-        """Give back every segment, or page, that is wholly free (``release_cached_blocks``)."""
-        for pool in self._pools.values():
-            for block in list(pool.blocks):
-                if self.settings.expandable_segments:
-                    self._unmap(block)
-                elif block.previous is None and block.next is None:
-                    self._release(block)
-
-    def free_blocks(self) -> Iterator[Block]:
-        """Yield the free blocks that have memory."""
-        for pool in self._pools.values():
-            yield from pool.blocks
-
-    def _pool(self, stream: int, size: int) -> _Pool:
-        """Make the pool that serves requests of *size* on a stream (``get_pool``)."""
-        is_small = size <= SMALL_BYTES
-        pool = self._pools[stream, is_small] = _Pool(is_small, self.settings)
-        return pool
+        self.free(block)
 
     # ---- segments ------------------------------------------------------------------------------
 
     def _reserve(self, pool: _Pool, size: int) -> Block | None:
-        """Return a block from newly reserved memory (``alloc_block``); None if there is no room."""
+        """Return a free block of newly reserved memory (``alloc_block``); None if there is no
+        room."""
         if self.settings.expandable_segments:
             return self._expand(pool, size)
         nbytes = segment_bytes(size)
         if self.reserved_bytes + nbytes > self.limit_bytes:
             return None
-        self._count_reserved(nbytes)
+        self._count_reserved(pool, nbytes)
         return self._new_range(pool, nbytes)
 
     def _new_range(self, pool: _Pool, nbytes: int) -> Block:
-        address = self._next_address
+        block = Block(self._next_address, nbytes, pool)
         pages = -(-nbytes // LARGE_BUFFER_BYTES)
         self._next_address += (pages + 1) * LARGE_BUFFER_BYTES  # aligned, and not beside another
-        return Block(address, nbytes, pool)
+        self._set_free(block, pool)
+        return block
 
-    def _count_reserved(self, nbytes: int) -> None:
+    def _count_reserved(self, pool: _Pool, nbytes: int) -> None:
+        pool.reserved_bytes += nbytes
         self.reserved_bytes += nbytes
         if self.reserved_bytes > self.peak_reserved_bytes:
             self.peak_reserved_bytes = self.reserved_bytes
@@ -332,7 +416,7 @@ class CachingAllocator:
     def _release(self, block: Block) -> None:
         """Give back a segment that is one free block (``release_block``)."""
         block.pool.remove(block)
-        self.reserved_bytes -= block.size
+        self._count_reserved(block.pool, -block.size)
 
     def _release_oversized(self, pool: _Pool, size: int) -> bool:
         """Give back free blocks that may not be split (``release_available_cached_blocks``).
@@ -359,20 +443,19 @@ class CachingAllocator:
     def _expand(self, pool: _Pool, size: int) -> Block | None:
         """Map memory until a block holds *size* (``try_allocate_expandable_block``)."""
         block = self._expandable(pool, size)
-        if not block.is_mapped and not self._map(block, min(block.size, size)):
+        if not block.is_mapped and not self._map(pool, block, min(block.size, size)):
             return None
         while block.size < size:
             following = block.next
             assert following is not None
-            if not self._map(following, min(size - block.size, following.size)):
+            if not self._map(pool, following, min(size - block.size, following.size)):
                 return None
             block = following  # which took the free block before it in
-        pool.remove(block)
         return block
 
     def _expandable(self, pool: _Pool, size: int) -> Block:
         """Return where to grow: the lowest addresses with room (``find_expandable_block``)."""
-        for block in pool.unmapped_blocks:
+        for block in sorted(pool.unmapped.blocks, key=attrgetter("address")):
             if block.previous is not None and block.previous.is_free:
                 block = block.previous
             room, each = 0, block
@@ -383,25 +466,18 @@ class CachingAllocator:
                 return block
         most = _EVERYTHING if math.isinf(self.limit_bytes) else 9 * int(self.limit_bytes) // 8
         pages = -(-max(most, size) // pool.page_bytes)
-        block = self._new_range(pool, pages * pool.page_bytes)
-        block.is_mapped = False
-        pool.insert(block)
-        return block
+        return self._new_range(pool.unmapped, pages * pool.page_bytes)
 
-    def _map(self, block: Block, size: int) -> bool:
+    def _map(self, pool: _Pool, block: Block, size: int) -> bool:
         """Put memory behind the first *size* bytes, in whole pages (``map_block``)."""
-        pool = block.pool
         nbytes = min(-(-size // pool.page_bytes) * pool.page_bytes, block.size)
         if self.reserved_bytes + nbytes > self.limit_bytes:
             return False
-        pool.remove(block)
+        pool.unmapped.remove(block)
         if nbytes < block.size:
-            pool.insert(_cut(block, nbytes))
-        block.is_mapped = True
-        pool.merge(block, block.previous)
-        pool.merge(block, block.next)
-        pool.insert(block)
-        self._count_reserved(nbytes)
+            self._set_free(_cut(block, nbytes), pool.unmapped)
+        self._set_free(block, pool)
+        self._count_reserved(pool, nbytes)
         return True
 
     def _unmap(self, block: Block) -> None:
@@ -414,16 +490,13 @@ class CachingAllocator:
             return
         pool.remove(block)
         if end < block.address + block.size:
-            pool.insert(_cut(block, end - block.address))
+            self._set_free(_cut(block, end - block.address), pool)
         if start > block.address:
             middle = _cut(block, start - block.address)
-            pool.insert(block)
+            self._set_free(block, pool)
             block = middle
-        block.is_mapped = False
-        self.reserved_bytes -= block.size
-        pool.merge(block, block.previous)
-        pool.merge(block, block.next)
-        pool.insert(block)
+        self._count_reserved(pool, -block.size)
+        self._set_free(block, pool.unmapped)
 
 
 def rounded(nbytes: int) -> int:
@@ -441,19 +514,14 @@ def segment_bytes(size: int) -> int:
 
 
 def _cut(block: Block, size: int) -> Block:
-    """Cut *block* down to *size*; return the rest as a free block behind it."""
-    rest = Block(block.address + size, block.size - size, block.pool)
-    rest.is_mapped = block.is_mapped
-    rest.previous, rest.next = block, block.next
-    if rest.next is not None:
-        rest.next.previous = rest
-    block.next = rest
+    """Cut *block*, which is in no pool, down to *size*; return the rest behind it."""
+    rest_bytes = block.size - size
     block.size = size
-    return rest
+    return Block(block.address + size, rest_bytes, block.pool, 0, block, block.next)
 
 
 def _can_grow_to(block: Block) -> int:
     following = block.next
-    if following is None or following.is_mapped:
+    if following is None or following.pool.is_mapped:
         return block.size
     return block.size + following.size

@@ -31,7 +31,6 @@ import numpy
 from hf_pyao.plan.hardware.caching_allocator import (
     MIN_BLOCK_BYTES,
     AllocatorSettings,
-    Block,
     CachingAllocator,
     DeviceFullError,
     rounded,
@@ -235,19 +234,16 @@ class StepMemory:
         """Return what is reserved, and whether the limit made no difference."""
         allocator = CachingAllocator(settings, limit_bytes=limit_bytes)
         num_retries = 0
-        first = case.first
         try:
-            for nbytes in self._residents:
-                allocator.allocate(nbytes)
-            for block in [allocator.allocate(nbytes) for nbytes in case.freed_before]:
-                allocator.free(block)
+            allocator.run(map(rounded, self._residents))
+            sizes = [rounded(nbytes) for nbytes in case.freed_before]
+            allocator.run([*sizes, *(~number for number in range(len(sizes)))])
             for number in range(NUM_STEPS):
                 before, reserved = allocator.num_retries, allocator.peak_reserved_bytes
-                _run(first if number == 0 else self._last, allocator)
+                allocator.run((self._last if number else case.first).events)
                 num_retries = allocator.num_retries - before
                 if number == 0:
-                    for nbytes in self._states:
-                        allocator.allocate(nbytes)
+                    allocator.run(map(rounded, self._states))
                 elif not num_retries and allocator.peak_reserved_bytes == reserved:
                     break  # the next one would find the same
         except DeviceFullError:
@@ -267,8 +263,9 @@ class StepMemory:
 class _Events(NamedTuple):
     """What a step allocates and frees."""
 
-    events: Sequence[int]
-    """Bytes of an allocation, rounded up; or ``~number`` where the one of that number ends."""
+    events: tuple[int, ...]
+    """Bytes of an allocation, rounded up; or ``~number`` where the one of that number ends. All
+    end. A tuple, which the garbage collector does not walk through."""
     most_bytes: int
     """Most bytes that are asked for at once, each request rounded up."""
 
@@ -283,7 +280,10 @@ class _Case(NamedTuple):
 
 
 def _requests(trace: Trace) -> _Events:
-    """Return what the allocator is asked for in a step; what takes no bytes is left out."""
+    """Return what the allocator is asked for in a step, at whose end all that is left is freed.
+
+    What takes no bytes is left out.
+    """
     keys, sizes = trace.columns()
     keys, sizes = keys[sizes != 0], sizes[sizes != 0]
     is_made = sizes > 0
@@ -299,24 +299,9 @@ def _requests(trace: Trace) -> _Events:
     is_there = is_made.copy()
     is_there[after] = True
     most_bytes = int(numpy.cumsum(changes).max(initial=0))
-    return _Events(events[is_there].tolist(), most_bytes)
-
-
-def _run(step: _Events, allocator: CachingAllocator) -> None:
-    """Run one step; what it does not free ends with it."""
-    live: list[Block | None] = []
-    serve, free, note = allocator.serve, allocator.free, live.append
-    for each in step.events:
-        if each > 0:
-            note(serve(each))
-        else:
-            block = live[~each]
-            assert block is not None
-            free(block)
-            live[~each] = None
-    for block in live:
-        if block is not None:
-            free(block)
+    is_left = is_made.copy()
+    is_left[before] = False
+    return _Events((*events[is_there].tolist(), *(~numbers[is_left]).tolist()), most_bytes)
 
 
 def _states(residents: Sequence[int], nbytes: int) -> list[int]:
