@@ -45,9 +45,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested tuples, lists and mappings (model outputs included)."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
+        return
+    is_mapping = isinstance(value, dict)
+    if not is_mapping and not isinstance(value, list | tuple):
+        return
+    for item in value.values() if is_mapping else value:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict | list | tuple):
             yield from tensors_in(item)

@@ -105,6 +105,10 @@ def can_trace_wide_products() -> bool:
 class _ResultsOfCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives results the dtypes that they have on CUDA, and those of common operations at once."""
 
+    def at_once(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation returns here if that is known without running it, or None."""
+        return quick_result(func, args, kwargs)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

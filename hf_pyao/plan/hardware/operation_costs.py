@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,21 +39,34 @@ def cost_of(
     """
     if func.is_view or func._overloadpacket in _FREE or is_question(func):
         return None
-    count = flop_registry.get(func._overloadpacket)
-    # Products with sums in another dtype: formulas do not know that argument.
-    known = [arg for arg in _with_all_heads(func, args) if not isinstance(arg, torch.dtype)]
-    if func.name() in _QUANTISED_PRODUCTS:
-        flops = 2.0 * next(iter(outputs)).numel() * args[0].shape[-1]
-    elif func._overloadpacket.__name__ in _GROUPED_PRODUCTS:
-        flops = _grouped_flops(*args[:2])
-    else:
-        flops = 0.0 if count is None else float(count(*known, **kwargs, out_val=result))
+    outputs = [*outputs]
+    flops = _flops_of(func, args, kwargs, result, outputs)
     if flops and _is_causal(func, args, kwargs):
         flops /= 2  # kernels skip the half of the scores that is masked; formulas count it
     overwritten = _overwritten_by(func, args, kwargs)
     read = {id(each): each for each in inputs if id(each) not in overwritten}
     moved = (*read.values(), *outputs)
     return OperationCost(flops, sum(t.numel() * t.element_size() for t in moved))
+
+
+def _flops_of(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    outputs: Sequence[torch.Tensor],
+) -> float:
+    left = 0 if func.name() in _QUANTISED_PRODUCTS else _LEFT.get(func._overloadpacket)
+    if left is not None:
+        return 2.0 * outputs[0].numel() * int(args[left].shape[-1])
+    if func._overloadpacket.__name__ in _GROUPED_PRODUCTS:
+        return _grouped_flops(*args[:2])
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0.0
+    # Products with sums in another dtype: formulas do not know that argument.
+    known = [arg for arg in _with_all_heads(func, args) if not isinstance(arg, torch.dtype)]
+    return float(count(*known, **kwargs, out_val=result))
 
 
 def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
@@ -84,13 +98,25 @@ def dequantisation_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
 def _overwritten_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the ids of the arguments that an operation writes and does not read."""
+    overwritten = _overwritten_arguments(func)
+    if not overwritten:
+        return set()
     written: set[int] = set()
     read: set[int] = set()
     for position, argument in enumerate(func._schema.arguments):
         given = args[position] if position < len(args) else kwargs.get(argument.name)
-        is_written = argument.is_out or (not position and func._overloadpacket in _OVERWRITING)
-        (written if is_written else read).add(id(given))
+        (written if position in overwritten else read).add(id(given))
     return written - read
+
+
+@functools.cache
+def _overwritten_arguments(func: Any) -> frozenset[int]:
+    """Return the positions of the arguments that an operation writes without reading them."""
+    return frozenset(
+        position
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.is_out or (not position and func._overloadpacket in _OVERWRITING)
+    )
 
 
 def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -111,11 +137,16 @@ def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    if "is_causal" not in names:
+    position = _position_of_causal(func)
+    if position is None:
         return False
-    position = names.index("is_causal")
     return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
+
+
+@functools.cache
+def _position_of_causal(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else None
 
 
 def is_question(func: Any) -> bool:
@@ -136,6 +167,9 @@ _QUANTISED_PRODUCTS = frozenset(
     }
 )
 """Products with a quantised weight, for which torch has no formula; inputs come first."""
+
+_LEFT = {torch.ops.aten.mm: 0, torch.ops.aten.bmm: 0, torch.ops.aten.addmm: 1}
+"""Which argument of a product of matrices is the left one, whose rows are summed over."""
 
 _GROUPED_PRODUCTS = frozenset({"_grouped_mm", "grouped_mm_fallback", "_scaled_grouped_mm"})
 """Products of groups of rows with a matrix for each group, for which torch has no formula."""

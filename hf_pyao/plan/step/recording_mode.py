@@ -22,6 +22,8 @@ from hf_pyao.plan.step.step_recorder import StepRecorder
 RECORDING = {"policy": "all", "min_bytes": 0, "keep_last_layers": 0, "window": 0}
 """Settings of :class:`~hf_pyao.PyAOConfig` under which a step is recorded."""
 
+_DEVICE = torch.ops.prim.device.default
+
 
 class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, has a recorder see every operation.
@@ -44,7 +46,7 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation and record it."""
-        if func is torch.ops.prim.device.default:  # asked thousands of times in a step
+        if func is _DEVICE:  # asked thousands of times in a step
             (tensor,) = args
             if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
                 return tensor.fake_device

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from hf_pyao.engine.codecs.row_statistics import is_row_statistic
 from hf_pyao.engine.recompute.operations import unannotated_writes
@@ -220,12 +221,11 @@ class StepRecorder(Observer):
         if func is torch.ops.aten.slice.Tensor and len(args) > STEP and args[STEP] > 1:
             self._loops[Loop(args[0].shape[args[1]], args[STEP])] = None
         self._storages.sweep(self.now)
-        with without_cache_for(self._fake_mode, func):
-            result = func(*args, **kwargs)
-        outputs = list(tensors_in(result))
-        cost = cost_of(func, args, kwargs, result, tensors_in((args, kwargs)), outputs)
+        result = self._run(func, args, kwargs)
+        inputs, outputs = [*tensors_in((args, kwargs))], [*tensors_in(result)]
+        cost = cost_of(func, args, kwargs, result, inputs, outputs)
         self._enter_head()
-        self._storages.note_gathered(tensors_in((args, kwargs)))
+        self._storages.note_gathered(inputs)
         made = self._storages.new_among(outputs)
         if cost is None and not made:
             return result  # a view, or the host's
@@ -233,7 +233,7 @@ class StepRecorder(Observer):
         number = self.now
         call = call_of(func, args, kwargs)
         collective = collective_of(func, args)
-        awaits = self._collectives.before(collective, tensors_in((args, kwargs)))
+        awaits = self._collectives.before(collective, inputs)
         if collective is not None:
             self._collectives.queued(collective, args)
         self._operations.append(
@@ -246,7 +246,7 @@ class StepRecorder(Observer):
                 self.num_runs,
                 workspace_of(call, self._kernels),
                 call,
-                self._storages.weight_reads.of(tensors_in((args, kwargs))),
+                self._storages.weight_reads.of(inputs),
                 collective,
                 awaits,
             )
@@ -254,8 +254,17 @@ class StepRecorder(Observer):
         self._storages.note_new(made, number)
         if made:
             self._storages.note_forms(outputs)
-        self._note_dependencies(func, number, args, kwargs, outputs)
+        self._note_dependencies(func, number, args, inputs, outputs)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation; it is not dispatched again if the next mode knows what it returns."""
+        at_once = getattr(_get_current_dispatch_mode(), "at_once", None)
+        result = None if at_once is None else at_once(func, args, kwargs)
+        if result is not None:
+            return result
+        with without_cache_for(self._fake_mode, func):
+            return func(*args, **kwargs)
 
     def exchanged(
         self, collective: Collective, into: torch.Tensor | None = None, *, num_beside: int = 0
@@ -288,7 +297,12 @@ class StepRecorder(Observer):
             )
 
     def _note_dependencies(
-        self, func: Any, number: int, args: Any, kwargs: Any, outputs: Sequence[torch.Tensor]
+        self,
+        func: Any,
+        number: int,
+        args: tuple[Any, ...],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
     ) -> None:
         """Add an operation of the one layer whose graph is kept."""
         phase, layer, start = self._segments[-1]
@@ -309,7 +323,7 @@ class StepRecorder(Observer):
             for value in values_of(tensors_in((given,)))
         ]
         written += values_of(tensors_in(args[unannotated_writes(func)]))
-        reads = values_of(tensors_in((args, kwargs)))
+        reads = values_of(inputs)
         if not torch.is_grad_enabled():
             # As the engine's trace sees it: an unseen kernel may have written whatever is touched.
             self._graph.add_unseen([*reads, *values_of(outputs)])

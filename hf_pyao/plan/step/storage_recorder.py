@@ -46,6 +46,8 @@ class StorageRecorder:
         self._alive: dict[int, int] = {}
         """Weak reference to a storage -> its buffer, :data:`_THERE_BEFORE` or
         :data:`_WITHOUT_MEMORY`."""
+        self._made: set[int] = set()
+        """Those of them that may go during the step: with the rest it does not matter."""
         self._gathered: set[int] = set()
         """Storages of parameters that are there for a call, see :meth:`note_gathered`."""
         self._free_weak_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
@@ -101,7 +103,9 @@ class StorageRecorder:
     def note_new(self, storages: Iterable[torch.UntypedStorage], operation: int) -> None:
         """Record *storages*, which the operation with this number has made."""
         for storage in storages:
-            self._alive[cast(int, storage._weak_ref())] = len(self._births)
+            key = cast(int, storage._weak_ref())
+            self._made.add(key)
+            self._alive[key] = len(self._births)
             self._births.append((storage.nbytes(), operation))
 
     def note_forms(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -126,7 +130,9 @@ class StorageRecorder:
         """Record that *storage* was given other memory, or none, before operation number *now*."""
         buffer = self._alive.get(storage._cdata)
         if buffer is None and self._is_fake and storage.device.type == "meta":
-            self._alive[cast(int, storage._weak_ref())] = buffer = _WITHOUT_MEMORY
+            key = cast(int, storage._weak_ref())
+            self._made.add(key)
+            self._alive[key] = buffer = _WITHOUT_MEMORY
         if buffer is None or buffer == _THERE_BEFORE:
             return  # None: another thread's
         nbytes = storage.nbytes()
@@ -139,7 +145,8 @@ class StorageRecorder:
     def sweep(self, now: int) -> None:
         """Record which storages have been freed before operation number *now*."""
         expired = torch.UntypedStorage._expired
-        for key in [key for key in self._alive if expired(key)]:
+        for key in [key for key in self._made if expired(key)]:
+            self._made.discard(key)
             buffer = self._alive.pop(key)
             self._gathered.discard(key)
             if buffer >= 0:
